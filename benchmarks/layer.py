@@ -213,8 +213,8 @@ def torch_variants(problem: Problem, every: bool, backward: bool) -> Iterator[Va
     def peft(*, dora: bool, wide: bool) -> tuple[Any, list[Tensor]]:
         """Returns PEFT's layer with the problem's values, and its trained parameters."""
         options = {"use_dora": dora, "use_rslora": True, "wide": wide}
-        base, alpha = peft_layer.linear(i.weight), round(s * rank**0.5)
-        layer, parameters = peft_layer.over(base, rank, alpha, **options)
+        base, alpha = peft_layer.frozen_linear(i.weight), round(s * rank**0.5)
+        layer, parameters = peft_layer.adapt_linear(base, rank, alpha, **options)
         dtype = torch.float32 if wide else i.weight.dtype
         for name, parameter in parameters.items():
             parameter.data = getattr(i, name).to(dtype, copy=True)

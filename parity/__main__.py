@@ -1,4 +1,4 @@
-"""`python -m parity`: both packages against each other and against fp64; exit code 1 on failure."""
+"""`python -m parity`: runs one command; the exit code is 1 if a comparison fails."""
 
 from __future__ import annotations
 

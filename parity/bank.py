@@ -1,8 +1,8 @@
-"""`python -m parity bank`: rows that choose their adapters, each held to that one alone in fp64.
+"""`python -m parity bank`: a batch whose rows use different adapters, compared with fp64.
 
 A projection and a bank of DoRA, LoRA and rsLoRA adapters of different ranks, on both sides. Every
-row of a mixed batch is held to the materialised fp64 computation with its own adapter, by the
-bounds of `parity.tolerances`; a row of the base alone is held to the base's own bits.
+row of a mixed batch is compared with the dense fp64 computation with its own adapter, within the
+bounds of `parity.tolerances`. A row without an adapter must equal the base's result bit for bit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from parity.sides import Backend
 KINDS = ("DoRA", "LoRA", "rsLoRA", "DoRA")
 RANKS = (8, 5, 16, 64)
 ALPHA = 3.0
-# One token a row; several; and so many rows of one that they are sorted.
+# [rows] and [rows, time]: few rows of one token, rows of several, and enough rows of one token that
+# the kernels group them.
 SHAPES = ((9,), (6, 5), (40,))
 
 
 class Adapter(NamedTuple):
-    """An adapter of the projection, in PyTorch's layout, of numbers that the dtype holds."""
+    """An adapter of the projection, in PyTorch's layout; all values are representable in the
+    dtype."""
 
     kind: str
     lora_a: np.ndarray
@@ -44,7 +46,7 @@ class Adapter(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns the rank and the parts of the scale, as both packages name them."""
+        """Returns the rank and the options that set the scale, as both packages name them."""
         use_rslora = self.kind == "rsLoRA"
         return {"rank": len(self.lora_a), "alpha": ALPHA, "use_rslora": use_rslora}
 
@@ -53,9 +55,9 @@ class Problem(NamedTuple):
     """A mixed batch.
 
     Attributes:
-      name: of the case.
+      name: the name of the case.
       x: [batch, *time, in].
-      ids: of its rows.
+      ids: [batch], the slot of each row, or -1.
     """
 
     name: str
@@ -88,7 +90,7 @@ def _problem(dtype: str, into: int, out: int, shape: tuple[int, ...]) -> Problem
         scale = ALPHA / (math.sqrt(rank) if kind == "rsLoRA" else rank)
         norm = oracle.norm(weight, lora_a, lora_b, scale).astype(np.float32)
         moved = 1 + 0.2 * rng.standard_normal(out).astype(np.float32)
-        # LoRA is the DoRA whose magnitude is its norm.
+        # LoRA is DoRA with the magnitude equal to the norm.
         magnitude = norm * moved if kind == "DoRA" else norm
         adapters.append(Adapter(kind, lora_a, lora_b, magnitude, scale))
     ids = rng.permutation(np.arange(shape[0]) % (len(KINDS) + 1)) - 1
@@ -97,16 +99,21 @@ def _problem(dtype: str, into: int, out: int, shape: tuple[int, ...]) -> Problem
 
 
 def jax_rows(problem: Problem, device: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows with their adapters, and the base's, by jax_dora on its default device."""
+    """Returns (the rows with their adapters, the base's rows) from jax_dora on its default
+    device."""
     out, into = problem.weight.shape
     base = nnx.Linear(into, out, param_dtype=problem.dtype, precision="highest", rngs=nnx.Rngs(0))
     base.kernel.set_value(jnp.asarray(problem.weight.T, problem.dtype))
     assert base.bias is not None
     base.bias.set_value(jnp.asarray(problem.bias, problem.dtype))
     bank = jax_dora.AdapterBank(base, len(problem.adapters) + 1, max(RANKS))
-    for slot, one in enumerate(problem.adapters):
-        arrays = {"lora_a": one.lora_a.T, "lora_b": one.lora_b.T, "magnitude": one.magnitude}
-        rule = jax_dora.DoRARule("", **one.options)
+    for slot, adapter in enumerate(problem.adapters):
+        arrays = {
+            "lora_a": adapter.lora_a.T,
+            "lora_b": adapter.lora_b.T,
+            "magnitude": adapter.magnitude,
+        }
+        rule = jax_dora.DoRARule("", **adapter.options)
         bank = bank.load(slot, jax_dora.Adapter((rule,), {"": arrays}))
     graphdef, state = nnx.split(base)
 
@@ -122,17 +129,17 @@ def jax_rows(problem: Problem, device: str) -> tuple[np.ndarray, np.ndarray]:
 
 @torch.no_grad()
 def torch_rows(problem: Problem, device: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows with their adapters, and the base's, by torch_dora."""
+    """Returns (the rows with their adapters, the base's rows) from torch_dora."""
     dtype = getattr(torch, problem.dtype)
     out, into = problem.weight.shape
     base = torch.nn.Linear(into, out, dtype=dtype, device=device)
     base.weight.copy_(torch.tensor(problem.weight))
     base.bias.copy_(torch.tensor(problem.bias))
     bank = torch_dora.AdapterBank(base, len(problem.adapters) + 1, max(RANKS), path=".*")
-    for slot, one in enumerate(problem.adapters):
-        layer = torch_dora.DoRALinear.from_linear(base, **one.options)
+    for slot, adapter in enumerate(problem.adapters):
+        layer = torch_dora.DoRALinear.from_linear(base, **adapter.options)
         for name in ("lora_a", "lora_b", "magnitude"):
-            getattr(layer, name).copy_(torch.tensor(getattr(one, name)))
+            getattr(layer, name).copy_(torch.tensor(getattr(adapter, name)))
         bank.load(slot, layer)
     x = torch.tensor(problem.x).to(device, dtype)
     found = torch_dora.with_bank(base, bank, problem.ids.tolist())(x)
@@ -146,21 +153,27 @@ def run(report: Report, problem: Problem, side: Backend, device: str) -> None:
     """Adds a line for each kind of adapter in a mixed batch, on one side."""
     found, plain = ROWS[side](problem, device)
     name, dtype, bias = problem.name, problem.dtype, problem.bias
-    alone = problem.ids == -1
-    different = float(np.abs(found[alone] - plain[alone]).max())
-    report.add(name, "y, the base alone", side=side, error=different, bound=0.0, ok=different == 0)
-    for slot, one in enumerate(problem.adapters):
-        mine = problem.ids == slot
-        operands = (problem.weight, one.lora_a, one.lora_b, one.magnitude, one.scale)
-        x = problem.x[mine]
+    is_base = problem.ids == -1
+    error = float(np.abs(found[is_base] - plain[is_base]).max())
+    report.add(name, "y, the base alone", side=side, error=error, bound=0.0, ok=error == 0)
+    for slot, adapter in enumerate(problem.adapters):
+        in_slot = problem.ids == slot
+        operands = (
+            problem.weight,
+            adapter.lora_a,
+            adapter.lora_b,
+            adapter.magnitude,
+            adapter.scale,
+        )
+        x = problem.x[in_slot]
         exact = oracle.dora_linear(x, *operands, bias=bias, dtype=dtype)
         dy = np.zeros_like(exact)
         bound = tolerances.dora_linear(dy, x, *operands, dtype, bias=bias).y.reshape(exact.shape)
-        # The base's result may be stored with its bias, or the bias be added to a rounded one.
+        # The base's result may be rounded with or without its bias.
         bound = bound + tolerances.rounding(exact - bias, dtype)
-        quantity = f"y, {one.kind} of rank {len(one.lora_a)}"
+        quantity = f"y, {adapter.kind} of rank {len(adapter.lora_a)}"
         expected = {quantity: Expected(exact, bound, dtype)}
-        judge(report, name, side, {quantity: found[mine]}, expected)
+        judge(report, name, side, {quantity: found[in_slot]}, expected)
 
 
 def main(options: argparse.Namespace) -> int:

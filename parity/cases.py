@@ -1,7 +1,7 @@
-"""Named cases, and their inputs, drawn once and given to both frameworks.
+"""Named cases, and their inputs, which are drawn once and given to both frameworks.
 
 All arrays are torch tensors in PyTorch's layout on the device under test. Weights are scaled as in
-trained networks: rows of W of norm about 1, `sBA` a fraction of that.
+trained networks: rows of W have a norm of about 1, and `sBA` is a fraction of that.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from parity import oracle
 Level = Literal["operator", "layer"]
 Regime = Literal["trained", "near_unity", "cancellation", "zero_rows"]
 
-NEAR_UNITY = 0.0015  # how far g strays from 1 in trained adapters (arXiv 2603.22276)
+NEAR_UNITY = 0.0015  # the distance of g from 1 in trained adapters (arXiv 2603.22276)
 
-# rows × out: the span of the paper's twenty activation shapes.
+# rows × out: the paper's twenty activation shapes.
 _PAPER = """
     1x512 1x4096 1x8192 1x28672 16x2048 64x4096 128x8192 512x2048 512x8192 1024x1024 1024x4096
     2048x2048 2048x6144 4096x4096 4096x8192 4096x28672 8192x4096 8192x8192 8192x28672 32768x8192
 """
 PAPER_ACTIVATIONS = tuple(tuple(map(int, shape.split("x"))) for shape in _PAPER.split())
-# What a CPU's interpreters can walk: the same shapes, this many times smaller along each axis.
+# On a CPU kernels are interpreted, so the same shapes are divided by these numbers.
 CPU_ROWS_DIVISOR = 512
 CPU_FEATURES_DIVISOR = 64
 
@@ -38,9 +38,12 @@ SPECIAL: tuple[Regime, ...] = ("near_unity", "cancellation", "zero_rows")
 class Case:
     """One set of inputs.
 
-    `operator` cases with a rank check norm and g of `[out, in]`, those without check compose and
-    compose_delta of `[rows, out]`; `layer` cases check a whole projection. `adapter_dtype` is that
-    of lora_a and lora_b; the magnitude is fp32; weight, bias and activations have `dtype`.
+    A case of level `operator` with a rank checks norm and g of a weight `[out, in]`; one without a
+    rank checks compose and compose_delta of `[rows, out]`. A case of level `layer` checks a whole
+    projection.
+
+    `dtype` is the dtype of weight, bias and activations, `adapter_dtype` that of lora_a and lora_b.
+    The magnitude is fp32.
     """
 
     level: Level
@@ -79,8 +82,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """Returns alpha/r, or alpha/sqrt(r), with the paper's alpha = r/2; for compose alone,
-        0.7."""
+        """Returns alpha/r, or alpha/sqrt(r), with the paper's alpha = r/2; without a rank, 0.7."""
         if not self.rank:
             return 0.7
         alpha = self.rank / 2
@@ -107,10 +109,10 @@ class LayerInputs:
 
 
 def compose_inputs(case: Case, device: str) -> ComposeInputs:
-    """Draws unit-normal base, lora and cotangent, and g about 1 within 0.05.
+    """Draws unit-normal base, lora and cotangent, and g = 1 + 0.05 · normal.
 
-    near_unity: g within 0.0015 of 1, and lora a tenth as large, as in a trained adapter, so that
-    ΔY is small beside base.
+    In the regime near_unity, g is within 0.0015 of 1 and lora a tenth as large, as in a trained
+    adapter: ΔY is small compared with base.
     """
     draw = _Draw(case, device)
     dtype = getattr(torch, case.dtype)
@@ -126,10 +128,13 @@ def compose_inputs(case: Case, device: str) -> ComposeInputs:
 
 
 def layer_inputs(case: Case, device: str) -> LayerInputs:
-    """Draws W, A, B with `s‖BA‖` about 0.3 ‖W‖; the magnitude is perturbed around the norm.
+    """Draws W, A, B with `s‖BA‖` about 0.3 ‖W‖, and a magnitude near the norm.
 
-    cancellation: W = -(1-t)·sBA rounded, with t from 1/2 to 1/256 over the rows.
-    zero_rows: every fifth row of W and B is 0, and its magnitude is of the size of eps.
+    Regimes:
+
+    - near_unity: the magnitude is within 0.0015 of the norm, relatively.
+    - cancellation: W = -(1-t)·sBA, rounded, with t from 1/2 to 1/256 over the rows.
+    - zero_rows: every fifth row of W and B is 0, and its magnitude is about eps.
     """
     draw = _Draw(case, device)
     dtype, adapter_dtype = getattr(torch, case.dtype), getattr(torch, case.adapter_dtype)
@@ -138,17 +143,17 @@ def layer_inputs(case: Case, device: str) -> LayerInputs:
     size = 0.3 / (case.scale * case.rank**0.5)
     lora_b = (draw.normal(case.n_out, case.rank) * size).to(adapter_dtype)
     if case.regime == "cancellation":
-        left = 2.0 ** -torch.linspace(1, 8, case.n_out, device=device)
-        weight = -(1 - left)[:, None] * case.scale * (lora_b.float() @ lora_a.float())
+        t = 2.0 ** -torch.linspace(1, 8, case.n_out, device=device)
+        weight = -(1 - t)[:, None] * case.scale * (lora_b.float() @ lora_a.float())
     if case.regime == "zero_rows":
         weight[::5] = 0
         lora_b[::5] = 0
     weight = weight.to(dtype)
 
     norm = oracle.norm(weight, lora_a, lora_b, case.scale)
-    near = case.regime == "near_unity"
-    stray = NEAR_UNITY * draw.uniform(case.n_out) if near else 0.05 * draw.normal(case.n_out)
-    magnitude = (norm * (1 + stray)).float()
+    is_near = case.regime == "near_unity"
+    offset = NEAR_UNITY * draw.uniform(case.n_out) if is_near else 0.05 * draw.normal(case.n_out)
+    magnitude = (norm * (1 + offset)).float()
     if case.regime == "zero_rows":
         magnitude[::5] = 10 * oracle.EPS[case.dtype]
 
@@ -165,7 +170,7 @@ def layer_inputs(case: Case, device: str) -> LayerInputs:
 
 
 class _Draw:
-    """A random source that depends on the case's name alone."""
+    """A random source that is seeded with the case's name."""
 
     def __init__(self, case: Case, device: str) -> None:
         generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
@@ -180,8 +185,8 @@ class _Draw:
 
 
 def cpu_cases() -> list[Case]:
-    """Returns the paper's shapes scaled down, and everything else at sizes that interpreters can
-    walk."""
+    """Returns the paper's shapes scaled down, and all other cases at sizes that are fast to
+    interpret."""
     small = dict.fromkeys(
         (-(-rows // CPU_ROWS_DIVISOR), -(-out // CPU_FEATURES_DIVISOR // 8) * 8)
         for rows, out in PAPER_ACTIVATIONS
@@ -209,10 +214,11 @@ def cpu_cases() -> list[Case]:
 
 
 def gpu_cases() -> list[Case]:
-    """Returns the paper's full shapes, ranks up to 768, and the same special cases at real widths.
+    """Returns the paper's full shapes, ranks up to 768, and the same special cases at realistic
+    widths.
 
-    A case takes about as long as its programs take to compile, so dtypes other than bf16 have
-    fewer shapes.
+    A case takes about as long as its programs take to compile, so dtypes other than bf16 have fewer
+    shapes.
     """
     return _distinct(
         *(compose("bfloat16", *shape) for shape in PAPER_ACTIVATIONS),
@@ -265,8 +271,8 @@ def layer(dtype: str, rows: int, n_in: int, n_out: int, rank: int, **other: Any)
 
 
 def quick(cases: list[Case]) -> list[Case]:
-    """Returns one small case of every kind, dtype and regime."""
-    kept: dict[tuple, Case] = {}
+    """Returns the smallest case of every kind, dtype and regime."""
+    smallest: dict[tuple, Case] = {}
     for case in sorted(cases, key=lambda c: c.n_out * max(c.rows, c.n_in)):
-        kept.setdefault((case.kind, case.dtype, case.regime), case)
-    return list(kept.values())
+        smallest.setdefault((case.kind, case.dtype, case.regime), case)
+    return list(smallest.values())

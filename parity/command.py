@@ -1,7 +1,7 @@
-"""The command lines of `python -m parity`, and the report that each begins.
+"""The command lines of `python -m parity`, and the start of a report.
 
-They are read before the packages are imported: Triton asks as it is imported whether its kernels
-are to be interpreted.
+They are parsed before the packages are imported: Triton decides at import whether to interpret
+kernels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ REPORTS = Path(__file__).parent / "reports"
 LEVELS = ("operator", "layer", "encoder")
 CONTROLLED = (*LEVELS, "model", "training")
 
-# By the first word of a command line, the module whose `main(options)`, called with the device
-# chosen, returns the exit code.
+# The command's module by the first word of the command line. Its `main(options)` is called after
+# the device is set up and returns the exit code.
 MODULES = {
     "": "parity.levels",
     "model": "parity.model.command",
@@ -32,19 +32,19 @@ MODULES = {
 }
 DESCRIPTIONS = {
     "": "Runs the same weights, inputs and cotangents through jax_dora and torch_dora, and "
-    "compares both with a materialised fp64 computation. A report a level, which a run that is "
-    "stopped leaves as far as it came.",
+    "compares both with a dense fp64 computation. Writes one report per level; an interrupted run "
+    "keeps the results so far.",
     "model": "Runs one decoder with one DoRA adapter through Flax and jax_dora, through "
-    "transformers and torch_dora, through transformers and PEFT, and densely in fp64, and "
-    "compares logits and the adapter's gradients.",
+    "transformers and torch_dora, through transformers and PEFT, and through a dense fp64 "
+    "computation, and compares logits and the adapter's gradients.",
     "training": "Trains the same DoRA adapter in JAX and in torch, from the same initial state on "
     "the same batches, and compares losses, gradient norms and adapters. --quick: a tiny model, "
     "one seed, few steps.",
-    "sharded": "Holds a layer on four devices to fp64, in every layout.",
-    "quantised": "Holds layers over the same quantised weights to fp64, in both packages and PEFT.",
-    "bank": "Holds the rows of mixed batches to fp64, each by its adapter.",
-    "controls": "Plants known errors in each package and shows which level of parity catches "
-    "which; on the CPU.",
+    "sharded": "Compares a layer on four devices with fp64, in every layout.",
+    "quantised": "Compares layers over quantised weights with fp64, in both packages and in PEFT.",
+    "bank": "Compares the rows of mixed batches, which use different adapters, with fp64.",
+    "controls": "Plants known errors in each package and shows which levels of parity catch them; "
+    "on the CPU.",
 }
 
 
@@ -53,37 +53,38 @@ def program(name: str) -> str:
 
 
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """Returns the options of the command of this name."""
+    """Returns the options of the command called `name`."""
     parser = argparse.ArgumentParser(prog=program(name), description=DESCRIPTIONS[name])
     flag = parser.add_argument
     device = "cpu interprets the kernels at small sizes; cuda runs them at the paper's"
     flag("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     flag("--out", type=Path, help="report folder; default parity/reports/<device>")
     flag("--quick", action="store_true", help="a small run of every kind")
-    flag("--commit", help="to record in the report, where there is no git checkout")
-    only = "only this; repeatable"
+    flag("--commit", help="the commit to record in the report, outside a git checkout")
+    only = "only this one; can be repeated"
     match name:
         case "":
             parser.epilog = (
                 "`python -m parity {model,training,sharded,quantised,bank,controls,report} "
                 "--help`: whole models, training runs, several devices, quantised weights, many "
-                "adapters at once, the proof that each level catches planted faults, and tables "
-                "of a report."
+                "adapters at once, the check that each level catches planted faults, and the "
+                "tables of a report."
             )
             flag("--level", action="append", choices=LEVELS, help=only)
-            case = "only cases whose name has this regular expression"
+            case = "only cases whose name matches this regular expression"
             flag("--case", default="", type=_expression, help=case)
-            flag("--list", action="store_true", help="print the names of the cases and stop")
+            flag("--list", action="store_true", help="print the names of the cases and exit")
         case "model":
-            flag("--layers", type=_at_least(1), help="of every run, in place of its own")
-            flag("--sequence", type=_at_least(1), help="tokens of every run")
+            flag("--layers", type=_at_least(1), help="the number of layers of every run")
+            flag("--sequence", type=_at_least(1), help="the number of tokens of every run")
             flag("--dtype", choices=("bf16", "fp32", "both"), default="both")
         case "training":
-            flag("--steps", type=_at_least(2), help="of every run; 2000, or 40 with --quick")
+            steps = "the number of steps of every run; default 2000, or 40 with --quick"
+            flag("--steps", type=_at_least(2), help=steps)
             flag("--seeds", type=int, nargs="+", help="default 1 2 3, or 1 with --quick")
-            only = "only variants whose name, such as 'torch triton', has this regular expression"
+            only = "only variants whose name, such as 'torch triton', matches this regex"
             flag("--variant", default="", type=_expression, help=only)
-            jobs = "runs at a time; default 6 on a GPU and 1 on a CPU"
+            jobs = "the number of parallel runs; default 6 on a GPU and 1 on a CPU"
             flag("--jobs", type=_at_least(1), help=jobs)
         case "controls":
             flag("--level", action="append", choices=CONTROLLED, help=only)
@@ -94,7 +95,7 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
 def report(
     options: argparse.Namespace, level: str, packages: Sequence[str] = (), **facts: Any
 ) -> Report:
-    """Begins the report of a level that the options ask for."""
+    """Starts the report of a level, in the folder that the options name."""
     described = environment(options.device, options.commit, packages)
     folder = options.out or REPORTS / options.device
     return Report(folder / f"{level}.jsonl", level, described, **facts)
@@ -104,14 +105,15 @@ def _expression(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+        message = f"{text!r} is not a regular expression: {error}"
+        raise argparse.ArgumentTypeError(message) from error
     return text
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def parse_integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {minimum}")
         return int(text)
 
-    return whole
+    return parse_integer

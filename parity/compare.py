@@ -1,4 +1,12 @@
-"""Runs a case through both packages, the plain computations and the oracle, and judges it."""
+"""Runs a case on both sides, with plain operations and with kernels, and judges the results.
+
+Three criteria, all against the fp64 oracle:
+
+1. The error of every element is within its bound (`Expected.bound`).
+2. The largest error is within flash-attention's rule (`tolerances.flash_rule`): about twice the
+   error of the same computation in the framework's plain operations.
+3. The two sides differ by at most the sum of their bounds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +24,7 @@ from parity.report import Report
 from parity.sides import SIDES, Backend
 from parity.sides.torch.operators import naive_delta
 
-# Mosaic's kernels copy rows of whole 16 bytes, and refuse other widths when named.
+# Mosaic's kernels copy rows in units of 16 bytes. They refuse other widths when they are named.
 MOSAIC_WIDTH = 8
 
 Tensors = dict[str, Tensor]
@@ -24,10 +32,14 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Score:
-    """One side's result on one quantity. Errors are peaks of `|result - fp64|`.
+    """One side's result for one quantity. Errors are peaks of `|result - fp64|`.
 
-    `plain` is the error of the same computation in the framework's own plain operations, and
-    `of_bound` the largest error of an element in units of that element's bound.
+    Attributes:
+      implementation: its name.
+      error: the error of the result.
+      plain: the error of the same computation in the framework's plain operations.
+      bound: the limit for `error`.
+      of_bound: the largest ratio of an element's error to that element's bound.
     """
 
     implementation: str
@@ -41,39 +53,39 @@ class Score:
         return self.error <= self.bound and (self.of_bound is None or self.of_bound <= 1.0)
 
 
-def add_both(
+def add_sides(
     report: Report,
     case: str,
     quantity: str,
     scores: Mapping[Backend, Score],
     *,
-    apart: float,
-    allowed: float,
+    difference: float,
+    limit: float,
     **values: Any,
 ) -> None:
-    """Adds a line to the report: each side, and then how far they are `apart`, and may be."""
-    each = list(scores.values())
+    """Adds a line to the report: each side's score, then the difference of the sides and its
+    limit."""
     sides = [f"{name} {score.implementation}" for name, score in scores.items()]
     values["side"] = [*sides, ", ".join(sides)]
-    values["error"] = [*(s.error for s in each), apart]
-    values["bound"] = [*(s.bound for s in each), allowed]
-    values["ok"] = [*(s.passed for s in each), apart <= allowed]
-    values["plain"] = [*(s.plain for s in each), None]
-    if any(s.of_bound is not None for s in each):
-        values["of_bound"] = [*(s.of_bound for s in each), None]
+    values["error"] = [*(s.error for s in scores.values()), difference]
+    values["bound"] = [*(s.bound for s in scores.values()), limit]
+    values["ok"] = [*(s.passed for s in scores.values()), difference <= limit]
+    values["plain"] = [*(s.plain for s in scores.values()), None]
+    if any(s.of_bound is not None for s in scores.values()):
+        values["of_bound"] = [*(s.of_bound for s in scores.values()), None]
     report.add(case, quantity, **values)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The fp64 value of a quantity, and what may be missed.
+    """The fp64 value of a quantity, and the errors that are allowed.
 
     Attributes:
       want: the fp64 value.
       bound: per element, from `parity.tolerances`.
-      dtype: in which the quantity is stored.
-      floor: added to flash-attention's rule, for what the plain computation does not do.
-      cap: the paper's, or infinity.
+      dtype: the dtype in which the quantity is stored.
+      floor: added to flash-attention's rule for errors that the plain computation does not have.
+      cap: the paper's limit, or infinity.
     """
 
     want: Any
@@ -84,7 +96,7 @@ class Expected:
 
 
 def run_case(report: Report, case: Case, device: str) -> None:
-    """Adds every quantity of the case, first by plain framework operations, then by kernels."""
+    """Adds every quantity of the case, first computed without kernels, then with kernels."""
     expected, run = _PREPARE[case.kind](case, device)
     plain = {name: run(side.operators, "plain") for name, side in SIDES.items()}
     mosaic_refuses = bool(case.n_out % MOSAIC_WIDTH or case.n_in % MOSAIC_WIDTH)
@@ -93,53 +105,54 @@ def run_case(report: Report, case: Case, device: str) -> None:
         results: dict[Backend, Tensors] = {}
         failures = []
         for name, side in SIDES.items():
-            takes = kernels and not (side.kernels == "mosaic" and mosaic_refuses)
-            names[name] = side.kernels if takes else side.plain
+            has_kernels = kernels and not (side.kernels == "mosaic" and mosaic_refuses)
+            names[name] = side.kernels if has_kernels else side.plain
             try:
                 results[name] = run(side.operators, names[name])
             except Exception as error:
                 failures.append(f"{name} {names[name]}: {type(error).__name__}: {error}")
         note = {"note": "; ".join(failures)} if failures else {}
         for quantity, exact in expected.items():
-            found = {side: of[quantity] for side, of in results.items() if quantity in of}
+            found = {side: r[quantity] for side, r in results.items() if quantity in r}
             scores = {
                 side: _score(case, name, exact, plain[side][quantity], found.get(side))
                 for side, name in names.items()
             }
-            apart = math.inf
+            difference = math.inf
             if len(found) == len(SIDES):
-                apart = peak_of(difference(found["jax"], oracle.fp64(found["torch"])))
-            # Both lie within their own tolerance of the same value.
-            allowed = min(sum(score.bound for score in scores.values()), exact.cap)
+                difference = peak_of(abs_difference(found["jax"], oracle.fp64(found["torch"])))
+            # Both are within their own bound of the same value.
+            limit = min(sum(score.bound for score in scores.values()), exact.cap)
             facts = {"dtype": case.dtype, "peak": peak_of(exact.want), **note}
-            add_both(report, case.name, quantity, scores, apart=apart, allowed=allowed, **facts)
+            add_sides(
+                report, case.name, quantity, scores, difference=difference, limit=limit, **facts
+            )
 
 
 def _score(
     case: Case, implementation: str, exact: Expected, plain: Tensor, found: Tensor | None
 ) -> Score:
-    """Returns how far a result, infinitely far where there is none, and the plain computation's lie
-    from fp64's."""
-    plain_error = peak_of(difference(plain, exact.want))
+    """Returns the score of a result `found`; a missing result has an infinite error."""
+    plain_error = peak_of(abs_difference(plain, exact.want))
     bound = tolerances.flash_rule(plain_error, peak_of(exact.want), exact.dtype, exact.floor)
-    # An interpreter may miss the arithmetic of the GPU that it stands for.
+    # Triton's interpreter does not round to bf16 exactly as the GPU does.
     truncates = implementation == "triton" and case.dtype == "bfloat16"
     slack = 1.0
     if truncates and exact.want.device.type == "cpu":
         slack = tolerances.TRITON_INTERPRETER_BF16
     error = of_bound = math.inf
     if found is not None:
-        missed = difference(found, exact.want)
-        error, of_bound = peak_of(missed), peak_of(missed / exact.bound) / slack
+        errors = abs_difference(found, exact.want)
+        error, of_bound = peak_of(errors), peak_of(errors / exact.bound) / slack
     return Score(implementation, error, plain_error, min(slack * bound, exact.cap), of_bound)
 
 
-def difference(got: Tensor, want: Tensor) -> Tensor:
-    """Returns `|got - want|` in fp64; a result that is not finite is infinitely wrong."""
+def abs_difference(got: Tensor, want: Tensor) -> Tensor:
+    """Returns `|got - want|` in fp64; infinity where the result is not finite."""
     if got.shape != want.shape:
         raise ValueError(f"a result has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
-    missed = (oracle.fp64(got) - want).abs()
-    return torch.where(missed.isfinite(), missed, math.inf)
+    errors = (oracle.fp64(got) - want).abs()
+    return torch.where(errors.isfinite(), errors, math.inf)
 
 
 def peak_of(values: Tensor) -> float:
@@ -153,13 +166,18 @@ def judge(
     found: Mapping[str, Any],
     expected: Mapping[str, Expected],
 ) -> None:
-    """Adds a line to the report for every quantity that is expected of a side, of which it found
-    arrays: how far they lie from fp64's, and by which bound of each element."""
+    """Adds a line to the report for every expected quantity of one side, judged by the bound of
+    each element.
+
+    Args:
+      found: the side's results, by quantity.
+      expected: the fp64 values and bounds, by quantity.
+    """
     for quantity, exact in expected.items():
         want, bound = torch.as_tensor(exact.want), torch.as_tensor(exact.bound)
-        missed = difference(torch.as_tensor(found[quantity]), want)
-        of_bound = peak_of(missed / bound)
-        values = {"error": peak_of(missed), "bound": peak_of(bound), "of_bound": of_bound}
+        errors = abs_difference(torch.as_tensor(found[quantity]), want)
+        of_bound = peak_of(errors / bound)
+        values = {"error": peak_of(errors), "bound": peak_of(bound), "of_bound": of_bound}
         report.add(case, quantity, side=side, **values, ok=of_bound <= 1)
 
 
@@ -172,10 +190,10 @@ def _prepare_norm(case: Case, device: str) -> _Prepared:
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b, s)
     want = oracle.norm(*adapter)
     norm_bound = tolerances.norm(*adapter)
-    # g is given the exact norm, in fp32: its own error, not the norm's.
-    given = want.float()
-    want_g = oracle.magnitude_scale(inputs.magnitude, given, case.dtype)
-    g_bound = tolerances.magnitude_scale(inputs.magnitude, given, case.dtype)
+    # g is computed from the exact norm rounded to fp32, so that only g's own error is tested.
+    norm_fp32 = want.float()
+    want_g = oracle.magnitude_scale(inputs.magnitude, norm_fp32, case.dtype)
+    g_bound = tolerances.magnitude_scale(inputs.magnitude, norm_fp32, case.dtype)
     capped = case.dtype == "float32" and case.regime != "cancellation"
     cap = tolerances.caps.OPERATOR_FP32_MAX_ABS if capped else math.inf
     expected = {
@@ -184,7 +202,7 @@ def _prepare_norm(case: Case, device: str) -> _Prepared:
     }
 
     def run(side: Any, implementation: str) -> Tensors:
-        g = side.magnitude_scale(inputs.magnitude, given, case.dtype, implementation)
+        g = side.magnitude_scale(inputs.magnitude, norm_fp32, case.dtype, implementation)
         return {"norm": side.norm(inputs, s, implementation)(), "g": g}
 
     return expected, run
@@ -201,7 +219,7 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
         y_cap = cap
         want = getattr(oracle, op)(*operands)
         if delta and case.regime == "near_unity" and not fp32:
-            naive = peak_of(difference(naive_delta(inputs, s), want))
+            naive = peak_of(abs_difference(naive_delta(inputs, s), want))
             y_cap = naive / tolerances.caps.STABLE_OVER_NAIVE
         bound = getattr(tolerances, op)(*operands, case.dtype)
         expected[f"{op} y"] = Expected(want, bound, case.dtype, cap=y_cap)
@@ -220,7 +238,8 @@ def _prepare_compose(case: Case, device: str) -> _Prepared:
 
 
 def prepare_layer(case: Case, device: str) -> _Prepared:
-    """Returns the expected results of a layer, by quantity, and the function that runs one."""
+    """Returns a layer's expected results, by quantity, and a function that runs the layer on a
+    side."""
     inputs = layer_inputs(case, device)
     frozen = case.frozen_magnitude
     return expected_layer(case, inputs), lambda side, name: side.layer(
@@ -229,15 +248,15 @@ def prepare_layer(case: Case, device: str) -> _Prepared:
 
 
 def expected_layer(case: Case, inputs: LayerInputs) -> dict[str, Expected]:
-    """Returns the expected results of a layer over these inputs, by quantity."""
+    """Returns the expected results of a layer for these inputs, by quantity."""
     s, frozen = case.scale, case.frozen_magnitude
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
     operands = (inputs.x, *adapter, inputs.magnitude, s)
     want = oracle.dora_linear(*operands, bias=inputs.bias, dtype=case.dtype)
     grads = oracle.dora_linear_grads(inputs.dy, *operands, dtype=case.dtype)
     bounds = tolerances.dora_linear(inputs.dy, *operands, case.dtype, bias=inputs.bias)
-    # The plain computation's norm is materialised; the factored one may lose more where W and sBA
-    # cancel, and everything that g multiplies inherits that, relative to its own size.
+    # The plain computation forms W + sBA for its norm. The factored norm may lose more where W and
+    # sBA cancel, and every product with g inherits this error, relative to its own size.
     relative_g = peak_of(bounds.relative_g)
     expected = {"y": Expected(want, bounds.y, case.dtype, peak_of(want) * relative_g)}
     for name in ("d_x", "d_lora_a", "d_lora_b", *["d_magnitude"] * (not frozen)):

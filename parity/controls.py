@@ -1,8 +1,7 @@
 """`python -m parity controls`: which level of parity catches which error.
 
-Every fault of `parity.faults` is planted in each package in turn, and a small case set of every
-level, all of which passes in sound packages, run on it. A level that passes with sound packages,
-and fails with the fault, has caught it.
+Every fault of `parity.faults` is planted in each package in turn, and a small set of cases of every
+level is run. A level catches a fault if its cases pass without the fault and fail with it.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from parity.sides import SIDES, Backend
 from parity.sides.torch import encoder as torch_encoder
 from parity.training import compare, quick
 
-# With zero rows beside ordinary ones, and g near 1: where each fault shows.
+# Cases with some zero rows, and with g near 1: every fault shows in one of them.
 OPERATOR_CASES = ("norm 192x128 r16 float32 zero rows", "compose 7x72 bfloat16 near unity")
 LAYER_CASES = ("layer 33x96x64 r16 float32 zero rows",)
 MODEL_RUN = Run(TINY, "float32", layers=2, tokens=24, last=16)
-# Of the encoder's adapter, whose lora_b starts at zero and whose magnitudes at their norms.
+# The changes to the encoder's initial adapter, whose lora_b is zero and whose magnitudes are the
+# norms.
 LORA_B_DEVIATION = 0.02
 MAGNITUDE_DEVIATION = 0.05
 
-# Adds what it judges to a report, given the package in which a fault is planted, or None: the other
-# one's results may be old ones.
+# Runs a level's cases and adds the verdicts to a report. The second argument is the package with
+# the planted fault, or None; results of the other package may be cached.
 CaseSet = Callable[[Report, Backend | None], None]
 
 
@@ -48,26 +48,29 @@ def run_controls(
     chosen: Mapping[Level, CaseSet],
     faults: Iterable[Fault],
 ) -> None:
-    """Adds the whole matrix to the report, level by level."""
+    """Adds the result of every level for every fault in every package to the report."""
     for level, run in chosen.items():
         plantable: list[tuple] = [(None, None)]
         for fault in faults:
             if not fault.in_kernel or level in fault.caught_by:
                 plantable += [(fault, backend) for backend in SIDES]
         for fault, backend in plantable:
-            _try(report, level, run, fault, backend)
+            _run_level(report, level, run, fault, backend)
             row = report.rows[-1]
             where = "no fault" if fault is None else f"{fault.name} in {backend}"
-            told = f"{level}, {where}: {outcome(row)} ({row['seconds']:.1f} s)"
-            print(told, file=sys.stderr, flush=True)
+            message = f"{level}, {where}: {outcome(row)} ({row['seconds']:.1f} s)"
+            print(message, file=sys.stderr, flush=True)
 
 
-def _try(
+def _run_level(
     report: Report, level: Level, run: CaseSet, fault: Fault | None, backend: Backend | None
 ) -> None:
-    """Adds a line whose case is the fault, whose quantity the level, and whose side the package at
-    fault: the quantities that failed, whether none of them blames the other package alone, and in
-    `note` why the level could not run, if it could not."""
+    """Adds a line to the report for one level and one fault.
+
+    Its case is the fault, its quantity the level, and its side the package with the fault. `failed`
+    lists the quantities that failed; `blamed` is False if one of them involves only the other
+    package; `note` is the error if the level could not run.
+    """
     start, case_set, note = time.perf_counter(), Report(None, level, {}), {}
     try:
         with fault.plant(backend) if fault and backend else contextlib.nullcontext():
@@ -76,7 +79,7 @@ def _try(
         note = {"note": f"{type(error).__name__}: {error}"[:500]}
     expected = fault is not None and level in fault.caught_by
     failed = [row for row in case_set.rows if row["ok"] is False]
-    blamed = all(_blamed(row) in (None, backend) for row in failed)
+    blamed = all(_blamed_package(row) in (None, backend) for row in failed)
     passed = blamed and (bool(failed) or not expected) if fault else not failed
     report.add(
         fault.name if fault else "none",
@@ -91,8 +94,9 @@ def _try(
     )
 
 
-def _blamed(row: Row) -> Backend | None:
-    """Returns the package of which a comparison is, or None where it is of both, or of neither."""
+def _blamed_package(row: Row) -> Backend | None:
+    """Returns the package whose results a comparison judges, or None if it judges both or
+    neither."""
     systems = set(row["side"].split(", "))
     named: list[Backend] = [
         name
@@ -103,10 +107,9 @@ def _blamed(row: Row) -> Backend | None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Returns 0 if every fault was caught at every level that must catch it, and nothing else
-    failed."""
+    """Returns 0 if every level caught every fault that it must catch, and nothing else failed."""
     if unknown := sorted(set(options.fault or ()) - set(FAULTS)):
-        sys.exit(f"--fault {', '.join(unknown)}: there are {', '.join(FAULTS)}")
+        sys.exit(f"--fault {', '.join(unknown)}: unknown; there are {', '.join(FAULTS)}")
     report = command.report(options, "controls")
     run_controls(
         report,
@@ -123,20 +126,20 @@ def _cases(names: Iterable[str], report: Report, backend: Backend | None) -> Non
 
 
 @functools.cache
-def _sound(run: Callable[[Any], Any], side: Backend | None) -> Any:
+def _without_fault(run: Callable[[Any], Any], side: Backend | None) -> Any:
     return run(side)
 
 
-def _both(run: Callable[[Backend], Any], backend: Backend | None) -> dict[Backend, Any]:
-    """Returns the result of `run` for each side, computed again for the side in which a fault is
-    planted."""
-    return {side: run(side) if side == backend else _sound(run, side) for side in SIDES}
+def _run_sides(run: Callable[[Backend], Any], backend: Backend | None) -> dict[Backend, Any]:
+    """Returns the result of `run` for each side. Only the side with a planted fault is computed
+    again."""
+    return {side: run(side) if side == backend else _without_fault(run, side) for side in SIDES}
 
 
 def _encoder(report: Report, backend: Backend | None) -> None:
-    """Compares pretrained weights, embeddings and the adapter's gradients in fp32."""
+    """Compares embeddings and the adapter's gradients of the pretrained encoder in fp32."""
     exact, plain = _references()
-    encoder.compare(report, "float32", encoder.PLAIN, exact, _both(_evaluate, backend), plain)
+    encoder.compare(report, "float32", encoder.PLAIN, exact, _run_sides(_evaluate, backend), plain)
 
 
 @functools.cache
@@ -165,13 +168,14 @@ def _inputs() -> tuple[Adapter, minilm.Batch]:
 
 
 def _model(report: Report, backend: Backend | None) -> None:
-    """Compares a tiny decoder in fp32 with transformers with PEFT and with fp64."""
-    found = {side: result[side] for side, result in _both(_execute, backend).items()}
-    judge(report, MODEL_RUN, _sound(_execute, None) | found)
+    """Compares a tiny decoder in fp32 with transformers, with PEFT and with fp64."""
+    found = {side: result[side] for side, result in _run_sides(_execute, backend).items()}
+    judge(report, MODEL_RUN, _without_fault(_execute, None) | found)
 
 
 def _execute(side: Backend | None) -> dict[str, Any]:
-    """Returns the results of one side, or of all systems that are neither."""
+    """Returns the results of one side or, for None, of all systems that are not of either
+    package."""
     known = systems(MODEL_RUN)
     names = [side] if side else [name for name in known if name not in SIDES]
     run = Report(None, "model", {})
@@ -183,8 +187,8 @@ def _execute(side: Backend | None) -> dict[str, Any]:
 
 def _training(report: Report, backend: Backend | None) -> None:
     """Compares short training runs in fp32."""
-    apart = quick.difference(_both(quick.train, backend))
-    ok = apart.within(compare.FULL_PRECISION)
+    difference = quick.difference(_run_sides(quick.train, backend))
+    ok = difference.within(compare.FULL_PRECISION)
     report.add("training", "losses, adapters", side="jax, torch", ok=ok)
 
 

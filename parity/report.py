@@ -1,17 +1,17 @@
-"""Reports: JSON Lines, written comparison by comparison, and tables made of them on demand.
+"""Reports: JSON Lines, written one comparison at a time, and tables printed from them.
 
 The first line of a file is its header, `{"kind": "parity", "level": …, "environment": {…}, …}`.
-Every other line is a comparison or a fact, of these names:
+Every other line is a comparison or a fact, with these fields:
 
-    case, quantity, side    what was computed, which of its results, by whom
-    error, bound, ok        the largest error, what is allowed, and the verdict; `ok` is null where
-                            nothing is judged
-    note                    what went wrong, or is worth knowing
-    …                       whatever else was measured, such as `plain`, `peak`, `seconds`
+    case, quantity, side    what was computed, which of its results, and by which side
+    error, bound, ok        the largest error, its limit, and the verdict; `ok` is null if nothing
+                            is judged
+    note                    an error message or a remark
+    …                       other measurements, such as `plain`, `peak`, `seconds`
 
-A line with lists stands for as many rows as they have elements, so that both frameworks' errors of
-one quantity, and the difference between them, are one line. A number that JSON has no form for
-(infinity, NaN) is null. `read` undoes both.
+A line with lists represents one row per list element. So one line has the errors of both frameworks
+for a quantity, and the difference between the frameworks. Numbers that JSON cannot represent
+(infinity, NaN) are null. `read` expands the lists.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 
 Row = dict[str, Any]
 
-DIGITS = 9  # significant ones of a number in a report: they tell any two fp32 numbers apart
+DIGITS = 9  # significant digits in a report: enough to distinguish any two fp32 numbers
 COLUMNS = ("quantity", "side", "rows", "nearest to its bound", "error", "bound", "used", "verdict")
 
 
 class Writer:
-    """Writes a file of JSON Lines, in a folder that is made: a header, and rows that are in the
-    file when `add` returns."""
+    """Writes a JSON Lines file, creating its folder: a header, then one row per `add`. A row is on
+    disk when `add` returns."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,21 +45,21 @@ class Writer:
 
 
 class Report:
-    """One level's results, on the disk as soon as they are known.
+    """The results of one level, written to disk as soon as they are known.
 
     Attributes:
-      rows: those added so far, one a side, as `read` returns them.
+      rows: the rows added so far, one per side, as `read` returns them.
     """
 
     def __init__(self, path: Path | None, level: str, environment: Mapping[str, str], **facts: Any):
-        """Begins the file, or, where `path` is None, a report in memory alone; `facts` go to the
+        """Starts the file or, if `path` is None, a report in memory only; `facts` go into the
         header."""
         self.path, self.rows = path, []
         self.header = {"kind": "parity", "level": level, "environment": dict(environment), **facts}
         self._writer = Writer(path, self.header) if path else None
 
     def add(self, case: str, quantity: str | Sequence[str], **values: Any) -> None:
-        """Adds a line; a list among the values has an element for every row of it."""
+        """Adds a line. If a value is a list, it has one element for each row of the line."""
         added = {"case": case, "quantity": quantity, **values}
         self.rows += _rows(added)
         if self._writer:
@@ -67,27 +67,27 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Tells whether anything was judged, and nothing failed."""
+        """Returns whether something was judged and nothing failed."""
         return passed(self.rows)
 
     def finish(self) -> int:
-        """Prints the report; returns a command's exit code."""
+        """Prints the report and returns a command's exit code."""
         print(text(self.header, self.rows))
         print(f"written: {self.path}")
         return 0 if self.passed else 1
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Returns a report's header and rows; every row has all of case, quantity, side, error, bound,
-    ok and note.
+    """Returns a report's header and rows. Every row has the fields case, quantity, side, error,
+    bound, ok and note.
 
     Raises:
-      ValueError: the file is no report of parity.
+      ValueError: the file is not a report of parity.
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON Lines, which a report is: {error}") from error
+        raise ValueError(f"{path} is not a report in JSON Lines format: {error}") from error
     header = lines[0] if lines else {}
     if not isinstance(header, dict) or header.get("kind") != "parity":
         raise ValueError(f"{path} does not begin with a header of kind 'parity'; got {header}")
@@ -100,18 +100,21 @@ def passed(rows: Iterable[Row]) -> bool:
 
 
 def used(row: Row) -> float:
-    """Returns the error in units of what is allowed; infinity where it is not a number."""
+    """Returns the error divided by its limit; infinity if the error is not a number."""
     error, bound, of_bound = row["error"], row["bound"], row.get("of_bound")
     if error is None or not math.isfinite(error):
         return 0.0 if error is None and row["ok"] else math.inf
     share = 0.0 if bound is None else error / bound if bound else math.inf * error
-    # 0 · inf: exact where nothing but exactness is allowed
+    # 0 · inf is NaN: the error and the bound are both 0.
     return max(0.0 if math.isnan(share) else share, of_bound or 0.0)
 
 
-def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) -> str:
-    """Returns the report as Markdown: a line for every quantity and side, or for every planted
-    fault, all that failed, what was measured and not judged, and, if `whole`, every row."""
+def text(header: Mapping[str, Any], rows: Sequence[Row], all_rows: bool = False) -> str:
+    """Returns the report as Markdown.
+
+    It has a line for every quantity and side (or for every planted fault), all failures, the facts
+    that are not judged and, with `all_rows`, every row.
+    """
     judged = [row for row in rows if row["ok"] is not None]
     failed = [row for row in judged if not row["ok"]]
     verdict = f"{len(judged) - len(failed)} of {len(judged)} comparisons passed"
@@ -123,14 +126,14 @@ def text(header: Mapping[str, Any], rows: Sequence[Row], whole: bool = False) ->
     if header["level"] == "controls":
         return "\n\n".join([*parts, _matrix(judged)])
     parts += [table(COLUMNS, _summary(judged)), *_facts(rows)]
-    if chosen := judged if whole else failed:
+    if chosen := judged if all_rows else failed:
         each = table(("case", *COLUMNS[:2], *COLUMNS[4:], "note"), map(_judged, chosen))
-        parts.append(f"## {'All' if whole else 'Failed'}\n\n{each}")
+        parts.append(f"## {'All' if all_rows else 'Failed'}\n\n{each}")
     return "\n\n".join(parts)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table whose columns are aligned."""
+    """Returns a Markdown table with aligned columns."""
     cells = [[str(cell).replace("|", "\\|") for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * max(3, width) for width in widths])
@@ -139,7 +142,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Returns the value as JSON can hold it: `DIGITS` digits a number, no infinity and no NaN."""
+    """Returns the value as JSON can represent it: numbers with `DIGITS` digits, null for infinity
+    and NaN."""
     match value:
         case Mapping():
             return {key: finite(item) for key, item in value.items()}
@@ -152,26 +156,26 @@ def finite(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `python -m parity report FILE`; returns 1 if a comparison in it failed."""
+    """Runs `python -m parity report FILE`; returns 1 if a comparison in a file failed."""
     parser = argparse.ArgumentParser(
         prog="python -m parity report", description="Prints a report as Markdown."
     )
     parser.add_argument("file", type=Path, nargs="+")
-    parser.add_argument("--all", action="store_true", help="every comparison, not the worst alone")
+    parser.add_argument("--all", action="store_true", help="every comparison, not only the worst")
     options = parser.parse_args(arguments)
-    sound = True
+    all_passed = True
     for file in options.file:
         try:
             header, rows = read(file)
         except (OSError, ValueError) as error:
             sys.exit(f"python -m parity report: {error}")
         print(text(header, rows, options.all))
-        sound = sound and passed(rows)
-    return 0 if sound else 1
+        all_passed = all_passed and passed(rows)
+    return 0 if all_passed else 1
 
 
 def line(values: Mapping[str, Any]) -> str:
-    """Returns the values as one line of JSON, with null for infinities and NaN."""
+    """Returns the values as one line of JSON, with null for infinity and NaN."""
     return json.dumps(finite(values), allow_nan=False, ensure_ascii=False) + "\n"
 
 
@@ -211,7 +215,8 @@ def _cell(value: Any) -> str:
 
 
 def _facts(rows: Iterable[Row]) -> Iterator[str]:
-    """Yields tables of what is measured and not judged, one for all rows of the same columns."""
+    """Yields tables of the rows that are not judged, one table for all rows with the same
+    columns."""
     tables: dict[tuple[str, ...], list[list[str]]] = {}
     for row in rows:
         if row["ok"] is None and row["quantity"] != "seconds":
@@ -222,18 +227,21 @@ def _facts(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _matrix(rows: Sequence[Row]) -> str:
-    """Returns the table of which level caught which fault in which package; first of all stands no
-    fault."""
+    """Returns the table of the levels that caught each fault in each package; the first row is
+    without a fault."""
     levels = list(dict.fromkeys(row["quantity"] for row in rows))
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    outcomes: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
-        found.setdefault((row["case"], row["side"] or ""), {})[row["quantity"]] = outcome(row)
-    lines = ([*key, *(of.get(level, "not run") for level in levels)] for key, of in found.items())
+        outcomes.setdefault((row["case"], row["side"] or ""), {})[row["quantity"]] = outcome(row)
+    lines = (
+        [*fault, *(by_level.get(level, "not run") for level in levels)]
+        for fault, by_level in outcomes.items()
+    )
     return table(("fault", "planted in", *levels), lines)
 
 
 def outcome(row: Row) -> str:
-    """Returns in words what a row of the controls tells."""
+    """Returns the outcome of a row of the controls in words."""
     if row["note"]:
         return f"ERROR {row['note']}"
     if row["side"] is None:

@@ -1,4 +1,5 @@
-"""torchao's quantised weights: made, taken apart, and what their parts stand for in fp64."""
+"""torchao's quantised weights: creates them, splits them into codes and scales, and dequantises
+them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ FORMATS = ("nf4", "int8", "float8_e4m3fn")
 
 
 class Parts(NamedTuple):
-    """The arrays that a quantised weight is made of: codes [out, in], a float's as bytes, and fp32
-    scales, each of a tile."""
+    """The arrays of a quantised weight: codes [out, in] (float8 codes as bytes), and fp32 scales,
+    one per tile."""
 
     qtype: str
     codes: np.ndarray
@@ -23,15 +24,15 @@ class Parts(NamedTuple):
 
 
 def quantised(weight: torch.Tensor, qtype: str) -> Any:
-    """Returns a float weight [out, in] as torchao quantises it."""
+    """Returns a float weight [out, in] quantised by torchao."""
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
     if qtype == "nf4":
-        found = to_nf4(weight, 64, weight.numel() // 64)
-        # torchao's codebook has four digits.
-        found.nf4 = torch.tensor(NF4, device=weight.device)
-        return found
+        tensor = to_nf4(weight, 64, weight.numel() // 64)
+        # torchao's codebook has only four digits.
+        tensor.nf4 = torch.tensor(NF4, device=weight.device)
+        return tensor
     layer = torch.nn.Linear(*weight.shape[::-1], bias=False, device=weight.device)
     layer.weight = torch.nn.Parameter(weight.clone())
     quantize_(layer, Int8WeightOnlyConfig() if qtype == "int8" else Float8WeightOnlyConfig())
@@ -39,12 +40,12 @@ def quantised(weight: torch.Tensor, qtype: str) -> Any:
 
 
 def is_quantised(weight: Any) -> bool:
-    """Returns whether `weight` is one of torchao's."""
+    """Returns whether `weight` is a quantised tensor of torchao."""
     return type(weight).__module__.startswith("torchao.")
 
 
 def parts(weight: Any) -> Parts:
-    """Returns the arrays that a weight of torchao's is made of."""
+    """Returns the codes and scales of a quantised weight."""
     if not hasattr(weight, "qdata"):
         scales = weight.dequantize_scalers(
             weight.quantized_scalers, weight.quantization_factor, weight.scaler_block_size
@@ -58,12 +59,12 @@ def parts(weight: Any) -> Parts:
     return Parts("float8_e4m3fn", weight.qdata.view(torch.uint8).cpu().numpy(), scale)
 
 
-def meant(found: Parts) -> np.ndarray:
-    """Returns in fp64 what the parts stand for."""
-    values: Any = found.codes
-    if found.qtype == "float8_e4m3fn":
+def dequantised(weight: Parts) -> np.ndarray:
+    """Returns the weight [out, in] in fp64."""
+    values: Any = weight.codes
+    if weight.qtype == "float8_e4m3fn":
         values = values.view(ml_dtypes.float8_e4m3fn)
-    elif found.qtype == "nf4":
+    elif weight.qtype == "nf4":
         values = np.array(NF4, np.float32)[values]
-    width = values.shape[1] // found.scale.shape[1]
-    return values.astype(np.float64) * np.repeat(found.scale.astype(np.float64), width, 1)
+    width = values.shape[1] // weight.scale.shape[1]
+    return values.astype(np.float64) * np.repeat(weight.scale.astype(np.float64), width, 1)

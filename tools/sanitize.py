@@ -153,14 +153,14 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     slots = draw(2, RANK, IN), draw(2, RANK, OUT), draw(2, OUT, dtype=torch.float32), squares[:2]
     ranks = torch.full((2,), RANK - 1, dtype=torch.int32, device=DEVICE)
     ids = torch.arange(-1, 2, device=DEVICE)
-    together = bank_shrink.together(ids.cpu()).to(DEVICE)
+    groups = bank_shrink.group_rows(ids.cpu()).to(DEVICE)
     return {
         "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
         "bank": lambda: bank_expand.bank_linear(
             rows[:198].view(3, 66, OUT), draw(3, 66, IN), *slots, ranks, ids, None, bias
         ),
         "bank, one token a row": lambda: bank_expand.bank_linear(
-            rows[:3, None], draw(3, 1, IN), *slots, ranks, ids, together, bias
+            rows[:3, None], draw(3, 1, IN), *slots, ranks, ids, groups, bias
         ),
         "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False, True),
         "compose_backward": lambda: compose_backward.compose_backward(

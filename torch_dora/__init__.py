@@ -1,8 +1,8 @@
 """DoRA, weight-decomposed low-rank adaptation, for PyTorch.
 
-The layer is :class:`DoRALinear`, and :func:`apply_dora` puts such layers into an existing model.
-The functions they are made of are in :mod:`torch_dora.ops`; Hugging Face PEFT folders are read and
-written by :mod:`torch_dora.peft`.
+:func:`apply_dora` replaces layers of an existing model by DoRA layers such as :class:`DoRALinear`.
+:mod:`torch_dora.ops` has the functions of tensors that the layers call. :mod:`torch_dora.peft`
+reads and writes Hugging Face PEFT folders.
 """
 
 import typing as _typing
@@ -30,7 +30,7 @@ from torch_dora.norms import freeze as freeze
 from torch_dora.norms import norms as norms
 from torch_dora.norms import with_norms as with_norms
 
-if not _typing.TYPE_CHECKING:  # type checkers would take every name for one of the package
+if not _typing.TYPE_CHECKING:  # a type checker would accept any attribute of the package
 
     def __getattr__(name: str) -> None:
         raise _no_attribute(__name__, name)

@@ -1,8 +1,8 @@
-"""Norms as values: taken once, and handed to the calls that would compute them again.
+"""Norms as values: compute them once, and reuse them in later calls.
 
-The norm depends on weight, lora_a and lora_b alone. Between two optimizer steps none of them moves,
-so the micro-steps of gradient accumulation, and the second forward pass of gradient checkpointing,
-can share one:
+The norm depends only on weight, lora_a and lora_b. These do not change between two optimizer steps.
+So the micro-steps of gradient accumulation, and the second forward pass of gradient checkpointing,
+can share one norm:
 
     for batches in steps:
         with torch_dora.with_norms(model, torch_dora.norms(model)):
@@ -10,7 +10,7 @@ can share one:
                 loss(model, batch).backward()
         optimizer.step()
 
-Results are bit for bit those of computing it on every call.
+The results are bit for bit the same as when every call computes the norm.
 """
 
 import contextlib
@@ -23,60 +23,63 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from torch_dora.layers import DoRALayer, dora_layers, placement
 from torch_dora.ops import check
-from torch_dora.ops.shards import whole
+from torch_dora.ops.shards import full_tensor
 
 
 @torch.no_grad()
 def norms(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the norm of every DoRA layer of ``model`` as it is now, by the layer's name.
+    """Returns the current norm of every DoRA layer of ``model``, by the layer's name.
 
-    Each is f32[out] (f64 for an fp64 layer), detached. Where the model is sharded every process
-    calls this, and has all of every norm.
+    Each norm is f32[out] (f64 for an fp64 layer) and detached. If the model is sharded, all
+    processes must call this function, and each gets the full norms.
 
     Raises:
-        ValueError: there is no DoRA layer in ``model``.
-        NotImplementedError: accelerate has offloaded a layer, or FSDP1 flattened its weight.
+        ValueError: ``model`` has no DoRA layer.
+        NotImplementedError: accelerate has offloaded a layer, or FSDP1 has flattened its weight.
     """
     layers = _layers(model)
     placement.refuse_offloaded(layers.items())
-    placement.refuse_flat(layers.items())
-    return {name: whole(layer.norm()) for name, layer in layers.items()}
+    placement.refuse_fsdp1(layers.items())
+    return {name: full_tensor(layer.norm()) for name, layer in layers.items()}
 
 
 @contextlib.contextmanager
 def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Makes the DoRA layers of ``model`` use these norms inside of a ``with`` statement.
+    """Makes the DoRA layers of ``model`` use these norms inside a ``with`` statement.
 
-    The values must come from the very adapters and weights that the model has inside: nothing
-    checks that, and with the norms of others the model computes something else. Gradients reach the
-    adapters as without it, since a norm is constant under differentiation. Run the backward pass
-    inside too where activations are checkpointed, or their recomputation computes the norms again.
-    Make copies of the model outside: one that is made inside keeps the norms. Wrap it outside too:
-    a DistributedDataParallel that is made inside expects them as buffers in every later call.
+    The values must come from the same adapters and weights that the model has inside the statement.
+    This is not checked: with other norms the model computes a wrong result. Gradients reach the
+    adapters as usual, since the norm is a constant under differentiation.
+
+    - With activation checkpointing, run the backward pass inside the statement too. Otherwise the
+      recomputation computes the norms again.
+    - Copy the model outside the statement: a copy that is made inside keeps the norms.
+    - Wrap the model outside too: a DistributedDataParallel that is made inside expects the norms as
+      buffers in every later call.
 
     Args:
-        model: with DoRA layers.
-        values: what :func:`norms` returned for it.
+        model: a model with DoRA layers.
+        values: the result of :func:`norms` for this model.
 
     Raises:
-        ValueError: a layer has no norm in ``values``, a norm has no layer, or one has another shape
-            than its layer's magnitude; or there is no DoRA layer in ``model``.
-        TypeError: a norm is no tensor of float32 or float64.
+        ValueError: ``model`` has no DoRA layer; a layer has no norm in ``values``; a norm has no
+            layer, or not the shape of its layer's magnitude.
+        TypeError: a norm is not a tensor of float32 or float64.
     """
     layers = _layers(model)
     if layers.keys() != values.keys():
-        absent = [f"no norm for layer {name}" for name in layers.keys() - values.keys()]
+        missing = [f"no norm for layer {name}" for name in layers.keys() - values.keys()]
         unknown = [f"no layer for norm {name}" for name in values.keys() - layers.keys()]
         raise ValueError(
-            "values does not have the DoRA layers of this model; expected what "
-            f"torch_dora.norms(model) returns:{listing(absent + unknown)}"
+            "values does not match the DoRA layers of this model; expected the result of "
+            f"torch_dora.norms(model):{listing(missing + unknown)}"
         )
     for name, layer in layers.items():
         check.is_float(f"values[{name!r}]", values[name])
         if values[name].dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                f"values[{name!r}] has dtype {values[name].dtype}; expected float32, as "
-                "torch_dora.norms(model) returns it: g is only as exact as its norm"
+                f"values[{name!r}] has dtype {values[name].dtype}; expected float32, as returned "
+                "by torch_dora.norms(model): g is only as exact as its norm"
             )
         check.has_shape(f"values[{name!r}]", values[name], tuple(layer.magnitude.shape), "[out]")
     before = {name: layer.constant_norm for name, layer in layers.items()}
@@ -92,14 +95,16 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
 def freeze(model: nn.Module) -> nn.Module:
     """Makes ``model`` ready for inference, in place, and returns it.
 
-    Its DoRA layers keep the norms that they have now, which later calls do not compute again, and
-    their adapters no longer require a gradient; the whole model goes into evaluation mode, so there
-    is no dropout. Move and cast the model before; freeze ``copy.deepcopy(model)`` to keep one that
-    can be trained. An adapter that is set afterwards does not change the norm, as one does that
-    ``load_state_dict`` loads.
+    - The DoRA layers keep their current norms: later calls do not compute the norms again.
+    - The adapters no longer require a gradient.
+    - The whole model is set to evaluation mode, so there is no dropout.
+
+    Move and cast the model before this call. To keep a trainable model, freeze
+    ``copy.deepcopy(model)``. Setting an adapter by hand afterwards does not update the norm;
+    loading one with ``load_state_dict`` does.
 
     Raises:
-        ValueError, NotImplementedError: as :func:`norms`.
+        ValueError, NotImplementedError: the same errors as :func:`norms`.
     """
     values = norms(model)
     for name, layer in _layers(model).items():

@@ -1,4 +1,4 @@
-"""The checks of a run's results; the tolerances are `parity.tolerances`'s."""
+"""Judges the results of a run, with the tolerances of `parity.tolerances.caps`."""
 
 from __future__ import annotations
 
@@ -17,85 +17,90 @@ BASES = ("torch base", "jax base")
 
 
 def judge(report: Report, run: Run, results: Mapping[str, Result]) -> None:
-    """Adds what the systems that have results must satisfy; and, judging nothing, how far each pair
-    of adapted systems is apart, each of them from fp64, and the same of the unadapted ones."""
+    """Adds to the report the checks of all systems that have results, and the measured distances:
+    between each pair of adapted systems and from each to fp64, and the same for the unadapted
+    systems."""
     adapted = [name for name in results if name not in (FP64, FP64_BASE, *BASES)]
-    wanted = [(FP64, FP64_BASE)]
+    compared = [(FP64, FP64_BASE)]
     for reference, systems in ((FP64, adapted), (FP64_BASE, BASES)):
-        wanted += itertools.combinations(systems, 2)
-        wanted += [(name, reference) for name in systems]
+        compared += itertools.combinations(systems, 2)
+        compared += [(name, reference) for name in systems]
     pairs = {
         (first, second): compare(results[first], results[second])
-        for first, second in wanted
+        for first, second in compared
         if first in results and second in results
     }
 
-    def check(systems: str, quantity: str, value: float, allowed: float, **note: str) -> None:
-        ok = value <= allowed  # not so where it is NaN
-        report.add(run.name, quantity, side=systems, error=value, bound=allowed, ok=ok, **note)
+    def check(systems: str, quantity: str, value: float, limit: float, **note: str) -> None:
+        ok = value <= limit  # False for NaN
+        report.add(run.name, quantity, side=systems, error=value, bound=limit, ok=ok, **note)
 
     _check_agreement(check, run, pairs, adapted)
-    _check_nearness(check, run, pairs, adapted)
+    _check_distance_from_fp64(check, run, pairs, adapted)
     for (first, second), pair in pairs.items():
-        found = {k: v for k, v in dataclasses.asdict(pair).items() if v not in (None, {})}
-        report.add(run.name, "distance", side=f"{first}, {second}", **found)
+        measured = {k: v for k, v in dataclasses.asdict(pair).items() if v not in (None, {})}
+        report.add(run.name, "distance", side=f"{first}, {second}", **measured)
 
 
-# Adds a check of systems: the quantity, its value, the most that it may be, and a note.
+# Adds a check to the report: the systems, the quantity, its value, its limit, and a note.
 _Check = Callable[..., None]
 _Pairs = Mapping[tuple[str, str], Pair]
 
 
 def _check_agreement(check: _Check, run: Run, pairs: _Pairs, adapted: Sequence[str]) -> None:
-    """Checks the systems against each other."""
+    """Checks the systems against each other: the cosine of their logits."""
     control = pairs[BASES].cosine if BASES in pairs else 0.0
-    allowed = tolerances.caps.model_cosine_distance(run.dtype, control)
+    limit = tolerances.caps.model_cosine_distance(run.dtype, control)
     goal = 1 - tolerances.caps.COSINE[run.dtype]
     for first, second in itertools.combinations(adapted, 2):
         cosine = pairs[first, second].cosine
         met = "met" if cosine <= goal else "not met"
         note = f"goal {goal:.0e} {met}; without adapters jax and torch {control:.1e}"
-        check(f"{first}, {second}", "logits, 1 - cosine", cosine, allowed, note=note)
+        check(f"{first}, {second}", "logits, 1 - cosine", cosine, limit, note=note)
     if (FP64, FP64_BASE) in pairs:
         effect = pairs[FP64, FP64_BASE].cosine
         quantity = "allowed 1 - cosine, in units of what the adapter changes"
         note = f"the adapter changes the logits by 1 - cosine = {effect:.1e}"
-        check(FP64, quantity, allowed / effect, tolerances.caps.MODEL_RESOLUTION, note=note)
+        check(FP64, quantity, limit / effect, tolerances.caps.MODEL_RESOLUTION, note=note)
 
 
-def _check_nearness(check: _Check, run: Run, pairs: _Pairs, adapted: Sequence[str]) -> None:
-    """Checks ours against fp64, beside PEFT."""
+def _check_distance_from_fp64(
+    check: _Check, run: Run, pairs: _Pairs, adapted: Sequence[str]
+) -> None:
+    """Checks our systems' distances from fp64 against PEFT's distances."""
     peft = pairs.get((PEFT, FP64))
     if peft is None or peft.adapter is None:
         return
-    allowed_adapter: dict[str, float] = {}
+    adapter_limits: dict[str, float] = {}
     for name in adapted:
-        found = pairs.get((name, FP64))
-        if name == PEFT or found is None or found.adapter is None:
+        pair = pairs.get((name, FP64))
+        if name == PEFT or pair is None or pair.adapter is None:
             continue
-        own = _framework_factor(pairs, name)
-        nearness = tolerances.caps.MODEL_NEARNESS[run.dtype] * own
-        allowed_adapter[name] = nearness * peft.adapter.relative
-        beside = [
-            ("logits", found, peft, nearness * peft.relative),
-            ("adapter's gradient", found.adapter, peft.adapter, allowed_adapter[name]),
+        framework = _framework_factor(pairs, name)
+        factor = tolerances.caps.MODEL_NEARNESS[run.dtype] * framework
+        adapter_limits[name] = factor * peft.adapter.relative
+        # (quantity, our distance from fp64, PEFT's distance, limit)
+        checks = [
+            ("logits", pair, peft, factor * peft.relative),
+            ("adapter's gradient", pair.adapter, peft.adapter, adapter_limits[name]),
         ]
-        for kind, distance in found.gradients.items():
+        for kind, ours in pair.gradients.items():
             theirs = peft.gradients[kind]
-            allowed = own * tolerances.flash_rule(theirs.relative, 1.0, run.dtype)
-            beside.append((f"gradient of {kind}", distance, theirs, allowed))
-        for quantity, ours, theirs, allowed in beside:
-            note = f"PEFT {theirs.relative:.2e}, framework × {own:.2f}"
-            check(f"{name}, fp64", f"{quantity}, relative", ours.relative, allowed, note=note)
-    for first, second in itertools.combinations(allowed_adapter, 2):
-        apart = pairs[first, second].adapter
-        assert apart is not None
-        allowed = allowed_adapter[first] + allowed_adapter[second]
-        check(f"{first}, {second}", "adapter's gradient, relative", apart.relative, allowed)
+            limit = framework * tolerances.flash_rule(theirs.relative, 1.0, run.dtype)
+            checks.append((f"gradient of {kind}", ours, theirs, limit))
+        for quantity, ours, theirs, limit in checks:
+            note = f"PEFT {theirs.relative:.2e}, framework × {framework:.2f}"
+            check(f"{name}, fp64", f"{quantity}, relative", ours.relative, limit, note=note)
+    for first, second in itertools.combinations(adapter_limits, 2):
+        difference = pairs[first, second].adapter
+        assert difference is not None
+        limit = adapter_limits[first] + adapter_limits[second]
+        check(f"{first}, {second}", "adapter's gradient, relative", difference.relative, limit)
 
 
 def _framework_factor(pairs: _Pairs, name: str) -> float:
-    """Returns how much further from fp64 the framework's unadapted model is than torch's, or 1."""
+    """Returns the ratio of distances from fp64 of the framework's unadapted model and torch's, at
+    least 1."""
     side = name.partition(" ")[0]
     own, torch = (pairs.get((base, FP64_BASE)) for base in (f"{side} base", "torch base"))
     if own is None or torch is None or not torch.relative:

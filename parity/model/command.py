@@ -1,4 +1,4 @@
-"""`python -m parity model`: runs the systems one after the other on the same weights."""
+"""`python -m parity model`: runs all systems, one after the other, on the same weights."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ def main(options: argparse.Namespace) -> int:
 
 
 def systems(run: Run) -> dict[str, System]:
-    """Returns all that a run compares, by name: a side and its implementation."""
-    found: dict[str, System] = {
+    """Returns the systems that a run compares, by name: a side and its implementation."""
+    named: dict[str, System] = {
         FP64_BASE: functools.partial(reference.compute, adapted=False),
         FP64: reference.compute,
     }
-    chosen: dict[Backend, tuple] = {"torch": ("base", "peft", *run.torch)}
-    chosen["jax"] = ("base", *run.jax)
-    for side, implementations in chosen.items():
+    implementations: dict[Backend, tuple] = {"torch": ("base", "peft", *run.torch)}
+    implementations["jax"] = ("base", *run.jax)
+    for side in implementations:
         decoder = SIDES[side].decoder
-        for implementation in implementations:
+        for implementation in implementations[side]:
             name = f"{side} {implementation or ''}".strip()
-            found[name] = functools.partial(decoder.compute, implementation=implementation)
-    return found
+            named[name] = functools.partial(decoder.compute, implementation=implementation)
+    return named
 
 
 def execute(
     report: Report, run: Run, weights: Weights, chosen: Mapping[str, System]
 ) -> dict[str, Result]:
-    """Runs every system in turn, and adds its loss to the report; one that fails, which is added
-    too, does not stop the others."""
+    """Runs every system in turn and returns the results. Adds each loss to the report, or the error
+    of a system that fails; the other systems still run."""
     results: dict[str, Result] = {}
     cuda = weights.tokens.is_cuda
     for name, system in chosen.items():
         start = time.perf_counter()
         try:
-            found = system(run, weights)
+            result = system(run, weights)
             if cuda:
                 torch.cuda.synchronize()
         except Exception as error:
@@ -74,12 +74,12 @@ def execute(
             report.add(run.name, "result", side=name, ok=False, note=note)
             traceback.print_exc()
         else:
-            results[name] = found
-            facts = {"value": found.loss, "seconds": time.perf_counter() - start}
+            results[name] = result
+            facts = {"value": result.loss, "seconds": time.perf_counter() - start}
             report.add(run.name, "loss", side=name, **facts, run=dataclasses.asdict(run))
         seconds = time.perf_counter() - start
         print(f"{run.name}, {name}: {seconds:.1f} s", file=sys.stderr, flush=True)
-        # Both frameworks allocate from one card.
+        # Both frameworks allocate from one GPU.
         gc.collect()
         if cuda:
             jax.clear_caches()

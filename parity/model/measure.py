@@ -1,4 +1,5 @@
-"""Distances between two systems' results; all sums in fp64, on the device of the results."""
+"""Distances between the results of two systems. All sums are in fp64, on the device of the
+results."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from parity.model.weights import Result
 
-ROWS = 64  # of logits, in fp64 at a time
+ROWS = 64  # rows of logits that are converted to fp64 at a time
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of one tensor from another, with which it is compared.
+    """The distance between a tensor and a reference.
 
     Attributes:
       cosine: 1 - cosine of the angle.
@@ -30,10 +31,10 @@ class Distance:
 
 @dataclass(frozen=True)
 class LogitsDistance(Distance):
-    """The distance of all logits as one vector.
+    """The distance between all logits as one vector.
 
     Attributes:
-      top1: share of the tokens whose largest logit is the same.
+      top1: the share of tokens with the same largest logit.
       kl_mean, kl_max: KL(second ‖ first) per token, in nats.
     """
 
@@ -44,12 +45,12 @@ class LogitsDistance(Distance):
 
 @dataclass(frozen=True)
 class Pair(LogitsDistance):
-    """Two systems' results side by side: their logits' distance, and their gradients'.
+    """The distance between two systems' logits and gradients.
 
     Attributes:
-      gradients: by "self_attn.q_proj.lora_a" and the like, all layers' in one vector; empty where
-        one of the two has none.
-      adapter: all of them in one vector.
+      gradients: by names such as "self_attn.q_proj.lora_a", all layers in one vector; empty if one
+        of the two systems has none.
+      adapter: all gradients in one vector.
     """
 
     adapter: Distance | None
@@ -57,12 +58,13 @@ class Pair(LogitsDistance):
 
 
 def measure(parts: Iterable[tuple[Tensor, Tensor]]) -> Distance:
-    """Returns the distance of two vectors that come in parts, never in fp64 as a whole."""
+    """Returns the distance between two vectors given in parts, of which only one part at a time is
+    in fp64."""
     sums, peaks = [], []
-    for one, other in parts:
-        if one.shape != other.shape:
-            raise ValueError(f"results of shapes {tuple(one.shape)} and {tuple(other.shape)}")
-        a, b = one.double(), other.double()
+    for first, second in parts:
+        if first.shape != second.shape:
+            raise ValueError(f"results of shapes {tuple(first.shape)} and {tuple(second.shape)}")
+        a, b = first.double(), second.double()
         difference = a - b
         sums.append(torch.stack([(v * v).sum() for v in (a, b, difference)]))
         peaks.append(difference.abs().max())
@@ -70,7 +72,7 @@ def measure(parts: Iterable[tuple[Tensor, Tensor]]) -> Distance:
     peak, a, b = torch.stack(peaks).max().item(), aa**0.5, bb**0.5
     if not a * b:
         return Distance(float("nan"), float("nan"), peak)
-    # 1 - a·b / (‖a‖‖b‖), without taking the cosine from 1.
+    # 1 - a·b / (‖a‖‖b‖), computed without cancellation.
     cosine = max(0.0, dd - (a - b) ** 2) / (2 * a * b) if dd == dd else dd
     return Distance(cosine, (dd / bb) ** 0.5, peak)
 
@@ -89,9 +91,9 @@ def compare(a: Result, b: Result) -> Pair:
 def compare_logits(a: Tensor, b: Tensor) -> LogitsDistance:
     rows = list(zip(a.split(ROWS), b.split(ROWS), strict=True))
     same, divergences = [], []
-    for one, other in rows:
-        same.append((one.argmax(-1) == other.argmax(-1)).double())
-        log_p, log_q = other.double().log_softmax(-1), one.double().log_softmax(-1)
+    for first, second in rows:
+        same.append((first.argmax(-1) == second.argmax(-1)).double())
+        log_p, log_q = second.double().log_softmax(-1), first.double().log_softmax(-1)
         divergences.append((log_p.exp() * (log_p - log_q)).sum(-1))
     kl, top1 = torch.cat(divergences), torch.cat(same).mean().item()
     distance, kl_mean, kl_max = measure(rows), kl.mean().item(), kl.max().item()

@@ -1,7 +1,7 @@
-"""The decoder in fp64, its adapted weights formed.
+"""The fp64 reference for the decoder, with dense adapted weights.
 
 Every `W' = m ∘ (W + sBA) / ‖W + sBA‖` is a dense matrix, differentiated by autograd with the norm
-held constant. No formula of either package, and no code of transformers or PEFT.
+held constant. It shares no formula with the packages, and no code with transformers or PEFT.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from parity.model.weights import Result, Weights, rope_frequencies
 
 
 def compute(run: Run, weights: Weights, *, adapted: bool = True) -> Result:
-    """Returns logits and loss of the last tokens and, where adapted, the adapter's gradients, in
+    """Returns logits and loss of the last tokens and, if `adapted`, the adapter's gradients, in
     fp64."""
     leaves = {
         path: {
-            kind: [one.detach().double().requires_grad_() for one in every]
-            for kind, every in of.items()
+            kind: [tensor.detach().double().requires_grad_() for tensor in layers]
+            for kind, layers in kinds.items()
         }
-        for path, of in (weights.adapter.items() if adapted else ())
+        for path, kinds in (weights.adapter.items() if adapted else ())
     }
     base = weights.base
     with torch.set_grad_enabled(adapted):
         x = base["model.embed_tokens.weight"][weights.tokens[0, :-1]].double()
         rotation = _rotation(run, x.device)
         for layer in range(run.layers):
-            # A layer's dense weights exist while it is computed, not longer.
+            # A layer's dense weights exist only while the layer is computed.
             arguments = (run, base, f"model.layers.{layer}", rotation, x)
-            adapter = {path: {k: v[layer] for k, v in of.items()} for path, of in leaves.items()}
+            adapter = {
+                path: {kind: layers[layer] for kind, layers in kinds.items()}
+                for path, kinds in leaves.items()
+            }
             x = checkpoint(_layer, *arguments, adapter, use_reentrant=False)
         x = _rms_norm(run, base["model.norm.weight"], x[-run.last :])
         logits = x @ base["lm_head.weight"].double().T
@@ -42,8 +45,9 @@ def compute(run: Run, weights: Weights, *, adapted: bool = True) -> Result:
     gradients: dict[str, list[Any]] = {}
     if adapted:
         loss.backward()
-        for path, of in leaves.items():
-            gradients |= {f"{path}.{kind}": [one.grad for one in v] for kind, v in of.items()}
+        for path, kinds in leaves.items():
+            for kind, layers in kinds.items():
+                gradients[f"{path}.{kind}"] = [tensor.grad for tensor in layers]
     return Result(logits.detach(), loss.item(), gradients)
 
 
@@ -89,8 +93,8 @@ def _rms_norm(run: Run, weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes causal attention; q [heads, tokens, head], k and v [kv_heads, tokens, head], shared
-    by groups of q."""
+    """Computes causal attention for q [heads, tokens, head], k and v [kv_heads, tokens, head],
+    which groups of q share."""
     groups = q.unflatten(0, (k.shape[0], -1))  # [kv_heads, group, tokens, head]
     scores = groups @ k.transpose(1, 2)[:, None] / q.shape[-1] ** 0.5
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -101,8 +105,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _rotation(run: Run, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns cosine and sine of position × frequency (arXiv 2104.09864), [tokens, head / 2]."""
     positions = torch.arange(run.tokens, device=device, dtype=torch.float32)
-    # An fp32 number in every implementation, and rounded: at position 4096 by 2⁻¹² of a radian,
-    # which would be the largest error of an fp32 model, though nobody's.
+    # Every implementation computes the angle in fp32, so the reference does too. At position 4096
+    # its rounding is 2⁻¹² of a radian, which would otherwise be the largest error of an fp32 model.
     angles = (positions[:, None] * rope_frequencies(run.sizes, device)).double()
     return angles.cos(), angles.sin()
 

@@ -1,4 +1,4 @@
-"""The sizes of the decoder, and the runs of it."""
+"""The sizes of the decoder, and the runs of `python -m parity model`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Dtype = Literal["bfloat16", "float32"]
 
-# The seven projections of a layer, as Hugging Face names them.
+# The seven projections of a layer, with Hugging Face's names.
 PROJECTIONS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
@@ -18,7 +18,8 @@ ADAPTER = ("lora_a", "lora_b", "magnitude")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a Qwen3 decoder and of its adapter, DoRA with rsLoRA on all seven projections."""
+    """The sizes of a Qwen3 decoder and of its adapter: DoRA with rsLoRA on all seven
+    projections."""
 
     hidden: int
     intermediate: int
@@ -43,7 +44,7 @@ class Sizes:
         return dict(zip(PROJECTIONS, zip(outputs, inputs, strict=True), strict=True))
 
     def hf_config(self, layers: int, tokens: int) -> dict[str, Any]:
-        """Returns the contents of the config.json of a bf16 decoder of these sizes."""
+        """Returns the contents of config.json for a bf16 decoder of these sizes."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -68,13 +69,13 @@ TINY = Sizes(64, 96, 4, 2, 16, 512, rank=16, alpha=8)
 
 @dataclass(frozen=True)
 class Run:
-    """One set of weights and tokens, and the systems that compute on it.
+    """One set of weights and tokens, and the implementations that are compared on it.
 
     Attributes:
-      tokens: that the model reads.
-      last: of these the logits are compared and the loss is the mean; the token after each is its
-        target.
-      jax, torch: the implementations of the two packages, None for what they choose unasked.
+      tokens: the number of input tokens.
+      last: the number of last tokens whose logits are compared and whose mean is the loss. Each
+        token's target is the next token.
+      jax, torch: the implementations of the two packages; None for the package's choice.
     """
 
     sizes: Sizes
@@ -104,13 +105,13 @@ def runs(
 ) -> list[Run]:
     """Returns the runs of `python -m parity model`.
 
-    On a GPU: Qwen3-8B whole in bf16, then a few of its layers with every implementation named, in
-    bf16 and in fp32 (whose products without tensor cores take long). On a CPU: a tiny model; the
-    interpreted kernels in one layer, and in fp32 alone, for Triton's interpreter truncates bf16.
+    On a GPU: the full Qwen3-8B in bf16, then a few of its layers with every implementation named,
+    in bf16 and in fp32 (where products are slow without tensor cores). On a CPU: a tiny model;
+    interpreted kernels only in one layer and in fp32, since Triton's interpreter truncates bf16.
 
     Args:
       quick: few layers.
-      layers, tokens: of every run, in place of its own.
+      layers, tokens: override the numbers of every run.
     """
     if device == "cuda":
         chosen = [

@@ -1,6 +1,6 @@
-"""The decoder's weights and adapter, drawn once, on the device under test, for every system.
+"""The decoder's weights and adapter, drawn once for all systems, on the device under test.
 
-All tensors are in PyTorch's layout: projections `[out, in]`, lora_a `[r, in]`, lora_b `[out, r]`.
+All tensors have PyTorch's layout: projections `[out, in]`, lora_a `[r, in]`, lora_b `[out, r]`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from torch import Tensor
 from parity import oracle
 from parity.model.sizes import ADAPTER, PROJECTIONS, Run, Sizes
 
-# 0.02 at a width of 4096, as transformers initialises Qwen3, and the same gain at others. What
-# is added to the residual stream is smaller by sqrt(2 · layers), as GPT-2 starts.
+# A deviation of 0.02 at a width of 4096, as transformers initialises Qwen3, and the same gain at
+# other widths. For projections whose output is added to the residual stream it is divided by sqrt(2
+# · layers), as in GPT-2.
 GAIN = 1.28
-WRITERS = ("self_attn.o_proj", "mlp.down_proj")
-# As large, beside that, that a layer turns the stream by a few percent, as in trained models. A
-# network that turns it further at every layer amplifies bf16's rounding instead of averaging it.
+RESIDUAL_PROJECTIONS = ("self_attn.o_proj", "mlp.down_proj")
+# So large that each layer changes the residual stream by a few percent, as in trained models. If
+# each layer changed it more, the network would amplify bf16's rounding instead of averaging it.
 EMBEDDING = 4.0
-# The sizes of `parity.cases`: s‖BA‖ of 0.3 ‖W‖, magnitudes within about 5 % of the norms.
+# As in `parity.cases`: s‖BA‖ is 0.3 ‖W‖, magnitudes are within about 5 % of the norms.
 ADAPTER_SHARE = 0.3
 MAGNITUDE_DEVIATION = 0.05
-# With q and k of unit elements the attention logits' deviation is 1, and attention an average over
-# all tokens, to which nothing that q and k compute matters. Trained models attend to a few.
+# With unit elements of q and k, attention logits have a deviation of 1, and attention averages over
+# all tokens, so that q and k hardly matter. Trained models attend to a few tokens.
 QK_NORM = 1.5
 NORM_DEVIATION = 0.1
 
@@ -34,9 +35,9 @@ class Weights:
     """The base model and the adapter.
 
     Attributes:
-      base: by transformers' names.
-      adapter: by projection, then by `ADAPTER`'s names, one tensor a layer.
-      tokens: i64[1, tokens + 1]; the last one is a target only.
+      base: tensors by transformers' names.
+      adapter: by projection, then by `ADAPTER`'s names, one tensor per layer.
+      tokens: i64[1, tokens + 1]; the last token is only a target.
     """
 
     base: dict[str, Tensor]
@@ -45,8 +46,8 @@ class Weights:
 
 
 def draw(run: Run, device: str, seed: int = 0) -> Weights:
-    """Draws weights whose activations keep their size, and an adapter as after some training, whose
-    magnitudes are fp32 and of values that the run's dtype can hold."""
+    """Draws base weights that keep the size of activations, and an adapter as after some training.
+    The magnitudes are fp32, with values that the run's dtype can represent."""
     sizes, dtype = run.sizes, getattr(torch, run.dtype)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -68,7 +69,7 @@ def draw(run: Run, device: str, seed: int = 0) -> Weights:
     for layer in range(run.layers):
         prefix = f"model.layers.{layer}"
         for path, (n_out, n_in) in sizes.shapes().items():
-            gain = GAIN / (2 * run.layers) ** 0.5 if path in WRITERS else GAIN
+            gain = GAIN / (2 * run.layers) ** 0.5 if path in RESIDUAL_PROJECTIONS else GAIN
             weight = normal(n_out, n_in, deviation=gain / n_in**0.5)
             lora_a = normal(sizes.rank, n_in, deviation=n_in**-0.5)
             share = ADAPTER_SHARE * gain / (sizes.scale * sizes.rank**0.5)
@@ -89,7 +90,7 @@ def draw(run: Run, device: str, seed: int = 0) -> Weights:
 
 
 def rope_frequencies(sizes: Sizes, device: torch.device) -> Tensor:
-    """Returns fp32[head / 2], to the bit as transformers computes them on the device."""
+    """Returns fp32[head / 2], bit for bit as transformers computes them on the device."""
     half = torch.arange(0, sizes.head_dim, 2, device=device, dtype=torch.float32)
     return 1 / sizes.rope_theta ** (half / sizes.head_dim)
 
@@ -101,7 +102,7 @@ class Result:
     Attributes:
       logits: [last, vocabulary].
       loss: mean cross-entropy of the last tokens, in nats.
-      gradients: of the adapter, by "self_attn.q_proj.lora_a" and the like, a tensor a layer in
+      gradients: of the adapter, by names such as "self_attn.q_proj.lora_a", one tensor per layer in
         torch's layout; empty for a model without adapter.
     """
 

@@ -1,19 +1,20 @@
-"""The two sides of parity, JAX and torch, and the one protocol that both speak at every level.
+"""The two sides of parity, JAX and torch, and the interface that both implement at every level.
 
-A side has a module of functions for each level, imported when it is asked for:
+A side is a package of modules, one per level. They are imported when needed and define these
+functions:
 
-    operators   norm, compose and layer: ready to be computed any number of times; of all but the
-                norm, the results "y", "d_x" and so on by name. magnitude_scale.
-    encoder     adapted, evaluate and train: the pretrained sentence encoder
+    operators   norm, compose, layer: return a function that runs the computation, any number of
+                times. compose and layer return their results by name: "y", "d_x" and so on.
+                magnitude_scale returns g.
+    encoder     adapted, evaluate, train: the pretrained sentence encoder
     decoder     compute: a decoder of Qwen3's design on given weights, forward and backward
-    training    train: a run of a small decoder, of settings, the folder of the base model, the
-                initial adapter and the seed of the order of the batches
-    sharded     in_each of several layouts on several devices: layer, losses
+    training    train: trains a small decoder, given settings, the base model's folder, the initial
+                adapter and the seed of the batch order
+    sharded     in_each: runs `layer` or `losses` in several layouts on several devices
 
-Tensors are torch's, in PyTorch's layout, on either side. Wherever an `implementation` is chosen, it
-is one of
+On both sides tensors are torch's, in PyTorch's layout. An `implementation` is one of
 
-    "mosaic", "xla"; "triton", "eager"    the packages' own; None is what a package chooses itself
+    "mosaic", "xla"; "triton", "eager"    the packages' implementations; None: the package chooses
     "plain"     the same computation in the framework's own operations
     "base"      the model without adapters
     "peft"      Hugging Face PEFT's layers, on torch's side
@@ -34,7 +35,8 @@ Computation = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Side:
-    """One framework: its name, and its package's implementations without and with kernels."""
+    """One framework: its name, and the names of its package's implementations without and with
+    kernels."""
 
     name: Backend
     plain: str
@@ -56,7 +58,7 @@ SIDES: dict[Backend, Side] = {
 }
 
 
-def chosen(
+def choose_operator(
     op: Callable, plain: Callable, implementation: Implementation, **options: Any
 ) -> Callable:
     """Returns a package's operator with its implementation bound, or the plain operator."""

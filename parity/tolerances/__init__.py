@@ -1,5 +1,11 @@
-"""Every tolerance, with its derivation: `caps`, for whole results, and bounds, which are absolute,
-per element, in fp64, in the layout of `parity.oracle`.
+"""Every tolerance of parity, each with its derivation.
+
+    caps        limits for whole results: the paper's numbers and this project's promises
+    rules       the error rules (rounding, fp32 arithmetic, sums) that all bounds are built from
+    operators   bounds for the norm, g, compose, SwiGLU, and rows rounded to FP8
+    linear      bounds for a whole adapted layer and its gradients
+
+A bound is absolute, per element, in fp64, in the layout of `parity.oracle`.
 """
 
 from parity.tolerances import caps as caps

@@ -1,4 +1,4 @@
-"""Bounds for a whole adapted layer."""
+"""Bounds for a whole adapted layer and its gradients."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from parity.tolerances.rules import (
 
 @dataclass(frozen=True)
 class LinearBounds:
-    """Bounds for `dora_linear` and its gradients, each shaped like what it bounds, activations as
-    `[rows, features]`."""
+    """Bounds for `dora_linear` and its gradients. Each has the shape of the result that it bounds,
+    with activations as `[rows, features]`."""
 
     y: Array
     d_x: Array
@@ -31,20 +31,24 @@ class LinearBounds:
     d_lora_b: Array
     d_magnitude: Array
     d_bias: Array
-    relative_g: Array  # [out]: how far g may be off, relative to itself
+    relative_g: Array  # [out]: the relative error of g
 
 
 def dora_linear(
     dy, x, weight, lora_a, lora_b, magnitude, scale: float, dtype, *, bias=None
 ) -> LinearBounds:
-    """Returns the bounds for a whole layer whose every intermediate may be rounded to `dtype` once.
+    """Returns the bounds for a layer in which every intermediate result may be rounded to `dtype`
+    once.
 
-    The chain is `z = xAᵀ`, `lora = zBᵀ`, `base = xWᵀ`, `y = compose(...)`, then `d_base`, `d_lora`
-    stored, `dz = d_lora·B`, `dx = d_base·W + dz·A`, `dA = dzᵀx`, `dB = d_loraᵀz`, `dm = Σ dY∘inner
-    / norm`. Each step inherits the errors of its inputs by rule 3, adds its own accumulation (rule
-    4) and its own rounding (rule 1). Adapters of a wider dtype are cast to `dtype` for products
-    with activations, an error of `u|A|`, `u|B|`, also by rule 3. An error of g is the same in all
-    rows and adds plainly. A fused kernel that keeps intermediates in fp32 only does better.
+    The chain is `z = xAᵀ`, `lora = zBᵀ`, `base = xWᵀ`, `y = compose(...)`; then, with `d_base` and
+    `d_lora` rounded, `dz = d_lora·B`, `dx = d_base·W + dz·A`, `dA = dzᵀx`, `dB = d_loraᵀz`, `dm = Σ
+    dY∘inner / norm`.
+
+    Each step inherits the errors of its operands by rule 3, and adds its own accumulation (rule 4)
+    and rounding (rule 1). Adapters of a wider dtype are cast to `dtype` for products with
+    activations: an error of `u|A|` and `u|B|`, also by rule 3. An error of g is the same in all
+    rows, so it is added linearly. A fused kernel that keeps intermediates in fp32 has smaller
+    errors.
     """
     x, dy = fp64(x), fp64(dy)
     w, a, b, m = fp64(weight), fp64(lora_a), fp64(lora_b), fp64(magnitude)
@@ -53,7 +57,7 @@ def dora_linear(
     u = unit_roundoff(dtype)
 
     def multiplied(left: Array, right: Array) -> tuple[Array, Array]:
-        """Returns a matrix product, and what fp32 accumulation and one rounding cost it."""
+        """Returns a matrix product and its error from fp32 accumulation and one rounding."""
         total, summing = product(left, right)
         return total, rounding(total, dtype) + summing
 
@@ -66,7 +70,7 @@ def dora_linear(
     lora, lora_error = multiplied(z, b.T)
     lora_error = lora_error + independent(z_error, b.T) + cast(z, b.T)
     base, base_error = multiplied(x, w.T)
-    if bias is not None:  # the product may be stored with the bias added, and the bias taken off
+    if bias is not None:  # the product may be rounded with the bias, which is subtracted later
         base_error = base_error + rounding(base + fp64(bias), dtype) + 2 * in_fp32(base, fp64(bias))
 
     row_norm = oracle.norm(weight, lora_a, lora_b, scale)
@@ -76,7 +80,7 @@ def dora_linear(
     inner = base + scale * lora
     inner_error = base_error + scale * lora_error + 2 * in_fp32(base, scale * lora)
     y_error = compose(base, lora, g, scale, dtype) + abs(g) * inner_error + g_error * abs(inner)
-    if bias is not None:  # one more sum, to a result that may be smaller than either operand
+    if bias is not None:  # one more sum, whose result may be smaller than both operands
         y_error = y_error + rounding(g * inner + fp64(bias), dtype) + in_fp32(fp64(bias))
 
     relative_g = g_error / abs(g).clip(UNDERFLOW["float32"])
@@ -94,7 +98,7 @@ def dora_linear(
     _, d_a_error = multiplied(dz.T, x)
     _, d_b_error = multiplied(d_lora.T, z)
 
-    # What dm divides by may be off by the norm's error, relative to max(norm, eps).
+    # dm is divided by max(norm, eps), which has the norm's error.
     floor = row_norm.clip(oracle.EPS[dtype_name(dtype)])
     terms = dy * inner
     d_g = terms.sum(0)

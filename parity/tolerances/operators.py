@@ -19,14 +19,16 @@ from parity.tolerances.rules import (
 
 
 def norm(weight, lora_a, lora_b, scale: float) -> Array:
-    """Returns `[out]`: how far an fp32-accumulated factored norm may lie from `‖W + sBA‖row`.
+    """Returns `[out]`: the error of an fp32-accumulated factored norm of `‖W + sBA‖row`.
 
-    Of the three sums that make the square, each is at most `(‖W‖ + s‖BA‖)²`, of `in` products
-    accumulated in fp32 and then `r` more. By rule 4 with |Σ| and ‖terms‖₂ both bounded by that
-    square, and the two lengths' steps added, the square is wrong by at most `δ = c·u32·(‖W‖ +
-    s‖BA‖)²` with `c = 2·(SIGMAS·sqrt(K) + K)`, `K = in/16 + r/16`. However much cancels in the sum,
-    δ does not shrink: that is the factored form's price. From `|n̂² - n²| ≤ δ` follows `|n̂ - n| =
-    |n̂² - n²| / (n̂ + n) ≤ min(δ/n, sqrt(δ))`. One more u32·n for the root.
+    The square of the norm is the sum of three sums. Each is at most `(‖W‖ + s‖BA‖)²` and
+    accumulates `in` products in fp32, then `r` more. Apply rule 4, with |Σ| and ‖terms‖₂ both
+    bounded by that square, and add the steps of both sums: the error of the square is at most `δ =
+    c·u32·(‖W‖ + s‖BA‖)²` with `c = 2·(SIGMAS·sqrt(K) + K)`, `K = in/16 + r/16`. Cancellation in the
+    sum does not reduce δ: that is the price of the factored form.
+
+    From `|n̂² - n²| ≤ δ` follows `|n̂ - n| = |n̂² - n²| / (n̂ + n) ≤ min(δ/n, sqrt(δ))`. The root
+    adds one more u32·n.
     """
     w, b, a = fp64(weight), fp64(lora_b), fp64(lora_a)
     adapter = scale * (b @ a)
@@ -35,17 +37,18 @@ def norm(weight, lora_a, lora_b, scale: float) -> Array:
     delta = 2.0 * accumulation(w.shape[1] + a.shape[0], length**2, 0.0)
     tiny = UNDERFLOW["float32"]
     ratio = delta / exact.clip(tiny)
-    # min(δ/n, sqrt δ), without a two-operand minimum, whose name differs between NumPy and torch
+    # min(δ/n, sqrt δ), written without `minimum`, which NumPy and torch call differently.
     root = delta**0.5
     smaller = (ratio + root - abs(ratio - root)) / 2
     return smaller + 2 * U32 * exact + tiny
 
 
 def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:
-    """Returns `[out]`: how far g may lie off when the norm given to it does by `norm_error`.
+    """Returns `[out]`: the error of g if the norm that it is computed from has the error
+    `norm_error`.
 
-    g falls with the norm, and fastest below, so the worst case is `|m| / max(n - e, eps) - |g|`;
-    the division, the reading of m in fp32 and the storing of g cost rule 2's three.
+    g decreases with the norm, and fastest for small norms. So the worst case is `|m| / max(n - e,
+    eps) - |g|`. The division, reading m in fp32 and storing g cost three operations by rule 2.
     """
     m, n = abs(fp64(magnitude)), fp64(row_norm)
     eps = oracle.EPS[dtype_name(dtype)]
@@ -55,22 +58,24 @@ def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:
 
 
 def compose(base, lora, g, scale: float, dtype) -> Array:
-    """Returns what `y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once, may lie off: rule
-    2 with at most four operations deep on every term (product, product, sum, sum; the subtraction
-    g-1 rounds once), then rule 1."""
+    """Returns the bound for `y = base + ((g-1)·base + g·(s·lora))` in fp32, rounded once.
+
+    Rule 2 with at most four operations on every term (product, product, sum, sum; the subtraction
+    g-1 rounds once), then rule 1.
+    """
     base, lora, g = fp64(base), fp64(lora), fp64(g)
-    entering = abs(base) + abs((g - 1) * base) + abs(g * scale * lora)
+    operands = abs(base) + abs((g - 1) * base) + abs(g * scale * lora)
     y = g * (base + scale * lora)
-    return rounding(y, dtype) + 4 * U32 * entering
+    return rounding(y, dtype) + 4 * U32 * operands
 
 
 def compose_delta(base, lora, g, scale: float, dtype) -> Array:
-    """Returns the bound of `ΔY = (g-1)·base + g·(s·lora)`: that of `compose` without the rounding
-    of `base` itself, whose size must not matter."""
+    """Returns the bound for `ΔY = (g-1)·base + g·(s·lora)`: like `compose`, but without the
+    rounding of `base` itself, whose size must not matter."""
     base, lora, g = fp64(base), fp64(lora), fp64(g)
-    entering = abs((g - 1) * base) + abs(g * scale * lora)
+    operands = abs((g - 1) * base) + abs(g * scale * lora)
     delta = (g - 1) * base + g * (scale * lora)
-    return rounding(delta, dtype) + 4 * U32 * entering
+    return rounding(delta, dtype) + 4 * U32 * operands
 
 
 def compose_grads(
@@ -78,10 +83,9 @@ def compose_grads(
 ) -> oracle.ComposeGrads:
     """Returns the bounds for the cotangents of `compose`, or of `compose_delta`.
 
-    `d_base = g·dY` (or `(g-1)·dY`) and `d_lora = g·s·dY`: three fp32 operations, one rounding.
-    `d_g = Σ_rows dY ∘ inner` with `inner = base + s·lora` allowed to have been stored in `dtype`
-    between the passes: rule 3 on its rounding errors, rule 4 on the sum over the rows; d_g itself
-    is fp32.
+    `d_base = g·dY` (or `(g-1)·dY`) and `d_lora = g·s·dY`: three fp32 operations, one rounding. `d_g
+    = Σ_rows dY ∘ inner`, where `inner = base + s·lora` may have been stored in `dtype` between the
+    passes: rule 3 for its rounding errors, rule 4 for the sum over the rows. d_g itself is fp32.
     """
     dy, base, lora, g = fp64(dy), fp64(base), fp64(lora), fp64(g)
     inner = base + scale * lora
@@ -100,15 +104,15 @@ def compose_grads(
 
 
 def stored_inner(dy, inner, dtype) -> Array:
-    """Returns `[out]`: what `d_g = Σ_rows dY ∘ inner` loses if inner was stored in `dtype` after
-    the forward pass, by rule 3: a plain computation under autograd keeps fp32 instead."""
+    """Returns `[out]`: the error of `d_g = Σ_rows dY ∘ inner` if inner was stored in `dtype` after
+    the forward pass, by rule 3. A plain computation under autograd keeps inner in fp32."""
     terms = abs(fp64(dy)) * rounding(inner, dtype)
     return SIGMAS * (terms.reshape(-1, terms.shape[-1]) ** 2).sum(0) ** 0.5
 
 
 @dataclass(frozen=True)
 class SwigluBounds:
-    """Bounds for `swiglu` and its gradients, each shaped like what it bounds."""
+    """Bounds for `swiglu` and its gradients, each shaped like the result that it bounds."""
 
     h: Array
     d_gate: Array
@@ -120,23 +124,26 @@ class SwigluBounds:
 
 
 def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> SwigluBounds:
-    """Returns the bounds for `silu(y₁)∘y₂`, y₁ = g₁∘gate + b₁, y₂ = g₂∘up + b₂, and its gradients
-    in fp32.
+    """Returns the bounds for `silu(y₁)∘y₂`, with y₁ = g₁∘gate + b₁ and y₂ = g₂∘up + b₂, and its
+    gradients in fp32.
 
-    y₁ and y₂ cost rule 2's two operations. σ = sigmoid(y₁) may come from approximate instructions,
-    each good to 2 ulp (CUDA's ex2.approx and rsqrt.approx): exp's argument y₁·log₂e is rounded
-    twice, which moves exp by 2·u32·|y₁| of itself, and 1/(1 + exp) by 1-σ of that; the
-    instructions, a sum and a square add 12·u32: R = ((1-σ)(2|y₁| + 4) + 12)·u32. 1-σ is wrong by σR
-    + u32, absolutely, so that silu' = σ(1 + y₁(1-σ)) is by R + 3·u32 of what enters it, and by
-    σ|y₁| times that. σ, and its product with dh, may each underflow. silu and silu' carry y₁'s
-    error on by their slopes. Sums over rows: the terms' errors by rule 3, and rule 4.
+    - y₁ and y₂ are two operations of rule 2.
+    - σ = sigmoid(y₁) may come from approximate instructions, each with an error of 2 ulp (CUDA's
+      ex2.approx and rsqrt.approx). The argument of exp, y₁·log₂e, is rounded twice, which changes
+      exp by 2·u32·|y₁| relatively, and 1/(1 + exp) by 1-σ of that. The instructions, a sum and a
+      square add 12·u32. The relative error of σ is R = ((1-σ)(2|y₁| + 4) + 12)·u32.
+    - 1-σ has the absolute error σR + u32. So silu' = σ(1 + y₁(1-σ)) has the error R + 3·u32
+      relative to its terms, plus σ|y₁| times the error of 1-σ.
+    - σ, and its product with dh, may each underflow.
+    - silu and silu' propagate y₁'s error by their slopes.
+    - Sums over rows: rule 3 for the errors of the terms, and rule 4.
     """
     dh, gate, up, g1, g2 = (fp64(value) for value in (dh, gate, up, gate_g, up_g))
     b1, b2 = fp64(gate_bias), fp64(up_bias)
     u32 = U32
     y1, y2 = g1 * gate + b1, g2 * up + b2
     e1, e2 = 2 * u32 * (abs(g1 * gate) + abs(b1)), 2 * u32 * (abs(g2 * up) + abs(b2))
-    # exp(-|y|) overflows nowhere.
+    # exp(-|y|) cannot overflow.
     small = 2.718281828459045 ** -abs(y1)
     up_to_1, rest = 1 / (1 + small), small / (1 + small)
     sigma = (y1 >= 0) * up_to_1 + (y1 < 0) * rest
@@ -175,10 +182,10 @@ def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> 
 
 
 def quantised_rows(x, weight) -> Array:
-    """Returns `[rows, out]`: how far `x̂ Wᵀ` may lie from `x Wᵀ`, where every row of x is rounded
-    to float8_e4m3fn in units of its largest magnitude over 448.
+    """Returns `[rows, out]`: the error of `x̂ Wᵀ`, where every row of x is rounded to float8_e4m3fn
+    in units of its largest magnitude / 448.
 
-    Rule 1, in those units, which cost two fp32 operations; then rule 3 through the product.
+    Rule 1 in these units, which cost two fp32 operations, then rule 3 through the product.
     """
     x, w = fp64(x), fp64(weight)
     scale = abs(x).max(-1, keepdims=True) / LARGEST_FP8

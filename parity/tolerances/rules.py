@@ -1,28 +1,28 @@
-"""Roundings and sums, the rules that every bound is made of.
+"""The rules for rounding and sums that every bound is built from.
 
-Notation: `u` is the unit roundoff of the compute dtype (that of activations and results), `u32`
-that of fp32. An error is tracked the way it arises, by four rules:
+Notation: `u` is the unit roundoff of the compute dtype (the dtype of activations and results),
+`u32` that of fp32. An error is bounded where it arises, by four rules:
 
-1. *Storing* a value `v` in a dtype costs at most `u|v|` (round to nearest), plus half the subnormal
-   spacing.
-2. *Elementwise fp32 arithmetic* of k operations costs at most `k·u32` times the magnitudes that
-   enter it.
+1. *Storing* a value `v` in a dtype costs at most `u|v|` (round to nearest), plus half the spacing
+   of subnormal numbers.
+2. *Elementwise fp32 arithmetic* of k operations costs at most `k·u32` times the magnitudes of its
+   operands.
 3. *Independent* errors bounded by `e_i` add up to at most `SIGMAS · sqrt(Σ e_i²)`. Rounding errors
-   of `v` are uniform in ±u|v|, of variance at most `e²/3`, so SIGMAS = 4 stands for 6.9 standard
-   deviations: one excess in 10¹¹ elements, where the largest case has 3·10⁸. (Hoeffding's
-   inequality gives the form without assuming uniformity.)
+   of `v` are uniform in ±u|v|, with a variance of at most `e²/3`, so SIGMAS = 4 means 6.9 standard
+   deviations: one violation in 10¹¹ elements, while the largest case has 3·10⁸. (Hoeffding's
+   inequality gives the same form without assuming uniformity.)
 4. *Accumulating* n products in fp32 rounds the partial sums. Every implementation here (tensor
-   cores, BLAS lanes, XLA's and Triton's reductions) adds `BLOCK` = 16 or more products before the
-   next sequential step, so there are K = max(1, n/16) steps, each on a partial sum of magnitude at
-   most about `|Σ| + ‖terms‖₂`. Rounding to nearest adds up like sqrt(K) by rule 3; Hopper's tensor
-   cores truncate, which is biased and adds up like K. Error: `u32 · (SIGMAS·sqrt(K) + K) · (|Σ| +
-   ‖terms‖₂)`. Products of two bf16, or two fp16, numbers are exact in fp32 (8 + 8 and 11 + 11 bits,
-   of 24).
+   cores, BLAS lanes, XLA's and Triton's reductions) adds at least `BLOCK` = 16 products before the
+   next sequential step. So there are K = max(1, n/16) steps, each on a partial sum of magnitude at
+   most about `|Σ| + ‖terms‖₂`. Errors of rounding to nearest add up like sqrt(K) by rule 3.
+   Hopper's tensor cores truncate, which is biased and adds up like K. Error:
+   `u32 · (SIGMAS·sqrt(K) + K) · (|Σ| + ‖terms‖₂)`. Products of two bf16 or two fp16 numbers are
+   exact in fp32 (8 + 8 and 11 + 11 of 24 bits).
 """
 
 from parity.oracle import Array, dtype_name, fp64
 
-# Precision p bits, significand included: u = 2^-p.
+# With p significant bits, u = 2^-p.
 UNIT_ROUNDOFF = {
     "float8_e4m3fn": 2.0**-4,
     "bfloat16": 2.0**-8,
@@ -31,9 +31,9 @@ UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
 }
 U32 = UNIT_ROUNDOFF["float32"]
-# Half the spacing of the smallest numbers: fp8's and fp16's subnormals are met in practice, the
-# others' are not, but XLA and Triton may flush subnormals to zero, so theirs is the smallest normal
-# number.
+# Half the spacing of the smallest numbers. Subnormal fp8 and fp16 numbers occur in practice. In the
+# other dtypes they do not, but XLA and Triton may flush subnormals to zero, so there the value is
+# the smallest normal number.
 UNDERFLOW = {
     "float8_e4m3fn": 2.0**-10,
     "bfloat16": 2.0**-126,
@@ -47,8 +47,8 @@ LARGEST_FP8 = 448.0  # of float8_e4m3fn
 SIGMAS = 4.0
 BLOCK = 16
 
-# Triton's interpreter truncates fp32 to bf16 where the GPU rounds to nearest: up to a whole
-# spacing.
+# Triton's interpreter truncates fp32 to bf16, while the GPU rounds to nearest: an error of up to a
+# full spacing, twice as large.
 TRITON_INTERPRETER_BF16 = 2.0
 
 
@@ -62,7 +62,7 @@ def rounding(value, dtype) -> Array:
 
 
 def accumulation(n: int, total, terms_norm) -> Array:
-    """Returns the cost of summing n terms of 2-norm `terms_norm` to `total` in fp32: rule 4."""
+    """Returns the cost of summing n terms with 2-norm `terms_norm` to `total` in fp32: rule 4."""
     steps = max(1.0, n / BLOCK)
     factor = U32 * (SIGMAS * steps**0.5 + steps)
     return factor * (abs(fp64(total)) + fp64(terms_norm))
@@ -74,14 +74,13 @@ def two_norm_of_products(a: Array, b: Array) -> Array:
 
 
 def product(a: Array, b: Array) -> tuple[Array, Array]:
-    """Returns `a @ b`, and the cost of summing the terms of its elements in fp32: rule 4."""
+    """Returns `a @ b` and the cost of its fp32 sums: rule 4."""
     total = a @ b
     return total, accumulation(a.shape[-1], total, two_norm_of_products(a, b))
 
 
 def independent(a: Array, b: Array) -> Array:
-    """Returns the bound in `a @ b` of independent errors of at most `a`: rule 3 through a
-    product."""
+    """Returns the bound on `a @ b` for independent errors of at most `a`: rule 3 for a product."""
     return SIGMAS * two_norm_of_products(a, b)
 
 
@@ -89,14 +88,14 @@ def flash_rule(plain_error: float, reference_peak: float, dtype, floor: float = 
     """Returns the bound of flash-attention's rule: error(kernel) ≤ 2 · error(same computation, same
     dtype, plain ops) + rounding floor.
 
-    Both errors are peaks of the absolute difference from fp64. The floor is the final rounding of
-    the largest element, `u · max|reference|`, so that a plain result that happens to be exact does
-    not forbid the last rounding; `floor` adds to it what a computation other than the plain one
-    must be allowed (the factored norm's cancellation).
+    Both errors are peaks of the absolute difference from fp64. The rounding floor is the final
+    rounding of the largest element, `u · max|reference|`: a plain result that happens to be exact
+    must not forbid the last rounding. `floor` is added for errors that the plain computation does
+    not have (the factored norm's cancellation).
     """
     return 2.0 * plain_error + unit_roundoff(dtype) * reference_peak + floor
 
 
-def in_fp32(*entering: Array) -> Array:
-    """Returns the cost of one operation in fp32 on these: rule 2."""
-    return U32 * sum(abs(value) for value in entering)
+def in_fp32(*operands: Array) -> Array:
+    """Returns the cost of one fp32 operation on these operands: rule 2."""
+    return U32 * sum(abs(value) for value in operands)

@@ -1,1 +1,2 @@
-"""Level `training`: the same adapter trained by both frameworks on the same text, step by step."""
+"""`python -m parity training`: trains the same adapter in both frameworks on the same text, and
+compares the runs step by step."""

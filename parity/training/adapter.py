@@ -1,4 +1,4 @@
-"""The initial adapter as NumPy arrays, drawn and normed by neither framework."""
+"""The initial adapter of a training run as NumPy arrays, drawn without either framework."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from safetensors.torch import load_file
 from parity.model.sizes import ADAPTER, PROJECTIONS
 from parity.training.settings import Settings
 
-# By projection, then by name: lora_a f32[layers, rank, in], lora_b f32[layers, out, rank],
-# magnitude f32[layers, out].
+# Projection → name → lora_a f32[layers, rank, in], lora_b f32[layers, out, rank], magnitude
+# f32[layers, out].
 Adapter = dict[str, dict[str, np.ndarray]]
 
 
 def initial(settings: Settings, base: Path, seed: int) -> Adapter:
-    """Draws lora_a uniformly in ±1/sqrt(in), as PEFT's; the magnitude is ‖W + sBA‖ in fp64, rounded
-    once.
+    """Draws the initial adapter: lora_a uniform in ±1/sqrt(in), as in PEFT; the magnitude is ‖W +
+    sBA‖ in fp64, rounded once.
 
     Args:
       base: the folder of the base model.
     """
     rng = np.random.default_rng((23, seed))
-    weights = load_file(base / "model.safetensors")  # of torch: NumPy itself has no bf16
+    weights = load_file(base / "model.safetensors")  # torch tensors: NumPy has no bf16
     adapter: Adapter = {}
     for projection, (n_out, n_in) in settings.shapes().items():
         a_shape = (settings.layers, settings.rank, n_in)
@@ -39,17 +39,17 @@ def initial(settings: Settings, base: Path, seed: int) -> Adapter:
 
 
 def one_ulp_off(adapter: Adapter, seed: int) -> Adapter:
-    """Returns `adapter` with every lora_a moved to a neighbouring fp32 number, up or down at
-    random."""
+    """Returns `adapter` with every element of lora_a moved to a neighbouring fp32 number, up or
+    down at random."""
     rng = np.random.default_rng((29, seed))
 
-    def moved(array: np.ndarray) -> np.ndarray:
+    def move(array: np.ndarray) -> np.ndarray:
         towards = np.where(rng.random(array.shape) < 0.5, np.inf, -np.inf).astype(array.dtype)
         return np.nextafter(array, towards)
 
-    return {name: one | {"lora_a": moved(one["lora_a"])} for name, one in adapter.items()}
+    return {path: kinds | {"lora_a": move(kinds["lora_a"])} for path, kinds in adapter.items()}
 
 
-def flat(adapter: Adapter) -> np.ndarray:
-    """Returns all numbers of an adapter, in one order: f32[…]."""
+def flatten(adapter: Adapter) -> np.ndarray:
+    """Returns all numbers of an adapter in a fixed order: f32[…]."""
     return np.concatenate([adapter[p][name].ravel() for p in PROJECTIONS for name in ADAPTER])

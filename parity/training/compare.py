@@ -1,4 +1,4 @@
-"""Two runs from the same state on the same batches, and how far they came apart."""
+"""Compares two runs that start from the same state and use the same batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parity import tolerances
-from parity.training.adapter import Adapter, flat
+from parity.training.adapter import Adapter, flatten
 
 
 @dataclass
@@ -20,8 +20,8 @@ class Run:
       losses: f64[steps], the batch's mean cross-entropy in nats before each step.
       gradient_norms: f64[steps], over all adapters.
       eval_before, eval_after: mean cross-entropy of the held-out rows.
-      adapter: after the last step.
-      seconds: wall time of the steps, compilation included.
+      adapter: the adapter after the last step.
+      seconds: wall time of the steps, including compilation.
     """
 
     losses: np.ndarray
@@ -33,14 +33,14 @@ class Run:
 
 
 class Figures(NamedTuple):
-    """The mean and the largest |Δloss| over the steps, and |Δ| of the final evaluation."""
+    """The mean and the largest |Δloss| over the steps, and the |Δ| of the final evaluation."""
 
     mean: float
     worst: float
     final: float
 
 
-# The largest that they may be, and that in fp32.
+# The limits for these figures: the paper's, and those for fp32.
 PAPER = Figures(
     tolerances.caps.TRAINING_MEAN_LOSS_DIFFERENCE,
     tolerances.caps.TRAINING_WORST_LOSS_DIFFERENCE,
@@ -55,14 +55,14 @@ FULL_PRECISION = Figures(
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two runs.
+    """The difference between two runs.
 
     Attributes:
-      figures: in nats; NaN where a loss or a gradient norm is no number.
-      worst_step: where the largest |Δloss| is, counted from 1.
-      gradient_norm_median, gradient_norm_worst: of the gradient norms' relative difference.
-      drift: ‖a - b‖ between the final adapters,
-      travelled: and the longer of their distances from the initial adapter.
+      figures: in nats; NaN if a loss or a gradient norm is not finite.
+      worst_step: the step with the largest |Δloss|, counted from 1.
+      gradient_norm_median, gradient_norm_worst: of the relative difference of the gradient norms.
+      drift: ‖a - b‖ between the final adapters.
+      travelled: the larger distance of a final adapter from the initial one.
     """
 
     figures: Figures
@@ -80,17 +80,17 @@ class Difference:
         return all(self.verdicts(limits))
 
 
-def compare(one: Run, other: Run, start: Adapter) -> Difference:
-    """Compares two runs that began with the adapter `start`."""
-    apart = np.abs(one.losses - other.losses)
-    norms = np.abs(one.gradient_norms - other.gradient_norms)
-    norms = norms / np.maximum(np.maximum(one.gradient_norms, other.gradient_norms), 1e-30)
-    initial, a, b = (flat(adapter) for adapter in (start, one.adapter, other.adapter))
-    figures = Figures(apart.mean(), apart.max(), abs(one.eval_after - other.eval_after))
-    finite = np.isfinite(np.concatenate([one.losses, other.losses, norms])).all()
+def compare(first: Run, second: Run, start: Adapter) -> Difference:
+    """Compares two runs that started with the adapter `start`."""
+    losses = np.abs(first.losses - second.losses)
+    norms = np.abs(first.gradient_norms - second.gradient_norms)
+    norms = norms / np.maximum(np.maximum(first.gradient_norms, second.gradient_norms), 1e-30)
+    initial, a, b = (flatten(adapter) for adapter in (start, first.adapter, second.adapter))
+    figures = Figures(losses.mean(), losses.max(), abs(first.eval_after - second.eval_after))
+    finite = np.isfinite(np.concatenate([first.losses, second.losses, norms])).all()
     return Difference(
         figures=Figures(*(float(figure) if finite else math.nan for figure in figures)),
-        worst_step=int(apart.argmax()) + 1,
+        worst_step=int(losses.argmax()) + 1,
         gradient_norm_median=float(np.median(norms)),
         gradient_norm_worst=float(norms.max()),
         drift=float(np.linalg.norm(a - b)),

@@ -1,4 +1,4 @@
-"""A short run in both frameworks, in this process, fp32: seconds on a CPU."""
+"""A short fp32 run in both frameworks, in this process: it takes seconds on a CPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from parity.training import adapter as adapters
 from parity.training.compare import Difference, Run, compare
 from parity.training.settings import Settings
 
-# The adapter begins away from its base and moves fast, so that norm and magnitude matter at once.
+# A nonzero initial lora_b and a high learning rate make the norm and the magnitude matter at once.
 _RUN = {"steps": 16, "warmup": 2, "length": 48, "rows": 6, "eval_rows": 32}
 SETTINGS = Settings.tiny(dtype="float32", learning_rate=2e-3, lora_b_deviation=0.02, **_RUN)
 SEED = 1
 
 
 def train(backend: Backend) -> Run:
-    """Trains plainly on one side; the kernels have their own levels."""
+    """Trains on one side without kernels; other levels check the kernels."""
     side = SIDES[backend]
     start = adapters.initial(SETTINGS, base(), SEED)
     with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
@@ -31,14 +31,14 @@ def train(backend: Backend) -> Run:
 
 
 def difference(runs: Mapping[Backend, Run]) -> Difference:
-    """Returns how far both sides' runs are apart."""
+    """Returns the difference between both sides' runs."""
     return compare(runs["jax"], runs["torch"], adapters.initial(SETTINGS, base(), SEED))
 
 
 @functools.cache
 def base() -> Path:
-    """Returns the folder of the tiny base model, made once a process. No adapter is in it, and so
-    no fault."""
+    """Returns the folder of the tiny base model, created once per process. It has no adapter, so no
+    fault affects it."""
     temporary = tempfile.TemporaryDirectory(prefix="parity-training-")
     atexit.register(temporary.cleanup)
     folder = Path(temporary.name) / "base"

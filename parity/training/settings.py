@@ -1,5 +1,4 @@
-"""The settings of a training run, one record for both frameworks: the model, the text, the
-hyper-parameters."""
+"""The settings of a training run, the same for both frameworks: model, text and hyperparameters."""
 
 from __future__ import annotations
 
@@ -13,21 +12,22 @@ from parity.model.sizes import Sizes
 
 @dataclass(frozen=True)
 class Settings(Sizes):
-    """A decoder of the Qwen3 type over bytes, its adapter, and the run.
+    """A byte-level decoder of the Qwen3 type, its adapter, and the training run.
 
-    Rank, alpha and the number of steps are the paper's (arXiv 2603.22276); the model is as small as
-    lets 2,000 steps of three seeds and four implementations pass in minutes, and as wide as makes
-    the fused norm the choice of `jax_dora` in five projections of seven. Its sizes are multiples of
-    64, which every kernel takes.
+    Rank, alpha and the number of steps are the paper's (arXiv 2603.22276). The model is small
+    enough that 2,000 steps with three seeds and four implementations take minutes, and wide enough
+    that `jax_dora` chooses the fused norm in five of seven projections. Its sizes are multiples of
+    64, which every kernel accepts.
 
     Attributes:
       dtype: of the base weights and activations; adapters and optimizer states are fp32.
-      length: predicted bytes of a row. A step has rows · length of them, and bf16's rounding of
-        single logits averages out over that many.
-      learning_rate: the peak. At 1e-4 runs of one framework that start one unit in the last place
-        apart end 1.8e-4 apart in the final evaluation, above the paper's tolerance.
-      base_steps: of pre-training, which makes the base model.
-      eval_rows: of held-out text, at the end.
+      length: the number of predicted bytes per row. A step predicts rows · length bytes, and the
+        bf16 rounding errors of single logits average out over them.
+      learning_rate: the peak. At 1e-4, two runs of one framework whose initial adapters differ by
+        one unit in the last place end 1.8e-4 apart in the final evaluation, more than the paper's
+        tolerance.
+      base_steps: the steps of pre-training, which creates the base model.
+      eval_rows: rows of held-out text in the final evaluation.
       lora_b_deviation: of the initial lora_b; 0 is a fresh adapter.
     """
 
@@ -57,19 +57,19 @@ class Settings(Sizes):
 
     @classmethod
     def tiny(cls, **changes: Any) -> Self:
-        """Returns the settings of a run that takes seconds on a CPU."""
+        """Returns settings for a run that takes seconds on a CPU."""
         sizes = cls(64, 128, 4, 2, 16, rank=24, alpha=12, layers=2)
         run = replace(sizes, length=64, rows=8, steps=40, warmup=5, eval_rows=64)
         return replace(replace(run, base_steps=50, base_learning_rate=3e-3), **changes)
 
     def learning_rates(self) -> np.ndarray:
-        """Returns f64[steps]: a linear rise from 1/warmup of the peak, then half a cosine down to
+        """Returns f64[steps]: a linear warmup from 1/warmup of the peak, then half a cosine down to
         0."""
         return schedule(self.steps, self.warmup, self.learning_rate)
 
 
 def schedule(steps: int, warmup: int, peak: float) -> np.ndarray:
-    """Returns f64[steps]; the last step's is not quite 0."""
+    """Returns the learning rates, f64[steps]; that of the last step is slightly above 0."""
     step = np.arange(steps)
     warmup = min(warmup, steps - 1)
     rise = (step + 1) / max(warmup, 1)

@@ -1,7 +1,7 @@
-"""Real text that every machine has: the sources of Python's standard library, byte by byte.
+"""The text of the training runs, which every machine has: the bytes of Python's standard library.
 
-Split by files: single modules make the base model, packages' modules train the adapter, and every
-tenth of the packages' modules is held out.
+It is split by files: top-level modules train the base model, modules of packages train the adapter,
+and every tenth module of packages is held out.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Tables, other people's code, and what distributions leave out.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "lib2to3"}
-LEFT_OUT |= {"ensurepip", "turtledemo", "tkinter", "__pycache__", "_pyrepl"}
+# Tables, third-party code, and packages that some distributions do not install.
+EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "lib2to3"}
+EXCLUDED |= {"ensurepip", "turtledemo", "tkinter", "__pycache__", "_pyrepl"}
 HELD_OUT_EVERY = 10
 
 
@@ -26,7 +26,7 @@ class Text(NamedTuple):
     held_out: np.ndarray  # u8[…], for evaluation
 
     def facts(self) -> dict[str, str]:
-        """Returns size and digest of every part: another Python has another text."""
+        """Returns the size and digest of every part: they depend on the Python version."""
         return {
             name: f"{len(part)} bytes, sha256 {hashlib.sha256(part.tobytes()).hexdigest()[:16]}"
             for name, part in self._asdict().items()
@@ -40,7 +40,7 @@ def text() -> Text:
     packaged = sorted(
         file
         for file in root.glob("*/**/*.py")
-        if not LEFT_OUT & set(file.relative_to(root).parts)
+        if not EXCLUDED & set(file.relative_to(root).parts)
         and not file.relative_to(root).parts[0].startswith(("config-", "lib-dynload"))
     )
     held_out = packaged[::HELD_OUT_EVERY]
@@ -49,13 +49,13 @@ def text() -> Text:
 
 
 def starts(part: np.ndarray, shape: tuple[int, ...], length: int, seed: int) -> np.ndarray:
-    """Draws i32[shape]: where rows of length + 1 bytes of `part` begin."""
+    """Draws i32[shape]: the start positions of rows of length + 1 bytes in `part`."""
     rng = np.random.default_rng((17, seed))
     return rng.integers(0, len(part) - length, shape).astype(np.int32)
 
 
 def even_starts(part: np.ndarray, rows: int, length: int) -> np.ndarray:
-    """Returns i32[rows]: where rows spread evenly over `part` begin."""
+    """Returns i32[rows]: start positions spread evenly over `part`."""
     return np.linspace(0, len(part) - length - 1, rows).astype(np.int32)
 
 

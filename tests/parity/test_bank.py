@@ -25,7 +25,7 @@ def of_the_base(norm):
 FAULTS = {
     "the next slot's adapter": {
         "jax_dora.bank.bank.checked_ids": another,
-        "torch_dora.bank.layers._checked": another,
+        "torch_dora.bank.layers._as_ids": another,
     },
     "the base's norm": {
         "jax_dora.ops.factored_norm": of_the_base,

@@ -52,7 +52,7 @@ def test_a_missing_encoder_is_told_before_anything_runs(monkeypatch, tmp_path):
 def test_a_broken_expression_is_an_error(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--case", "("])
-    assert "'(' is no regular expression" in capsys.readouterr().err
+    assert "'(' is not a regular expression" in capsys.readouterr().err
 
 
 def test_a_gpu_runs_every_paper_shape():

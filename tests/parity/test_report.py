@@ -63,7 +63,11 @@ def test_another_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("contents", "message"),
-    [(b"[]", "does not begin with a header"), (b"{", "is no JSON"), (b"\xff", "is no JSON")],
+    [
+        (b"[]", "does not begin with a header"),
+        (b"{", "is not a report in JSON"),
+        (b"\xff", "is not a report in JSON"),
+    ],
 )
 def test_what_is_no_report_is_named(contents, message, tmp_path):
     file = tmp_path / "other.jsonl"

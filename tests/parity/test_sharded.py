@@ -27,11 +27,13 @@ def of_its_own_shard(norm):
 def of_its_own_part(norm):
     """Returns the same of torch's."""
 
-    def spoilt(of_shard, root, weight, lora_a, lora_b):
+    def spoilt(compute_local, root, weight, lora_a, lora_b):
         if not shards.is_sharded(weight):
-            return of_shard(weight, lora_a, lora_b)
-        found = of_shard(*shards.local_matrices(weight, lora_a, lora_b))
-        return shards.joined(found, weight, shards.along(weight, 0), weight.shape[:1])
+            return compute_local(weight, lora_a, lora_b)
+        found = compute_local(*shards.local_matrices(weight, lora_a, lora_b))
+        return shards.from_local(
+            found, weight, shards.placements_along(weight, 0), weight.shape[:1]
+        )
 
     return spoilt
 

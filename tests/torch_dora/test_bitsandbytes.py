@@ -91,7 +91,10 @@ def test_norm_projection_and_gradients(kind, height, monkeypatch):
     layer, rng = linear4bit(*kind), np.random.default_rng(1)
     exact = meant(layer.weight)
     np.testing.assert_allclose(
-        quantised.dense(quantised.matrix(layer.weight), torch.float32), exact, rtol=1e-6, atol=1e-7
+        quantised.dense(quantised.as_matrix(layer.weight), torch.float32),
+        exact,
+        rtol=1e-6,
+        atol=1e-7,
     )
     a = torch.tensor(rng.normal(size=(RANK, SHAPE[1])) / 11, dtype=torch.float32)
     b = torch.tensor(rng.normal(size=(SHAPE[0], RANK)) / 2, dtype=torch.float32)

@@ -203,7 +203,11 @@ def test_a_model_without_a_dora_layer_is_refused(function):
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"2": None}, ValueError, r"expected what torch_dora\.norms.*\n  no norm for layer 2$"),
+        (
+            {"2": None},
+            ValueError,
+            r"expected the result of torch_dora\.norms.*\n  no norm for layer 2$",
+        ),
         ({"1": torch.ones(4)}, ValueError, r"\n  no layer for norm 1$"),
         ({"2": torch.ones(1, 16)}, ValueError, r"values\['2'\] has shape \(1, 16\); expected \(16"),
         ({"2": torch.ones(16, dtype=torch.int32)}, TypeError, r"values\['2'\] has dtype torch.int"),

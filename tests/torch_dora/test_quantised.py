@@ -190,7 +190,7 @@ def test_other_formats_are_refused():
     other.__class__ = type("Int3Tensor", (type(other),), {"__module__": "torchao.somewhere"})
     with pytest.raises(TypeError, match=r"torchao.somewhere.Int3Tensor .* expected torchao's"):
         factored_norm(other, a, b, SCALE)
-    with pytest.raises(NotImplementedError, match="'triton' takes no Int8Tensor"):
+    with pytest.raises(NotImplementedError, match="'triton' accepts no Int8Tensor"):
         factored_norm(layer.weight, a, b, SCALE, implementation="triton")
 
 

@@ -94,13 +94,13 @@ def test_compiled_models(kind):
 
 
 REFUSED = {
-    "apply": r"NotImplementedError: FSDP holds .*apply_dora before fully_shard.*\n  down\n  up$",
-    "remove": r"NotImplementedError: FSDP holds .*before fully_shard:\n  down\n  up$",
-    "merge": r"NotImplementedError: FSDP holds .*not sharded, and merge it:\n  down\n  up$",
-    "load": r"NotImplementedError: FSDP holds .*rank, alpha and dropout:\n  down\n  up$",
+    "apply": r"NotImplementedError: FSDP manages .*apply_dora before fully_shard.*\n  down\n  up$",
+    "remove": r"NotImplementedError: FSDP manages .*before fully_shard:\n  down\n  up$",
+    "merge": r"NotImplementedError: FSDP manages .*unsharded model, and merge that:\n  down\n  up$",
+    "load": r"NotImplementedError: FSDP manages .*rank, alpha and dropout:\n  down\n  up$",
     "cast": r"TypeError: magnitude is torch.bfloat16 .*param_dtype None",
     "flat": r"NotImplementedError: FullyShardedDataParallel keeps .*use fully_shard.*\.up$",
-    "plain x": r"TypeError: x: plain, while weight.*DTensor\.from_local, make x one",
+    "plain x": r"TypeError: x: plain, while weight.*make x a DTensor.*DTensor\.from_local$",
     "embedding": r"NotImplementedError: '' cannot be adapted: .*only linear layers",
     "bank": r"NotImplementedError: the weights of these layers are DTensors.*\n  down\n  up$",
     "with bank": r"NotImplementedError: the weights of these layers are DTensors.*\n  down\n  up$",

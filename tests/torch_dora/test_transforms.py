@@ -142,7 +142,7 @@ def test_forward_mode_is_the_transpose_of_backward(layer, x):
 
 def test_a_named_kernel_refuses(operands):
     base, lora, g, _ = operands((3, 6, 24))
-    with pytest.raises(NotImplementedError, match=r"inside of torch\.func's transforms"):
+    with pytest.raises(NotImplementedError, match=r"inside torch\.func's transforms"):
         vmap(lambda base, lora: compose(base, lora, g, SCALE, implementation="triton"))(base, lora)
 
 

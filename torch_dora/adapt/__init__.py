@@ -1,4 +1,4 @@
-"""Adapters into an existing torch model, out of it, and into its weights."""
+"""Adds adapters to an existing torch model, removes them, and merges them into the weights."""
 
 from torch_dora.adapt.apply import apply_dora as apply_dora
 from torch_dora.adapt.apply import remove_dora as remove_dora

@@ -1,4 +1,4 @@
-"""DoRARule: which layers of a torch model get which adapter."""
+"""DoRARule: selects layers of a torch model and describes their adapters."""
 
 import dataclasses
 
@@ -10,19 +10,20 @@ from torch_dora.ops import check, choose
 
 @dataclasses.dataclass(frozen=True)
 class DoRARule(Rule):
-    """Describes the adapter of every layer whose name ``path`` matches.
+    """The adapter of every layer whose name matches ``path``.
 
     Attributes:
-        path: a regular expression that the whole name has to match, as in ``re.fullmatch``. Names
+        path: a regular expression that must match the full name, as in ``re.fullmatch``. The names
             are those of ``named_modules``: r"model\\.layers\\.\\d+\\.self_attn\\.(q|v)_proj". Or
-            "all-linear", for every ``torch.nn.Linear`` and Conv1D of transformers but the output
-            head: ``model.get_output_embeddings()``, and what is called lm_head, embed_out, output,
+            "all-linear", for every ``torch.nn.Linear`` and transformers' Conv1D except the output
+            head: ``model.get_output_embeddings()`` and modules named lm_head, embed_out, output,
             head, score or classifier.
-        rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation: as
-            :class:`~torch_dora.DoRALinear`'s. Embeddings read no activation: dropout 0.
+        rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation: as in
+            :class:`~torch_dora.DoRALinear`. For embeddings dropout must be 0.
 
     Raises:
-        TypeError, ValueError: an attribute is out of range, or ``path`` is no regular expression.
+        TypeError, ValueError: an attribute is out of range, or ``path`` is not a regular
+            expression.
     """
 
     adapter_dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)

@@ -1,4 +1,4 @@
-"""A bank: the adapters of all slots, beside one base model."""
+"""AdapterBank: slots for many adapters of one base model."""
 
 import os
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import factored_norm, magnitude_scale
 from torch_dora.ops.bank import Slots
 from torch_dora.ops.dtypes import accumulation_dtype
-from torch_dora.ops.quantised import matrix
-from torch_dora.ops.shards import whole
+from torch_dora.ops.quantised import as_matrix
+from torch_dora.ops.shards import full_tensor
 from torch_dora.peft.layers import layers_of, outline, parameters_of
 
 
-class Entry(NamedTuple):
+class LayerAdapter(NamedTuple):
     """An adapter of one projection.
 
     Attributes:
@@ -40,28 +40,28 @@ class Entry(NamedTuple):
 
 
 class AdapterBank:
-    """Adapters of one model in slots, for rows of one batch: DoRA, LoRA and rsLoRA, of any targets
-    and any ranks up to ``max_rank``.
+    """The adapters of one model in slots, from which the rows of one batch choose.
+
+    The adapters can be DoRA, LoRA and rsLoRA, with any targets and any ranks up to ``max_rank``.
 
         bank = torch_dora.AdapterBank(model, slots=64, max_rank=64)
         bank.load(0, "adapters/french").load(1, "adapters/code")
         logits = torch_dora.with_bank(model, bank, [0, -1, 1])(tokens)
 
-    Tensors have room for every slot from the start, and :meth:`load` and :meth:`evict` change them
-    in place. What an adapter multiplies results by, g = magnitude / ‖W + s·BA‖, is taken when it is
-    loaded.
+    The bank allocates tensors for all slots once; :meth:`load` and :meth:`evict` change them in
+    place. :meth:`load` also computes the adapter's g = magnitude / ‖W + s·BA‖.
 
     Args:
-        model: the plain base model, which the bank keeps.
-        slots: how many adapters there is room for, at least 1.
+        model: the plain base model. The bank keeps a reference to it.
+        slots: the number of adapters that fit, at least 1.
         max_rank: the largest rank of an adapter, at least 1.
-        path: which projections, as :class:`~torch_dora.DoRARule`'s: those that ``apply_dora``
-            adapts, such as ``torch.nn.Linear`` and GPT-2's Conv1D; other layers that match are left
-            out.
+        path: selects projections as :class:`~torch_dora.DoRARule` does: linear layers that
+            ``apply_dora`` adapts, such as ``torch.nn.Linear`` and GPT-2's Conv1D. Other matching
+            layers are ignored.
 
     Raises:
-        TypeError: ``model`` is no module, or a number no integer.
-        ValueError: the model holds an adapter, a number is below 1, or no projection matches.
+        TypeError: ``model`` is not a module, or a number is not an integer.
+        ValueError: the model has an adapter, a number is below 1, or no projection matches.
         NotImplementedError: a projection is sharded, offloaded by accelerate or on the meta device.
     """
 
@@ -75,9 +75,11 @@ class AdapterBank:
         self.layers: dict[str, Any] = _projections(model, path)
         placement.refuse_offloaded(self.layers.items())
         placement.refuse_sharded(self.layers.items())
-        placement.refuse_meta((f"{name}.weight", one.weight) for name, one in self.layers.items())
+        placement.refuse_meta(
+            (f"{name}.weight", layer.weight) for name, layer in self.layers.items()
+        )
         self.tensors: dict[str, Slots] = {
-            name: _empty(layer, self.slots, self.max_rank) for name, layer in self.layers.items()
+            name: _empty_slots(layer, self.slots, max_rank) for name, layer in self.layers.items()
         }
 
     def __repr__(self) -> str:
@@ -88,37 +90,37 @@ class AdapterBank:
     def load(
         self, slot: int, adapter: nn.Module | str | os.PathLike[str], *, name: str | None = None
     ) -> "AdapterBank":
-        """Puts an adapter into a slot, in the place of what it held; returns the bank.
+        """Loads an adapter into a slot, replacing the slot's adapter, and returns the bank.
 
-        Nothing is changed where it raises.
+        If this method raises, nothing has changed.
 
         Args:
             slot: from 0 to slots - 1.
-            adapter: a PEFT folder, or a copy of the model that holds the adapter.
-            name: of the adapter, where a folder has several, as
-                :func:`torch_dora.peft.load_adapter`'s.
+            adapter: a PEFT folder, or a copy of the model with DoRA layers.
+            name: the adapter's name, if a folder has several, as in
+                :func:`torch_dora.peft.load_adapter`.
 
         Raises:
-            TypeError: ``slot`` is no integer, or ``adapter`` neither.
-            ValueError: ``slot`` is no slot; the adapter's rank exceeds max_rank; it has a layer
-                that the bank has no room for, such as an embedding or a convolution, or tensors of
-                another shape, or that are not finite; a folder does not fit the model.
+            TypeError: ``slot`` is not an integer, or ``adapter`` is neither a folder nor a model.
+            ValueError: there is no such slot; the adapter's rank exceeds max_rank; the adapter has
+                a layer that the bank does not cover, such as an embedding or a convolution; a
+                tensor has another shape or is not finite; a folder does not fit the model.
             FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing.
             NotImplementedError: a folder replaces parameters of the base model.
         """
         check_slot(slot, self.slots)
         placement.refuse_sharded(self.layers.items())
         if isinstance(adapter, nn.Module):
-            entries = _of_model(adapter)
+            entries = _read_model(adapter)
         elif isinstance(adapter, str | os.PathLike):
-            entries = self._of_folder(adapter, name)
+            entries = self._read_folder(adapter, name)
         else:
             raise TypeError(
                 f"adapter is a {type(adapter).__name__}; expected a PEFT folder, or a model with "
                 "DoRA layers"
             )
         for path, entry in entries.items():
-            self._check(path, entry)
+            self._check_entry(path, entry)
         g = {path: _g(self.layers[path], entry) for path, entry in entries.items()}
         self.evict(slot)
         with torch.no_grad():
@@ -134,10 +136,10 @@ class AdapterBank:
         return self
 
     def evict(self, slot: int) -> "AdapterBank":
-        """Empties a slot, if it held an adapter; returns the bank.
+        """Empties a slot, if it has an adapter, and returns the bank.
 
         Raises:
-            TypeError, ValueError: ``slot`` is no slot.
+            TypeError, ValueError: there is no such slot.
         """
         check_slot(slot, self.slots)
         with torch.no_grad():
@@ -147,35 +149,37 @@ class AdapterBank:
         return self
 
     def is_empty(self, slot: int) -> bool:
-        """Returns whether a slot holds no adapter."""
-        g = next((one.g for one in self.tensors.values() if one.g.numel()), None)
+        """Returns whether a slot has no adapter."""
+        g = next((tensors.g for tensors in self.tensors.values() if tensors.g.numel()), None)
         return g is not None and bool(g[slot, 0].isnan())
 
-    def _of_folder(self, folder: str | os.PathLike[str], name: str | None) -> dict[str, Entry]:
+    def _read_folder(
+        self, folder: str | os.PathLike[str], name: str | None
+    ) -> dict[str, LayerAdapter]:
         parameters = parameters_of(self.model)
         with open_folder(folder, "pt", name) as source:
             fit = source.fit_to_bank(outline(layers_of(self.model), parameters))
             self._check_paths(fit.adapters)
             entries = {}
-            for path, one in fit.adapters.items():
-                key = one.keys.get("magnitude")
-                entries[path] = Entry(
-                    source.read(one.keys["lora_a"]),
-                    source.read(one.keys["lora_b"]),
+            for path, adapter in fit.adapters.items():
+                key = adapter.keys.get("magnitude")
+                entries[path] = LayerAdapter(
+                    source.read(adapter.keys["lora_a"]),
+                    source.read(adapter.keys["lora_b"]),
                     source.read(key).reshape(-1) if key else None,
-                    adapter_scale(one.rank, one.alpha, source.config.use_rslora),
+                    adapter_scale(adapter.rank, adapter.alpha, source.config.use_rslora),
                 )
         return entries
 
     def _check_paths(self, paths: Mapping[str, Any]) -> None:
         if others := sorted(paths.keys() - self.layers.keys()):
             raise ValueError(
-                f"adapter has a layer {others[0]!r}, which the bank has no room for: expected some "
-                "of its projections (embeddings and convolutions are none, and path= says which "
-                f"others there are):{listing(self.layers)}"
+                f"adapter has a layer {others[0]!r}, which the bank does not cover; expected some "
+                "of the bank's projections (never embeddings or convolutions; the argument path "
+                f"selects them):{listing(self.layers)}"
             )
 
-    def _check(self, path: str, entry: Entry) -> None:
+    def _check_entry(self, path: str, entry: LayerAdapter) -> None:
         self._check_paths({path: entry})
         out, features = _matrix(self.layers[path]).shape
         rank = entry.lora_a.shape[0]
@@ -193,24 +197,24 @@ class AdapterBank:
             if not bool(tensor.to(dtype).isfinite().all()):
                 raise ValueError(
                     f"adapter has NaN or infinity in {name} of {path!r}, in the bank's dtype "
-                    f"{dtype}; expected finite numbers: take an earlier state of its training"
+                    f"{dtype}; expected finite numbers: use an earlier checkpoint of its training"
                 )
 
 
 def _projections(model: nn.Module, path: str) -> dict[str, nn.Module]:
     head = output_head(model)
-    found = [
-        one
-        for one in modules_with_names(model)
-        if (kind := layer_class(one[0])) and issubclass(kind, DoRALinear | DoRAConv1D)
+    candidates = [
+        (module, names)
+        for module, names in modules_with_names(model)
+        if (kind := layer_class(module)) and issubclass(kind, DoRALinear | DoRAConv1D)
     ]
     rule = DoRARule(path, rank=1, alpha=1)
-    are_linear = [module is not head for module, _ in found]
-    chosen = assign([rule], [names for _, names in found], are_linear)
-    return {names[0]: one for (one, names), rule in zip(found, chosen, strict=True) if rule}
+    are_linear = [module is not head for module, _ in candidates]
+    rules = assign([rule], [names for _, names in candidates], are_linear)
+    return {names[0]: module for (module, names), r in zip(candidates, rules, strict=True) if r}
 
 
-def _empty(layer: Any, slots: int, max_rank: int) -> Slots:
+def _empty_slots(layer: Any, slots: int, max_rank: int) -> Slots:
     weight = _matrix(layer)
     out, features = weight.shape
     like = {"dtype": weight.dtype, "device": weight.device}
@@ -226,35 +230,34 @@ def _empty(layer: Any, slots: int, max_rank: int) -> Slots:
 
 def _matrix(layer: Any) -> Tensor:
     """Returns a projection's weight as [out, in]."""
-    return layer.weight.T if is_conv1d(layer) else matrix(layer.weight)
+    return layer.weight.T if is_conv1d(layer) else as_matrix(layer.weight)
 
 
-def _g(layer: Any, entry: Entry) -> Tensor | float:
+def _g(layer: Any, entry: LayerAdapter) -> Tensor | float:
     if entry.magnitude is None:
         return 1.0
     weight = _matrix(layer)
     matrices = (entry.lora_a, entry.lora_b, entry.magnitude)
-    lora_a, lora_b, magnitude = (one.detach().to(weight.device) for one in matrices)
+    lora_a, lora_b, magnitude = (tensor.detach().to(weight.device) for tensor in matrices)
     norm = factored_norm(weight.detach(), lora_a, lora_b, entry.scale)
     return magnitude_scale(magnitude, norm, weight.dtype)
 
 
-def _of_model(model: nn.Module) -> dict[str, Entry]:
+def _read_model(model: nn.Module) -> dict[str, LayerAdapter]:
     check_model(model, inside=WRAPPERS)
     layers = list(dora_layers(model))
     placement.refuse_offloaded(layers)
     entries = {}
     for name, layer in layers:
-        one: Any = layer
         if not isinstance(layer, DoRALinear | DoRAConv1D):
             raise ValueError(
-                f"adapter has a layer {name!r}, a {type(layer).__name__}, which a bank has no room "
-                "for; expected projections alone"
+                f"adapter has a layer {name!r}, a {type(layer).__name__}, which a bank does not "
+                "cover; expected linear layers only"
             )
-        tensors = [(f"{name}.{attribute}", getattr(one, attribute)) for attribute in ADAPTER_NAMES]
+        tensors = [(f"{name}.{kind}", getattr(layer, kind)) for kind in ADAPTER_NAMES]
         placement.refuse_meta(tensors)
-        lora_a, lora_b, magnitude = (whole(tensor).detach() for _, tensor in tensors)
-        entries[name] = Entry(lora_a, lora_b, magnitude, one.scale)
+        lora_a, lora_b, magnitude = (full_tensor(tensor).detach() for _, tensor in tensors)
+        entries[name] = LayerAdapter(lora_a, lora_b, magnitude, layer.scale)
     if not entries:
         raise ValueError("adapter is a model without DoRA layers; expected one from apply_dora")
     return entries

@@ -1,4 +1,4 @@
-"""DoRA layers: an existing layer with an adapter beside it."""
+"""DoRA layers: an existing layer together with its adapter."""
 
 from torch import nn
 
@@ -18,9 +18,9 @@ LAYERS: list[type[DoRALayer]] = [
     DoRAConv1D,
     DoRALinear4bit,
 ]
-"""The classes that :func:`torch_dora.apply_dora` chooses from; others can be appended."""
+"""The layer classes that :func:`torch_dora.apply_dora` chooses from. You can append your own."""
 
 
 def layer_class(module: nn.Module) -> type[DoRALayer] | None:
-    """Returns the class that adapts ``module``; None where none does."""
+    """Returns the class that adapts ``module``, or None if there is none."""
     return next((kind for kind in LAYERS if kind.adapts(module)), None)

@@ -1,4 +1,4 @@
-"""DoRALayer: what every adapted layer is, whatever its base."""
+"""DoRALayer: the base class of all adapted layers."""
 
 import copy
 import math
@@ -9,25 +9,26 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode, adapter_scale, check_dropout
 from torch_dora.layers import placement
 from torch_dora.ops import check, choose, factored_norm, magnitude_scale, quantised, shards
-from torch_dora.ops.dtypes import accumulation_dtype, keeping_float32, no_autocast
+from torch_dora.ops.dtypes import accumulation_dtype, keep_float32, no_autocast
 from torch_dora.ops.products import product
 from torch_dora.ops.quantised import dense
 
 
 class DoRALayer(nn.Module):
-    """An existing layer with an adapter beside it.
+    """An existing layer and its adapter.
 
-    The magnitude starts as the norm of the adapter as it is initialised, so a fresh adapter with
-    lora_a or lora_b zero gives back the base's output bit for bit, and any other that of
-    weight + s·lora_b lora_a. The norm is per output feature and constant under differentiation
-    (arXiv 2402.09353, section 4.3). The magnitude is fp32 (fp64 for an fp64 layer) whatever
-    ``adapter_dtype``, and whatever a model is cast to by ``to``, ``half`` or ``bfloat16``: rounded
-    to 16 bits it would differ from the norm in a fresh adapter already.
+    The initial magnitude is the norm of the freshly initialised adapter. So the layer first
+    computes with weight + s·lora_b lora_a; while lora_a or lora_b is zero, its output equals the
+    base's bit for bit. There is one norm per output feature, constant under differentiation (arXiv
+    2402.09353, section 4.3).
+
+    The magnitude is fp32 (fp64 for an fp64 layer), whatever ``adapter_dtype`` is, and stays so when
+    ``to``, ``half`` or ``bfloat16`` casts the model: rounded to 16 bits, even a fresh adapter's
+    magnitude would differ from the norm.
 
     The layer has the attributes of its base, such as ``in_features`` or ``stride``.
 
@@ -36,24 +37,24 @@ class DoRALayer(nn.Module):
         rank: r, at least 1.
         alpha: s = alpha / rank, or alpha / sqrt(rank) with ``use_rslora``.
         use_rslora: see ``alpha``.
-        dropout: probability of dropping an element of the input in training.
-        dropout_mode: "adapter" drops the input that lora_a reads, as LoRA does elsewhere; "input"
-            drops it in the magnitude's correction too, as Hugging Face PEFT does in training, at
-            the cost of a second product: y = xWᵀ + b + (g-1)·drop(x)Wᵀ + g·s·drop(x)(BA)ᵀ.
-        adapter_dtype: dtype of lora_a and lora_b.
-        implementation: of the operators: None for the best, "triton" or "eager".
+        dropout: the probability of dropping an element of the input in training.
+        dropout_mode: "adapter" drops elements of lora_a's input only, as in LoRA; "input" also
+            drops them in the magnitude's correction, as Hugging Face PEFT does in training, which
+            takes a second product: y = xWᵀ + b + (g-1)·drop(x)Wᵀ + g·s·drop(x)(BA)ᵀ.
+        adapter_dtype: the dtype of lora_a and lora_b.
+        implementation: of the operators: None for the best one, "triton" or "eager".
 
     Raises:
-        TypeError, ValueError: an argument is out of its range, or this class adapts no such base.
-        NotImplementedError: the base has a setting that its adapter would not honour.
+        TypeError, ValueError: an argument is out of its range, or this class cannot adapt ``base``.
+        NotImplementedError: the base has a setting that the adapted layer would not respect.
     """
 
     BASES: ClassVar[tuple[type[nn.Module], ...]] = ()
-    """The layers that this class adapts, and those subclasses of them that compute the same."""
-    BASES_NAMED: ClassVar[str] = ""  # the same, for messages
+    """The layers that this class adapts, including subclasses that do not override ``forward``."""
+    BASES_NAMED: ClassVar[str] = ""  # BASES in words, for error messages
     SHARDED_AXES: ClassVar[Mapping[str, int]] = {}
-    """Which axis of lora_a, lora_b and magnitude is sharded as the same axis of the weight matrix;
-    nothing in layers that tensor parallelism does not reach."""
+    """The axis of lora_a, lora_b and magnitude that is sharded like the same axis of the weight
+    matrix. Empty for layers without tensor parallelism."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -61,7 +62,7 @@ class DoRALayer(nn.Module):
     lora_b: nn.Parameter
     magnitude: nn.Parameter
     constant_norm: Tensor | None
-    """The norm that calls use; None, as a rule, to compute it on every call."""
+    """The norm that calls use; None (the usual case) to compute it on every call."""
 
     def __init__(
         self,
@@ -81,13 +82,13 @@ class DoRALayer(nn.Module):
         choose.check_name(implementation)
         self.check_base(base, int(rank), float(dropout))
         super().__init__()
-        # In a tuple, so that it is no submodule: its parameters are this layer's already.
+        # A tuple keeps the base from being a submodule: this layer has the same parameters.
         self._base = (base,)
         for name, value in vars(base).items():
-            taken = name in vars(self) or hasattr(type(self), name)
-            if not (name.startswith("_") or taken):
+            is_taken = name in vars(self) or hasattr(type(self), name)
+            if not (name.startswith("_") or is_taken):
                 setattr(self, name, value)
-        # Python's numbers, whichever library they come from.
+        # Python numbers, also when NumPy numbers were passed.
         self.rank, self.use_rslora, self.scale = int(rank), use_rslora, scale
         self.alpha = int(alpha) if isinstance(alpha, numbers.Integral) else float(alpha)
         self.dropout, self.dropout_mode = float(dropout), dropout_mode
@@ -103,54 +104,35 @@ class DoRALayer(nn.Module):
         wide = accumulation_dtype(weight, torch.empty(0, dtype=adapter_dtype))
         for name, shape in self.adapter_shapes().items():
             dtype = wide if name == "magnitude" else adapter_dtype
-            empty = shards.empty_beside(weight, shape, self.SHARDED_AXES.get(name), dtype)
+            empty = shards.empty_adapter(weight, shape, self.SHARDED_AXES.get(name), dtype)
             setattr(self, name, nn.Parameter(empty))
         self.reset_adapter()
         self.train(base.training)
 
     @classmethod
     def from_base(cls, base: nn.Module, *, rank: int, alpha: float, **options: Any) -> Self:
-        """Returns a layer of this class that adapts ``base``; arguments as :class:`DoRALayer`'s."""
+        """Returns a layer of this class that adapts ``base``. :class:`DoRALayer` describes the
+        arguments."""
         layer = cls.__new__(cls)
         DoRALayer.__init__(layer, base, rank=rank, alpha=alpha, **options)
         return layer
 
     @classmethod
     def adapts(cls, module: nn.Module) -> bool:
-        """Returns whether ``module`` is a layer that this class adapts."""
+        """Returns whether this class adapts ``module``."""
         kind = next((kind for kind in cls.BASES if isinstance(module, kind)), None)
         return kind is not None and type(module).forward is kind.forward
 
     @classmethod
     def check_base(cls, base: Any, rank: int, dropout: float) -> None:
-        """Raises unless an adapter of this rank and dropout can stand beside ``base``."""
+        """Raises the constructor's errors if this class cannot adapt ``base`` with this rank and
+        dropout."""
         if not isinstance(base, nn.Module) or not cls.adapts(base):
             raise TypeError(
                 f"base is a {type(base).__name__}; {cls.__name__} adapts {cls.BASES_NAMED}, and "
-                "subclasses only where they compute the same"
+                "subclasses that do not override forward"
             )
-        # accelerate wraps the forward of an instance, too, but that one computes the same.
-        if "forward" in vars(base) and not hasattr(base, "_hf_hook"):
-            raise NotImplementedError(
-                "base.forward was replaced on this very layer, and its adapter would not call it; "
-                "delete that attribute, or make the replacement a forward hook"
-            )
-        if parametrize.is_parametrized(base):
-            parametrized: Any = base.parametrizations
-            named = ", ".join(
-                f"{name} by {' and '.join(type(one).__name__ for one in each)}"
-                for name, each in parametrized.items()
-            )
-            raise NotImplementedError(
-                f"base has parametrized tensors, {named}, which every call computes anew; call "
-                "torch.nn.utils.parametrize.remove_parametrizations first"
-            )
-        if base._parameters.get("weight") is None:
-            raise NotImplementedError(
-                "base.weight is no parameter but computed from others "
-                f"({', '.join(base._parameters)}), as the hooks of torch.nn.utils.weight_norm, "
-                "spectral_norm and prune do it; remove them first, by remove_weight_norm and so on"
-            )
+        placement.refuse_customised_base(base)
         if quantised.is_quantised(base.weight):
             quantised.check("base.weight", base.weight)
             quantised.check_activations("base.weight", base.weight)
@@ -160,18 +142,19 @@ class DoRALayer(nn.Module):
 
     @property
     def base(self) -> Any:
-        """Returns the layer that this one adapts, on this one's tensors: whoever replaces a
-        parameter (``load_state_dict(assign=True)``, tying, ...) replaces it here alone."""
+        """Returns the adapted base layer, with this layer's current tensors. If a parameter was
+        replaced (``load_state_dict(assign=True)``, tying, ...), it was replaced in this layer
+        only."""
         self._update_base()
         return self.settings
 
     def _release_base(self) -> None:
-        """Lets go of the base's tensors once FSDP or offloading has put others in this layer, so
-        that nothing keeps them whole."""
+        """Drops the base's references to the original tensors after FSDP or offloading has replaced
+        them in this layer, so that the full tensors can be freed."""
         if placement.is_offloaded(self) or placement.is_in_fsdp(self):
             for tensors in (self.settings._parameters, self.settings._buffers):
                 tensors.update(dict.fromkeys(tensors))
-        elif not placement.is_lent(self.weight):
+        elif not placement.is_temporary(self.weight):
             self._update_base()
 
     @property
@@ -180,7 +163,7 @@ class DoRALayer(nn.Module):
 
     @_fsdp_use_orig_params.setter
     def _fsdp_use_orig_params(self, _: bool) -> None:
-        """Lets go of the base's tensors: fully_shard sets this attribute once it has sharded."""
+        """Releases the base's tensors: fully_shard sets this attribute after sharding."""
         self._release_base()
 
     def _load_from_state_dict(
@@ -190,13 +173,13 @@ class DoRALayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
         loaded = any(f"{prefix}{name}" in state_dict for name in ("weight", *ADAPTER_NAMES))
         if loaded and self.constant_norm is not None:
-            self.constant_norm = shards.whole(self.norm())
+            self.constant_norm = shards.full_tensor(self.norm())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves and casts the layer, as torch has it, but leaves the magnitude and a constant norm
-        in fp32."""
+        """Moves and casts the layer as torch does, but keeps the magnitude and a constant norm in
+        fp32."""
         kept = self.magnitude, self.magnitude.grad, self.constant_norm
-        return super()._apply(keeping_float32(fn, kept), recurse)
+        return super()._apply(keep_float32(fn, kept), recurse)
 
     def _update_base(self) -> None:
         base = self.settings
@@ -206,11 +189,12 @@ class DoRALayer(nn.Module):
 
     @property
     def settings(self) -> Any:
-        """Returns the layer that this one adapts, to read its settings: its tensors may be old."""
+        """Returns the adapted base layer, only for reading its settings: its tensors may be
+        outdated."""
         return self._base[0]
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of lora_a, lora_b and magnitude: of a weight [out, in], here."""
+        """Returns the shapes of lora_a, lora_b and magnitude; here for a weight [out, in]."""
         features, width = self.weight_matrix().shape
         return {
             "lora_a": (self.rank, width),
@@ -219,20 +203,21 @@ class DoRALayer(nn.Module):
         }
 
     def weight_matrix(self) -> Tensor:
-        """Returns the weight as [out, in], or [groups, out, in] where groups have their own."""
+        """Returns the weight as [out, in], or as [groups, out, in] if each group has its own
+        matrix."""
         return self.weight
 
     def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns weight [out, in], lora_a [r, in] and lora_b [out, r]; a layer whose groups have a
-        matrix and an adapter each returns three stacks of them, [groups, ...]."""
+        """Returns weight [out, in], lora_a [r, in] and lora_b [out, r]; if each group has its own
+        weight and adapter, stacks of them, [groups, ...]."""
         return self.weight_matrix(), self.lora_a, self.lora_b
 
     def as_weight(self, matrix: Tensor) -> Tensor:
-        """Returns a matrix like :meth:`weight_matrix`'s in the shape that the weight has."""
+        """Reshapes a matrix from the shape of :meth:`weight_matrix` to the shape of the weight."""
         return matrix.reshape(self.weight.shape)
 
     def reset_adapter(self) -> None:
-        """Draws a fresh adapter: lora_a uniform in ±1/sqrt(in), as PEFT, lora_b zero."""
+        """Initialises the adapter: lora_a uniform in ±1/sqrt(in), as in PEFT, lora_b zero."""
         bound = 1 / math.sqrt(max(1, math.prod(self.lora_a.shape[1:])))
         shards.initialize(self.lora_a, lambda lora_a: nn.init.uniform_(lora_a, -bound, bound))
         nn.init.zeros_(self.lora_b)
@@ -240,33 +225,33 @@ class DoRALayer(nn.Module):
 
     @torch.no_grad()
     def reset_magnitude(self) -> None:
-        """Sets the magnitude to the norm: call it after setting lora_a or lora_b by hand."""
+        """Sets the magnitude to the norm. Call this after setting lora_a or lora_b by hand."""
         self.magnitude.copy_(self.norm())
 
     def norm(self) -> Tensor:
-        """Returns ‖weight + scale·lora_b lora_a‖ of every output feature: f32[out], detached."""
+        """Returns ‖weight + scale·lora_b lora_a‖ per output feature: f32[out], detached."""
         weight, lora_a, lora_b = self.matrices()
         if weight.ndim == 2:
             return factored_norm(
                 weight, lora_a, lora_b, self.scale, implementation=self.implementation
             )
-        # One batched product instead of a factored norm for each group. The matrices of groups are
-        # small, and float64 is out of reach of TensorFloat-32 and of autocast.
+        # One batched product replaces a factored norm per group: the matrices of groups are small.
+        # float64 keeps TensorFloat-32 and autocast out.
         weight, lora_a, lora_b = (matrices.detach() for matrices in (weight, lora_a, lora_b))
         direction = weight.double() + self.scale * (lora_b.double() @ lora_a.double())
         norm = torch.linalg.vector_norm(direction, dim=2).flatten()
         return norm.to(accumulation_dtype(weight, lora_a, lora_b))
 
     def current_norm(self) -> Tensor:
-        """Returns the norm that a call uses: the constant one where there is one, or a new one.
+        """Returns the norm that a call uses: the constant norm if there is one, else a new norm.
 
         Raises:
             TypeError: FSDP has cast the magnitude to 16 bits.
         """
         placement.check_magnitude(self)
-        placement.watch_offloaded(self)
-        held = self.settings.weight
-        if held is not None and held is not self.weight:
+        placement.refuse_offloaded_gradients(self)
+        base_weight = self.settings.weight
+        if base_weight is not None and base_weight is not self.weight:
             self._release_base()
         constant = self.constant_norm
         return self.norm() if constant is None else constant
@@ -276,17 +261,18 @@ class DoRALayer(nn.Module):
         return magnitude_scale(self.magnitude, self.current_norm(), dtype)
 
     def drop(self, x: Tensor) -> Tensor | None:
-        """Returns x after dropout, or None where nothing is dropped."""
+        """Returns x after dropout, or None if nothing is dropped."""
         return F.dropout(x, self.dropout) if self.training and self.dropout > 0 else None
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """Returns g∘(weight + scale·lora_b lora_a), in the weight's shape, in fp32 (fp64)."""
+        """Returns g∘(weight + scale·lora_b lora_a) in the weight's shape, in fp32 (fp64 for
+        fp64)."""
         matrices: tuple[Any, Any, Any] = self.matrices()
-        whole, g = matrices[0], self.g(matrices[0].dtype)
+        global_weight = matrices[0]
         weight, lora_a, lora_b = shards.local_matrices(*matrices)
         dtype = accumulation_dtype(weight, lora_a, lora_b)
-        g = shards.local_rows(g, whole).to(dtype)
+        g = shards.local_rows(self.g(global_weight.dtype), global_weight).to(dtype)
         with no_autocast(weight):
             if weight.ndim == 2:
                 merged = product(lora_b, lora_a, dtype)
@@ -296,31 +282,32 @@ class DoRALayer(nn.Module):
             weight = dense(weight, dtype) if quantised.is_quantised(weight) else weight
             merged = merged.mul_(self.scale).add_(weight)
             merged = merged.mul_(g.reshape(*weight.shape[:-1], 1))
-        if shards.is_sharded(whole):
-            merged = shards.joined(merged, whole, whole.placements, whole.shape)
+        if shards.is_sharded(global_weight):
+            placements, shape = global_weight.placements, global_weight.shape
+            merged = shards.from_local(merged, global_weight, placements, shape)
         return self.as_weight(merged)
 
     @torch.no_grad()
     def merge(self) -> nn.Module:
-        """Returns a plain layer like the base, whose weight is the merged one cast once to the
-        base's dtype. This layer and its base are unchanged; the bias is shared."""
+        """Returns a plain layer like the base with the merged weight, cast once to the base's
+        dtype. This layer and its base are unchanged; the bias is shared."""
         base, dtype = self.base, self.weight.dtype
         bias = getattr(self, "bias", None)
         if bias is not None and quantised.is_quantised(self.weight):
-            dtype = bias.dtype  # torchao's weights keep theirs, whatever the model is cast to
+            dtype = bias.dtype  # casting the model does not change the dtype of torchao's weights
         merged = copy.deepcopy(base, {id(p): p for p in base.parameters()})
         merged.weight = nn.Parameter(self.merged_weight().to(dtype), requires_grad=False)
         return merged.train(self.training)
 
     def __prepare_scriptable__(self) -> None:
-        """Refuses torch.jit.script, which asks for this and could not compile what a call does."""
+        """Raises in torch.jit.script, which calls this method and cannot compile the layer."""
         raise NotImplementedError(
             f"torch.jit.script cannot compile a {type(self).__name__}; call torch.jit.trace with "
-            "an example input, torch.compile or torch.export, or script what torch_dora.merge_dora "
-            "returns"
+            "an example input, torch.compile or torch.export, or script the result of "
+            "torch_dora.merge_dora"
         )
 
     def extra_repr(self) -> str:
         names = ["rank", "alpha", "use_rslora"] + ["dropout", "dropout_mode"] * (self.dropout > 0)
-        told = (f"{name}={getattr(self, name)!r}" for name in names)
-        return ", ".join([self.base.extra_repr() or str(self.settings), *told])
+        options = (f"{name}={getattr(self, name)!r}" for name in names)
+        return ", ".join([self.base.extra_repr() or str(self.settings), *options])

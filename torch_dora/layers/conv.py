@@ -13,18 +13,24 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class DoRAConv(DoRALayer):
-    """y = conv(x, magnitude ∘ (W + s·BA) / ‖W + s·BA‖) + bias, of any number of dimensions.
+    """y = conv(x, magnitude ∘ (W + s·BA) / ‖W + s·BA‖) + bias, in one, two or three dimensions.
 
-    The norm is of each output channel, over the window and the input channels it reads. Computed
-    as y = base + ((g-1)∘base + g∘(s·lora)) + bias, where lora is a convolution with lora_a like
-    the base's (stride, padding, dilation, groups), then a product with lora_b. In a grouped
-    convolution every group has an adapter of its own, of rank / groups. (PEFT's reads all input
-    channels in every group there, and no weight of the base's shape can hold that.) The norms of
-    several groups are one product of torch, whatever ``implementation`` is.
+    There is one norm per output channel, over the kernel window and the input channels of that
+    output channel. The layer computes
+
+        y = base + ((g-1)∘base + g∘(s·lora)) + bias
+
+    where lora is a convolution with lora_a, with the base's stride, padding, dilation and groups,
+    followed by a product with lora_b.
+
+    In a grouped convolution every group has its own adapter of rank / groups. (PEFT's adapter reads
+    all input channels in every group; no weight of the base's shape can represent that.) The norms
+    of several groups come from one batched product in torch, whatever ``implementation`` is.
 
     Parameters: ``weight`` [out, in / groups, *window], ``bias`` [out] or None, ``lora_a``
-    [rank, in / groups, *window], ``lora_b`` [out, rank / groups], ``magnitude`` [out]. Arguments as
-    :class:`DoRALayer`'s; rank is a multiple of the number of groups.
+    [rank, in / groups, *window], ``lora_b`` [out, rank / groups], ``magnitude`` [out].
+
+    The arguments are those of :class:`DoRALayer`; rank must be a multiple of the number of groups.
     """
 
     BASES = CONVOLUTIONS
@@ -35,7 +41,7 @@ class DoRAConv(DoRALayer):
         super().check_base(base, rank, dropout)
         if rank % base.groups:
             raise ValueError(
-                f"rank is {rank} and the convolution has {base.groups} groups, each of which takes "
+                f"rank is {rank} and the convolution has {base.groups} groups, each of which gets "
                 f"an equal part of the rank; expected a multiple of {base.groups}"
             )
 
@@ -59,7 +65,8 @@ class DoRAConv(DoRALayer):
         return matrix if groups == 1 else matrix.unflatten(0, (groups, -1))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns [batch, out, *positions] of [batch, in, *positions], or both without batch."""
+        """Returns [batch, out, *positions] for [batch, in, *positions], or both without the batch
+        axis."""
         x, dropped = input, self.drop(input)
         channels = x.ndim - self.weight.ndim + 1
 
@@ -67,8 +74,8 @@ class DoRAConv(DoRALayer):
             return self.settings._conv_forward(x, weight, bias).movedim(channels, -1)
 
         y = convolve(x, self.weight, self.bias)
-        read = x if dropped is None else dropped
-        lora = self._expand(convolve(read, self.lora_a.to(self.weight.dtype)))
+        adapter_x = x if dropped is None else dropped
+        lora = self._expand(convolve(adapter_x, self.lora_a.to(self.weight.dtype)))
         g = self.g(y.dtype)
         if dropped is not None and self.dropout_mode == "input":
             base = convolve(dropped, self.weight)
@@ -77,12 +84,13 @@ class DoRAConv(DoRALayer):
         else:
             y = compose(y, lora, g, self.scale, implementation=self.implementation)
             return y.movedim(-1, channels)
-        # The base's own sum with its bias is kept whole: a fresh adapter changes no bit of it.
+        # y keeps the base's own sum with its bias, so that a fresh adapter changes no bit of the
+        # output.
         delta = compose_delta(base, lora, g, self.scale, implementation=self.implementation)
         return (y + delta).movedim(-1, channels)
 
     def _expand(self, z: Tensor) -> Tensor:
-        """Returns [..., out] of z [..., rank], by lora_b, group by group."""
+        """Multiplies z [..., rank] by lora_b, group by group, and returns [..., out]."""
         groups = self.settings.groups
         lora_b = self.lora_b.to(z.dtype)
         if groups == 1:

@@ -14,14 +14,19 @@ class DoRAEmbedding(DoRALayer):
     """y = g∘E[ids] + g∘(s·A[ids]B) with g = magnitude / ‖E + s·AB‖, the norm over the vocabulary.
 
     Parameters: ``weight`` [vocabulary, features], ``lora_a`` [rank, vocabulary], ``lora_b``
-    [features, rank], ``magnitude`` [features]: the shapes of PEFT's files. As there, lora_a starts
-    at zero and lora_b normal, ids equal to ``padding_idx`` send no gradient into lora_a, and
-    ``scale_grad_by_freq`` divides lora_a's gradient by how often an id occurs. An output head that
-    is tied to the weight is a module of its own and stays as it is, as there. transformers'
-    embeddings that multiply their rows by ``embed_scale``, as Gemma 3's and Bart's, multiply the
-    adapted ones by it, outside of the norm, as there.
+    [features, rank], ``magnitude`` [features], the shapes of PEFT's files.
 
-    Arguments as :class:`DoRALayer`'s, but for dropout: an embedding reads no activation.
+    As in PEFT:
+
+    - lora_a starts at zero and lora_b is drawn from a normal distribution.
+    - An id equal to ``padding_idx`` gets no gradient in lora_a, and ``scale_grad_by_freq`` divides
+      lora_a's gradient by the number of times an id occurs.
+    - An output head that is tied to the weight is a separate module and is not changed.
+    - transformers' embeddings that multiply their rows by ``embed_scale``, such as Gemma 3's and
+      Bart's, multiply the adapted rows by it, outside the norm.
+
+    The arguments are those of :class:`DoRALayer`; dropout must be 0, since an embedding has no
+    input activations.
     """
 
     BASES = (nn.Embedding,)
@@ -37,12 +42,12 @@ class DoRAEmbedding(DoRALayer):
         if dropout:
             raise ValueError(
                 f"dropout is {dropout} for an embedding, which reads token ids and has no "
-                "activation to drop; expected 0: give embeddings a rule of their own"
+                "activation to drop; expected 0: give embeddings a separate rule"
             )
         if base.max_norm is not None:
             raise NotImplementedError(
-                f"base.max_norm is {base.max_norm}, by which every call rewrites the weight; "
-                "expected None: a frozen weight cannot be rewritten"
+                f"base.max_norm is {base.max_norm}, with which every call changes the weight; "
+                "expected None: a frozen weight cannot be changed"
             )
 
     def weight_matrix(self) -> Tensor:
@@ -52,13 +57,13 @@ class DoRAEmbedding(DoRALayer):
         return matrix.T.contiguous()
 
     def reset_adapter(self) -> None:
-        """Draws a fresh adapter: lora_a zero, lora_b normal, as PEFT."""
+        """Initialises the adapter as PEFT does: lora_a zero, lora_b normal."""
         nn.init.zeros_(self.lora_a)
         nn.init.normal_(self.lora_b)
         self.reset_magnitude()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns [..., features] of integers [...]."""
+        """Returns [..., features] for integer ids [...]."""
         settings = self.settings
         padding, by_freq = settings.padding_idx, settings.scale_grad_by_freq
         base = F.embedding(
@@ -76,9 +81,8 @@ class DoRAEmbedding(DoRALayer):
 
 
 def is_scaled_embedding(module: Any) -> bool:
-    """Returns whether ``module`` is one of transformers' embeddings whose forward multiplies what
-    torch.nn.Embedding returns by ``embed_scale``, and does no more, as
-    T5Gemma 2's does."""
+    """Returns whether ``module`` is one of transformers' embeddings that multiply the result of
+    torch.nn.Embedding by ``embed_scale`` and do nothing else. T5Gemma 2's embedding does more."""
     kind = type(module)
     is_named = kind.__name__.endswith("ScaledWordEmbedding")
     is_named = is_named and kind.__module__.startswith("transformers.")

@@ -1,5 +1,8 @@
-"""The fast path of torch.nn.TransformerEncoderLayer, which in evaluation reads the weights of the
-feed-forward's layers and calls none of them: their adapters would do nothing."""
+"""The fast path of torch.nn.TransformerEncoderLayer, and nested tensors.
+
+In evaluation, the fast path reads the weights of the feed-forward layers without calling these
+layers, so their adapters would have no effect.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,38 +11,39 @@ import torch
 from torch import Tensor, nn
 
 
-def avoid(model: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Makes the encoder layers of ``model`` that hold a module of one of ``kinds`` call it; others
-    take the fast path as torch does."""
+def disable_for_adapted(model: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Disables the fast path in those encoder layers of ``model`` that contain a module of one of
+    ``kinds``; other encoder layers keep it."""
     encoders = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
     for module in model.modules():
         if not isinstance(module, encoders):
             continue
-        holds = any(isinstance(one, kinds) for one in module.modules())
+        is_adapted = any(isinstance(child, kinds) for child in module.modules())
         if isinstance(module, nn.TransformerEncoderLayer):
             hooks = module._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if hook is _hook]:
+            for key in [key for key, hook in hooks.items() if hook is _disable_fast_path]:
                 del hooks[key]
-            if holds:
-                module.register_forward_pre_hook(_hook)
+            if is_adapted:
+                module.register_forward_pre_hook(_disable_fast_path)
         else:
-            # It would nest a masked input, of which attention takes none beside a gradient.
-            nests = vars(module).pop("_nests_without_adapters", module.use_nested_tensor)
-            module.use_nested_tensor = nests and not holds
-            if holds:
-                module._nests_without_adapters = nests
+            # With the fast path's option the encoder turns a masked input into a nested tensor.
+            # Attention does not accept one when a gradient is needed.
+            original = vars(module).pop("_original_use_nested_tensor", module.use_nested_tensor)
+            module.use_nested_tensor = original and not is_adapted
+            if is_adapted:
+                module._original_use_nested_tensor = original
 
 
-def _hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-    """Does nothing: torch leaves the fast path for any hook."""
+def _disable_fast_path(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """Does nothing: torch does not use the fast path of a module that has a hook."""
 
 
-def of_nested(call: Callable[[Tensor], Tensor], x: Any) -> Tensor:
-    """Returns ``call`` of a nested tensor [batch, rows of each, in]."""
+def call_on_nested(call: Callable[[Tensor], Tensor], x: Any) -> Tensor:
+    """Returns ``call(x)`` for a nested tensor x [batch, rows of each example, in]."""
     lengths = [len(rows) for rows in x.unbind()]
     y = call(x.to_padded_tensor(0.0))
     rows = [rows[:length] for rows, length in zip(y, lengths, strict=True)]
     if x.layout == torch.jagged and x.lengths() is None:
-        # Only those that share their offsets can be added to each other.
+        # Two jagged tensors can be added only if they share their offsets.
         return torch.nested.nested_tensor_from_jagged(torch.cat(rows), x.offsets())
     return torch.nested.as_nested_tensor(rows, layout=x.layout)

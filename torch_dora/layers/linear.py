@@ -1,4 +1,4 @@
-"""DoRA for torch.nn.Linear, and for the Conv1D of GPT-2's family: a linear layer whose weight is
+"""DoRA for torch.nn.Linear, and for the Conv1D of GPT-2-like models: a linear layer with weight
 [in, out]."""
 
 from typing import Any, ClassVar, Self
@@ -13,16 +13,17 @@ from torch_dora.ops import dora_linear
 from torch_dora.ops.linear import Operands, corrected_linear, result_dtype
 
 
-class _DoRAProjection(DoRALayer):
-    """A linear layer of the weight [out, in] that is :meth:`weight_matrix`."""
+class _LinearBase(DoRALayer):
+    """A linear layer with the weight [out, in] that :meth:`weight_matrix` returns."""
 
     SHARDED_AXES: ClassVar = {"lora_a": 1, "lora_b": 0, "magnitude": 0}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns [..., out] of [..., in], in the dtype of :func:`torch_dora.ops.dora_linear`."""
+        """Returns [..., out] for [..., in], in the result dtype of
+        :func:`torch_dora.ops.dora_linear`."""
         x = input
         if isinstance(x, Tensor) and x.is_nested:
-            return fast_path.of_nested(self, x)
+            return fast_path.call_on_nested(self, x)
         dropped = self.drop(x)
         weight = self.weight_matrix()
         if dropped is None or self.dropout_mode == "adapter":
@@ -43,7 +44,7 @@ class _DoRAProjection(DoRALayer):
         return corrected_linear(operands, self.scale, self.implementation)
 
 
-class DoRALinear(_DoRAProjection):
+class DoRALinear(_LinearBase):
     """y = x W'ᵀ + bias with W' = magnitude ∘ (W + s·BA) / ‖W + s·BA‖ row by row (arXiv 2402.09353).
 
     Parameters: the frozen ``weight`` [out, in] and ``bias`` [out] or None, and the trained
@@ -51,8 +52,8 @@ class DoRALinear(_DoRAProjection):
 
     Args:
         in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``.
-        rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation: as
-            :class:`DoRALayer`'s.
+        rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation: as in
+            :class:`DoRALayer`.
 
     Raises:
         TypeError, ValueError: an argument is out of its range.
@@ -78,35 +79,36 @@ class DoRALinear(_DoRAProjection):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, **options: Any) -> Self:
-        """Returns an adapted ``linear``. Its weight and bias are shared, not copied, and frozen.
+        """Returns a DoRA layer that adapts ``linear``. Its weight and bias are shared, not copied,
+        and frozen.
 
-        Arguments and errors as :class:`DoRALayer`'s.
+        Takes the arguments and raises the errors of :class:`DoRALayer`.
         """
         return cls.from_base(linear, rank=rank, alpha=alpha, **options)
 
     @classmethod
     def adapts(cls, module: nn.Module) -> bool:
-        # MultiheadAttention reads the weight of its out_proj and never calls it.
+        # MultiheadAttention reads the weight of its out_proj and never calls out_proj.
         if isinstance(module, NonDynamicallyQuantizableLinear):
             return False
         return super().adapts(module) or is_falcon_linear(module)
 
 
-class DoRAConv1D(_DoRAProjection):
-    """y = x W' + bias, with the weight stored as [in, out] and the adapter as everywhere else.
+class DoRAConv1D(_LinearBase):
+    """y = x W' + bias, with the weight stored as [in, out] and the adapter as in DoRALinear.
 
     Parameters: ``weight`` [in, out], ``bias`` [out], ``lora_a`` [rank, in], ``lora_b`` [out, rank],
-    ``magnitude`` [out]. Arguments as :class:`DoRALayer`'s.
+    ``magnitude`` [out]. The arguments are those of :class:`DoRALayer`.
     """
 
-    BASES_NAMED = "transformers' Conv1D (for a torch.nn.Conv1d there is DoRAConv)"
+    BASES_NAMED = "transformers' Conv1D (DoRAConv adapts a torch.nn.Conv1d)"
 
     @classmethod
     def adapts(cls, module: nn.Module) -> bool:
         return is_conv1d(module)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns [..., out] of x [..., in], in the dtype that x and the weight promote to."""
+        """Returns [..., out] for x [..., in], in the dtype that x and the weight promote to."""
         return super().forward(x)
 
     def weight_matrix(self) -> Tensor:
@@ -117,15 +119,15 @@ class DoRAConv1D(_DoRAProjection):
 
 
 def is_falcon_linear(module: Any) -> bool:
-    """Returns whether ``module`` is the FalconLinear of transformers, whose forward writes the
-    product of torch.nn.Linear out."""
+    """Returns whether ``module`` is transformers' FalconLinear, whose forward computes the same as
+    torch.nn.Linear's."""
     kind = type(module)
     return kind.__name__ == "FalconLinear" and kind.__module__.startswith("transformers.")
 
 
 def is_conv1d(module: Any) -> bool:
-    """Returns whether ``module`` is transformers' Conv1D, known by its name and its attributes, so
-    that transformers need not be there."""
+    """Returns whether ``module`` is transformers' Conv1D. The check uses the name and the
+    attributes, so transformers need not be installed."""
     if not (type(module).__name__ == "Conv1D" and hasattr(module, "nx") and hasattr(module, "nf")):
         return False
     weight = getattr(module, "weight", None)

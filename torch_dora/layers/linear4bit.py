@@ -13,47 +13,51 @@ from torch_dora.ops.shards import is_sharded
 
 
 class DoRALinear4bit(DoRALinear):
-    """A :class:`DoRALinear` over bitsandbytes' Linear4bit, in NF4 or FP4: what others call QDoRA.
+    """A :class:`DoRALinear` over bitsandbytes' Linear4bit, in NF4 or FP4, often called QDoRA.
 
-    The norm reads the codes, on a GPU as they are and elsewhere block by block; products are of a
-    copy in the layer's ``compute_dtype`` that lasts as long as they do. Merged it is a
-    ``torch.nn.Linear`` in the dtype that the weight had before it was quantised: quantised again it
-    could lose the adapter.
+    The norm reads the 4-bit codes: directly on a GPU, elsewhere dequantised block by block. A
+    product dequantises the weight to a temporary copy in the layer's ``compute_dtype``.
+
+    :meth:`merge` returns a ``torch.nn.Linear`` in the dtype of the weight before quantisation:
+    quantising the merged weight again could lose the adapter.
     """
 
     BASES_NAMED: ClassVar = "bitsandbytes' Linear4bit"
 
     @classmethod
     def adapts(cls, module: nn.Module) -> bool:
-        of = next((kind for kind in type(module).__mro__ if kind.__name__ == "Linear4bit"), None)
+        kind = next((kind for kind in type(module).__mro__ if kind.__name__ == "Linear4bit"), None)
         return (
-            of is not None
-            and of.__module__.startswith("bitsandbytes.")
-            and type(module).forward is of.forward
+            kind is not None
+            and kind.__module__.startswith("bitsandbytes.")
+            and type(module).forward is kind.forward
         )
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns [..., out] of x [..., in], in x's dtype."""
+        """Returns [..., out] for x [..., in], in x's dtype."""
         dtype = self.settings.compute_dtype
         return super().forward(x if dtype is None else x.to(dtype)).to(x.dtype)
 
     @property
     def quant_state(self) -> Any:
-        """Returns what bitsandbytes keeps beside the codes, their scales among it, also while plain
-        bytes stand in the place of the Params4bit: FSDP's, or those of torch.export."""
+        """Returns bitsandbytes' QuantState, which has the scales. FSDP and torch.export replace the
+        Params4bit by plain bytes without a QuantState; then the base's weight or the base still has
+        it."""
         for weight in (self.weight, self.settings.weight):
             if (state := getattr(weight, "quant_state", None)) is not None:
                 return state
         return self.settings.quant_state
 
     def _release_base(self) -> None:
-        """Lets go of the base's tensors, except for the scales, which FSDP does not know."""
-        if not placement.is_lent(self.weight):
+        """Drops the base's references to its tensors, but keeps the scales, which FSDP does not
+        manage."""
+        if not placement.is_temporary(self.weight):
             self.settings.quant_state = self.quant_state
         super()._release_base()
 
     def weight_matrix(self) -> Any:
-        # torch.export follows no .data, and has no Params4bit, whose class a view would have too.
+        # torch.export cannot trace .data, and its weight is not a Params4bit. Elsewhere .data
+        # avoids views that would be Params4bit too.
         packed = self.weight if torch.compiler.is_exporting() else self.weight.data
         return quantised.bits4(packed, self.quant_state, self.settings.compute_dtype)
 
@@ -63,14 +67,14 @@ class DoRALinear4bit(DoRALinear):
     def merge(self) -> nn.Module:
         merged = self.merged_weight().to(self.quant_state.dtype)
         out_features, in_features = merged.shape
-        made: Any = nn.Linear(in_features, out_features, bias=False, device="meta")
-        made.weight = nn.Parameter(merged, requires_grad=False)
-        made.bias = self.bias
-        return made.train(self.training)
+        plain: Any = nn.Linear(in_features, out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(merged, requires_grad=False)
+        plain.bias = self.bias
+        return plain.train(self.training)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Writes the scales beside the codes, as Linear4bit does, which leaves them out under FSDP:
-        torch.distributed.checkpoint looks for them in the DTensor."""
+        """Writes the scales next to the codes, as Linear4bit does. Omits them under FSDP, as
+        Linear4bit does, because torch.distributed.checkpoint would look for them in the DTensor."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if is_sharded(self.weight):
             return
@@ -84,17 +88,18 @@ class DoRALinear4bit(DoRALinear):
         if parts and name in state_dict:
             if is_sharded(weight):
                 raise NotImplementedError(
-                    f"the state has {name}, codes of 4 bits whose scales FSDP does not know; "
-                    "expected one of the adapters alone, as StateDictOptions("
-                    "ignore_frozen_params=True) makes it: load the base before fully_shard"
+                    f"the state has {name}, codes of 4 bits whose scales FSDP does not manage; "
+                    "expected a state with only the adapters, as StateDictOptions("
+                    "ignore_frozen_params=True) returns it: load the base before fully_shard"
                 )
-            # Of its class, since it is this layer's weight where it is assigned.
+            # The loaded weight must be a Params4bit: with assign=True it becomes this layer's
+            # weight.
             loaded = type(weight).from_prequantized(state_dict[name], parts, device=weight.device)
             state_dict[name], weight.quant_state = loaded, loaded.quant_state
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __setstate__(self, state: Any) -> None:
-        """Gives the weight its class again, for which pickle has torch's own Parameter."""
+        """Restores the weight's class: pickle restores it as torch's Parameter."""
         super().__setstate__(state)
         bitsandbytes: Any = sys.modules["bitsandbytes"]
         self.weight.__class__ = bitsandbytes.nn.Params4bit

@@ -1,4 +1,5 @@
-"""Finds a layer's parameters while others hold them: FSDP's shards, accelerate's offloading."""
+"""Detects layers whose parameters another library manages (FSDP's shards, accelerate's offloading)
+or that compute their weights, and raises errors for them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,37 +14,37 @@ from torch_dora.ops.shards import is_sharded
 
 
 def is_in_fsdp(module: nn.Module) -> bool:
-    """Returns whether FSDP holds the parameters of ``module``: it gathers them for every call, and
-    knows the module that it found them in."""
+    """Returns whether FSDP manages the parameters of ``module``: it gathers them for every call,
+    and keeps a reference to this module."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
 def is_offloaded(module: nn.Module) -> bool:
     """Returns whether accelerate keeps the parameters of ``module`` elsewhere between calls."""
     hook = getattr(module, "_hf_hook", None)
-    return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
+    return any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ())))
 
 
-def is_lent(parameter: Tensor) -> bool:
-    """Returns whether ``parameter`` stands in a layer for one call alone: a transform of torch.func
-    or torch.export has put it there, and puts back what was."""
+def is_temporary(parameter: Tensor) -> bool:
+    """Returns whether ``parameter`` is in its layer for a single call: torch.func and torch.export
+    replace the parameters of a module and restore them afterwards."""
     return not isinstance(parameter, nn.Parameter) or torch.compiler.is_exporting()
 
 
 def check_magnitude(layer: Any) -> None:
-    """Raises TypeError where FSDP hands the layer a magnitude of 16 bits."""
+    """Raises TypeError if FSDP has cast the layer's magnitude to 16 bits."""
     if layer.magnitude.dtype.itemsize == 2 and is_in_fsdp(layer):
         raise TypeError(
             f"magnitude is {layer.magnitude.dtype} in a call under FSDP, whose mp_policy casts "
             "every parameter to its param_dtype; expected float32: rounded to 16 bits, a magnitude "
-            "no longer is its norm. Leave param_dtype None, and load the base model in the 16 bits "
-            "that it should compute in: adapters stay float32 by themselves"
+            "no longer equals its norm. Leave param_dtype None, and load the base model in the "
+            "16-bit dtype that it should compute in: the adapters stay float32"
         )
 
 
-def watch_offloaded(layer: Any) -> None:
-    """Makes a backward pass raise RuntimeError where it would reach an adapter of an offloaded
-    layer: the call has copies of the parameters, and their gradients are lost with them."""
+def refuse_offloaded_gradients(layer: Any) -> None:
+    """Makes a backward pass raise RuntimeError if it reaches an adapter of an offloaded layer: the
+    call uses copies of the parameters, and the gradients of the copies are lost."""
     if not (torch.is_grad_enabled() and is_offloaded(layer)):
         return
     for name in ADAPTER_NAMES:
@@ -54,45 +55,46 @@ def watch_offloaded(layer: Any) -> None:
 
 def _refuse_gradient(gradient: Tensor) -> Tensor:
     raise RuntimeError(
-        "a backward pass reached an adapter whose layer accelerate offloads: the gradient would be "
-        "that of a copy, and lost with it. Train with the adapted layers on one device each "
-        "(a device_map without cpu and disk, or FSDP with CPUOffloadPolicy), or freeze the adapter "
-        "by torch_dora.freeze"
+        "a backward pass reached an adapter whose layer accelerate offloads: the gradient would "
+        "belong to a temporary copy, and be lost with it. Keep every adapted layer on a device in "
+        "training (a device_map without cpu and disk, or FSDP with CPUOffloadPolicy), or freeze "
+        "the adapter with torch_dora.freeze"
     )
 
 
 def refuse_fsdp(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
-    """Raises NotImplementedError that lists those of the layers that FSDP holds."""
-    if held := [name for name, layer in layers if is_in_fsdp(layer)]:
+    """Raises NotImplementedError that lists the layers that FSDP manages."""
+    if managed := [name for name, layer in layers if is_in_fsdp(layer)]:
         raise NotImplementedError(
-            "FSDP holds the parameters of these layers, and would not know the layers in their "
-            f"place; {remedy}:{listing(held)}"
+            "FSDP manages the parameters of these layers, and would not manage the new layers; "
+            f"{remedy}:{listing(managed)}"
         )
 
 
-def refuse_flat(layers: Iterable[tuple[str, Any]]) -> None:
-    """Raises NotImplementedError that lists those of the layers whose weights are flat pieces, as
-    FSDP1 leaves them between calls."""
-    if flat := [name for name, one in layers if is_in_fsdp(one) and one.weight.ndim < 2]:
+def refuse_fsdp1(layers: Iterable[tuple[str, Any]]) -> None:
+    """Raises NotImplementedError that lists the layers whose weights are flat pieces: FSDP1 keeps
+    them so between calls."""
+    if flat := [name for name, layer in layers if is_in_fsdp(layer) and layer.weight.ndim < 2]:
         raise NotImplementedError(
             "FullyShardedDataParallel keeps flat pieces of the weights of these layers between "
-            "calls; let every call take its norms, call torch_dora.freeze before the model is "
-            f"wrapped, or use fully_shard in its place:{listing(flat)}"
+            "calls; let every call compute its norms, call torch_dora.freeze before the model is "
+            f"wrapped, or use fully_shard instead:{listing(flat)}"
         )
 
 
 def refuse_offloaded(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises NotImplementedError that lists those of the layers that accelerate offloads."""
+    """Raises NotImplementedError that lists the layers that accelerate offloads."""
     if offloaded := [name for name, layer in layers if is_offloaded(layer)]:
         raise NotImplementedError(
-            "accelerate has offloaded the parameters of these layers, whose own tensors are empty; "
-            "call accelerate.hooks.remove_hook_from_submodules(model), which loads them, "
-            f"first:{listing(offloaded)}"
+            "accelerate has offloaded the parameters of these layers, so the layers' own tensors "
+            "are empty; first call accelerate.hooks.remove_hook_from_submodules(model), which "
+            f"loads them:{listing(offloaded)}"
         )
 
 
-def refuse_held(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
-    """Raises NotImplementedError where others hold tensors of layers that are to be replaced."""
+def refuse_unreplaceable(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
+    """Raises NotImplementedError if a layer that is to be replaced is offloaded, in FSDP, or has
+    tensors that are computed from others."""
     layers = list(layers)
     refuse_offloaded(layers)
     refuse_fsdp(layers, remedy)
@@ -100,8 +102,8 @@ def refuse_held(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
 
 
 def _refuse_computed(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises NotImplementedError that lists those tensors of the layers that hooks compute, and the
-    weights that are parametrized: the base would get what was computed."""
+    """Raises NotImplementedError that lists the tensors that hooks compute, and parametrized
+    weights: the base layer would get the computed tensor instead of its sources."""
     if computed := [
         f"{name}.{tensor}"
         for name, layer in layers
@@ -110,27 +112,55 @@ def _refuse_computed(layers: Iterable[tuple[str, nn.Module]]) -> None:
         or (tensor == "weight" and parametrize.is_parametrized(layer, tensor))
     ]:
         raise NotImplementedError(
-            "these tensors of adapted layers are computed from others, by hooks, which would stay "
-            "behind without them, or by a parametrization; call torch.nn.utils.prune.remove (or "
-            f"remove_weight_norm, parametrize.remove_parametrizations, …) first:{listing(computed)}"
+            "these tensors of adapted layers are computed from others, by hooks or by a "
+            "parametrization, which the base layer would not have; first call "
+            "torch.nn.utils.prune.remove (or remove_weight_norm, "
+            f"parametrize.remove_parametrizations, …):{listing(computed)}"
+        )
+
+
+def refuse_customised_base(base: Any) -> None:
+    """Raises NotImplementedError if ``base`` has a replaced forward, parametrized tensors or a
+    weight that hooks compute."""
+    # accelerate replaces forward too, but its function computes the same result.
+    if "forward" in vars(base) and not hasattr(base, "_hf_hook"):
+        raise NotImplementedError(
+            "base.forward was replaced on this instance, and the adapted layer would not call "
+            "it; delete that attribute, or make the replacement a forward hook"
+        )
+    if parametrize.is_parametrized(base):
+        parametrized: Any = base.parametrizations
+        tensors = ", ".join(
+            f"{name} by {' and '.join(type(function).__name__ for function in functions)}"
+            for name, functions in parametrized.items()
+        )
+        raise NotImplementedError(
+            f"base has parametrized tensors, {tensors}, which every call computes again; call "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    if base._parameters.get("weight") is None:
+        raise NotImplementedError(
+            "base.weight is not a parameter but computed from other parameters "
+            f"({', '.join(base._parameters)}), as by the hooks of torch.nn.utils.weight_norm, "
+            "spectral_norm and prune; remove them first, with remove_weight_norm and so on"
         )
 
 
 def refuse_sharded(layers: Iterable[tuple[str, Any]]) -> None:
-    """Raises NotImplementedError that lists those of the layers whose weights are DTensors."""
-    if parts := [name for name, layer in layers if is_sharded(layer.weight)]:
+    """Raises NotImplementedError that lists the layers whose weights are DTensors."""
+    if sharded := [name for name, layer in layers if is_sharded(layer.weight)]:
         raise NotImplementedError(
-            "the weights of these layers are DTensors, of which every process has a part, and the "
-            "adapters of a bank lie whole on one device; make the bank of a model that neither "
-            f"fully_shard nor parallelize_module has sharded:{listing(parts)}"
+            "the weights of these layers are DTensors, sharded over processes, but the adapters of "
+            "a bank are full tensors on one device; make the bank for a model that neither "
+            f"fully_shard nor parallelize_module has sharded:{listing(sharded)}"
         )
 
 
 def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises NotImplementedError that lists those of the tensors that are on the meta device."""
+    """Raises NotImplementedError that lists the tensors on the meta device."""
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
         raise NotImplementedError(
-            "these parameters are on the meta device, which keeps no values; make them real first, "
-            "by model.to_empty(device=…) and loading the base model's weights (into a model that "
-            f"is to be sharded: apply_dora, fully_shard, to_empty, load):{listing(empty)}"
+            "these parameters are on the meta device, which stores no values; first call "
+            "model.to_empty(device=…) and load the base model's weights (for a model to be "
+            f"sharded: apply_dora, fully_shard, to_empty, load):{listing(empty)}"
         )

@@ -15,7 +15,7 @@ __all__ = [
     "magnitude_scale",
 ]
 
-if not TYPE_CHECKING:  # type checkers would take every name for one of the package
+if not TYPE_CHECKING:  # a type checker would accept any attribute of the package
 
     def __getattr__(name: str) -> None:
         raise _no_attribute(__name__, name)

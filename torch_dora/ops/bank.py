@@ -1,11 +1,11 @@
 """Many adapters in one batch: y = g[id]∘(base + s[id]·x A[id]ᵀ B[id]) + bias, row by row.
 
-An adapter that is served does not move, so that g = magnitude / ‖W + sBA‖ is a constant of its
-slot. Ranks lie along the first axis of a slot's matrices.
+Adapters are constant while they are served, so g = magnitude / ‖W + sBA‖ is stored per slot. The
+rank is the first axis of both matrices of a slot.
 
-Two Triton kernels read each adapter where it lies, by its real rank: `triton.bank_shrink` and
-`triton.bank_expand`, which ends in y. They have no gradient; eager torch, which copies the adapter
-of every row, has.
+Two Triton kernels read each adapter in place, up to its real rank: `triton.bank_shrink` and
+`triton.bank_expand`, which also computes y. They have no gradient. Eager torch has one, but copies
+the adapter of every row.
 """
 
 import math
@@ -29,11 +29,11 @@ class Slots(NamedTuple):
     """The adapters of one projection, in slots.
 
     Attributes:
-        lora_a: [slots, rank, in], zero beyond the rank that an adapter has.
-        lora_b: [slots, rank, out], likewise.
-        g: f32[slots, out], magnitude over norm; 1 for LoRA; NaN in a slot without an adapter.
+        lora_a: [slots, rank, in], zero beyond an adapter's own rank.
+        lora_b: [slots, rank, out], zero beyond an adapter's own rank.
+        g: f32[slots, out], magnitude over norm; 1 for LoRA; NaN in an empty slot.
         scale: f32[slots].
-        rank: i32[slots], of each adapter; 0 where it leaves the projection alone.
+        rank: i32[slots], of each adapter; 0 if the adapter does not adapt this projection.
     """
 
     lora_a: Tensor
@@ -50,29 +50,29 @@ def bank_linear(
     ids: Tensor,
     bias: Tensor | None,
     implementation: str | None = None,
-    order: Tensor | None = None,
+    row_groups: Tensor | None = None,
 ) -> Tensor:
-    """Returns each row of a projection's result with the adapter of its slot.
+    """Applies to each row of a projection's result the adapter of the row's slot.
 
     Args:
-        y: [batch, ..., out], the projection of x alone, its bias added.
+        y: [batch, ..., out], the base projection of x, including its bias.
         x: [batch, ..., in].
         slots: the adapters.
         ids: i64[batch], each row's slot; -1 for y itself.
         bias: [out]; never scaled.
         implementation: None, "triton" or "eager"; a named one runs or raises.
-        order: of `ids`, by :func:`together`, which spares the kernels to read an adapter once a row
-            where every row is one token.
+        row_groups: :func:`group_rows` of `ids`. If every row is one token, the kernels then read an
+            adapter once per group instead of once per row.
 
     Returns:
-        [batch, ..., out] in y's dtype. A row of an id that has no slot, or of an empty slot, is
+        [batch, ..., out] in y's dtype. A row whose id is not a slot, or whose slot is empty, is
         NaN.
     """
     batch, tokens = ids.shape[0], math.prod(y.shape[1:-1])
     base, rows = (t.reshape(batch, tokens, t.shape[-1]) for t in (y, x))
-    if _chosen(y, x, slots, implementation) == "triton":
-        order = order if tokens == 1 else None
-        return bank_expand.bank_linear(base, rows, *slots, ids, order, bias).reshape(y.shape)
+    if _choose(y, x, slots, implementation) == "triton":
+        row_groups = row_groups if tokens == 1 else None
+        return bank_expand.bank_linear(base, rows, *slots, ids, row_groups, bias).reshape(y.shape)
     count, wide = slots.scale.shape[0], accumulation_dtype(y)
     safe = ids.clamp(0, count - 1)
     z = torch.bmm(rows.to(y.dtype), slots.lora_a[safe].to(y.dtype).mT)
@@ -85,32 +85,33 @@ def bank_linear(
     adapted = g[:, None] * inner
     if bias is not None:
         adapted = adapted + bias.to(wide)
-    alone = (ids == -1).reshape(batch, *(1,) * (y.ndim - 1))
-    below = (ids < -1).reshape(alone.shape)
-    adapted = adapted.to(y.dtype).reshape(y.shape).masked_fill(below, torch.nan)
-    return torch.where(alone, y, adapted)
+    base_only = (ids == -1).reshape(batch, *(1,) * (y.ndim - 1))
+    invalid = (ids < -1).reshape(base_only.shape)
+    adapted = adapted.to(y.dtype).reshape(y.shape).masked_fill(invalid, torch.nan)
+    return torch.where(base_only, y, adapted)
 
 
-def together(ids: Tensor) -> Tensor | None:
-    """Returns the `order` of ids i64[batch], which lie on the CPU, or None: no kernel reads it."""
-    return None if bank_shrink is None or ids.numel() == 0 else bank_shrink.together(ids)
+def group_rows(ids: Tensor) -> Tensor | None:
+    """Returns the `row_groups` of ids i64[batch] on the CPU, or None if no kernel would use
+    them."""
+    return None if bank_shrink is None or ids.numel() == 0 else bank_shrink.group_rows(ids)
 
 
-def _chosen(y: Tensor, x: Tensor, slots: Slots, implementation: str | None) -> str:
+def _choose(y: Tensor, x: Tensor, slots: Slots, implementation: str | None) -> str:
     tensors = (x, slots.lora_a, y)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         if implementation == "triton":
             raise NotImplementedError(
-                "implementation 'triton' cannot take this call: its kernels have no gradient, and "
-                "one is asked for; call the model under torch.no_grad()"
+                "implementation 'triton' cannot run this call: its kernels have no gradient, and a "
+                "tensor requires one; call the model under torch.no_grad()"
             )
         return "eager"
     call = Call(
         rows=y.numel() // max(1, y.shape[-1]),
         features=slots.lora_a.shape[1],
-        dtypes=tuple(one.dtype for one in tensors),
+        dtypes=tuple(tensor.dtype for tensor in tensors),
         device=y.device.type,
-        transformed=choose.transformed(),
+        transformed=choose.in_transform(),
         sharded=is_sharded(*tensors),
     )
     return choose.choose(call, implementation, bank_shrink)

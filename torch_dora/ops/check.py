@@ -1,4 +1,4 @@
-"""Checks of what callers pass in: every error names the argument, its value and the fix."""
+"""Checks of arguments: every error names the argument, its value and the fix."""
 
 import math
 import numbers
@@ -34,7 +34,7 @@ def is_float_dtype(name: str, dtype: object) -> None:
 
 
 def has_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
-    """Raises ValueError unless ``tensor`` has ``shape``, where None stands for any size."""
+    """Raises ValueError unless ``tensor`` has ``shape``, in which None matches any size."""
     is_right = tensor.ndim == len(shape) and all(
         expected is None or got == expected
         for got, expected in zip(tensor.shape, shape, strict=True)
@@ -44,18 +44,18 @@ def has_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...], meaning:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; expected ({sizes}) = {meaning}. The torch "
             "layout is weight [out, in], lora_a [r, in], lora_b [out, r], magnitude [out]; "
-            "transpose what comes from Flax"
+            "transpose arrays from Flax"
         )
 
 
 def is_scale(scale: object) -> None:
-    """Raises unless ``scale`` is a finite real number: TypeError, or ValueError if not finite."""
+    """Raises TypeError unless ``scale`` is a real number, and ValueError unless it is finite."""
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
             f"scale must be a Python number, got {type(scale).__name__}; it is alpha/r, or "
-            "alpha/sqrt(r) with rsLoRA: take .item() of a tensor"
+            "alpha/sqrt(r) with rsLoRA: pass .item() of a tensor"
         )
-    # Comparisons, which torch.compile can guard on; False for NaN.
+    # torch.compile can guard on comparisons. They are False for NaN.
     if not -math.inf < float(scale) < math.inf:
         raise ValueError(f"scale is {scale}; expected a finite number, alpha/r or alpha/sqrt(r)")
 

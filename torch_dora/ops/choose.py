@@ -1,8 +1,8 @@
-"""The device, and the one choice between a Triton kernel and plain torch.
+"""Chooses between a Triton kernel and eager torch.
 
-A kernel is a module of :mod:`torch_dora.ops.triton`. ``refuses(call)`` returns why it cannot take a
-call, or None, and ``wins(call)`` whether it is faster than torch there; both are functions of
-shapes, dtypes, device and mode alone.
+Every kernel is a module of :mod:`torch_dora.ops.triton`. Its ``refuses(call)`` returns the reason
+why the kernel cannot run a call, or None. Its ``wins(call)`` returns whether the kernel is faster
+than eager torch. Both depend only on shapes, dtypes, device and mode.
 """
 
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ IMPLEMENTATIONS = ("triton", "eager")
 
 
 class Call(NamedTuple):
-    """The facts that decide which implementation runs: nothing else about the tensors may
+    """The facts that decide which implementation runs. Nothing else about the tensors may
     matter."""
 
     rows: int
@@ -28,13 +28,13 @@ class Call(NamedTuple):
 
 
 def choose(call: Call, implementation: str | None, kernel: ModuleType | None) -> str:
-    """Returns "triton" or "eager", whichever runs ``call``.
+    """Returns the implementation that runs ``call``: "triton" or "eager".
 
     Args:
-        call: what is asked for.
+        call: the facts about the call.
         implementation: one of :data:`IMPLEMENTATIONS`, which then runs or raises; None for the
             best.
-        kernel: the operator's kernel; None for one that takes every call that Triton takes.
+        kernel: the operator's kernel; None if it can run every call that Triton can run.
     """
     check_name(implementation)
     if implementation == "eager":
@@ -44,7 +44,7 @@ def choose(call: Call, implementation: str | None, kernel: ModuleType | None) ->
         reason = kernel.refuses(call)
     if implementation == "triton":
         if reason is not None:
-            raise NotImplementedError(f"implementation 'triton' cannot take this call: {reason}")
+            raise NotImplementedError(f"implementation 'triton' cannot run this call: {reason}")
         return "triton"
     wins = reason is None and triton_wins(call) and (kernel is None or kernel.wins(call))
     return "triton" if wins else "eager"
@@ -64,8 +64,8 @@ def _triton_mode() -> str | None:
         return None
     from triton import knobs
 
-    # Triton decides between compiling and interpreting when a kernel is decorated, so asking
-    # once, when the kernels' modules are imported, asks what they asked.
+    # Triton decides whether to compile or interpret a kernel when it decorates the kernel. So one
+    # check at import, when the kernels' modules are imported too, gives the same answer.
     return "interpreted" if knobs.runtime.interpret else "compiled"
 
 
@@ -73,33 +73,36 @@ TRITON_MODE = _triton_mode()
 """How Triton kernels run in this process: "compiled", "interpreted", or None without Triton."""
 
 
-def transformed() -> bool:
-    """Returns whether a transform of torch.func is at work (grad, vmap and so on),
-    torch.autograd.forward_ad or torch.jit.trace. The tensors of the first have no memory that a
-    kernel could read, and all go through the definition of an operator themselves, without our own
-    gradients."""
+def in_transform() -> bool:
+    """Returns whether a transform of torch.func (grad, vmap and so on), torch.autograd.forward_ad
+    or torch.jit.trace is active.
+
+    Kernels cannot run then: tensors inside torch.func have no memory to read, and all these
+    transforms differentiate or trace the eager operations themselves, without our own gradients.
+    """
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     return torch._C._get_tracing_state() is not None
 
 
 def triton_refuses(call: Call) -> str | None:
-    """Returns why no Triton kernel at all can take ``call``; each kernel adds its own reasons."""
+    """Returns the reason why no Triton kernel can run ``call``, or None. Kernels add their own
+    reasons."""
     if TRITON_MODE is None:
         return "the triton package is not installed"
     if call.device != "cuda" and TRITON_MODE != "interpreted":
         return f"needs a CUDA device, or TRITON_INTERPRET=1 on a CPU; got device {call.device!r}"
     if call.transformed:
-        return "cannot run inside of torch.func's transforms, such as vmap, forward_ad or jit.trace"
+        return "cannot run inside torch.func's transforms, such as vmap, forward_ad or jit.trace"
     if call.sharded:
-        return "reads the memory of one process, and a DTensor lies in several; pass to_local()"
+        return "reads the memory of one process, but a DTensor spans several; pass to_local()"
     for dtype in call.dtypes:
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"computes in float32 and takes float32, float16 and bfloat16; got {dtype}"
+            return f"computes in float32 and accepts float32, float16 and bfloat16; got {dtype}"
     return None
 
 
 def triton_wins(call: Call) -> bool:
-    """Returns whether a Triton kernel can be a good choice for ``call``: its interpreter is for
-    checking kernels, not for speed."""
+    """Returns whether a Triton kernel can be a good choice for ``call``. Triton's interpreter never
+    is: it is for checking kernels."""
     return TRITON_MODE == "compiled" and call.device == "cuda"

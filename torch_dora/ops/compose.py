@@ -1,18 +1,18 @@
-"""Compose: base and adapter results into the result of the DoRA layer.
+"""Compose: combines the base's and the adapter's results into the result of a DoRA layer.
 
     y  = base + ((g-1)∘base + g∘(s·lora))          ΔY = (g-1)∘base + g∘(s·lora)
 
-(arXiv 2603.22276, section 4; base, lora [..., out], g [out].) In trained adapters g lies within
-about 0.002 of 1, so g-1 is taken in fp32 and everything is rounded once, at the end. With
+(arXiv 2603.22276, section 4; base, lora [..., out], g [out].) In trained adapters g is within about
+0.002 of 1. So g-1 is computed in fp32, and the result is rounded once, at the end. With
 inner = base + s·lora, the gradients are
 
     d_base = g∘dy  ((g-1)∘dy for ΔY)     d_lora = s·g∘dy     d_g = Σ_rows dy∘inner
 
-``inner`` is kept for the backward pass only where g is differentiated.
+``inner`` is saved for the backward pass only if g requires a gradient.
 
-A projection with a bias hands in base + bias, as its own matrix product rounds it, and the bias: y
-then starts from that sum, and everything that g scales from the sum less the bias. So a g of 1 and
-a lora of 0 give back the base layer's very bits.
+A projection with a bias passes the sum base + bias, as its matrix product rounds it, and the bias.
+Then y is computed from this sum, while g scales the sum minus the bias. So with g = 1 and lora = 0,
+y equals the base layer's result bit for bit.
 """
 
 import functools
@@ -37,7 +37,7 @@ else:
 def compose(
     base: Tensor, lora: Tensor, g: Tensor, scale: float, *, implementation: str | None = None
 ) -> Tensor:
-    """Returns y = base + ((g-1)·base + g·(scale·lora)), evaluated in fp32 and rounded once.
+    """Returns y = base + ((g-1)·base + g·(scale·lora)), computed in fp32 and rounded once.
 
     Args:
         base: [..., out], the frozen projection's result without its bias.
@@ -51,7 +51,7 @@ def compose(
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation.
-        NotImplementedError: the named implementation cannot take the call.
+        NotImplementedError: the named implementation cannot run the call.
     """
     return _checked(base, lora, g, scale, False, implementation)
 
@@ -59,10 +59,10 @@ def compose(
 def compose_delta(
     base: Tensor, lora: Tensor, g: Tensor, scale: float, *, implementation: str | None = None
 ) -> Tensor:
-    """Returns ΔY = (g-1)·base + g·(scale·lora), the paper's operator, for adding to base.
+    """Returns ΔY = (g-1)·base + g·(scale·lora), the paper's operator, to be added to base.
 
-    Arguments, result and errors as :func:`compose`, which is to be preferred: adding a rounded ΔY
-    costs another pass and another rounding.
+    Arguments, result and errors are those of :func:`compose`. Prefer :func:`compose`: adding a
+    rounded ΔY to base costs another pass over memory and another rounding.
     """
     return _checked(base, lora, g, scale, True, implementation)
 
@@ -70,10 +70,10 @@ def compose_delta(
 def choose_compose(
     base: Tensor, lora: Tensor, g: Tensor, implementation: str | None, want_inner: bool = False
 ) -> str:
-    """Returns the implementation of both passes for operands like these.
+    """Returns the implementation of both passes for these operands.
 
-    Where torch.compile compiles a call whose g has a gradient, it is its own: both passes are fused
-    with what is around them, which an operator of ours would keep apart (0.956 of the time of a
+    Under torch.compile, a call whose g has a gradient uses "eager": torch.compile fuses both passes
+    with the surrounding operations, which a custom operator would prevent (0.956 of the time of a
     training step, H100, Inductor).
     """
     is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
@@ -85,7 +85,7 @@ def choose_compose(
         features=features,
         dtypes=(base.dtype, lora.dtype, g.dtype),
         device=base.device.type,
-        transformed=choose.transformed(),
+        transformed=choose.in_transform(),
         sharded=is_sharded(base, lora, g),
     )
     return choose.choose(call, implementation, triton_forward)
@@ -101,7 +101,8 @@ def forward(
     want_inner: bool,
     implementation: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (y or ΔY, inner or None) by one implementation, without a gradient of its own."""
+    """Computes (y or ΔY, inner or None) with one implementation; this function is not
+    differentiable."""
     if implementation == "triton":
         y, *inner = triton_forward.compose(base, lora, g, bias, scale, delta, want_inner)
         return y, inner[0] if want_inner else None
@@ -124,8 +125,8 @@ def backward(
     want_lora: bool,
     implementation: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns (d_base, d_lora, d_g): the first two in dy's dtype where asked for, d_g [out] in fp32
-    where ``inner`` is given."""
+    """Returns (d_base, d_lora, d_g): the first two in dy's dtype if wanted, d_g [out] in fp32 if
+    ``inner`` is given."""
     if implementation == "triton":
         d = iter(triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora))
         d_base, d_lora, d_g = (
@@ -144,11 +145,12 @@ def backward(
 
 
 def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
-    """Returns the ``backward`` of a torch.autograd.Function whose results raise where somebody
-    differentiates them again.
+    """Wraps the ``backward`` of a torch.autograd.Function: differentiating its results again
+    raises.
 
-    The results of torch's decorator depend on nothing: a penalty of the gradient would have no
-    gradient and torch.autograd.functional.hessian would be zero, without an error.
+    With torch's own decorator once_differentiable, the results depend on nothing: a gradient
+    penalty would have no gradient and torch.autograd.functional.hessian would be zero, without an
+    error.
     """
 
     @functools.wraps(backward)
@@ -163,7 +165,8 @@ def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
 
 
 class _Gradients(torch.autograd.Function):
-    """Makes gradients depend on what they were computed from, and raises where that matters."""
+    """Makes gradients depend on the tensors they were computed from, and raises if they are
+    differentiated."""
 
     @staticmethod
     def forward(ctx, gradients, *sources):
@@ -172,8 +175,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError(
-            "trying to differentiate twice an operator of torch_dora, whose gradient has none of "
-            "its own; call torch.func.grad, hessian, jvp and so on, which nest"
+            "trying to differentiate twice through an operator of torch_dora, whose gradient is "
+            "not differentiable; use torch.func.grad, hessian, jvp and so on, which can be nested"
         )
 
 
@@ -211,6 +214,6 @@ def _checked(base, lora, g, scale, delta, implementation):
     check.is_scale(scale)
     want_inner = torch.is_grad_enabled() and g.requires_grad
     chosen = choose_compose(base, lora, g, implementation, want_inner)
-    if choose.transformed():
+    if choose.in_transform():
         return forward(base, lora, g, None, float(scale), delta, False, chosen)[0]
     return _Compose.apply(base, lora, g, float(scale), delta, want_inner, chosen)

@@ -1,4 +1,4 @@
-"""The dtypes that arithmetic happens in, and the casts to them."""
+"""The dtypes of intermediate results, and casts."""
 
 import contextlib
 from collections.abc import Callable, Collection
@@ -9,41 +9,41 @@ from torch import Tensor
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """Returns float64 as soon as one tensor is float64, else float32."""
+    """Returns float64 if any tensor is float64, else float32."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``tensor.to(dtype)``, with nothing recorded where there is nothing to do.
+    """Returns ``tensor.to(dtype)``, but ``tensor`` itself if it has that dtype.
 
-    torch.compile of torch 2.11 loses the cotangent of an autograd.Function whose forward makes a
-    result by a conversion that converts nothing: it sees two results that are one tensor.
+    torch.compile of torch 2.11 loses the cotangent of an autograd.Function whose forward returns
+    the result of a no-op conversion: it sees two results that are one tensor.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def keeping_float32(
+def keep_float32(
     function: Callable[[Tensor], Tensor], kept: Collection[Tensor | None]
 ) -> Callable[[Tensor], Tensor]:
-    """Returns ``function``, which moves and casts a tensor, but with float32 where it would cast
-    one of ``kept`` to fewer bits."""
+    """Wraps ``function``, which moves and casts a tensor: tensors in ``kept`` are cast to float32
+    instead of a dtype with fewer bits."""
 
-    def called(tensor: Tensor) -> Tensor:
+    def convert(tensor: Tensor) -> Tensor:
         new = function(tensor)
-        is_kept = any(tensor is one for one in kept)
+        is_kept = any(tensor is other for other in kept)
         if is_kept and new.dtype.itemsize < 4 <= tensor.dtype.itemsize:
             return tensor.to(new.device, torch.float32)
         return new
 
-    return called
+    return convert
 
 
 def no_autocast(tensor: Any) -> contextlib.AbstractContextManager[object]:
-    """Returns the context in which autocast leaves operations on ``tensor``'s device alone; the
-    meta device has no autocast."""
+    """Returns a context that turns autocast off for ``tensor``'s device. The meta device has no
+    autocast."""
     device = tensor.device.type
-    # Where autocast is off nothing is recorded, by torch.export, of turning it off.
+    # If autocast is already off, torch.export does not record turning it off.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

@@ -1,16 +1,16 @@
-"""A whole adapted projection, y = x W'ᵀ + bias, and its gradient.
+"""The adapted projection, y = x W'ᵀ + bias, and its gradient.
 
 With base = xWᵀ, z = xAᵀ, lora = zBᵀ and g from ``magnitude_scale`` (arXiv 2603.22276, section 2):
 
     y = base + ((g-1)∘base + g∘(s·lora)) + bias
 
-and, with d = g∘dy, the gradient in the order that never makes an [out, in] product:
+With d = g∘dy, the gradient is computed in an order that never forms an [out, in] product:
 
     dz = s·(d B)    dx = d W + dz A    dA = dzᵀ x    dB = s·(dᵀ z)
     d_g = Σ_rows dy∘(base + s·lora)    dbias = Σ_rows dy
 
-The weight is frozen: its gradient, dᵀx, is computed only where somebody differentiates it. s goes
-into the small products, so that one tensor of y's size, d, is written instead of two.
+The weight is usually frozen: its gradient, dᵀx, is computed only if needed. The small products
+include s, so that one tensor of y's size, d, is written instead of two.
 """
 
 import functools
@@ -28,9 +28,9 @@ from torch_dora.ops.compose import (
     differentiable_once,
     forward,
 )
-from torch_dora.ops.dtypes import cast, no_autocast
+from torch_dora.ops.dtypes import accumulation_dtype, cast, no_autocast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
-from torch_dora.ops.quantised import Bits4, dense, is_quantised, matrix
+from torch_dora.ops.quantised import Bits4, as_matrix, dense, is_quantised
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import expand_compose
@@ -53,35 +53,39 @@ def dora_linear(
 
     Args:
         x: [..., in].
-        weight: [out, in], frozen as a rule; or quantised by torchao, in int8, fp8 or NF4, or by
-            bitsandbytes in 4 bits, and then dequantised for each product with it.
+        weight: [out, in], usually frozen; or quantised by torchao, in int8, fp8 or NF4, or by
+            bitsandbytes in 4 bits, and then dequantised for each product.
         lora_a: [r, in].
         lora_b: [out, r].
         magnitude: [out].
         scale: alpha/r or alpha/sqrt(r).
         bias: [out]; never scaled.
-        norm: f32[out], :func:`factored_norm` of these very tensors, computed earlier. Not
-            recomputed and not checked.
+        norm: f32[out], an earlier result of :func:`factored_norm` for the same tensors. It is not
+            checked.
         implementation: None, "triton" or "eager"; a named one runs or raises.
-        adapter_x: [..., in], what the adapter reads in place of x: x after the adapter's dropout.
+        adapter_x: [..., in], the adapter's input if it differs from x: x after the adapter's
+            dropout.
 
     Returns:
-        [..., out] in the dtype that x and weight promote to, in x's over a quantised weight, or in
-        autocast's dtype where autocast is on, as in ``torch.nn.functional.linear``. Adapters of
-        another dtype are cast to it for the products with activations (the norm takes them as they
-        are), and their gradients come back in their own dtype. The norm is a constant under
-        differentiation. Of DTensors a DTensor, sharded as the plain projection's result; see
+        [..., out]. The dtype is the one that x and weight promote to, x's dtype over a quantised
+        weight, or autocast's dtype under autocast, as in ``torch.nn.functional.linear``.
+
+        Adapters of another dtype are cast to it for the products with activations (not for the
+        norm). Their gradients have the adapters' own dtype. The norm is a constant under
+        differentiation.
+
+        For DTensors the result is a DTensor, sharded like the plain projection's result; see
         :mod:`torch_dora.ops.sharded`.
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation; some
-            tensors are DTensors and others are not, or they lie on different meshes.
-        NotImplementedError: the named implementation cannot take the call; a DTensor is a pending
+            tensors are DTensors and others are not, or their meshes differ.
+        NotImplementedError: the named implementation cannot run the call; a DTensor is a pending
             sum.
     """
     choose.check_name(implementation)
     check.is_float("x", x)
-    weight = matrix(weight)
+    weight = as_matrix(weight)
     if is_quantised(weight) and weight.requires_grad:
         raise TypeError(
             f"weight is a {type(weight).__name__} that requires a gradient; expected a frozen one: "
@@ -127,7 +131,7 @@ class Operands(NamedTuple):
 
 
 class Static(NamedTuple):
-    """The settings of a call, which are no tensors; `implementation` is the chosen one."""
+    """The arguments of a call that are not tensors; `implementation` is the chosen one."""
 
     scale: float
     dtype: torch.dtype
@@ -138,29 +142,29 @@ class Static(NamedTuple):
 def _local_linear(
     scale: float, dtype: torch.dtype, implementation: str | None, *tensors: Any
 ) -> Tensor:
-    """Returns y of plain tensors, by the implementation that is named or the best."""
+    """Returns y for plain tensors, computed by the named implementation or the best one."""
     operands = Operands(*tensors)
     x, g = operands.x, operands.g
     like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], operands.weight.shape[0])
     want_inner = torch.is_grad_enabled() and g.requires_grad
     chosen = choose_compose(like, like, g, implementation, want_inner)
-    if choose.transformed():
+    if choose.in_transform():
         return _forward(Static(scale, dtype, False, chosen), operands)[0]
     return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), *operands)
 
 
 def corrected_linear(operands: Operands, scale: float, implementation: str | None) -> Tensor:
-    """Returns y = x weightᵀ + bias + ΔY of ``adapter_x``, x after dropout: what PEFT's DoRA
-    computes in training."""
+    """Returns y = x weightᵀ + bias + ΔY(``adapter_x``), where ``adapter_x`` is x after dropout:
+    PEFT's DoRA computes this in training."""
 
-    def of_shard(x, dropped, weight, bias, lora_a, lora_b, g) -> Tensor:
+    def compute_local(x, dropped, weight, bias, lora_a, lora_b, g) -> Tensor:
         y = _plain_linear(x, weight, bias)
         base = _plain_linear(dropped, weight, None)
         z = F.linear(dropped.to(base.dtype), lora_a.to(base.dtype))
         lora = F.linear(z, lora_b.to(base.dtype))
         return y + compose_delta(base, lora, g, scale, implementation=implementation)
 
-    return sharded.projection(of_shard, *operands)
+    return sharded.projection(compute_local, *operands)
 
 
 def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -168,10 +172,10 @@ def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor
     x, adapter_x, weight, bias, lora_a, lora_b, g = operands
     scale, dtype, want_inner, implementation = static
     with no_autocast(x):
-        read = x if adapter_x is None else adapter_x
+        adapter_x = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
         base = F.linear(cast(x, dtype), dense(weight, dtype), bias)
-        z = F.linear(cast(read, dtype), cast(lora_a, dtype))
+        z = F.linear(cast(adapter_x, dtype), cast(lora_a, dtype))
         y, inner = _expand_compose(
             base, z, cast(lora_b, dtype), g, bias, scale, want_inner, implementation
         )
@@ -185,7 +189,7 @@ class _DoRALinear(torch.autograd.Function):
         y, z, inner = _forward(static, operands)
         x, adapter_x, weight, bias, lora_a, lora_b, g = operands
         _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[1:]
-        # What is no tensor is kept apart from what torch saves.
+        # save_for_backward accepts only tensors, and a Bits4 is none.
         ctx.bits4 = weight if isinstance(weight, Bits4) else None
         ctx.save_for_backward(
             x if d_weight or (d_a and adapter_x is None) else None,
@@ -235,7 +239,7 @@ class _DoRALinear(torch.autograd.Function):
                     if want_adapter_x:
                         d_adapter_x = dz @ lora_a.to(dy.dtype)
             if want_bias:
-                d_bias = _rows(dy).sum(0, dtype=_wide(dy.dtype)).to(bias_dtype)
+                d_bias = _rows(dy).sum(0, dtype=accumulation_dtype(dy)).to(bias_dtype)
             x_shape = (*dy.shape[:-1], weight.shape[1])
             if dx is not None:
                 dx = dx.reshape(x_shape).to(x_dtype)
@@ -247,12 +251,13 @@ class _DoRALinear(torch.autograd.Function):
 
 
 def _plain_linear(x: Tensor, weight: Tensor | Bits4, bias: Tensor | None) -> Tensor:
-    """Returns x weightᵀ + bias, with torch's gradient, or one that reads 4 bits again."""
+    """Returns x weightᵀ + bias, with torch's gradient, or for 4 bits one that dequantises the
+    weight again."""
     if not isinstance(weight, Bits4):
         return F.linear(x, weight, bias)
     dtype = result_dtype(x, weight)
     x, bias = cast(x, dtype), None if bias is None else cast(bias, dtype)
-    if choose.transformed():
+    if choose.in_transform():
         return F.linear(x, dense(weight, dtype), bias)
     return _Linear4bit.apply(weight, x, bias)
 
@@ -272,7 +277,8 @@ class _Linear4bit(torch.autograd.Function):
 
 
 def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation):
-    """Returns (y, inner or None) of lora = z lora_bᵀ, in one kernel if the dtype has one."""
+    """Returns (y, inner or None) for lora = z lora_bᵀ, in one kernel if there is one for the
+    dtype."""
     if implementation == "triton" and expand_compose.refuses(base.dtype) is None:
         y, *inner = expand_compose.expand_compose(base, z, lora_b, g, bias, scale, want_inner)
         return y, inner[0] if want_inner else None
@@ -281,34 +287,31 @@ def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation)
 
 
 def result_dtype(x: Tensor, weight: Tensor | Bits4) -> torch.dtype:
-    """Returns the dtype of ``torch.nn.functional.linear``'s result."""
-    # A quantised weight tells the dtype that it was made from, whatever the model was cast to.
+    """Returns the dtype of the result of ``torch.nn.functional.linear``."""
+    # A quantised weight reports the dtype before quantisation, even if the model was cast since.
     dtype = x.dtype if is_quantised(weight) else torch.promote_types(x.dtype, weight.dtype)
-    # torch.compile of torch 2.11 cannot ask whether a device has autocast.
+    # torch.compile of torch 2.11 cannot trace the question whether a device has autocast.
     if dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def _rows(x: Tensor) -> Tensor:
-    # reshape(-1, ...) cannot tell the rows of a shard without features.
+    # reshape(-1, ...) cannot infer the number of rows if a shard has no features.
     return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a @ b in ``dtype``; the fp32 sum of fp16 or bf16 products is not rounded before."""
+    """Returns a @ b in ``dtype``; an fp32 result of fp16 or bf16 operands is not rounded in
+    between."""
     if a.device.type == "cuda" and dtype == torch.float32 and a.dtype.itemsize == 2:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Returns scale·(a @ b) in ``dtype``, scaled before the sum is rounded."""
+    """Returns scale·(a @ b) in ``dtype``; the sum is scaled before it is rounded."""
     if dtype == a.dtype:
-        # beta = 0: the first argument is never read.
+        # With beta = 0, addmm ignores its first argument.
         return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
-    return (scale * _mm(a, b, _wide(a.dtype))).to(dtype)
+    return (scale * _mm(a, b, accumulation_dtype(a))).to(dtype)

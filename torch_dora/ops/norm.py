@@ -1,12 +1,12 @@
-"""The factored norm of an adapted weight, and the scale g that it makes of the magnitude.
+"""The factored norm of an adapted weight, and g = magnitude / norm.
 
 With weight W [out, in], lora_a A [r, in], lora_b B [out, r] and scale s, per output feature
-(arXiv 2603.22276, section 3; sums over the axis that is named):
+(arXiv 2603.22276, section 3; every sum names its axis):
 
     ‖W + sBA‖² = Σ_in W² + 2s Σ_r B∘(W Aᵀ) + s² Σ_r (B A Aᵀ)∘B
 
-BA is never formed. Everything accumulates in fp32 (fp64 for fp64 operands), with products of the
-operands as they are: see :mod:`torch_dora.ops.products`.
+BA is never formed. All sums accumulate in fp32 (fp64 for fp64 operands). The operands of products
+keep their dtypes: see :mod:`torch_dora.ops.products`.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
 from torch_dora.ops.operator import operator
 from torch_dora.ops.products import pieces, product
-from torch_dora.ops.shards import placed
+from torch_dora.ops.shards import place_like
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import norm_assembly, one_pass_norm
 
-# Bounds the temporaries of the factored form. The result depends on it only by the order of fp32
-# sums.
+# The limit for temporaries of the factored form. It affects the result only through the order of
+# fp32 sums.
 CHUNK_BYTES = 256 * 2**20
 _COLUMN_ALIGNMENT = 64
 
@@ -46,28 +46,29 @@ def factored_norm(
 
     Args:
         weight: [out, in], fp16, bf16, fp32 or fp64; or quantised by torchao, in int8, fp8 or NF4,
-            or by bitsandbytes in 4 bits, and then read as it is, or block by block: no [out, in]
-            tensor of floats is made.
+            or by bitsandbytes in 4 bits. A quantised weight is read as codes, or block by block: no
+            [out, in] tensor of floats is created.
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.
-        implementation: None, "triton" or "eager"; a named one runs or raises. "triton" is one pass
-            over W + s·BA in registers where all operands are half-precision or the weight is in 4
-            bits, else the factored form with its last step in a kernel.
+        implementation: None, "triton" or "eager"; a named one runs or raises. If all operands are
+            half-precision, or the weight is in 4 bits, "triton" is one pass that computes tiles of
+            W + s·BA in registers. Otherwise it is the factored form with its last step in a kernel.
 
     Returns:
-        f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm
-        (arXiv 2402.09353, section 4.3). A NaN in the operands stays a NaN. Of DTensors a DTensor,
-        sharded as the weight's outputs are: where its inputs are sharded, the processes send
-        their sums of squares, [out].
+        f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm (arXiv
+        2402.09353, section 4.3). A NaN in the operands gives a NaN.
+
+        For DTensors the result is a DTensor, sharded like the weight's outputs. If the weight's
+        inputs are sharded, the processes exchange their sums of squares, [out].
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation.
-        NotImplementedError: the named implementation cannot take the call; a DTensor is a pending
+        NotImplementedError: the named implementation cannot run the call; a DTensor is a pending
             sum.
     """
-    weight = quantised.matrix(weight)
-    quantised.refuse_parts(weight)
+    weight = quantised.as_matrix(weight)
+    quantised.refuse_sharded_codes(weight)
     check.adapter(weight, lora_a, lora_b)
     check.is_scale(scale)
     choose.check_name(implementation)
@@ -76,14 +77,14 @@ def factored_norm(
         return _quantised_norm(weight, lora_a, lora_b, float(scale), implementation)
     weight = weight.detach()
 
-    def of_shard(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    def compute_local(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         call = _call(weight, weight.dtype, lora_a.dtype, lora_b.dtype)
         chosen = choose.choose(call, implementation, None)
         if chosen == "triton" and one_pass_norm.refuses(call) is None:
             chosen = "one_pass"
         return _factored_norm(weight, lora_a, lora_b, float(scale), chosen)
 
-    return sharded.norm(of_shard, _sqrt, weight, lora_a, lora_b)
+    return sharded.norm(compute_local, _sqrt, weight, lora_a, lora_b)
 
 
 def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,16 +92,16 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
 
     Args:
         magnitude: [out], any float dtype.
-        norm: f32[out] from :func:`factored_norm`; constant under differentiation. Beside a DTensor
-            one too, or all of it in every process.
+        norm: f32[out] from :func:`factored_norm`; constant under differentiation. If magnitude is a
+            DTensor, a DTensor too, or the full norm in every process.
         dtype: the dtype of the layer's result, which sets eps: 1e-6 for bf16 and fp16, else 1e-12.
 
     Returns:
-        f32[out] (f64 where ``dtype`` is fp64); dg/dmagnitude = 1 / max(norm, eps). A zero norm
-        gives a finite g, a NaN stays a NaN.
+        f32[out] (f64 if ``dtype`` is fp64); dg/dmagnitude = 1 / max(norm, eps). A zero norm gives a
+        finite g; a NaN gives a NaN.
 
     Raises:
-        TypeError, ValueError: a dtype is no float, or the two shapes differ.
+        TypeError, ValueError: a dtype is not a float dtype, or the two shapes differ.
     """
     check.is_float("magnitude", magnitude)
     check.is_float("norm", norm)
@@ -109,18 +110,18 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
     check.is_float_dtype("dtype", dtype)
     result = torch.float64 if dtype == torch.float64 else torch.float32
     eps = EPS_FULL if dtype in (torch.float32, torch.float64) else EPS_HALF
-    norm = placed(norm, magnitude)
+    norm = place_like(norm, magnitude)
     return magnitude.to(result) / norm.detach().to(result).clamp(min=eps)
 
 
 def _call(weight: Any, *dtypes: torch.dtype) -> Call:
-    """Returns the facts that decide which implementation takes the norm of a weight."""
+    """Returns the facts that decide which implementation computes the norm of a weight."""
     return Call(
         rows=weight.shape[1],
         features=weight.shape[0],
         dtypes=dtypes,
         device=weight.device.type,
-        transformed=choose.transformed(),
+        transformed=choose.in_transform(),
     )
 
 
@@ -133,14 +134,14 @@ def _quantised_norm(
         chosen = choose.choose(call, implementation, None)
     elif implementation == "triton":
         raise NotImplementedError(
-            f"implementation 'triton' takes no {type(weight).__name__} of shape "
-            f"{tuple(weight.shape)}: it reads codes of four bits, an even number of them in each "
-            "row and each run; pass None or 'eager'"
+            f"implementation 'triton' accepts no {type(weight).__name__} of shape "
+            f"{tuple(weight.shape)}: it reads 4-bit codes, an even number of them in each row "
+            "and each run; pass None or 'eager'"
         )
     with no_autocast(weight):
         if chosen == "triton":
             if scale == 0:
-                # The kernel multiplies what is left out, NaN and infinity too.
+                # The kernel would still multiply NaN and infinity in the adapter by 0.
                 lora_a, lora_b = torch.zeros_like(lora_a), torch.zeros_like(lora_b)
             return _norm_of_codes(*quantised.codes(weight), lora_a, lora_b, scale)
         return quantised.norm(weight, lora_a, lora_b, scale, accumulation_dtype(lora_a, lora_b))
@@ -166,8 +167,8 @@ def _(packed, levels, scales, run, lora_a, lora_b, scale):
     return scales.new_empty(lora_b.shape[0])
 
 
-# An operator of its own, opaque to torch.compile: a compiler that keeps intermediates in fp32
-# would undo the rounding that splits an fp32 operand into bf16 pieces.
+# This must be a separate operator, opaque to torch.compile: a compiler that keeps intermediates in
+# fp32 would undo the rounding that splits an fp32 operand into bf16 pieces.
 @operator("torch_dora::factored_norm")
 def _factored_norm(
     weight: Tensor,
@@ -177,7 +178,7 @@ def _factored_norm(
     implementation: str,
 ) -> Tensor:
     dtype = accumulation_dtype(weight, lora_a, lora_b)
-    if not weight.numel():  # as of a process that has no rows or columns of a sharded one
+    if not weight.numel():  # for example, this process has no rows of a sharded weight
         return weight.new_zeros(weight.shape[0], dtype=dtype)
     with no_autocast(weight):
         if implementation == "one_pass" and scale != 0:
@@ -195,7 +196,9 @@ def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor
     """Calls the operator once for each example."""
     pairs = list(zip(arguments, in_dims, strict=True))
     results = [
-        _factored_norm(*(one if dim is None else one.select(dim, at) for one, dim in pairs))
+        _factored_norm(
+            *(argument if dim is None else argument.select(dim, at) for argument, dim in pairs)
+        )
         for at in range(info.batch_size)
     ]
     return torch.stack(results), 0
@@ -206,7 +209,7 @@ def _(weight, lora_a, lora_b, scale, implementation):
     return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
 
 
-# A decomposed program no longer detaches what it passes to these operators.
+# A decomposed program does not detach the arguments of these operators.
 _norm_of_codes.op.register_autograd(lambda ctx, _: (None,) * 7)
 _factored_norm.op.register_autograd(lambda ctx, _: (None,) * 5)
 
@@ -214,7 +217,7 @@ _factored_norm.op.register_autograd(lambda ctx, _: (None,) * 5)
 def _squared_norm(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns Σ_in weight² per output feature: [out], accumulated in ``dtype``."""
     if weight.device.type == "cuda" or weight.dtype == dtype:
-        # The reduction converts while it reads: no converted copy of the weight exists.
+        # The reduction converts while it reads, so no converted copy of the weight is created.
         return torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
     height = max(1, CHUNK_BYTES // max(1, weight.shape[1] * dtype.itemsize))
     return torch.cat(
@@ -223,23 +226,28 @@ def _squared_norm(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assemble_norm(base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float) -> Tensor:
-    """Returns √max(base_sq + 2·scale·cross + scale²·ba_sq, 0) of three [out]; NaN stays."""
+    """Returns √max(base_sq + 2·scale·cross + scale²·ba_sq, 0) for three [out]; a NaN stays a
+    NaN."""
     return _sqrt((base_sq + (2 * scale) * cross + (scale * scale) * ba_sq).clamp(min=0))
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Returns IEEE's square root, which torch's on a CPU is not in fp32: its vector library is
-    a unit off in the last place here and there. Rounded from fp64 it is exact."""
+    """Returns the correctly rounded square root.
+
+    In fp32 on a CPU, torch's vector library is sometimes one unit in the last place off; rounding
+    the fp64 root to fp32 is exact.
+    """
     return x.double().sqrt().to(x.dtype) if x.device.type == "cpu" else x.sqrt()
 
 
 def _adapter_terms(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, over tiles that stay in the budget.
+    """Returns Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, computed in tiles within the memory
+    budget.
 
-    Both sums are linear in what one slab of input features contributes, so a tile's [height, r]
-    products are reduced at once and dropped.
+    Both sums are linear in the contribution of each slab of input features. So a tile's [height, r]
+    product is reduced at once and freed.
     """
     out_features, in_features = weight.shape
     rank = lora_a.shape[0]
@@ -261,12 +269,13 @@ def _adapter_terms(
 
 
 def _tile(weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Returns the input features of a slab of A and the output features of a tile: half of the
-    budget for either."""
+    """Returns the number of input features of a slab of A, and the number of output features of a
+    tile; each gets half of the budget."""
     out_features, in_features = weight.shape
     rank = lora_a.shape[0]
     w_bytes, a_bytes = _operand_bytes(weight, lora_a, dtype), _operand_bytes(lora_a, weight, dtype)
-    # A product of [., r]: up to six terms of pieces, their sum so far and the next, and what stays.
+    # Per element of a product [., r]: up to six terms of pieces, their partial sum and the next
+    # one, and the result.
     product_bytes = 9 * dtype.itemsize
     row_bytes = rank * (product_bytes + _operand_bytes(lora_b, lora_a, dtype))
     gram_bytes = rank * rank * product_bytes
@@ -278,7 +287,7 @@ def _tile(weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) ->
     if a_bytes:
         width = min(width, half // (rank * 2 * a_bytes))
     if w_bytes:
-        # Many rows of part of a wide weight rather than one whole row.
+        # Prefer many rows of part of a wide weight to one full row.
         share = (half - row_bytes) // (2 * w_bytes * min(out_features, 64))
         width = min(width, max(narrowest, share))
     if width < in_features:
@@ -292,5 +301,6 @@ def _operand_bytes(tensor: Tensor, other: Tensor, dtype: torch.dtype) -> int:
         return 0 if tensor.dtype == dtype == other.dtype else dtype.itemsize
     if tensor.dtype == other.dtype != torch.float32:
         return 0
-    # The bf16 pieces twice, as they are made and side by side, and what remains to be split.
+    # The bf16 pieces exist twice, separately and concatenated; added to this is the remainder to be
+    # split.
     return 0 if pieces(tensor) == 1 else 4 * pieces(tensor) + 2 * dtype.itemsize

@@ -1,11 +1,11 @@
-"""Matrix products accurate to float32, whatever the operands' dtype, on tensor cores if there.
+"""Matrix products accurate to float32 for operands of any dtype, on tensor cores if available.
 
-A product of two bfloat16 numbers (8 significant bits each) is exact in float32, so tensor cores
-that accumulate in float32 lose nothing on bfloat16 operands; float16 likewise. A float32 number is
-the exact sum of three bfloat16 pieces (24 = 3 * 8 bits), a float16 number of two, so wider
-operands are multiplied piece by piece. Of the nine products of two float32 numbers the three
-smallest, together below 3 * 2**-24 of |a||b|, are left out. TensorFloat-32, which keeps 11 bits,
-is never used, whatever the process has allowed elsewhere.
+A product of two bfloat16 numbers (8 significant bits each) is exact in float32. So tensor cores
+that accumulate in float32 lose nothing on bfloat16 operands; the same holds for float16. A float32
+number is the exact sum of three bfloat16 pieces (24 = 3 * 8 bits), a float16 number of two. Wider
+operands are therefore multiplied piece by piece. Two float32 numbers have nine such products; the
+three smallest, together below 3 * 2**-24 of |a||b|, are left out. TensorFloat-32 keeps 11 bits and
+is never used, even if the process allows it elsewhere.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ _PIECES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 def pieces(x: Tensor) -> int:
-    """Returns how many bfloat16 numbers an element of ``x`` is the sum of; 1 for float64."""
+    """Returns the number of bfloat16 pieces of an element of ``x``; 1 for float64."""
     return _PIECES.get(x.dtype, 1)
 
 
 def split(x: Tensor) -> list[Tensor]:
-    """Returns bfloat16 tensors, largest first, that add up to ``x``."""
+    """Returns bfloat16 tensors, largest first, whose sum is ``x``."""
     parts = [x.to(torch.bfloat16)]
     rest = x
     while len(parts) < pieces(x):
@@ -33,7 +33,7 @@ def split(x: Tensor) -> list[Tensor]:
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``a @ b`` for a [m, k] and b [k, n] of any float dtypes, accumulated and returned in
-    ``dtype``: float64, or float32 when neither operand is float64."""
+    ``dtype``: float64, or float32 if neither operand is float64."""
     if dtype == torch.float64 or a.device.type != "cuda":
         return a.to(dtype) @ b.to(dtype)
     if a.dtype == b.dtype and a.dtype != torch.float32:
@@ -42,7 +42,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def split_product(a: Tensor, b: Tensor, mm: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Computes :func:`product` by bfloat16 pieces; ``mm`` multiplies two bfloat16 matrices into
+    """Computes :func:`product` from bfloat16 pieces; ``mm`` multiplies two bfloat16 matrices into
     float32."""
     n = b.shape[1]
     b_parts = torch.cat(split(b), dim=1)
@@ -50,7 +50,7 @@ def split_product(a: Tensor, b: Tensor, mm: Callable[[Tensor, Tensor], Tensor]) 
     for i, part in enumerate(split(a)):
         kept = min(pieces(b), 3 - i)
         terms.extend(mm(part, b_parts[:, : kept * n]).split(n, dim=1))
-    # The leading product is terms[0]: last in, so that the corrections are added up before it.
+    # terms[0] is the largest product: it is added last, after the corrections.
     total = terms.pop()
     while terms:
         total = total + terms.pop()

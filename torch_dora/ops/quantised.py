@@ -1,12 +1,12 @@
-"""Quantised weights, torchao's and bitsandbytes' 4 bits, as rows of floats, a few at a time.
+"""Quantised weights (torchao's, and bitsandbytes' 4 bits), read as floats a few rows at a time.
 
-    Int8Tensor      W = (qdata - zero_point)∘scale, a scale for each block
+    Int8Tensor      W = (qdata - zero_point)∘scale, one scale per block
     Float8Tensor    W = qdata∘scale
-    NF4Tensor       W = codebook[code]·scale, two codes a byte, a scale for each run of 64 inputs
-    Params4bit      the same in bitsandbytes' NF4 or FP4, a scale for each run of the flat weight;
-                    here a `Bits4`, which has the weight's shape
+    NF4Tensor       W = codebook[code]·scale, two codes a byte, one scale per run of 64 inputs
+    Params4bit      the same in bitsandbytes' NF4 or FP4, one scale per run of the flattened weight;
+                    represented here by a `Bits4`, which has the weight's shape
 
-Nothing here imports torchao or bitsandbytes: whoever makes such a weight has.
+This module imports neither torchao nor bitsandbytes: whoever created such a weight has imported it.
 """
 
 import math
@@ -19,21 +19,22 @@ from torch import Tensor, nn
 
 from torch_dora.ops.shards import is_sharded
 
-# The floats of a block of rows, and what is computed beside them: so many that a GPU has work for
-# longer than the host needs to launch it.
+# The size of a block of rows in floats, with its temporaries. It keeps a GPU busy for longer than
+# the host needs to launch the work.
 BLOCK_BYTES = 128 * 2**20
 _BLOCKWISE = ("Int8Tensor", "Float8Tensor")
 
 
 class Bits4:
-    """The weight [out, in] of a Params4bit of bitsandbytes', which itself has the shape of its
-    bytes. No tensor, so that torch.compile can make one inside of a graph, but it answers what
-    operators ask a frozen weight.
+    """The weight [out, in] of bitsandbytes' Params4bit, whose own shape is that of its bytes.
+
+    It is not a tensor, so that torch.compile can create one inside a graph, but it has the
+    attributes that operators read from a frozen weight.
 
     Attributes:
         packed: u8, two codes a byte, the first in the upper half.
-        state: its QuantState: scales, perhaps quantised themselves, and the format.
-        dtype: that of the weight, for whoever asks.
+        state: its QuantState: the format and the scales, which may be quantised too.
+        dtype: the weight's nominal dtype.
     """
 
     requires_grad = False
@@ -49,12 +50,12 @@ class Bits4:
 
 
 class Codes(NamedTuple):
-    """A weight [out, in] as codes of four bits.
+    """A weight [out, in] as 4-bit codes.
 
     Attributes:
         packed: u8, two codes a byte, row by row, the first in the upper half.
-        levels: f32[16], what the codes stand for.
-        scales: f32, one for each run of the flat weight.
+        levels: f32[16], the value of each code.
+        scales: f32, one per run of the flattened weight.
         run: how many elements share a scale, an even number.
     """
 
@@ -64,15 +65,15 @@ class Codes(NamedTuple):
     run: int
 
 
-def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
-    """Returns a `Bits4` for a Params4bit of bitsandbytes', and any other weight as it is.
+def as_matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
+    """Returns a `Bits4` for bitsandbytes' Params4bit, and any other weight unchanged.
 
     Args:
-        dtype: what the weight is multiplied in; by default what it was before it was quantised.
+        dtype: the dtype of products with the weight; by default the dtype before quantisation.
 
     Raises:
         TypeError: the weight is not quantised yet.
-        NotImplementedError: its layer has put it into another order for CPUs.
+        NotImplementedError: its layer has reordered it for CPUs.
     """
     if type(weight) in (Tensor, nn.Parameter) or type(weight).__name__ != "Params4bit":
         return weight
@@ -80,8 +81,9 @@ def matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def bits4(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Bits4:
-    """Returns the `Bits4` of these bytes and their QuantState; raises as `matrix`."""
-    refuse_parts(packed, are_codes=True)
+    """Returns the `Bits4` for these bytes and their QuantState. Raises the errors of
+    `as_matrix`."""
+    refuse_sharded_codes(packed, are_codes=True)
     if state is None:
         raise TypeError(
             f"weight is a Params4bit of shape {tuple(packed.shape)} that is not quantised yet; "
@@ -91,17 +93,18 @@ def bits4(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Bits4:
         raise NotImplementedError(
             f"weight is a Params4bit of shape {tuple(state.shape)} whose codes and scales "
             "bitsandbytes has put into another order, since its layer was called in evaluation on "
-            "a CPU; expected them as they were quantised: load the model again and adapt it before "
-            "it is called, or call it on a GPU or in training"
+            "a CPU; expected the original order: load the model again and adapt it before it is "
+            "called, or call it on a GPU or in training"
         )
     packed = packed if packed.dtype == torch.uint8 else packed.view(torch.uint8)
     return Bits4(packed.reshape(-1), state, dtype or state.dtype)
 
 
 def is_quantised(weight: Any) -> bool:
-    """Returns whether ``weight`` is a tensor of torchao's, of bitsandbytes' or another quantised
-    one, whose memory does not hold the floats that it stands for."""
-    # Asked first: torch.compile cannot read the name of a plain parameter's module.
+    """Returns whether ``weight`` is a quantised tensor, of torchao, bitsandbytes or any other kind:
+    the memory does not hold the floats that it represents."""
+    # This check comes first because torch.compile cannot read the module name of a plain
+    # parameter's class.
     if type(weight) in (Tensor, nn.Parameter):
         return False
     if isinstance(weight, Bits4):
@@ -110,29 +113,29 @@ def is_quantised(weight: Any) -> bool:
     return isinstance(weight, Tensor) and package in ("torchao", "bitsandbytes")
 
 
-def refuse_parts(weight: Any, *, are_codes: bool = False) -> None:
-    """Raises NotImplementedError if ``weight`` is a DTensor of which a process has a part of the
-    codes; ``are_codes`` tells that it has some, whatever the dtype that they are kept in."""
+def refuse_sharded_codes(weight: Any, *, are_codes: bool = False) -> None:
+    """Raises NotImplementedError if ``weight`` is a DTensor of codes. ``are_codes`` says that it
+    is, even if the codes' dtype does not show it."""
     if not is_sharded(weight):
         return
     part = weight.to_local()
     if are_codes or is_quantised(part) or not part.is_floating_point():
         raise NotImplementedError(
             f"weight is a DTensor of quantised parts, {type(part).__name__} {part.dtype}; expected "
-            "a whole one, as a call gathers it: let every call take its norms, or call "
-            "torch_dora.freeze before fully_shard"
+            "the full weight, as FSDP gathers it for a call: let every call compute its norms, or "
+            "call torch_dora.freeze before fully_shard"
         )
 
 
 def check(name: str, weight: Any) -> None:
-    """Raises TypeError unless ``weight`` is a quantised matrix of a kind that is read here."""
+    """Raises TypeError unless ``weight`` is a quantised matrix of a supported kind."""
     kind = type(weight).__name__
     if kind in ("Bits4", "Params4bit"):
         return
     if getattr(weight, "act_pre_scale", None) is not None:
         raise TypeError(
-            f"{name} is torchao's {kind} with an act_pre_scale, by which its layer multiplies what "
-            "it reads; expected a weight that stands for itself, as Int8WeightOnlyConfig makes it"
+            f"{name} is torchao's {kind} with an act_pre_scale, by which its layer multiplies its "
+            "input; expected a weight without one, as from Int8WeightOnlyConfig"
         )
     if kind in _BLOCKWISE and all(size > 0 for size in weight.block_size):
         return
@@ -141,48 +144,46 @@ def check(name: str, weight: Any) -> None:
     raise TypeError(
         f"{name} is a {type(weight).__module__}.{kind} of shape {tuple(weight.shape)}; expected "
         f"torchao's {', '.join(_BLOCKWISE)}, or an NF4Tensor whose blocks divide its rows, or "
-        "bitsandbytes' Params4bit: quantise it by Int8WeightOnlyConfig, Float8WeightOnlyConfig, "
+        "bitsandbytes' Params4bit: quantise it with Int8WeightOnlyConfig, Float8WeightOnlyConfig, "
         "to_nf4 or Linear4bit, or dequantise it"
     )
 
 
 def check_activations(name: str, weight: Any) -> None:
-    """Raises TypeError if a layer with ``weight`` quantises what it reads, as no adapted one
-    does."""
+    """Raises TypeError if a layer with ``weight`` quantises its input: an adapted layer would
+    not."""
     if getattr(weight, "act_quant_kwargs", None) is not None:
         raise TypeError(
             f"{name} is torchao's {type(weight).__name__} with act_quant_kwargs, by which its "
-            "layer quantises what it reads, and an adapted one would not; expected a weight that "
-            "is quantised alone, as by Int8WeightOnlyConfig or Float8WeightOnlyConfig"
+            "layer quantises its input, and an adapted layer would not; expected weight-only "
+            "quantisation, as from Int8WeightOnlyConfig or Float8WeightOnlyConfig"
         )
 
 
 def check_scales(name: str, weight: Any) -> None:
-    """Raises ValueError if known scales of a quantised weight are infinite or NaN, or, in a kind
-    that gives even zeros a positive scale, not positive."""
+    """Raises ValueError if scales of a quantised weight are infinite or NaN, or not positive in a
+    format where even zeros have a positive scale."""
     is_blockwise = type(weight).__name__ in _BLOCKWISE
-    scales = weight.scale if is_blockwise else codes(matrix(weight)).scales
+    scales = weight.scale if is_blockwise else codes(as_matrix(weight)).scales
     if type(scales) not in (Tensor, nn.Parameter) or scales.is_meta:
         return
-    # In four bits the scale of zeros is 0, or a small number of either sign if it is quantised too.
+    # In 4-bit formats the scale of zeros is 0, or a small number of either sign if the scale itself
+    # is quantised.
     are_right = (scales > 0) & scales.isfinite() if is_blockwise else scales.isfinite()
     if not are_right.all():
         expected = "positive finite numbers" if is_blockwise else "finite numbers"
         raise ValueError(
             f"{name} is a {type(weight).__name__} with scales from {scales.min()} to "
-            f"{scales.max()}; expected {expected}: quantise it again, from weights that are finite"
+            f"{scales.max()}; expected {expected}: quantise it again, from finite weights"
         )
 
 
 def dense(weight: Any, dtype: torch.dtype, *, again: bool = False) -> Tensor:
-    """Returns a weight in ``dtype``; of a quantised one a copy, each element rounded once.
-
-    Args:
-        again: whether the forward pass has made this copy too, and let go of it.
-    """
+    """Returns a weight in ``dtype``; for a quantised weight a copy, with each element rounded once.
+    ``again`` says that the forward pass made the same copy and freed it."""
     if not is_quantised(weight):
         return weight if weight.dtype == dtype else weight.to(dtype)
-    stored = _stored(weight, again)
+    stored = _codes_tensor(weight, again)
     if isinstance(weight, Bits4) and dtype != torch.float64:
         return _bits4_rows(weight, stored, _bits4_scales(weight), 0, weight.shape[0], dtype)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -193,8 +194,8 @@ def dense(weight: Any, dtype: torch.dtype, *, again: bool = False) -> Tensor:
 
 
 def has_codes(weight: Any) -> bool:
-    """Returns whether `codes` takes a quantised weight: one of four bits, each of whose rows, and
-    runs that share a scale, begins with a byte."""
+    """Returns whether `codes` accepts a quantised weight: it has 4 bits, and each row and run
+    begins with a byte."""
     is_even = weight.shape[1] % 2 == 0
     if type(weight).__name__ == "NF4Tensor":
         return is_even and weight.block_size % 2 == 0
@@ -202,8 +203,7 @@ def has_codes(weight: Any) -> bool:
 
 
 def codes(weight: Any) -> Codes:
-    """Returns the codes of a weight that has them, and its scales, dequantised if they are
-    quantised themselves."""
+    """Returns the codes and the scales of a 4-bit weight; quantised scales are dequantised."""
     if isinstance(weight, Bits4):
         levels, run = weight.state.code, weight.state.blocksize
         return Codes(weight.packed, levels.float(), _bits4_scales(weight), run)
@@ -211,24 +211,26 @@ def codes(weight: Any) -> Codes:
     return Codes(weight.quantized_data, weight.nf4.float(), scales, weight.block_size)
 
 
-def _stored(weight: Any, again: bool) -> Tensor:
-    """Returns the tensor that a quantised weight has in memory beside its scales."""
+def _codes_tensor(weight: Any, again: bool) -> Tensor:
+    """Returns the tensor of codes of a quantised weight."""
     if isinstance(weight, Bits4):
         stored = weight.packed
     else:
         stored = weight.quantized_data if type(weight).__name__ == "NF4Tensor" else weight.qdata
     if again and torch.compiler.is_compiling():
-        # Read by another expression: of equal ones a compiler makes one, and would keep the
-        # forward pass' copy of every weight for the backward pass.
+        # Read the codes through a different expression than the forward pass. A compiler would
+        # merge two equal expressions and keep the forward pass's copy of every weight for the
+        # backward pass.
         return stored[None][0]
     return stored
 
 
 def _blocks(weight: Any, stored: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Yields (first row, some rows of a quantised weight [out, in]) in ``dtype``."""
+    """Yields (index of the first row, a block of rows in ``dtype``) of a quantised weight [out,
+    in]."""
     (out_features, in_features), scales, step = weight.shape, None, 1
     if isinstance(weight, Bits4):
-        # Of so many rows each has whole runs.
+        # This many rows always contain whole runs.
         step = weight.state.blocksize // math.gcd(weight.state.blocksize, in_features)
         scales = _bits4_scales(weight)
     elif type(weight).__name__ == "NF4Tensor":
@@ -249,8 +251,8 @@ def _blockwise_rows(
 ) -> Tensor:
     values = stored[start:stop].to(dtype)
 
-    def spread(tiles: Tensor) -> Tensor:
-        """Returns for each element of the rows the number of its tile, in ``dtype``."""
+    def expand_tiles(tiles: Tensor) -> Tensor:
+        """Returns for each element of the rows the value of its tile, in ``dtype``."""
         height = weight.shape[0] // tiles.shape[0]
         rows = torch.arange(start, stop, device=tiles.device) // height
         width = weight.shape[1] // tiles.shape[1]
@@ -258,8 +260,8 @@ def _blockwise_rows(
 
     zero_point = getattr(weight, "zero_point", None)
     if zero_point is not None:
-        values = values - spread(zero_point)
-    return values * spread(weight.scale)
+        values = values - expand_tiles(zero_point)
+    return values * expand_tiles(weight.scale)
 
 
 def _nf4_scales(weight: Any) -> Tensor:
@@ -275,8 +277,8 @@ def _nf4_rows(
     packed = stored[start * width // 2 : stop * width // 2]
     codes = torch.stack([packed >> 4, packed & 15], dim=1).long()
     runs = weight.nf4.to(dtype)[codes].reshape(-1, block)
-    of_rows = scales[start * width // block : stop * width // block]
-    return (runs * of_rows[:, None]).reshape(stop - start, width)
+    run_scales = scales[start * width // block : stop * width // block]
+    return (runs * run_scales[:, None]).reshape(stop - start, width)
 
 
 def _bits4_scales(weight: Bits4) -> Tensor:
@@ -297,7 +299,7 @@ def _bits4_rows(
         scales[first // block : -(-last // block)],
         block,
         weight.state.quant_type,
-        # A run may be of two rows, which the kernel for CPUs takes no notice of.
+        # A run may span two rows, which the CPU kernel does not support: pass one long row.
         (1, last - first),
         dtype,
     )
@@ -306,12 +308,12 @@ def _bits4_rows(
 
 def norm(weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:
     """Returns ‖weight + scale · lora_b @ lora_a‖ per row of a quantised weight, in ``dtype``, block
-    by block: no [out, in] tensor of floats is made."""
-    found = [torch.empty(0, dtype=dtype, device=weight.device)]
+    by block: no [out, in] tensor of floats is created."""
+    norms = [torch.empty(0, dtype=dtype, device=weight.device)]
     a = lora_a.to(dtype)
-    for start, rows in _blocks(weight, _stored(weight, False), dtype):
+    for start, rows in _blocks(weight, _codes_tensor(weight, False), dtype):
         if scale != 0:
             b = lora_b[start : start + rows.shape[0]].to(dtype)
             rows = torch.addmm(rows, b, a, alpha=scale)
-        found.append(torch.linalg.vector_norm(rows, dim=1))
-    return torch.cat(found)
+        norms.append(torch.linalg.vector_norm(rows, dim=1))
+    return torch.cat(norms)

@@ -1,12 +1,12 @@
-"""The norm and the adapted projection of tensors that are sharded over processes.
+"""The norm and the adapted projection for DTensors, which are sharded over processes.
 
-Each process computes with what it holds, by the operators for one device. With the weight's inputs
-sharded, what a process has of
+Each process runs the operators for one device on its local tensors. If the weight's inputs are
+sharded, the local results are terms of a sum over processes:
 
     ‖W + sBA‖² = Σ_processes ‖W_p + sBA_p‖²        y = Σ_processes g∘x_p(W_p + sBA_p)ᵀ
 
-is a term of a sum: of the norm, [out] numbers travel; of y, whose epilogue is linear, what travels
-for the plain layer too. The bias is in the first process' term alone.
+The norm communicates [out] numbers. y is linear in the products, so it communicates no more than
+the plain layer. Only the first process adds the bias.
 """
 
 from collections.abc import Callable
@@ -19,118 +19,117 @@ from torch_dora.ops.shards import Placements
 
 
 def norm(
-    of_shard: Callable[..., Tensor],
+    compute_local: Callable[..., Tensor],
     root: Callable[[Tensor], Tensor],
     weight: Any,
     lora_a: Any,
     lora_b: Any,
 ) -> Any:
-    """Returns ‖weight + scale·lora_b lora_a‖; of DTensors a DTensor [out] that lies as the weight's
-    outputs.
+    """Returns ‖weight + scale·lora_b lora_a‖; for DTensors a DTensor [out], sharded like the
+    weight's outputs.
 
     Args:
-        of_shard: the norm of plain operands, in the order of the arguments that follow.
-        root: the square root of a plain tensor.
+        compute_local: computes the norm of plain weight, lora_a and lora_b.
+        root: computes the square root of a plain tensor.
         weight, lora_a, lora_b: [out, in], [r, in], [out, r], detached.
     """
     if not shards.is_sharded(weight, lora_a, lora_b):
-        return of_shard(weight, lora_a, lora_b)
+        return compute_local(weight, lora_a, lora_b)
     from torch.distributed.tensor import Partial
 
-    local = of_shard(*shards.local_matrices(weight, lora_a, lora_b))
-    rows = shards.along(weight, 0)
+    local = compute_local(*shards.local_matrices(weight, lora_a, lora_b))
+    rows = shards.placements_along(weight, 0)
     columns = [getattr(placement, "dim", None) == 1 for placement in weight.placements]
     if not any(columns):
-        return shards.joined(local, weight, rows, weight.shape[:1])
+        return shards.from_local(local, weight, rows, weight.shape[:1])
     pending = tuple(Partial() if is_in else row for is_in, row in zip(columns, rows, strict=True))
-    squares = shards.joined(local.square(), weight, pending, weight.shape[:1])
+    squares = shards.from_local(local.square(), weight, pending, weight.shape[:1])
     total = squares.redistribute(placements=rows).to_local()
-    return shards.joined(root(total), weight, rows, weight.shape[:1])
+    return shards.from_local(root(total), weight, rows, weight.shape[:1])
 
 
 class _Layout(NamedTuple):
-    """The placements of an operand, and of its gradient as a process computes it, axis by axis of
-    the mesh."""
+    """The placements of an operand and of its local gradient, per mesh axis."""
 
     placements: Placements
     gradient: Placements
 
 
-def projection(of_shard: Callable[..., Tensor], *operands: Any) -> Any:
-    """Returns the result of an adapted projection; of DTensors a DTensor: a pending sum over the
-    axes of the mesh that shard the weight's inputs, as that of the plain layer.
+def projection(compute_local: Callable[..., Tensor], *operands: Any) -> Any:
+    """Returns the result of an adapted projection.
+
+    For DTensors it is a DTensor, as for the plain layer: a pending sum over the mesh axes that
+    shard the weight's inputs.
 
     Args:
-        of_shard: the projection of plain operands.
+        compute_local: computes the projection of plain operands.
         operands: x, adapter_x [..., in] or None, weight, bias [out] or None, lora_a, lora_b, g.
     """
     if not shards.is_sharded(*operands):
-        return of_shard(*operands)
+        return compute_local(*operands)
     x, _, weight, bias, lora_a, lora_b, g = operands
-    shards.check_alike(x=x, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b, g=g)
-    layouts, of_y = _layouts(x, weight)
-    # Of x, adapter_x, weight, bias, lora_a, lora_b and g.
+    shards.check_same_mesh(x=x, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b, g=g)
+    layouts, y_placements = _layouts(x, weight)
+    # The layouts of x, adapter_x, weight, bias, lora_a, lora_b and g.
     names = ("x", "x", "weight", "out", "lora_a", "out", "out")
     local = [
-        None if one is None else _local(one, layouts[name])
-        for one, name in zip(operands, names, strict=True)
+        None if operand is None else _local(operand, layouts[name])
+        for operand, name in zip(operands, names, strict=True)
     ]
-    if local[3] is not None and not _is_first(weight):
+    if local[3] is not None and not _is_first_of_inputs(weight):
         local[3] = 0 * local[3]
-    y = of_shard(*local)
-    return shards.joined(y, weight, of_y, (*x.shape[:-1], weight.shape[0]))
+    y = compute_local(*local)
+    return shards.from_local(y, weight, y_placements, (*x.shape[:-1], weight.shape[0]))
 
 
 def _layouts(x: Any, weight: Any) -> tuple[dict[str, _Layout], Placements]:
-    """Returns the layouts of "x", "weight", "lora_a" and "out", which lora_b, g and the bias have;
-    and y's placements."""
+    """Returns the layouts of "x", "weight", "lora_a" and "out" (for lora_b, g and the bias), and
+    y's placements."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     last = x.ndim - 1
-    whole, pending = Replicate(), Partial()
+    replicated, pending = Replicate(), Partial()
     pairs: dict[str, list[tuple[Any, Any]]] = {"x": [], "weight": [], "lora_a": [], "out": []}
-    of_y = []
-    for of_x, of_weight in zip(x.placements, weight.placements, strict=True):
-        dim = getattr(of_weight, "dim", None)
+    y_placements = []
+    for x_placement, placement in zip(x.placements, weight.placements, strict=True):
+        dim = getattr(placement, "dim", None)
+        # (placement of the operand, placement of its gradient)
         if dim == 0:  # the weight's outputs are sharded
             axis = {
-                "x": (whole, pending),
-                "weight": (of_weight, of_weight),
-                "lora_a": (whole, pending),
-                "out": (of_weight, of_weight),
+                "x": (replicated, pending),
+                "weight": (placement, placement),
+                "lora_a": (replicated, pending),
+                "out": (placement, placement),
             }
-            of_y.append(Shard(last))
-        elif dim == 1:  # its inputs
+            y_placements.append(Shard(last))
+        elif dim == 1:  # the weight's inputs are sharded
             axis = {
                 "x": (Shard(last), Shard(last)),
-                "weight": (of_weight, of_weight),
-                "lora_a": (of_weight, of_weight),
-                "out": (whole, pending),
+                "weight": (placement, placement),
+                "lora_a": (placement, placement),
+                "out": (replicated, pending),
             }
-            of_y.append(pending)
-        else:
-            shards_rows = getattr(of_x, "dim", last) != last
-            rows = of_x if shards_rows else whole
-            shared = (whole, pending if shards_rows else whole)
+            y_placements.append(pending)
+        else:  # the weight is replicated
+            shards_rows = getattr(x_placement, "dim", last) != last
+            rows = x_placement if shards_rows else replicated
+            shared = (replicated, pending if shards_rows else replicated)
             axis = {"x": (rows, rows), "weight": shared, "lora_a": shared, "out": shared}
-            of_y.append(rows)
+            y_placements.append(rows)
         for name, pair in axis.items():
             pairs[name].append(pair)
-    layouts = {
-        name: _Layout(tuple(one for one, _ in each), tuple(one for _, one in each))
-        for name, each in pairs.items()
-    }
-    return layouts, tuple(of_y)
+    layouts = {name: _Layout(*zip(*rows, strict=True)) for name, rows in pairs.items()}
+    return layouts, tuple(y_placements)
 
 
 def _local(tensor: Any, layout: _Layout) -> Tensor:
-    # The redistribution's own gradient takes the sum that a pending one stands for.
-    placed = tensor.redistribute(placements=layout.placements)
-    return placed.to_local(grad_placements=layout.gradient)
+    # The gradient of redistribute reduces a pending sum.
+    redistributed = tensor.redistribute(placements=layout.placements)
+    return redistributed.to_local(grad_placements=layout.gradient)
 
 
-def _is_first(weight: Any) -> bool:
-    """Returns whether this process is the first of those that share the weight's inputs."""
+def _is_first_of_inputs(weight: Any) -> bool:
+    """Returns whether this process has the first shard of the weight's inputs."""
     return not any(
         weight.device_mesh.get_local_rank(axis)
         for axis, placement in enumerate(weight.placements)

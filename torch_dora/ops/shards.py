@@ -1,8 +1,8 @@
-"""Tensors whose parts lie in several processes: torch.distributed.tensor's DTensor.
+"""Helpers for torch.distributed.tensor's DTensor, whose parts are in several processes.
 
-An adapter lies as its weight does: lora_b [out, r] and magnitude [out] are sharded where the
-weight's outputs are, lora_a [r, in] where its inputs are, and the rank never is. What one process
-holds is then an adapted layer of its own.
+An adapter is sharded like its weight: lora_b [out, r] and magnitude [out] like the weight's
+outputs, lora_a [r, in] like its inputs. The rank is never sharded. So the local tensors of one
+process form an adapted layer too.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,44 +11,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch.distributed.tensor takes a second to import, and before somebody has imported it no tensor
-# is a DTensor: functions that need it import it themselves.
+# torch.distributed.tensor takes a second to import. Functions that need it import it themselves: no
+# tensor is a DTensor before somebody has imported it.
 type Mesh = Any
 type Placements = tuple[Any, ...]
 
 
 def is_sharded(*tensors: Tensor | None) -> bool:
-    """Returns whether one of the tensors is a DTensor, whatever its placements."""
+    """Returns whether any of the tensors is a DTensor, whatever its placements."""
     return any(hasattr(tensor, "device_mesh") for tensor in tensors)
 
 
-def check_alike(**tensors: Tensor | None) -> None:
-    """Checks that all tensors are DTensors on one mesh, and that only x is a pending sum."""
-    given: dict[str, Any] = {name: one for name, one in tensors.items() if one is not None}
-    plain = [name for name, one in given.items() if not is_sharded(one)]
+def check_same_mesh(**tensors: Tensor | None) -> None:
+    """Raises an error unless all tensors are DTensors on one mesh, of which only x may be a pending
+    sum."""
+    given: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    plain = [name for name, tensor in given.items() if not is_sharded(tensor)]
     if plain:
         others = ", ".join(name for name in given if name not in plain)
         raise TypeError(
             f"{', '.join(plain)}: plain, while {others}: a DTensor; expected all to be DTensors. "
-            "Call parallelize_module before apply_dora, which places the adapter as the weight "
-            "is placed, and let the layer's style, or DTensor.from_local, make x one"
+            "Call parallelize_module before apply_dora, which shards the adapter like the weight, "
+            "and make x a DTensor with the layer's style or DTensor.from_local"
         )
-    first, mesh = next((name, one.device_mesh) for name, one in given.items())
-    for name, one in given.items():
-        if one.device_mesh != mesh:
+    first, mesh = next((name, tensor.device_mesh) for name, tensor in given.items())
+    for name, tensor in given.items():
+        if tensor.device_mesh != mesh:
             raise ValueError(
-                f"{name} lies on {one.device_mesh} and {first} on {mesh}; expected one mesh"
+                f"{name} is on {tensor.device_mesh} and {first} on {mesh}; expected one mesh"
             )
-        if name != "x" and any(placement.is_partial() for placement in one.placements):
+        if name != "x" and any(placement.is_partial() for placement in tensor.placements):
             raise NotImplementedError(
-                f"{name} has the placements {one.placements}, a sum that is still to be taken; "
-                "expected Shard and Replicate: call redistribute on it"
+                f"{name} has the placements {tensor.placements}, a pending sum; expected Shard and "
+                "Replicate: call redistribute on it"
             )
 
 
-def along(weight: Any, dim: int) -> Placements:
-    """Returns the placements of a tensor that is sharded over axis ``dim`` as ``weight`` is, and
-    over no other axis."""
+def placements_along(weight: Any, dim: int) -> Placements:
+    """Returns the placements of a tensor whose axis ``dim`` is sharded like ``weight``'s axis
+    ``dim``, and no other axis."""
     from torch.distributed.tensor import Replicate
 
     return tuple(
@@ -57,9 +58,9 @@ def along(weight: Any, dim: int) -> Placements:
     )
 
 
-def empty_beside(weight: Any, shape: tuple[int, ...], dim: int | None, dtype: torch.dtype) -> Any:
-    """Returns an uninitialised tensor of ``shape`` whose axis ``dim`` is one of ``weight``'s axes
-    and lies as that does; plain beside a plain weight, whatever ``dim``."""
+def empty_adapter(weight: Any, shape: tuple[int, ...], dim: int | None, dtype: torch.dtype) -> Any:
+    """Returns an uninitialised tensor of ``shape`` whose axis ``dim`` is sharded like the same axis
+    of ``weight``; for a plain weight, a plain tensor."""
     if not is_sharded(weight):
         return torch.empty(shape, dtype=dtype, device=weight.device)
     if dim is None:
@@ -72,31 +73,32 @@ def empty_beside(weight: Any, shape: tuple[int, ...], dim: int | None, dtype: to
     sizes = list(shape)
     sizes[dim] = local.shape[dim]
     empty = torch.empty(sizes, dtype=dtype, device=local.device)
-    return joined(empty, weight, along(weight, dim), shape)
+    return from_local(empty, weight, placements_along(weight, dim), shape)
 
 
 def local_matrices(weight: Any, lora_a: Any, lora_b: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what this process holds of the weight [out, in], and what belongs to it of lora_a
-    [r, in] and lora_b [out, r]: the adapter's parts move where they lie otherwise, the weight
-    never. Plain tensors are returned as they are."""
+    """Returns this process's part of the weight [out, in], and the matching parts of lora_a [r, in]
+    and lora_b [out, r].
+
+    The adapter is redistributed if needed, the weight never. Plain tensors are returned unchanged.
+    """
     if not is_sharded(weight, lora_a, lora_b):
         return weight, lora_a, lora_b
-    check_alike(weight=weight, lora_a=lora_a, lora_b=lora_b)
-    lora_a = lora_a.redistribute(placements=along(weight, 1))
-    lora_b = lora_b.redistribute(placements=along(weight, 0))
+    check_same_mesh(weight=weight, lora_a=lora_a, lora_b=lora_b)
+    lora_a = lora_a.redistribute(placements=placements_along(weight, 1))
+    lora_b = lora_b.redistribute(placements=placements_along(weight, 0))
     return weight.to_local(), lora_a.to_local(), lora_b.to_local()
 
 
 def local_rows(tensor: Any, weight: Any) -> Tensor:
-    """Returns the part of ``tensor`` [out] that belongs to this process' rows of ``weight`` [out,
-    in]."""
+    """Returns the part of ``tensor`` [out] for this process's rows of ``weight`` [out, in]."""
     if not is_sharded(tensor):
         return tensor
-    return tensor.redistribute(placements=along(weight, 0)).to_local()
+    return tensor.redistribute(placements=placements_along(weight, 0)).to_local()
 
 
-def joined(local: Tensor, like: Any, placements: Placements, shape: Iterable[int]) -> Any:
-    """Returns the DTensor of ``shape`` on the mesh of ``like`` whose part here is ``local``."""
+def from_local(local: Tensor, like: Any, placements: Placements, shape: Iterable[int]) -> Any:
+    """Returns the DTensor of ``shape`` on the mesh of ``like`` whose local part is ``local``."""
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size(shape)
@@ -104,19 +106,19 @@ def joined(local: Tensor, like: Any, placements: Placements, shape: Iterable[int
     return DTensor.from_local(local, like.device_mesh, placements, shape=shape, stride=strides)
 
 
-def whole(tensor: Any) -> Tensor:
-    """Returns a detached plain tensor with all parts of ``tensor``: all processes call this. A
-    plain one is returned as it is."""
+def full_tensor(tensor: Any) -> Tensor:
+    """Returns the full ``tensor``, detached and gathered if it is a DTensor: all processes must
+    call this. A plain tensor is returned unchanged."""
     if not is_sharded(tensor):
         return tensor
-    # What is offloaded to the CPU is gathered by the mesh's own devices.
+    # A tensor that is offloaded to the CPU is gathered on the mesh's own devices.
     return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
 
 
 @torch.no_grad()
 def fill(tensor: Any, value: Tensor, *, from_first: bool = False) -> None:
-    """Copies the whole ``value`` into ``tensor``: each process its part, of its own value or, with
-    ``from_first``, of the mesh's first process'."""
+    """Copies the full ``value`` into ``tensor``. Each process takes its part from its own ``value``
+    or, with ``from_first``, from that of the mesh's first process."""
     if not is_sharded(tensor):
         tensor.copy_(value)
         return
@@ -136,8 +138,8 @@ def fill(tensor: Any, value: Tensor, *, from_first: bool = False) -> None:
 
 
 def initialize(tensor: Any, draw: Callable[[Tensor], Any]) -> None:
-    """Lets ``draw`` fill ``tensor`` in place, by the random numbers of the mesh's first process:
-    the numbers do not depend on how the tensor is sharded."""
+    """Fills ``tensor`` in place with ``draw``, using the random numbers of the mesh's first
+    process. So the numbers do not depend on how the tensor is sharded."""
     if not is_sharded(tensor):
         draw(tensor)
         return
@@ -146,27 +148,27 @@ def initialize(tensor: Any, draw: Callable[[Tensor], Any]) -> None:
     fill(tensor, value, from_first=True)
 
 
-def placed(tensor: Tensor, like: Any) -> Any:
-    """Returns ``tensor``, of ``like``'s shape, lying as ``like`` does; every process has all of a
-    plain one."""
+def place_like(tensor: Tensor, like: Any) -> Any:
+    """Returns the full ``tensor`` sharded like ``like``, which has the same shape; all processes
+    must have the full tensor."""
     if is_sharded(tensor) or not is_sharded(like):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
 
     everywhere = [Replicate()] * like.device_mesh.ndim
-    spread = DTensor.from_local(tensor, like.device_mesh, everywhere)
-    return spread.redistribute(placements=like.placements)
+    replicated = DTensor.from_local(tensor, like.device_mesh, everywhere)
+    return replicated.redistribute(placements=like.placements)
 
 
-def mesh_of(tensors: Iterable[Any]) -> Mesh | None:
-    """Returns the largest mesh that one of the tensors lies on; None if all are plain."""
+def largest_mesh(tensors: Iterable[Any]) -> Mesh | None:
+    """Returns the largest mesh of these tensors, or None if all are plain."""
     meshes = [tensor.device_mesh for tensor in tensors if is_sharded(tensor)]
     return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 
-def by_first(mesh: Mesh | None, function: Callable[[], Any]) -> None:
-    """Calls ``function`` in the first process of ``mesh``, for which the others wait; without a
-    mesh, here."""
+def run_on_first(mesh: Mesh | None, function: Callable[[], Any]) -> None:
+    """Calls ``function`` in the first process of ``mesh`` while the others wait; without a mesh,
+    calls it here."""
     if mesh is None:
         function()
         return
@@ -183,4 +185,4 @@ def by_first(mesh: Mesh | None, function: Callable[[], Any]) -> None:
     if failure is not None:
         raise failure
     if failures.item():
-        raise RuntimeError("the first process of the mesh failed; its own error says why")
+        raise RuntimeError("the first process of the mesh failed; see the error of that process")

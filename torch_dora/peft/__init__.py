@@ -1,4 +1,4 @@
-"""Hugging Face PEFT adapter folders, read into and written from torch models.
+"""Loads Hugging Face PEFT adapter folders into torch models, and saves them.
 
 model = torch_dora.peft.load_adapter(model, "folder")
 torch_dora.peft.save_adapter(model, "another")

@@ -1,4 +1,4 @@
-"""Lists the layers and parameters of a torch model that PEFT's files speak of."""
+"""Lists the layers and parameters of a torch model that PEFT's files refer to."""
 
 import logging
 from collections.abc import Mapping, Set
@@ -21,26 +21,23 @@ from torch_dora.layers import (
 )
 from torch_dora.layers.conv import CONVOLUTIONS
 from torch_dora.layers.linear import is_conv1d
-from torch_dora.ops.quantised import matrix
+from torch_dora.ops.quantised import as_matrix
 
 _LOG = logging.getLogger(__name__)
-_HELD = "is the out_proj of a MultiheadAttention, which reads its weight and never calls it"
+_NEVER_CALLED = "is the out_proj of a MultiheadAttention, which reads its weight and never calls it"
 
 
 def layers_of(model: nn.Module) -> dict[str, Layer]:
-    """Returns every layer that can be adapted or is, by its module's name."""
+    """Returns every layer that is adapted or can be, by its module's name."""
     check_model(model, inside=WRAPPERS)
     refuse_peft(model)
-    found = {}
-    for name, module in named_modules(model):
-        if (layer := _layer(name, module)) is not None:
-            found[name] = layer
-    return found
+    layers = ((name, _layer(name, module)) for name, module in named_modules(model))
+    return {name: layer for name, layer in layers if layer is not None}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns every parameter and buffer of the base model, by its name; under each name, if
-    shared."""
+    """Returns every parameter and buffer of the base model by name; a shared one under each of its
+    names."""
     adapters = {
         f"{name}.{attribute}"
         for name, module in named_modules(model, remove_duplicate=False)
@@ -52,14 +49,16 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def outline(layers: Mapping[str, Layer], parameters: Mapping[str, Tensor]) -> Outline:
-    """Returns the outline that a folder is fitted to, from what `layers_of` and `parameters_of`
-    return."""
+    """Returns the outline that a folder is matched against, from the results of `layers_of` and
+    `parameters_of`."""
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    return Outline(list(layers.values()), shapes, {n: id(one) for n, one in parameters.items()})
+    ids = {name: id(tensor) for name, tensor in parameters.items()}
+    return Outline(list(layers.values()), shapes, ids)
 
 
-def tell_of_shared(model: nn.Module, adapted: Set[str]) -> None:
-    """Logs which of the layers of these names PEFT would adapt in a part of the calls alone."""
+def warn_of_shared(model: nn.Module, adapted: Set[str]) -> None:
+    """Warns about the layers in ``adapted`` that are shared: PEFT would adapt them under one name
+    only."""
     shared = [
         ", ".join(names)
         for _, names in modules_with_names(model)
@@ -67,8 +66,8 @@ def tell_of_shared(model: nn.Module, adapted: Set[str]) -> None:
     ]
     if shared:
         _LOG.warning(
-            "each of these layers is one module of several names, and adapted wherever it is "
-            "called; PEFT adapts it under its first name alone:%s",
+            "each of these layers is one module with several names, and adapted wherever it is "
+            "called; PEFT adapts it under its first name only:%s",
             listing(shared),
         )
 
@@ -80,23 +79,24 @@ def _layer(name: str, module: Any) -> Layer | None:
     if isinstance(module, DoRALinear):
         return Layer(name, "linear", module.lora_a.shape[1], module.lora_b.shape[0])
     if isinstance(module, nn.Linear):
-        width, features = matrix(module.weight).shape
-        is_held = isinstance(module, NonDynamicallyQuantizableLinear)
-        return Layer(name, "linear", features, width, refusals=(_HELD,) if is_held else ())
+        width, features = as_matrix(module.weight).shape
+        never_called = isinstance(module, NonDynamicallyQuantizableLinear)
+        refusals = (_NEVER_CALLED,) if never_called else ()
+        return Layer(name, "linear", features, width, refusals=refusals)
     if isinstance(module, nn.Embedding | DoRAEmbedding):
         vocabulary, width = module.weight.shape
         return Layer(name, "embedding", vocabulary, width)
     if isinstance(module, (*CONVOLUTIONS, DoRAConv)):
         base = module.settings if isinstance(module, DoRAConv) else module
         width, _, *window = module.weight.shape
-        mode = base.padding_mode if _pads(base) else "zeros"
+        mode = base.padding_mode if _has_padding(base) else "zeros"
         refusals = convolution_refusals(base.groups, window, base.dilation, mode)
         return Layer(name, "conv", base.in_channels, width, tuple(window), refusals)
     return None
 
 
-def _pads(convolution: Any) -> bool:
-    """Returns whether it reads anything beside its input."""
+def _has_padding(convolution: Any) -> bool:
+    """Returns whether the convolution pads its input."""
     padding = convolution.padding
     if padding == "same":
         return any(size > 1 for size in convolution.kernel_size)

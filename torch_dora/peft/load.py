@@ -1,4 +1,4 @@
-"""A PEFT folder into a torch model."""
+"""Loads a PEFT folder into a torch model."""
 
 import copy
 import functools
@@ -14,10 +14,10 @@ from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, open_folder
 from torch_dora.adapt import DoRARule
-from torch_dora.adapt.apply import adapt, refuse, replace
+from torch_dora.adapt.apply import adapt, check_adaptable, replace_modules
 from torch_dora.layers import DoRALayer, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, outline, parameters_of, tell_of_shared
+from torch_dora.peft.layers import layers_of, outline, parameters_of, warn_of_shared
 
 
 def load_adapter(
@@ -29,45 +29,46 @@ def load_adapter(
     dropout_mode: DropoutMode | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Puts the adapter of a PEFT folder into ``model``, in place.
+    """Loads the adapter of a PEFT folder into ``model``, in place.
 
         model = load_adapter(model, "folder")
 
-    Everything in the folder finds its place before anything is made, and everything is made and
-    read before ``model`` is changed. Afterwards the adapter is trainable, and so is what the folder
-    holds whole (modules_to_save, biases), which is cast to the model's dtypes; the rest is frozen,
-    rows of single tokens (trainable_token_indices) included. A module of modules_to_save whose
-    weight is tied to another gets a copy of its own, as in PEFT. What an earlier folder replaced in
-    the base model stays as that folder had it; a warning is logged of what ``save_adapter`` has to
-    be given to store it again.
-
-    A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
+    The folder is checked against the model, read, and converted completely before ``model`` is
+    changed. A LoRA folder becomes the DoRA adapter that computes the same: its magnitude is its
     norm.
 
-    Of a model that is sharded all processes call this and read the folder. One that FSDP holds
-    keeps its layers: they need adapters of the folder's rank and alpha, whose values become the
-    folder's.
+    Afterwards these parameters are trainable: the adapter, and the parameters that the folder
+    stores whole (modules_to_save, biases), which are cast to the model's dtypes. All others are
+    frozen, including rows of single tokens (trainable_token_indices). A module of modules_to_save
+    whose weight is tied to another module gets its own copy, as in PEFT.
+
+    What an earlier folder replaced in the base model is not restored; a warning lists what
+    ``save_adapter`` needs to store it again.
+
+    If the model is sharded, all processes must call this function and read the folder. Layers that
+    FSDP manages are not replaced: they need adapters of the folder's rank and alpha, which then get
+    the folder's values.
 
     Args:
-        model: plain, or with an adapter, in whose place the folder's comes.
-        folder: holds adapter_config.json and adapter_model.safetensors.
-        adapter: the adapter's name, where the files lie in a subfolder of that name, or the keys
-            have it.
-        adapter_dtype: of lora_a and lora_b; by default that of the file.
-        dropout_mode: where the folder's lora_dropout is not 0; by default as in PEFT, "input" for
-            DoRA and "adapter" for LoRA. As always, ``model.eval()`` turns dropout off.
-        implementation: of the operators, as :class:`~torch_dora.DoRALinear`'s.
+        model: a plain model, or one with an adapter, which the folder's adapter replaces.
+        folder: has adapter_config.json and adapter_model.safetensors.
+        adapter: the adapter's name, if the files are in a subfolder of that name or the tensors'
+            keys contain it.
+        adapter_dtype: the dtype of lora_a and lora_b; by default that of the file.
+        dropout_mode: used if the folder's lora_dropout is not 0; by default as in PEFT, "input" for
+            DoRA and "adapter" for LoRA. ``model.eval()`` turns dropout off as usual.
+        implementation: of the operators, as in :class:`~torch_dora.DoRALinear`.
 
     Returns:
         ``model``.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no such folder or adapter, or a file is
-            missing from it.
-        ValueError: a file is damaged; a tensor has no place in the model or another shape than it,
-            or one is missing, or is not finite. What is wrong is listed.
-        NotImplementedError: the configuration asks for something that is not supported; parameters
-            are on the meta device or offloaded; FSDP holds layers that would have to be replaced.
+            missing.
+        ValueError: a file is damaged; a tensor has no place in the model, has another shape, is
+            missing or is not finite. The message lists the problems.
+        NotImplementedError: the configuration has an unsupported setting; parameters are on the
+            meta device or offloaded; FSDP manages layers that would have to be replaced.
         TypeError: an argument or a field of the configuration has the wrong type.
     """
     if adapter_dtype is not None:
@@ -83,7 +84,7 @@ def load_adapter(
         )
         trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
-            wholes = {
+            full_values = {
                 name: source.checked(
                     name, source.read_parameter(name, keys).to(parameters[name].dtype)
                 )
@@ -94,32 +95,34 @@ def load_adapter(
                 for name, (key, at) in fit.tokens.items()
             }
             new = _make_layers(model, source, fit, adapter_dtype, dropout_mode, implementation)
-            stays = [(name, one) for name, one in dora_layers(model) if id(one) not in new]
+            unchanged = [
+                (name, layer) for name, layer in dora_layers(model) if id(layer) not in new
+            ]
             values = [
-                (one, _values(one, source, fit.adapters[name], adapter_dtype is None))
-                for name, one in stays
+                (layer, _read_values(layer, source, fit.adapters[name], adapter_dtype is None))
+                for name, layer in unchanged
             ]
         except BaseException:
             for parameter, was in trainable.items():
                 parameter.requires_grad_(was)
             raise
     source.warn_about_replaced(fit, model_outline)
-    tell_of_shared(model, fit.adapters.keys())
-    replace(model, new)
+    warn_of_shared(model, fit.adapters.keys())
+    replace_modules(model, new)
     for layer, tensors in values:
-        _fill(layer, tensors)
+        _set_values(layer, tensors)
     for name in fit.untied:
         _untie(model, name)
     parameters = parameters_of(model)
-    for name, value in wholes.items():
+    for name, value in full_values.items():
         shards.fill(parameters[name], value)
     for name, (indices, value) in rows.items():
-        whole = shards.whole(parameters[name]).detach().clone()
+        whole = shards.full_tensor(parameters[name]).detach().clone()
         whole[indices] = value.to(whole)
         shards.fill(parameters[name], whole)
     stored = {
         id(parameters[name])
-        for name in wholes
+        for name in full_values
         if source.config.stores(name, of_adapted_layer=name.rpartition(".")[0] in fit.adapters)
     }
     for _, layer in dora_layers(model):
@@ -137,49 +140,56 @@ def _make_layers(
     dropout_mode: DropoutMode | None,
     implementation: str | None,
 ) -> dict[int, nn.Module]:
-    """Returns, by the id of the module in whose place it comes, a new DoRA layer for every module
-    that the folder has an adapter for, and the base layer of every other that has one now; nothing
-    for a layer that FSDP holds, which stays. The model is not changed."""
+    """Returns the new modules, by the ids of the modules that they replace. The model is not
+    changed.
+
+    These are a new DoRA layer for every adapter of the folder, and the base layer for every other
+    layer that is adapted now. A layer that FSDP manages is unchanged, and not in the result.
+    """
     modules: dict[str, Any] = dict(named_modules(model, remove_duplicate=False))
     rules = {}
-    for name, one in fit.adapters.items():
-        dtypes = (getattr(torch, dtype) for dtype in source.dtypes(one))
+    for name, adapter in fit.adapters.items():
+        dtypes = (getattr(torch, dtype) for dtype in source.dtypes(adapter))
         rules[name] = DoRARule(
             re.escape(name),
-            **source.options(one, dropout_mode),
+            **source.options(adapter, dropout_mode),
             adapter_dtype=adapter_dtype or functools.reduce(torch.promote_types, dtypes),
             implementation=implementation,
         )
-    stays = {name for name, rule in rules.items() if _stays(modules[name], rule)}
+    unchanged = {name for name, rule in rules.items() if _is_unchanged(modules[name], rule)}
     bases = {name: modules[name] for name in fit.adapters}
-    bases |= {name: one.base.train(one.training) for name, one in dora_layers(model)}
+    bases |= {name: layer.base.train(layer.training) for name, layer in dora_layers(model)}
     placement.refuse_fsdp(
-        [(name, modules[name]) for name in bases if name not in stays]
+        [(name, modules[name]) for name in bases if name not in unchanged]
         + [(name, modules[name.rpartition(".")[0]]) for name in fit.untied],
         "load_adapter before fully_shard, or call apply_dora before it with the folder's layers, "
         "rank, alpha and dropout",
     )
-    refuse(model, [(bases[name], (name,)) for name in fit.adapters if name not in stays])
-    new = {id(modules[name]): base for name, base in bases.items() if name not in stays}
+    check_adaptable(
+        model, [(bases[name], (name,)) for name in fit.adapters if name not in unchanged]
+    )
+    new = {id(modules[name]): base for name, base in bases.items() if name not in unchanged}
     for name, rule in rules.items():
-        if name not in stays:
+        if name not in unchanged:
             layer = new[id(modules[name])] = adapt(bases[name], name, rule)
-            _fill(layer, _values(layer, source, fit.adapters[name], adapter_dtype is None))
+            _set_values(
+                layer, _read_values(layer, source, fit.adapters[name], adapter_dtype is None)
+            )
             norm = layer.norm() if source.config.use_dora else layer.magnitude
-            source.check_norm(name, shards.whole(norm))
+            source.check_norm(name, shards.full_tensor(norm))
     return new
 
 
-def _stays(module: Any, rule: DoRARule) -> bool:
-    """Returns whether FSDP holds ``module``, and it is the layer that ``rule`` would make."""
+def _is_unchanged(module: Any, rule: DoRARule) -> bool:
+    """Returns whether FSDP manages ``module`` and the module has the settings of ``rule``."""
     if not (placement.is_in_fsdp(module) and isinstance(module, DoRALayer)):
         return False
     settings = ["rank", "alpha", "use_rslora", "dropout"] + ["dropout_mode"] * (rule.dropout > 0)
     return all(getattr(module, name) == getattr(rule, name) for name in settings)
 
 
-def _values(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> dict[str, Tensor]:
-    """Returns the folder's tensors for ``layer``; of a LoRA folder no magnitude."""
+def _read_values(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> dict[str, Tensor]:
+    """Returns the folder's tensors for ``layer``; a LoRA folder has no magnitude."""
     values = {}
     for name in ("lora_a", "lora_b"):
         key, parameter = adapter.keys[name], getattr(layer, name)
@@ -192,7 +202,7 @@ def _values(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> dict
     return values
 
 
-def _fill(layer: Any, values: Mapping[str, Tensor]) -> None:
+def _set_values(layer: Any, values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         shards.fill(getattr(layer, name), value)
     if "magnitude" not in values:
@@ -200,11 +210,11 @@ def _fill(layer: Any, values: Mapping[str, Tensor]) -> None:
 
 
 def _untie(model: nn.Module, name: str) -> None:
-    """Gives the parameter ``name`` an array of its own, and its module too where it is shared."""
+    """Gives the parameter ``name`` its own tensor, and its own module if the module is shared."""
     path, _, attribute = name.rpartition(".")
     modules = list(named_modules(model, remove_duplicate=False))
     module = dict(modules)[path]
-    if sum(module is one for _, one in modules) > 1:
+    if sum(module is other for _, other in modules) > 1:
         module = copy.copy(module)
         module._parameters = dict(module._parameters)
         parent, _, last = path.rpartition(".")

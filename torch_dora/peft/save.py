@@ -1,4 +1,4 @@
-"""A torch model's adapter into a PEFT folder."""
+"""Saves a torch model's adapter as a PEFT folder."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ from dora_common.peft.save import Adapted, Source
 from dora_common.rules import listing
 from torch_dora.layers import DoRAConv1D, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, outline, parameters_of, tell_of_shared
+from torch_dora.peft.layers import layers_of, outline, parameters_of, warn_of_shared
 
 
 @torch.no_grad()
@@ -33,26 +33,27 @@ def save_adapter(
     overwrite: bool = False,
 ) -> None:
     """Writes the adapter of ``model`` as a PEFT folder: adapter_config.json and
-    adapter_model.safetensors, which PEFT loads, and computes the same with.
+    adapter_model.safetensors.
 
-    The folder appears whole or not at all. Of a model that is sharded, by FSDP or as DTensors, all
-    processes call this, and the first one writes; of any other, call it in one process.
+    PEFT loads the folder and computes the same result. A failed call leaves no partial folder. If
+    the model is sharded, by FSDP or as DTensors, all processes must call this function, and the
+    first one writes. For any other model, call it in one process.
 
     Args:
-        model: with adapters.
-        folder: made if it is not there.
-        use_dora: False writes a LoRA adapter, for which every magnitude has to be its norm.
-        modules_to_save: ends of the names of modules to store whole; of modules that share a
-            weight, all or none.
-        trainable_token_indices: rows to store of embeddings, by the ends of their names; or the
-            rows alone, where the model has one embedding.
-        bias: "none", or the biases to store: "all", or "lora_only" for those of adapted layers.
-        base_model_name_or_path, task_type: for whoever reads the folder; PEFT's task types are
+        model: a model with adapters.
+        folder: created if it does not exist.
+        use_dora: False writes a LoRA adapter; every magnitude must then equal its norm.
+        modules_to_save: modules to store whole, by the ends of their names; of modules that share a
+            weight, name all or none.
+        trainable_token_indices: rows of embeddings to store, by the ends of the embeddings' names;
+            or just the rows, if the model has one embedding.
+        bias: the biases to store: "none", "all", or "lora_only" for those of adapted layers.
+        base_model_name_or_path, task_type: stored for readers of the folder; PEFT's task types are
             "CAUSAL_LM", "SEQ_CLS" and so on.
-        dtype: of lora_a, lora_b and magnitude in the file: float16, bfloat16, float32 or float64;
-            by default each has its own.
-        config: written as it is instead of one made from the model and the arguments above; it has
-            to say the same as the model.
+        dtype: the dtype of lora_a, lora_b and magnitude in the file: float16, bfloat16, float32 or
+            float64; by default each tensor keeps its own.
+        config: written as it is, instead of one built from the model and the arguments above; it
+            must agree with the model.
         overwrite: replace an adapter that is in the folder.
 
     Raises:
@@ -61,8 +62,8 @@ def save_adapter(
             not fit the model; a name matches no module; a parameter that requires a gradient would
             not be stored; a number is not finite, or not in ``dtype``.
         NotImplementedError: a convolution has groups, dilation or a padding that PEFT does not
-            honour; accelerate has offloaded a layer, or it is on the meta device.
-        RuntimeError: the process that writes failed, in the others.
+            respect; a layer is offloaded by accelerate or on the meta device.
+        RuntimeError: writing failed in the first process; raised in the other processes.
         TypeError: an argument has the wrong type.
     """
     if dtype is not None:
@@ -71,32 +72,32 @@ def save_adapter(
     modules = dict(dora_layers(model))
     if not modules:
         raise ValueError(
-            "model has no adapter; expected one with DoRA layers, as torch_dora.apply_dora makes it"
+            "model has no adapter; expected a model with DoRA layers, as from torch_dora.apply_dora"
         )
     placement.refuse_offloaded(modules.items())
     placement.refuse_meta(
-        (f"{name}.{attribute}", getattr(one, attribute))
-        for name, one in modules.items()
+        (f"{name}.{attribute}", getattr(layer, attribute))
+        for name, layer in modules.items()
         for attribute in ADAPTER_NAMES
     )
     parameters = parameters_of(model)
-    mesh = shards.mesh_of(model.parameters())
+    mesh = shards.largest_mesh(model.parameters())
 
     def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        # A copy: safetensors takes no two tensors in one piece of memory.
-        return shards.whole(tensor).detach().to("cpu", dtype, copy=True).contiguous()
+        # A copy, since safetensors does not accept two tensors that share memory.
+        return shards.full_tensor(tensor).detach().to("cpu", dtype, copy=True).contiguous()
 
     source = Source(
         outline=outline(layers, parameters),
         adapted={
-            name: Adapted(layers[name], one.rank, one.alpha, one.use_rslora, one.dropout)
-            for name, one in modules.items()
+            name: Adapted(layers[name], layer.rank, layer.alpha, layer.use_rslora, layer.dropout)
+            for name, layer in modules.items()
         },
         modules=[name for name, _ in named_modules(model)],
         read=lambda name: stored(parameters[name]),
         read_adapter=lambda name, attribute: stored(getattr(modules[name], attribute), dtype),
         is_lora=lambda name: torch.equal(
-            shards.whole(modules[name].norm()), shards.whole(modules[name].magnitude)
+            shards.full_tensor(modules[name].norm()), shards.full_tensor(modules[name].magnitude)
         ),
     )
     config = source.config(
@@ -110,16 +111,20 @@ def save_adapter(
         task_type=task_type,
     )
     _refuse_to_lose(parameters, config, modules)
-    tell_of_shared(model, modules.keys())
+    warn_of_shared(model, modules.keys())
     source.write(
-        folder, config, save_file, overwrite=overwrite, run=functools.partial(shards.by_first, mesh)
+        folder,
+        config,
+        save_file,
+        overwrite=overwrite,
+        run=functools.partial(shards.run_on_first, mesh),
     )
 
 
 def _refuse_to_lose(
     parameters: Mapping[str, Tensor], config: AdapterConfig, adapted: Collection[str]
 ) -> None:
-    """Raises ValueError that lists what is trained beside the adapters and not stored."""
+    """Raises ValueError that lists the trainable parameters that would not be stored."""
     paths = {name: name.rpartition(".")[0] for name in parameters}
     stored = {
         id(tensor)
@@ -127,10 +132,9 @@ def _refuse_to_lose(
         if config.stores(name, of_adapted_layer=paths[name] in adapted)
         or config.token_indices_of(paths[name])
     }
-    trained = [name for name, one in parameters.items() if one.requires_grad]
+    trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
     if lost := [name for name in trained if id(parameters[name]) not in stored]:
         raise ValueError(
-            "these parameters require a gradient, and the folder would be without them; name their "
-            "modules in modules_to_save (or pass bias), or call requires_grad_(False) on them:"
-            f"{listing(lost)}"
+            "these parameters require a gradient, but would not be stored; name their modules in "
+            f"modules_to_save (or pass bias), or call requires_grad_(False) on them:{listing(lost)}"
         )

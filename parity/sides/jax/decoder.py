@@ -1,4 +1,4 @@
-"""`jax_dora.models` with jax_dora, or without an adapter, on weights it is given."""
+"""`jax_dora.models` with jax_dora's layers, or without an adapter, on given weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from parity.sides.jax.operators import interpreted, to_jax, to_torch
 
 
 def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
-    """Returns the decoder's results, `jax_dora.DoRALinear` being every projection; "base" is the
-    decoder without adapters."""
+    """Returns the results of the decoder, in which every projection is a `jax_dora.DoRALinear`. The
+    implementation "base" is the decoder without adapters."""
     cuda = weights.tokens.is_cuda
     linear: Any = functools.partial(
         jax_dora.DoRALinear,
@@ -39,12 +39,12 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
         run.sizes.hf_config(run.layers, run.tokens),
         dtype=jnp.dtype(run.dtype),
         attention="cudnn" if cuda and run.dtype == "bfloat16" else "xla",
-        # The interpreter's callbacks are no part of what can be computed again.
+        # Rematerialisation does not support the interpreter's callbacks.
         remat=cuda,
     )
     abstract = nnx.eval_shape(lambda: CausalLM(config, linear=linear, rngs=nnx.Rngs(0)))
     graphdef, adapter, frozen = nnx.split(abstract, nnx.LoRAParam, ...)
-    adapter = with_adapter(adapter, weights.adapter, lambda one: to_jax(torch.stack(one)))
+    adapter = with_adapter(adapter, weights.adapter, lambda layers: to_jax(torch.stack(layers)))
     frozen, tokens = _with_weights(frozen, config, weights), to_jax(weights.tokens.int())
 
     def loss(adapter: Any, frozen: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -55,13 +55,13 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
         return -jnp.take_along_axis(scores, targets, axis=-1).mean(), logits
 
     program = jax.value_and_grad(loss, has_aux=True) if jax.tree.leaves(adapter) else loss
-    with _surroundings(run, weights, interpret=implementation == "mosaic" and not cuda):
-        # Triton's matrix products take XLA long to tune, and none of ours is among them.
+    with _decoder_context(run, weights, interpret=implementation == "mosaic" and not cuda):
+        # XLA takes long to tune Triton's matrix products, and none of ours are among them.
         options = {"xla_gpu_enable_triton_gemm": False} if cuda else {}
         arguments = (adapter, frozen, tokens)
         compiled = jax.jit(program).lower(*arguments).compile(compiler_options=options)
-        found = jax.block_until_ready(compiled(*arguments))
-    (value, logits), gradients = found if jax.tree.leaves(adapter) else (found, {})
+        results = jax.block_until_ready(compiled(*arguments))
+    (value, logits), gradients = results if jax.tree.leaves(adapter) else (results, {})
     by_name = {
         f"{projection}.{kind}": list(gradient)
         for projection, kinds in adapter_of(gradients, to_torch).items()
@@ -73,28 +73,34 @@ def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
 def with_adapter(
     state: Any, adapter: Mapping[str, Mapping[str, Any]], to_array: Callable[[Any], jax.Array]
 ) -> Any:
-    """Returns the state of a decoder's adapters with these values, which are in torch's layout: by
-    projection, then by name, what `to_array` makes an array [layers, …] of."""
+    """Returns the state of a decoder's adapters with the values of `adapter`.
 
-    def filled(path: tuple[Any, ...], variable: Any) -> Any:
+    Args:
+      adapter: values in torch's layout, by projection, then by name.
+      to_array: converts a value to an array [layers, …].
+    """
+
+    def fill(path: tuple[Any, ...], variable: Any) -> Any:
         *_, block, name, kind = path
-        array = _turned(to_array(adapter[f"{block}.{name}"][kind]))
+        array = _transposed(to_array(adapter[f"{block}.{name}"][kind]))
         if (array.shape, array.dtype) != (variable.shape, variable.dtype):
             raise ValueError(f"{path} is {variable.dtype}{variable.shape}; got {array.aval}")
         return variable.replace(array)
 
-    return nnx.from_flat_state([(p, filled(p, v)) for p, v in nnx.to_flat_state(state)])
+    return nnx.from_flat_state([(p, fill(p, v)) for p, v in nnx.to_flat_state(state)])
 
 
 def adapter_of(state: Any, convert: Callable[[jax.Array], Any]) -> dict[str, dict[str, Any]]:
-    """Returns what `with_adapter` was given, each array as `convert` makes it."""
-    found: dict[str, dict[str, Any]] = {}
+    """Returns the adapter values in a state, as `with_adapter` accepts them; `convert` converts
+    each array."""
+    adapter: dict[str, dict[str, Any]] = {}
     for (*_, block, name, kind), variable in nnx.to_flat_state(state) if state else ():
-        found.setdefault(f"{block}.{name}", {})[str(kind)] = _turned(convert(variable.get_value()))
-    return found
+        value = _transposed(convert(variable.get_value()))
+        adapter.setdefault(f"{block}.{name}", {})[str(kind)] = value
+    return adapter
 
 
-def _turned(array: Any) -> Any:
+def _transposed(array: Any) -> Any:
     return array.swapaxes(1, 2) if array.ndim == 3 else array
 
 
@@ -109,13 +115,13 @@ def _with_weights(state: Any, config: DecoderConfig, weights: Weights) -> Any:
 
 
 @contextlib.contextmanager
-def _surroundings(run: Run, weights: Weights, *, interpret: bool) -> Iterator[None]:
-    # A last place of a frequency is 10⁻⁴ of a radian at position 4096.
+def _decoder_context(run: Run, weights: Weights, *, interpret: bool) -> Iterator[None]:
+    # A unit in the last place of a frequency is 10⁻⁴ of a radian at position 4096.
     frequencies = rope_frequencies(run.sizes, weights.tokens.device).cpu().numpy()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(rope, "rotate", _rotate))
         stack.enter_context(mock.patch.object(rope, "frequencies", return_value=frequencies))
-        # jax.nn.dot_product_attention's own need in bf16.
+        # jax.nn.dot_product_attention needs this in bf16.
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         if run.dtype == "float32":
             stack.enter_context(jax.default_matmul_precision("highest"))
@@ -125,11 +131,11 @@ def _surroundings(run: Run, weights: Weights, *, interpret: bool) -> Iterator[No
 
 
 def _rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Rotates as transformers does, with cosine and sine rounded to the activations' dtype: in bf16
-    that is a larger error than all other rounding of the rotation, and no difference between the
-    frameworks."""
+    """Rotates as transformers does, with cosine and sine rounded to the activations' dtype. In bf16
+    this error is larger than all other rounding of the rotation, and it must not count as a
+    difference between the frameworks."""
     if x.dtype == jnp.bfloat16:
-        # A cast there and back XLA may drop.
+        # XLA may remove a cast to bf16 and back.
         cosine, sine = (jax.lax.reduce_precision(v, 8, 7) for v in (cosine, sine))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     halves = (first * cosine - second * sine, second * cosine + first * sine)

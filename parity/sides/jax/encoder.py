@@ -1,6 +1,6 @@
 """The encoder in flax.nnx: BERT (arXiv 1810.04805), mean pooling, unit-length embeddings.
 
-Its projections are `jax_dora.DoRALinear`, or the same in plain jnp.
+Its projections are `jax_dora.DoRALinear`, or the same computation in plain jnp.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Project = Callable[[str, nnx.Linear], nnx.Module]
 
 
 class Encoder(nnx.Module):
-    """`project(name, linear)` makes the module that stands for each of the 36 projections."""
+    """The sentence encoder; `project(name, linear)` creates the module for each of the 36
+    projections."""
 
     def __init__(self, project: Project, dtype: str = "float32") -> None:
         arrays = {
@@ -48,14 +49,14 @@ class Encoder(nnx.Module):
         )
 
     def __call__(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        """Takes ids and mask `[sentences, tokens]` to fp32 `[sentences, hidden]`."""
+        """Returns fp32 embeddings `[sentences, hidden]` for ids and mask `[sentences, tokens]`."""
         hidden = self.hidden(ids, mask).astype(jnp.float32)
         weight = mask[:, :, None].astype(jnp.float32)
         mean = (hidden * weight).sum(1) / weight.sum(1)
         return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
     def hidden(self, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        """Returns the last layer's states, `[sentences, tokens, hidden]`."""
+        """Returns the hidden states of the last layer, `[sentences, tokens, hidden]`."""
         words, positions, types = (
             self.weights[f"embeddings.{name}_embeddings.weight"][...]
             for name in ("word", "position", "token_type")
@@ -83,7 +84,7 @@ class Encoder(nnx.Module):
         return self._layer_norm(f"{prefix}.output", x + project("output.dense", wide))
 
     def _layer_norm(self, prefix: str, x: jax.Array) -> jax.Array:
-        # nnx.LayerNorm rounds to the parameters' dtype between its steps; torch's rounds once.
+        # nnx.LayerNorm rounds to the parameters' dtype between its steps; torch rounds once.
         scale, shift = (
             self.weights[f"{prefix}.LayerNorm.{name}"][...].astype(jnp.float32)
             for name in ("weight", "bias")
@@ -110,9 +111,9 @@ def adapted(
     implementation: str | Mapping[str, str] | None,
     device: str = "cpu",
 ) -> Encoder:
-    """Returns an encoder with the adapter in it, on JAX's default device.
+    """Returns an encoder with the adapter, on JAX's default device.
 
-    `implementation` is that of all projections, or of those named.
+    `implementation` is one for all projections, or a mapping from projections to implementations.
     """
     names = minilm.by_projection(implementation)
     options = {"rank": minilm.RANK, "alpha": minilm.SCALE * minilm.RANK, "rngs": nnx.Rngs(0)}
@@ -130,7 +131,7 @@ def adapted(
 
 
 def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:
-    """Runs one forward pass, and one backward if gradients are wanted."""
+    """Runs a forward pass and, if `gradients` is set, a backward pass."""
     vectors = {}
     with jax.default_matmul_precision("highest"):
         if gradients:
@@ -144,7 +145,7 @@ def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluati
 
 
 def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
-    """Returns the loss before every step, and the adapter after the last."""
+    """Returns the loss before every step, and the adapter after the last step."""
     adamw = optax.adamw(
         minilm.LEARNING_RATE, *minilm.BETAS, eps=minilm.ADAM_EPS, weight_decay=minilm.WEIGHT_DECAY
     )
@@ -176,7 +177,7 @@ def _arrays(batch: minilm.Batch) -> tuple[jax.Array, jax.Array]:
 
 
 def _adapter_of(state: nnx.State) -> Adapter:
-    """Returns the adapters in a state, as torch tensors in torch's layout."""
+    """Returns the adapters of a state, as torch tensors in torch's layout."""
     projections = state["projections"]
     return {
         name: {k: torch.tensor(np.asarray(projections[name][k][...]).T) for k in ADAPTER}
@@ -185,6 +186,6 @@ def _adapter_of(state: nnx.State) -> Adapter:
 
 
 def _linear(kernel: jax.Array, bias: jax.Array) -> nnx.Linear:
-    made = nnx.eval_shape(lambda: nnx.Linear(*kernel.shape, rngs=nnx.Rngs(0)))
-    made.kernel, made.bias = nnx.Param(kernel), nnx.Param(bias)
-    return made
+    linear = nnx.eval_shape(lambda: nnx.Linear(*kernel.shape, rngs=nnx.Rngs(0)))
+    linear.kernel, linear.bias = nnx.Param(kernel), nnx.Param(bias)
+    return linear

@@ -1,7 +1,7 @@
 """jax_dora, and the same computations in plain jnp, called with torch tensors in torch's layout.
 
-Tensors cross by DLPack, without a copy on a GPU. Matrix products of fp32 operands are asked for in
-fp32: XLA's default on an NVIDIA GPU is TF32.
+Tensors are passed through DLPack, without a copy on a GPU. Matrix products of fp32 operands are
+computed in fp32: XLA's default on an NVIDIA GPU is TF32.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora import ops
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
-from parity.sides import Computation, Implementation, chosen
+from parity.sides import Computation, Implementation, choose_operator
 from parity.torchao_weights import is_quantised, parts
 
 
 def norm(inputs: LayerInputs, scale: float, implementation: Implementation) -> Computation:
-    op = chosen(ops.factored_norm, _plain_norm, implementation)
+    op = choose_operator(ops.factored_norm, _plain_norm, implementation)
     operands = linear_operands(inputs)
     adapter = [operands[name] for name in ("kernel", "lora_a", "lora_b")]
     return _computation(op, implementation, *adapter, scale)
@@ -43,10 +43,12 @@ def compose(
     inputs: ComposeInputs, scale: float, implementation: Implementation, *, frozen: bool
 ) -> Computation:
     plain_delta = functools.partial(_plain_compose, delta=True)
-    # Both operators in one program: compiling is what takes the time.
+    # Both operators are in one program, since compiling takes most of the time.
     operators = {
-        "compose ": chosen(ops.compose, _plain_compose, implementation, scale=scale),
-        "compose_delta ": chosen(ops.compose_delta, plain_delta, implementation, scale=scale),
+        "compose ": choose_operator(ops.compose, _plain_compose, implementation, scale=scale),
+        "compose_delta ": choose_operator(
+            ops.compose_delta, plain_delta, implementation, scale=scale
+        ),
     }
     operands = {name: to_jax(getattr(inputs, name)) for name in ("base", "lora", "g")}
     wanted = [name for name in operands if not (frozen and name == "g")]
@@ -57,17 +59,17 @@ def compose(
 def layer(
     inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
 ) -> Computation:
-    op = chosen(ops.dora_linear, plain_linear, implementation, scale=scale)
+    op = choose_operator(ops.dora_linear, plain_linear, implementation, scale=scale)
     operands = linear_operands(inputs)
-    kept = {"kernel", "magnitude"} if frozen else {"kernel"}
-    wanted = [name for name in operands if name not in kept]
+    constant = {"kernel", "magnitude"} if frozen else {"kernel"}
+    wanted = [name for name in operands if name not in constant]
     run = functools.partial(with_gradients, {"": op}, wanted)
-    found = _computation(run, implementation, operands, to_jax(inputs.dy))
-    return lambda: in_torch_layout(found())
+    compute = _computation(run, implementation, operands, to_jax(inputs.dy))
+    return lambda: in_torch_layout(compute())
 
 
 def linear_operands(inputs: LayerInputs) -> dict[str, Any]:
-    """Returns the operands of `dora_linear` by their names, in Flax's layout."""
+    """Returns the operands of `dora_linear` by name, in Flax's layout."""
     weight = inputs.weight
     operands = {
         "x": to_jax(inputs.x),
@@ -79,14 +81,14 @@ def linear_operands(inputs: LayerInputs) -> dict[str, Any]:
     return operands if inputs.bias is None else operands | {"bias": to_jax(inputs.bias)}
 
 
-def in_torch_layout(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns a layer's results, of which Flax has the adapters' gradients transposed."""
-    return found | {name: found[name].T for name in ("d_lora_a", "d_lora_b")}
+def in_torch_layout(results: dict[str, Any]) -> dict[str, Any]:
+    """Transposes the adapters' gradients in a layer's results from Flax's layout to torch's."""
+    return results | {name: results[name].T for name in ("d_lora_a", "d_lora_b")}
 
 
 def _computation(function: Callable, implementation: Implementation, *operands: Any) -> Computation:
-    """Returns a function that computes another one of these arrays, compiled once, and hands over
-    tensors."""
+    """Returns a function that applies `function` to these arrays and returns tensors. It compiles
+    once."""
     run = jax.jit(function)
     [device] = jax.tree.leaves(operands)[0].devices()
     interpret = implementation == "mosaic" and device.platform == "cpu"
@@ -102,19 +104,19 @@ def _computation(function: Callable, implementation: Implementation, *operands: 
 def with_gradients(
     operators: dict[str, Callable], wanted: Sequence[str], operands: dict[str, Any], dy: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the result of each operator, and its cotangents of the operands that are named."""
+    """Returns the result of each operator, and its cotangents for the operands in `wanted`."""
     results = {}
     for operator, op in operators.items():
         leaves = {name: operands[name] for name in wanted}
         y, pull = jax.vjp(lambda leaves, op=op: op(**(operands | leaves)), leaves)
         results[f"{operator}y"] = y
-        results |= {f"{operator}d_{name}": one for name, one in pull(dy)[0].items()}
+        results |= {f"{operator}d_{name}": grad for name, grad in pull(dy)[0].items()}
     return results
 
 
 def plain_linear(x, kernel, lora_a, lora_b, magnitude, scale, bias=None):
-    """Returns y in plain jnp: the norm of `W + sBA` and the composition in fp32, activations'
-    products in their dtype."""
+    """Returns y in plain jnp: the norm of `W + sBA` and the composition in fp32, products with
+    activations in the activations' dtype."""
     dtype = x.dtype
     row_norm = jax.lax.stop_gradient(_plain_norm(kernel, lora_a, lora_b, scale))
     g = _plain_magnitude_scale(magnitude, row_norm, dtype)
@@ -131,14 +133,15 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def _quantised_kernel(weight: Any) -> Any:
-    """Returns torchao's quantised weight as the `qwix.QArray` [in, out] of its codes and scales."""
-    import qwix  # which nothing else here needs
+    """Returns the `qwix.QArray` [in, out] with the codes and scales of torchao's quantised
+    weight."""
+    import qwix  # needed only here
 
-    found = parts(weight)
-    dtype = jnp.dtype({"nf4": "uint4"}.get(found.qtype, found.qtype))
-    codes = found.codes if found.qtype != "float8_e4m3fn" else found.codes.view(dtype)
-    qtype = "nf4" if found.qtype == "nf4" else dtype
-    return qwix.QArray(jnp.asarray(codes.T).astype(dtype), jnp.asarray(found.scale.T), None, qtype)
+    name, codes, scale = parts(weight)
+    dtype = jnp.dtype({"nf4": "uint4"}.get(name, name))
+    codes = codes if name != "float8_e4m3fn" else codes.view(dtype)
+    qtype = "nf4" if name == "nf4" else dtype
+    return qwix.QArray(jnp.asarray(codes.T).astype(dtype), jnp.asarray(scale.T), None, qtype)
 
 
 def _plain_norm(kernel, lora_a, lora_b, scale):
@@ -163,12 +166,11 @@ def _plain_compose(base, lora, g, scale, delta=False, bias=None):
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Runs Mosaic kernels on a CPU while it lasts, in Pallas' GPU interpreter; a data race is a
-    RuntimeError."""
+    """Runs Mosaic kernels on a CPU, in Pallas' GPU interpreter. A data race raises RuntimeError."""
     options: dict = {"detect_races": True}
     if "on_race" in (f.name for f in dataclasses.fields(plgpu.InterpretGPUParams)):
         options["on_race"] = "raise"
-    # Before jax 0.12 the interpreter can only print what it found.
+    # Before jax 0.12 the interpreter can only print the races that it finds.
     printed = io.StringIO()
     with (
         contextlib.redirect_stdout(printed),

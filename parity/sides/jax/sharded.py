@@ -27,8 +27,8 @@ from parity.sides.jax.operators import (
 
 Axes = tuple[str, ...]
 ONE, BOTH = ("x",), ("x", "y")
-# Over which axes of the mesh are sharded: a batch's rows, a kernel's inputs, its outputs, and the
-# features of x, which under FSDP are whole.
+# The mesh axes that shard: the rows of a batch, the kernel's inputs, the kernel's outputs, and the
+# features of x (not sharded under FSDP).
 LAYOUTS = {
     "dp": (BOTH, (), (), ()),
     "fsdp": (BOTH, BOTH, (), ()),
@@ -42,18 +42,18 @@ LAYOUTS = {
 def in_each(
     function: Callable[..., Any], names: Sequence[str], device: str, arguments: tuple[Any, ...]
 ) -> list[Any]:
-    """Returns the results of a function of this module in every layout that is named; "one" is one
-    device. The devices are JAX's default ones."""
+    """Returns the results of a function of this module in every layout of `names`; "one" is one
+    device. The devices are JAX's default devices."""
     return [function(name, *arguments) for name in names]
 
 
 def layer(name: str, inputs: LayerInputs, scale: float) -> dict[str, Tensor]:
-    """Returns y and all gradients, whole."""
-    place, constrain = _places(name)
+    """Returns y and all gradients as full arrays."""
+    place, constrain = _placers(name)
     linear = functools.partial(ops.dora_linear, scale=scale)
     operands = {
-        # x inside the program, where a batch need not divide over the mesh.
-        operand: place(array, "whole" if operand == "x" else operand)
+        # x is sharded inside the program, where the batch need not be divisible by the mesh.
+        operand: place(array, "full" if operand == "x" else operand)
         for operand, array in linear_operands(inputs).items()
     }
     wanted = [operand for operand in operands if operand != "kernel"]
@@ -64,15 +64,15 @@ def layer(name: str, inputs: LayerInputs, scale: float) -> dict[str, Tensor]:
         return with_gradients({"": linear}, wanted, operands, dy)
 
     with jax.default_matmul_precision("highest"):
-        found = in_torch_layout(gradient(operands, place(to_jax(inputs.dy))))
-    whole = jax.device_put(found, jax.devices()[0])
-    return {name: to_torch(value) for name, value in whole.items()}
+        results = in_torch_layout(gradient(operands, place(to_jax(inputs.dy))))
+    results = jax.device_put(results, jax.devices()[0])
+    return {name: to_torch(value) for name, value in results.items()}
 
 
 def losses(name: str, problem: Problem) -> list[float]:
-    """Returns the loss of every step of training."""
+    """Returns the loss of every training step."""
     inputs, target, unit, scale = problem
-    place, constrain = _places(name)
+    place, constrain = _placers(name)
     optimizer = optax.adam(LEARNING_RATE)
 
     @jax.jit
@@ -83,7 +83,7 @@ def losses(name: str, problem: Problem) -> list[float]:
 
     @jax.jit
     def train(trained, kernel, x, target):
-        # Inside the program, where a batch need not divide over the mesh.
+        # Inside the program the batch need not be divisible by the mesh.
         x, target = constrain(x, "x"), constrain(target, "y")
 
         def loss(trained):
@@ -102,20 +102,20 @@ def losses(name: str, problem: Problem) -> list[float]:
         operands = linear_operands(inputs)
         kernel = place(operands["kernel"], "kernel")
         trained = begin(kernel, place(operands["lora_a"], "lora_a"))
-        found = train(trained, kernel, place(operands["x"]), place(to_jax(target)))
-    return np.asarray(found, np.float64).tolist()
+        values = train(trained, kernel, place(operands["x"]), place(to_jax(target)))
+    return np.asarray(values, np.float64).tolist()
 
 
-def _places(layout: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """Returns a function that puts an array where the one of a name lies in a layout, and a
-    function that constrains an array of a program to lie there; on one device for "one"."""
-    lies = {} if layout == "one" else _shardings(*LAYOUTS[layout])
+def _placers(layout: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Returns two functions for a layout: one puts an array on the devices with the sharding of the
+    operand `name`, the other constrains an array inside a program. "one" is one device."""
+    shardings = {} if layout == "one" else _shardings(*LAYOUTS[layout])
 
-    def place(array, name="whole"):
-        return jax.device_put(array, lies.get(name))
+    def place(array, name="full"):
+        return jax.device_put(array, shardings.get(name))
 
     def constrain(array, name):
-        return jax.lax.with_sharding_constraint(array, lies[name]) if lies else array
+        return jax.lax.with_sharding_constraint(array, shardings[name]) if shardings else array
 
     return place, constrain
 
@@ -130,6 +130,6 @@ def _shardings(rows: Axes, into: Axes, out: Axes, features: Axes) -> dict[str, N
         "bias": (out,),
         "x": (rows, features),
         "y": (rows, tuple(axis for axis in out if axis not in rows)),
-        "whole": (),
+        "full": (),
     }
     return {name: NamedSharding(mesh, P(*spec)) for name, spec in specs.items()}

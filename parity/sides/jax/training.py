@@ -1,16 +1,18 @@
-"""The run in JAX: `jax_dora.models` with `jax_dora.apply_dora` and `optax.adamw`.
+"""The training run in JAX: `jax_dora.models` with `jax_dora.apply_dora` and `optax.adamw`.
 
-How `optax.adamw` and `torch.optim.AdamW` compare. With m and v the moments after step t and
-b̂ = 1 - bᵗ, both take
+`optax.adamw` and `torch.optim.AdamW` compute the same. With m and v the moments after step t and
+b̂ = 1 - bᵗ, both compute
 
     p ← p - lr·(m/b̂₁ / (sqrt(v/b̂₂) + eps) + decay·p)
 
-with eps outside the root, decay decoupled and scaled by lr, and states in the parameters' fp32.
-They differ in rounding alone: torch computes b̂ in fp64 and decays p before the step, optax computes
-b̂ in fp32 (1 - 0.999ᵗ loses up to 3·10⁻⁵ of its value at t = 1, 3·10⁻⁷ at t = 100) and sums both
-terms first. optax asks its schedule for step 0 first, so both read the same table of learning
-rates. Magnitudes are not decayed: their rest is the base's norm, not 0. Nothing is clipped:
-the two clip by formulas that differ (torch adds 10⁻⁶ to the norm).
+with eps outside the root, a decoupled decay scaled by lr, and states in the parameters' fp32. They
+differ only in rounding: torch computes b̂ in fp64 and decays p before the step; optax computes b̂
+in fp32 (1 - 0.999ᵗ has a relative error of up to 3·10⁻⁵ at t = 1 and 3·10⁻⁷ at t = 100) and first
+adds both terms.
+
+optax evaluates its schedule at step 0 first, so both use the same table of learning rates.
+Magnitudes are not decayed: without training they equal the base's norms, not 0. Gradients are not
+clipped, since the two clip with different formulas (torch adds 10⁻⁶ to the norm).
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def train(
     implementation: str | None,
     device: str = "cpu",
 ) -> Run:
-    """Trains an adapter over the base model of a folder, on JAX's default device."""
+    """Trains an adapter for the base model in the folder `base`, on JAX's default device."""
     begin = time.perf_counter()
     graphdef, trained, frozen = nnx.split(
         _model(settings, base, adapter, implementation), nnx.LoRAParam, ...
@@ -102,7 +104,7 @@ def train(
 
 
 def mean_loss(model: CausalLM, tokens: jax.Array) -> jax.Array:
-    """Returns the mean cross-entropy, f32[], of tokens i32[rows, length + 1]; logits are never
+    """Returns the mean cross-entropy, f32[], of tokens i32[rows, length + 1]; logits are not
     rounded."""
     assert model.lm_head is not None
     hidden = model.model(tokens[:, :-1]).astype(jnp.float32)
@@ -129,8 +131,11 @@ def _model(
 
 
 def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int) -> Callable:
-    """Compiles several steps: (trained, optimizer's state, losses f32[n], gradient norms f32[n]) of
-    trained, state, frozen and starts i32[n, rows]."""
+    """Compiles a function that runs several steps.
+
+    It maps (trained, optimizer state, frozen, starts i32[n, rows]) to (trained, optimizer state,
+    losses f32[n], gradient norms f32[n]).
+    """
 
     def several(trained, state, frozen, where):
         def step(carry, where):
@@ -150,8 +155,8 @@ def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int)
 def run(
     steps: Callable, trained: Any, state: Any, frozen: Any, where: np.ndarray
 ) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Returns what is trained after the `compiled_steps` from i32[steps, rows], and the loss and
-    the gradients' norm of each, f64[steps]."""
+    """Runs `compiled_steps` from the starts i32[steps, rows]; returns the trained parameters, and
+    the loss and gradient norm of each step, f64[steps]."""
     trained, _, losses, norms = steps(trained, state, frozen, where)
     return trained, np.asarray(losses, np.float64), np.asarray(norms, np.float64)
 
@@ -159,7 +164,7 @@ def run(
 def evaluator(
     loss: Callable, settings: Settings, held_out: np.ndarray
 ) -> Callable[[Any, Any], float]:
-    """Returns a function of trained and frozen, the mean loss of rows of u8 `held_out`."""
+    """Returns a function of (trained, frozen): the mean loss of rows of the text u8 `held_out`."""
     part = jnp.asarray(held_out)
     where = even_starts(held_out, settings.eval_rows, settings.length)
     batches = np.split(where, max(1, len(where) // EVAL_BATCH))
@@ -175,11 +180,11 @@ def evaluator(
 
 
 def _compiler_options() -> dict[str, bool]:
-    """Returns options by which XLA rounds where the program says, as torch does: it may keep bf16
-    intermediates in fp32."""
+    """Returns options that make XLA round where the program does, as torch does. By default XLA may
+    keep bf16 intermediates in fp32."""
     options = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "gpu":
-        # Minutes of tuning for products this small.
+        # Tuning these small products takes minutes.
         options["xla_gpu_enable_triton_gemm"] = False
     return options
 

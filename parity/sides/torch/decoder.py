@@ -1,4 +1,5 @@
-"""transformers' Qwen3 with torch_dora, with PEFT, or without an adapter, on weights it is given."""
+"""transformers' Qwen3 with torch_dora's layers, with PEFT's, or without an adapter, on given
+weights."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ RULE = r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
 
 
 def compute(run: Run, weights: Weights, implementation: str | None) -> Result:
-    """Returns the model's results, `torch_dora.DoRALinear` in place of every projection; "base" is
-    the model without adapters, "peft" PEFT's own DoRA, all of it in the model's dtype."""
+    """Returns the results of the model, in which every projection is a `torch_dora.DoRALinear`. The
+    implementation "base" is the model without adapters, "peft" PEFT's DoRA; all in the model's
+    dtype."""
     model = _model(run, weights)
     if implementation == "base":
         with torch.no_grad():
@@ -53,12 +55,12 @@ def adapt(
     use_rslora: bool = True,
     use_dora: bool = True,
 ) -> None:
-    """Adapts the projections of a decoder of transformers, in place.
+    """Adapts the projections of a transformers decoder, in place.
 
     Args:
       implementation: of torch_dora, or "peft" for PEFT's layers.
-      dtype: of lora_a and lora_b; of PEFT's, fp32 or the model's own.
-      use_dora: by PEFT alone, LoRA where it is not set.
+      dtype: of lora_a and lora_b; for PEFT, fp32 or the model's own dtype.
+      use_dora: for PEFT only; False is LoRA.
     """
     if implementation != "peft":
         options: Any = {"adapter_dtype": dtype, "implementation": implementation}
@@ -68,36 +70,38 @@ def adapt(
         r=rank, lora_alpha=alpha, use_rslora=use_rslora, use_dora=use_dora, target_modules=RULE
     )
     with warnings.catch_warnings():
-        # PEFT asks transformers by a name that the newest transformers calls deprecated.
+        # PEFT uses a name that the newest transformers has deprecated.
         warnings.filterwarnings("ignore", category=FutureWarning)
         get_peft_model(model, config, autocast_adapter_dtype=dtype == torch.float32)
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Lets a model of transformers compute its layers again in the backward pass."""
-    # transformers is about to rename it.
+    """Turns on activation checkpointing in a transformers model."""
+    # transformers is about to rename this method.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable()
 
 
 def parameters(model: Any) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yields projection, name and parameter, ours or PEFT's, of every layer in turn."""
+    """Yields (projection, name, parameter) of the adapters, torch_dora's or PEFT's, layer by
+    layer."""
     for layer in model.model.layers:
         for projection in PROJECTIONS:
             module = layer.get_submodule(projection)
-            found: list[Any] = [getattr(module, name, None) for name in ADAPTER]
-            if found[0] is None:
+            adapter: list[Any] = [getattr(module, name, None) for name in ADAPTER]
+            if adapter[0] is None:
                 parts = (module.lora_A, module.lora_B, module.lora_magnitude_vector)
-                found = [part["default"].weight for part in parts]
-            for name, parameter in zip(ADAPTER, found, strict=True):
+                adapter = [part["default"].weight for part in parts]
+            for name, parameter in zip(ADAPTER, adapter, strict=True):
                 yield projection, name, parameter
 
 
 @torch.no_grad()
 def set_adapter(model: Any, adapter: Mapping[str, Mapping[str, Any]]) -> None:
-    """Fills the adapters with what `adapter` has by projection, then by name, for each layer."""
+    """Copies the values of `adapter`, which has one value per layer by projection and name, into
+    the model."""
     values = {
-        (p, name): iter(every) for p, kinds in adapter.items() for name, every in kinds.items()
+        (p, name): iter(layers) for p, kinds in adapter.items() for name, layers in kinds.items()
     }
     for projection, name, parameter in parameters(model):
         parameter.copy_(torch.as_tensor(next(values[projection, name])))
@@ -105,18 +109,18 @@ def set_adapter(model: Any, adapter: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _model(run: Run, weights: Weights) -> Any:
-    """Returns the base model, which shares `weights`' tensors; frozen."""
+    """Returns the frozen base model, which shares the tensors of `weights`."""
     config = Qwen3Config(
         **run.sizes.hf_config(run.layers, max(run.tokens, 40_960)), use_cache=False
     )
-    # The fused attention of fp32 is not an fp32 product of matrices on every GPU.
+    # On some GPUs the fused attention does not multiply fp32 matrices in fp32.
     attention = "sdpa" if run.dtype == "bfloat16" else "eager"
     dtype = getattr(torch, run.dtype)
     transformers.utils.logging.disable_progress_bar()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.load_state_dict(weights.base, strict=True, assign=True)
-    # The frequencies are no part of the state and still without values.
+    # The state has no frequencies, so they are still without values.
     with torch.device(weights.tokens.device):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.requires_grad_(False)

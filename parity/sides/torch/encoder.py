@@ -1,6 +1,7 @@
 """The encoder in torch: transformers' BERT, mean pooling, unit-length embeddings.
 
-Its projections are `torch_dora.DoRALinear`, or the same in plain torch, or dense ones in fp64.
+Its projections are `torch_dora.DoRALinear`, the same computation in plain torch, or dense fp64
+weights.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ Project = Callable[[str, nn.Linear], nn.Module]
 
 
 class Encoder(nn.Module):
-    """`project(name, linear)` makes the module that stands for each of the 36 projections.
+    """The sentence encoder; `project(name, linear)` creates the module for each of the 36
+    projections.
 
-    The weights are rounded to `stored`, where given, and then held in `dtype`.
+    The weights are rounded to `stored`, if given, and then kept in `dtype`.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Encoder(nn.Module):
         stored: str | None = None,
     ) -> None:
         super().__init__()
-        # Which operators and layers can do without.
+        # The levels operator and layer do not need transformers.
         from transformers import BertModel
         from transformers.utils import logging
 
@@ -46,7 +48,8 @@ class Encoder(nn.Module):
             self.bert.set_submodule(name, project(name, self.bert.get_submodule(name)))
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Takes ids and mask `[sentences, tokens]` to fp32 (or fp64) `[sentences, hidden]`."""
+        """Returns fp32 (or fp64) embeddings `[sentences, hidden]` for ids and mask `[sentences,
+        tokens]`."""
         hidden = self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         weight = mask[:, :, None].to(hidden.dtype)
@@ -80,20 +83,23 @@ def adapted(
     device: str = "cpu",
     stored: str | None = None,
 ) -> Encoder:
-    """Returns an encoder with the adapter in it.
+    """Returns an encoder with the adapter.
 
     Args:
-      implementation: of all projections, or of those named; "dense" is `DenseDoRA`.
-      stored: a dtype to which the weights are rounded before they are held in `dtype`.
+      implementation: one for all projections, or a mapping from projections to implementations;
+        "dense" is `DenseDoRA`.
+      stored: a dtype to which the weights are rounded before they are converted to `dtype`.
     """
     names = minilm.by_projection(implementation)
 
     @torch.no_grad()
     def project(name: str, linear: nn.Linear) -> nn.Module:
-        named = names.get(name, "")
-        kind, own = KINDS.get(named, DoRALinear), None if named in KINDS else named or None
+        implementation = names.get(name)
+        kind = DoRALinear
+        if implementation in KINDS:
+            kind, implementation = KINDS[implementation], None
         options = {"rank": minilm.RANK, "alpha": minilm.SCALE * minilm.RANK}
-        layer = kind.from_linear(linear, **options, implementation=own)
+        layer = kind.from_linear(linear, **options, implementation=implementation)
         if dtype == "float64":
             layer.double()
         for key, value in adapter[name].items():
@@ -104,7 +110,7 @@ def adapted(
 
 
 def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluation:
-    """Runs one forward pass, and one backward if gradients are wanted."""
+    """Runs a forward pass and, if `gradients` is set, a backward pass."""
     with torch.set_grad_enabled(gradients):
         embeddings, loss = _forward(encoder, batch)
     vectors = {}
@@ -117,7 +123,7 @@ def evaluate(encoder: Encoder, batch: minilm.Batch, gradients: bool) -> Evaluati
 
 
 def train(encoder: Encoder, batch: minilm.Batch, steps: int) -> tuple[list[float], Adapter]:
-    """Returns the loss before every step, and the adapter after the last, in fp32."""
+    """Returns the loss before every step, and the adapter after the last step, in fp32."""
     parameters = [getattr(layer, name) for layer in _layers(encoder) for name in ADAPTER]
     options: dict = {"eps": minilm.ADAM_EPS, "weight_decay": minilm.WEIGHT_DECAY}
     optimizer = torch.optim.AdamW(parameters, minilm.LEARNING_RATE, minilm.BETAS, **options)

@@ -9,14 +9,14 @@ import torch
 
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
-from parity.sides import Computation, Implementation, chosen
+from parity.sides import Computation, Implementation, choose_operator
 from torch_dora import ops
 
 Tensors = dict[str, torch.Tensor]
 
 
 def norm(inputs: LayerInputs, scale: float, implementation: Implementation) -> Computation:
-    op = chosen(ops.factored_norm, _plain_norm, implementation)
+    op = choose_operator(ops.factored_norm, _plain_norm, implementation)
     return functools.partial(op, inputs.weight, inputs.lora_a, inputs.lora_b, scale)
 
 
@@ -33,8 +33,10 @@ def compose(
 ) -> Computation:
     plain_delta = functools.partial(_plain_compose, delta=True)
     operators = {
-        "compose ": chosen(ops.compose, _plain_compose, implementation, scale=scale),
-        "compose_delta ": chosen(ops.compose_delta, plain_delta, implementation, scale=scale),
+        "compose ": choose_operator(ops.compose, _plain_compose, implementation, scale=scale),
+        "compose_delta ": choose_operator(
+            ops.compose_delta, plain_delta, implementation, scale=scale
+        ),
     }
     operands = {name: getattr(inputs, name) for name in ("base", "lora", "g")}
     wanted = [name for name in operands if not (frozen and name == "g")]
@@ -42,7 +44,7 @@ def compose(
 
 
 def naive_delta(inputs: ComposeInputs, scale: float) -> torch.Tensor:
-    """Returns `g(s·lora + base) - base` in its operands' dtype: what cancels near g = 1."""
+    """Returns `g(s·lora + base) - base` in the operands' dtype, which cancels near g = 1."""
     g = inputs.g.to(inputs.base.dtype)
     return g * (scale * inputs.lora + inputs.base) - inputs.base
 
@@ -50,17 +52,17 @@ def naive_delta(inputs: ComposeInputs, scale: float) -> torch.Tensor:
 def layer(
     inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
 ) -> Computation:
-    op = chosen(ops.dora_linear, plain_linear, implementation, scale=scale)
+    op = choose_operator(ops.dora_linear, plain_linear, implementation, scale=scale)
     operands = {name: value for name, value in vars(inputs).items() if value is not None}
     dy = operands.pop("dy")
-    kept = {"weight", "magnitude"} if frozen else {"weight"}
-    wanted = [name for name in operands if name not in kept]
+    constant = {"weight", "magnitude"} if frozen else {"weight"}
+    wanted = [name for name in operands if name not in constant]
     return functools.partial(_with_gradients, {"": op}, wanted, operands, dy)
 
 
 def plain_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=None):
-    """Returns y in plain torch: the norm of `W + sBA` and the composition in fp32, activations'
-    products in their dtype."""
+    """Returns y in plain torch: the norm of `W + sBA` and the composition in fp32, products with
+    activations in the activations' dtype."""
     with torch.no_grad():
         row_norm = _plain_norm(weight, lora_a, lora_b, scale)
     g = magnitude_scale(magnitude, row_norm, oracle.dtype_name(x.dtype), "plain")
@@ -86,7 +88,7 @@ def _plain_compose(base, lora, g, scale, delta=False, bias=None):
 def _with_gradients(
     operators: dict[str, Callable], wanted: list[str], operands: Tensors, dy: torch.Tensor
 ) -> Tensors:
-    """Returns the result of each operator, and its cotangents of the operands that are named."""
+    """Returns the result of each operator, and its cotangents for the operands in `wanted`."""
     results: Tensors = {}
     for operator, op in operators.items():
         leaves = {name: operands[name].clone().requires_grad_() for name in wanted}

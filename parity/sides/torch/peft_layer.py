@@ -1,4 +1,4 @@
-"""One layer by Hugging Face PEFT's DoRA over a quantised weight: what PEFT calls QDoRA."""
+"""One layer with Hugging Face PEFT's DoRA over a quantised weight, which PEFT calls QDoRA."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 def layer(inputs: LayerInputs, scale: float) -> Tensors:
-    """Returns norm, y and all gradients; the weight is one of torchao's."""
-    found = parts(inputs.weight)
-    base = _by_bitsandbytes(found) if found.qtype == "nf4" else linear(inputs.weight)
+    """Returns norm, y and all gradients; the weight is quantised by torchao."""
+    codes = parts(inputs.weight)
+    is_nf4 = codes.qtype == "nf4"
+    base = _bitsandbytes_linear(codes) if is_nf4 else frozen_linear(inputs.weight)
     if inputs.bias is not None:
         base.bias = nn.Parameter(inputs.bias.clone())
     rank = inputs.lora_a.shape[0]
-    adapted, leaves = over(base, rank, scale * rank, in_4bit=found.qtype == "nf4")
+    adapted, leaves = adapt_linear(base, rank, scale * rank, in_4bit=is_nf4)
     for name, leaf in leaves.items():
         leaf.data.copy_(getattr(inputs, name))
     magnitude = adapted.lora_magnitude_vector["default"]
@@ -36,11 +37,11 @@ def layer(inputs: LayerInputs, scale: float) -> Tensors:
     with torch.no_grad():
         weight: Any = dequantize_module_weight(base)
         norm = magnitude.get_weight_norm(weight, leaves["lora_b"] @ leaves["lora_a"], scale)
-    found = {f"d_{name}": one for name, one in zip(leaves, gradients, strict=True)}
-    return {"norm": norm, "y": y.detach()} | found
+    results = {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {"norm": norm, "y": y.detach()} | results
 
 
-def over(
+def adapt_linear(
     base: nn.Linear,
     rank: int,
     alpha: float,
@@ -50,17 +51,17 @@ def over(
     wide: bool = True,
     in_4bit: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns PEFT's layer over a linear one, and the adapter's parameters by our names.
+    """Returns PEFT's layer that adapts `base`, and the adapter's parameters by our names.
 
     Args:
-      wide: adapters in fp32, PEFT's default, else in the weight's dtype.
+      wide: whether adapters are in fp32, PEFT's default, or in the weight's dtype.
     """
     options: dict[str, Any] = {"lora_alpha": alpha, "use_dora": use_dora, "use_rslora": use_rslora}
     config = LoraConfig(r=rank, target_modules=["0"], **options)
     model: Any = nn.Sequential(base)
     model.is_loaded_in_4bit = in_4bit
     with warnings.catch_warnings():
-        # Of merging, which is not done here.
+        # This warning is about merging, which is not done here.
         warnings.filterwarnings("ignore", message=".*without `get_apply_tensor_subclass`")
         wrapped: Any = get_peft_model(model, config, autocast_adapter_dtype=wide)
     layer = wrapped.base_model.model[0]
@@ -69,35 +70,35 @@ def over(
     return layer, {name: part["default"].weight for name, part in parts.items()}
 
 
-def linear(weight: torch.Tensor) -> nn.Linear:
-    """Returns a frozen layer that has this weight."""
-    made = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    return made
+def frozen_linear(weight: torch.Tensor) -> nn.Linear:
+    """Returns a frozen layer with this weight."""
+    layer = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
-def _by_bitsandbytes(found: Parts) -> nn.Linear:
-    """Returns bitsandbytes' layer over the very codes and scales."""
+def _bitsandbytes_linear(weight: Parts) -> nn.Linear:
+    """Returns bitsandbytes' layer with the same codes and scales."""
     bitsandbytes: Any = importlib.import_module("bitsandbytes")
-    packed = torch.tensor(found.codes[:, ::2] << 4 | found.codes[:, 1::2], dtype=torch.uint8)
+    packed = torch.tensor(weight.codes[:, ::2] << 4 | weight.codes[:, 1::2], dtype=torch.uint8)
     state = bitsandbytes.functional.QuantState(
-        absmax=torch.tensor(found.scale).flatten(),
-        shape=torch.Size(found.codes.shape),
+        absmax=torch.tensor(weight.scale).flatten(),
+        shape=torch.Size(weight.codes.shape),
         code=bitsandbytes.functional.get_4bit_type("nf4", device="cpu"),
-        blocksize=found.codes.shape[1] // found.scale.shape[1],
+        blocksize=weight.codes.shape[1] // weight.scale.shape[1],
         quant_type="nf4",
         dtype=torch.float32,
     )
-    made = bitsandbytes.nn.Linear4bit(
-        *found.codes.shape[::-1], bias=False, compute_dtype=torch.float32, quant_type="nf4"
+    layer = bitsandbytes.nn.Linear4bit(
+        *weight.codes.shape[::-1], bias=False, compute_dtype=torch.float32, quant_type="nf4"
     )
-    made.weight = bitsandbytes.nn.Params4bit(
+    layer.weight = bitsandbytes.nn.Params4bit(
         packed.reshape(-1, 1),
         requires_grad=False,
         quant_state=state,
         blocksize=state.blocksize,
         quant_type="nf4",
         bnb_quantized=True,
-        module=made,
+        module=layer,
     )
-    return made
+    return layer

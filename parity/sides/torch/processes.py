@@ -1,4 +1,4 @@
-"""Functions of several processes on this host, one a device: gloo on a CPU, NCCL on GPUs."""
+"""Runs functions in several processes on this host, one per device: gloo on a CPU, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch.multiprocessing.spawn import start_processes
 
-# What each process would import again; the server that they are forked from does it once.
+# Imported once, in the fork server, instead of in every process.
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
@@ -21,23 +21,24 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch_dora",
 )
-# A collective that some process does not take part in fails after this.
+# A collective fails after this time if a process does not join.
 TIMEOUT = timedelta(seconds=90)
 
 
 def run(function: Callable[..., Any], processes: int, device: str, *arguments: Any) -> Any:
-    """Returns what ``function(*arguments)`` returns in the first of ``processes`` processes, all of
-    which call it with torch.distributed set up.
+    """Calls ``function(*arguments)`` in every process, with torch.distributed set up, and returns
+    the first process's result.
 
     Args:
-      function: of a module, so that a process finds it by its name.
+      function: a module's function, so that a process can import it by name.
+      processes: the number of processes.
       device: "cpu" or "cuda".
-      arguments: whatever torch.save stores.
+      arguments: anything that torch.save can store.
 
     Raises:
       torch.multiprocessing.ProcessRaisedException: a process failed; the message has its traceback.
     """
-    # Neither JAX's threads nor CUDA's state are in a process that forks from the server.
+    # The fork server has neither JAX's threads nor CUDA's state.
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     with tempfile.TemporaryDirectory() as folder:
         torch.save(arguments, Path(folder) / "arguments")

@@ -24,7 +24,7 @@ from parity.sharded import LAYOUTS, LEARNING_RATE, STEPS, Problem
 from parity.sides.torch import processes as launched
 from torch_dora.ops import shards
 
-# The part of a layout's name that stands for each.
+# The style of tensor parallelism by its part of a layout's name.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "tp column": lambda: ColwiseParallel(output_layouts=Replicate()),
     "tp row": lambda: RowwiseParallel(input_layouts=Replicate()),
@@ -38,7 +38,7 @@ def in_each(
     arguments: tuple[Any, ...],
     processes: int = 4,
 ) -> list[Any]:
-    """Returns the results of a function of this module in every layout that is named, in as many
+    """Returns the results of a function of this module in every layout of `names`, run in several
     processes; "one" is one device."""
     return launched.run(_in_each, processes, device, function, names, device, arguments)
 
@@ -50,54 +50,55 @@ def _in_each(
 
 
 def layer(name: str, device: str, inputs: LayerInputs, scale: float) -> dict[str, Tensor]:
-    """Returns y and all gradients, whole."""
+    """Returns y and all gradients as full tensors."""
     parallel = _Parallel(name, device, inputs, scale)
     x: Any = parallel.share(inputs.x).clone().requires_grad_()
     y = parallel.call(x)
     y.backward(parallel.parts * parallel.share(inputs.dy))
-    found = {
-        f"d_{name}": shards.whole(p.grad)
+    results = {
+        f"d_{name}": shards.full_tensor(p.grad)
         for name, p in parallel.layer.named_parameters()
         if p.grad is not None
     }
-    found["y"], found["d_x"] = (
-        parallel.gathered(rows) for rows in (y.detach(), x.grad / parallel.parts)
+    results["y"], results["d_x"] = (
+        parallel.gather(rows) for rows in (y.detach(), x.grad / parallel.parts)
     )
-    # A style's result may still be on its way; a copy waits for it.
-    return {name: value.clone().cpu() for name, value in found.items()}
+    # A result of tensor parallelism may be asynchronous; a copy waits for it.
+    return {name: value.clone().cpu() for name, value in results.items()}
 
 
 def losses(name: str, device: str, problem: Problem) -> list[float]:
-    """Returns the loss of every step of training."""
+    """Returns the loss of every training step."""
     inputs, target, unit, scale = problem
+    elements = target.numel()
     parallel = _Parallel(name, device, inputs, scale)
     with torch.no_grad():
         parallel.layer.lora_b.zero_()
         parallel.layer.reset_magnitude()
-    x, wanted = parallel.share(inputs.x), parallel.share(target)
+    x, target = parallel.share(inputs.x), parallel.share(target)
     trained = [p for p in parallel.layer.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE)
-    found = []
+    values = []
     for _ in range(STEPS):
-        loss = (parallel.call(x) - wanted).square().sum() / (unit * target.numel())
+        loss = (parallel.call(x) - target).square().sum() / (unit * elements)
         (parallel.parts * loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         if parallel.parts > 1:
             torch.distributed.all_reduce(total, group=parallel.mesh.get_group())
-        found.append(total.item())
-    return found
+        values.append(total.item())
+    return values
 
 
 class _Parallel:
-    """A layer with the adapter of `inputs`, in a layout, as every process makes it.
+    """A layer with the adapter of `inputs` in one layout; every process creates its own instance.
 
     Attributes:
       call: computes the layer.
-      mesh: of the processes that share a batch's rows, where any do.
-      parts: of the batch. DDP and FSDP take the mean of their gradients, where the whole batch's is
-        the sum, so what is differentiated is multiplied by it.
+      mesh: the processes that share the rows of a batch, if any do.
+      parts: the number of parts of the batch. DDP and FSDP average their gradients, but the
+        gradient of the whole batch is their sum, so losses are multiplied by this number.
     """
 
     def __init__(self, name: str, device: str, inputs: LayerInputs, scale: float) -> None:
@@ -111,9 +112,9 @@ class _Parallel:
             self.mesh, over_model = mesh["rows"], mesh["model"]
         else:
             self.mesh = over_model = init_device_mesh(device, (processes,))
-        shared = rows in ("dp", "fsdp")
-        self.parts = self.mesh.size() if shared else 1
-        self._at, self._device = self.mesh.get_local_rank() if shared else 0, device
+        is_split = rows in ("dp", "fsdp")
+        self.parts = self.mesh.size() if is_split else 1
+        self._part, self._device = self.mesh.get_local_rank() if is_split else 0, device
 
         has_bias = inputs.bias is not None
         base = nn.Linear(*inputs.weight.shape[::-1], bias=has_bias, device=device)
@@ -136,10 +137,10 @@ class _Parallel:
 
     def share(self, rows: Tensor) -> Tensor:
         """Returns this process's part of a batch."""
-        return torch.tensor_split(rows.to(self._device), self.parts)[self._at]
+        return torch.tensor_split(rows.to(self._device), self.parts)[self._part]
 
-    def gathered(self, rows: Tensor) -> Tensor:
-        """Returns the whole of which every process has such rows."""
+    def gather(self, rows: Tensor) -> Tensor:
+        """Returns the full batch from every process's part."""
         if self.parts == 1:
             return rows
         parts: list[Any] = [None] * self.parts

@@ -1,10 +1,12 @@
-"""The run in torch: transformers' Qwen3 with `torch_dora.apply_dora` and `torch.optim.AdamW`.
+"""The training run in torch: transformers' Qwen3 with `torch_dora.apply_dora` and
+`torch.optim.AdamW`.
 
 transformers rounds cosine and sine to bf16 and rotates in bf16; `jax_dora.models` rotates in fp32
-and rounds once. That is another function, not another rounding of the same one, so the rotation is
-made the same here: the tables stay fp32, and queries and keys are rounded where attention reads
-them. All else has the same order of roundings already: RMSNorm in fp32, rounded before its weight;
-softmax in fp32; the residual stream in bf16. `parity.sides.jax.training` compares the optimizers.
+and rounds once. These are different functions, not different roundings of one function, so here
+the rotation is made the same: the tables stay fp32, and queries and keys are rounded before
+attention. All other roundings already happen in the same order: RMSNorm in fp32, rounded before its
+weight; softmax in fp32; the residual stream in bf16. `parity.sides.jax.training` compares the
+optimizers.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ def train(
     implementation: str | None,
     device: str = "cpu",
 ) -> Run:
-    """Trains an adapter over the base model of a folder; "peft" is Hugging Face PEFT's layers in
-    the place of ours."""
+    """Trains an adapter for the base model in the folder `base`; "peft" uses Hugging Face PEFT's
+    layers instead of ours."""
     begin = time.perf_counter()
     model = _model(settings, base, adapter, implementation, device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, magnitudes = ([p for p in trained if (p.ndim > 1) is big] for big in (True, False))
+    matrices = [p for p in trained if p.ndim > 1]
+    magnitudes = [p for p in trained if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": magnitudes, "weight_decay": 0.0}],
         betas=settings.betas,
@@ -75,7 +78,7 @@ def train(
 
 
 def mean_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Returns the mean cross-entropy, f32[], of tokens i64[rows, length + 1]; logits are never
+    """Returns the mean cross-entropy, f32[], of tokens i64[rows, length + 1]; logits are not
     rounded."""
     hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
     logits = F.linear(hidden.float(), model.lm_head.weight.float())
@@ -83,7 +86,7 @@ def mean_loss(model: Any, tokens: Tensor) -> Tensor:
 
 
 class WideRotation(nn.Module):
-    """Cosine and sine of position times frequency, f32[batch, time, head_dim]."""
+    """Computes cosine and sine of position times frequency, f32[batch, time, head_dim]."""
 
     def __init__(self, rotation: Any) -> None:
         super().__init__()
@@ -98,8 +101,8 @@ class WideRotation(nn.Module):
 def _rounded_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Computes causal attention of [batch, heads, time, head_dim], with query and key in value's
-    dtype."""
+    """Computes causal attention of [batch, heads, time, head_dim], with query and key rounded to
+    value's dtype."""
     mixed = F.scaled_dot_product_attention(
         query.to(value.dtype),
         key.to(value.dtype),
@@ -120,7 +123,7 @@ def _model(
         base, dtype=dtype, attn_implementation="rounded"
     )
     model.model.rotary_emb = WideRotation(model.model.rotary_emb)
-    model = model.to(device)  # a named implementation is refused where it could not run
+    model = model.to(device)  # on a device where the named implementation can run
     adapt(model, implementation, torch.float32, settings.rank, settings.alpha)
     model = model.to(device)
     set_adapter(model, adapter)
@@ -144,6 +147,6 @@ def _rows(part: Tensor, where: Tensor, length: int) -> Tensor:
 def _adapter_of(model: Any) -> Adapter:
     layers: dict[str, dict[str, list[np.ndarray]]] = {}
     for projection, name, parameter in parameters(model):
-        one = layers.setdefault(projection, {}).setdefault(name, [])
-        one.append(parameter.detach().cpu().numpy())
-    return {p: {name: np.stack(every) for name, every in k.items()} for p, k in layers.items()}
+        values = layers.setdefault(projection, {}).setdefault(name, [])
+        values.append(parameter.detach().cpu().numpy())
+    return {p: {name: np.stack(v) for name, v in kinds.items()} for p, kinds in layers.items()}

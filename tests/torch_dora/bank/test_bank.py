@@ -126,7 +126,7 @@ def test_what_is_wrong_is_told():
         (0, {}, TypeError, "adapter is a dict"),
         (0, base, ValueError, "without DoRA layers"),
         (0, adapted(9, 17, torch.float32), ValueError, "rank 17 for ''; expected at most 16"),
-        (0, nn.Sequential(alone[0]), ValueError, "'0', which the bank has no room for"),
+        (0, nn.Sequential(alone[0]), ValueError, "'0', which the bank does not cover"),
     ]:
         with pytest.raises(error, match=message):
             bank.load(slot, adapter)
@@ -182,7 +182,9 @@ def test_a_forward_of_a_module_s_own_calls_the_layers_of_the_copy():
         assert torch.equal(model(x), base(x))
     forward = model.forward
     model.forward = lambda x: forward(x)
-    with pytest.raises(NotImplementedError, match=r"from a copy too.*:\n  the model itself"):
+    with pytest.raises(
+        NotImplementedError, match=r"a copy would call the original.*:\n  the model itself"
+    ):
         torch_dora.with_bank(model, bank, [0])
 
 

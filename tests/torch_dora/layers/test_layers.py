@@ -266,7 +266,7 @@ class Doubled(nn.Embedding):
             TypeError,
             "a Linear; DoRAConv adapts .*Conv3d",
         ),
-        (lambda: DoRAConv1D(nn.Conv1d(2, 3, 1), **OPTIONS), TypeError, "there is DoRAConv"),
+        (lambda: DoRAConv1D(nn.Conv1d(2, 3, 1), **OPTIONS), TypeError, "DoRAConv adapts"),
         (
             lambda: DoRAEmbedding(nn.Linear(2, 3), **OPTIONS),
             TypeError,

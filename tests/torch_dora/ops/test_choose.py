@@ -35,7 +35,7 @@ def test_the_best_is_the_kernel_where_it_neither_refuses_nor_loses(compiled, ker
 
 def test_a_named_kernel_runs_although_it_loses_or_raises_its_reason(compiled):
     assert choose.choose(CALL, "triton", kernel(wins=False)) == "triton"
-    with pytest.raises(NotImplementedError, match="'triton' cannot take this call: it is blue"):
+    with pytest.raises(NotImplementedError, match="'triton' cannot run this call: it is blue"):
         choose.choose(CALL, "triton", kernel("it is blue"))
 
 

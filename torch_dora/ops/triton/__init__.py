@@ -1,1 +1,1 @@
-"""Triton kernels, one to a file. Importing one needs the triton package."""
+"""Triton kernels, one per file. Importing one requires the triton package."""

@@ -1,12 +1,13 @@
-"""Each row's product with the B of its slot, and what follows it, in one pass over the result:
-y = g[slot]∘(base + s[slot]·z B[slot]) + bias, where base is what it is without its bias.
+"""Multiplies each row by the B of its slot and computes the result, in one pass over the result.
+
+    y = g[slot]∘(base + s[slot]·z B[slot]) + bias, where base is without its bias
 
 base, y: [batch, time, out] and B: [slots, ranks, out], all fp16 or bf16; z: f32[batch, time,
-ranks], to be rounded to B's dtype; g: f32[slots, out], s: f32[slots], bias: [out]. A row of slot -1
-is base, bit for bit; one of no slot is NaN.
+ranks], rounded to B's dtype; g: f32[slots, out], s: f32[slots], bias: [out]. A row of slot -1 is
+base, bit for bit. A row whose slot does not exist is NaN.
 
-Bytes: 1 read and 1 write of batch·time·out, and B once for each program's tokens, those of
-`bank_shrink`, from the level-2 cache but for the first, of the real rank.
+Traffic: 1 read and 1 write of batch·time·out; B once per program, up to its real rank, from the
+level-2 cache after the first read. The programs' tokens are those of `bank_shrink`.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A program makes a tile of ``columns`` for the tokens that `bank_shrink` takes at once."""
+    """A program computes a tile of ``columns`` for the tokens of a program of `bank_shrink`."""
 
     columns: int = 128
     warps: int = 4
@@ -40,7 +41,7 @@ def _kernel(
     g_ptr,  # f32[slots, out]
     scale_ptr,  # f32[slots]
     ids_ptr,  # i64[batch]
-    order_ptr,  # i32[programs, ROWS], not read unless ORDERED
+    groups_ptr,  # i32[programs, ROWS], not read unless GROUPED
     rank_ptr,  # i32[slots]
     bias_ptr,  # [out], not read unless HAS_BIAS
     y_ptr,  # [batch, time, out]
@@ -48,48 +49,51 @@ def _kernel(
     features,
     slots,
     RANKS: tl.constexpr,
-    ROOM: tl.constexpr,
+    PADDED_RANKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
+    GROUPED: tl.constexpr,
+    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
 ):
-    row, place, here = bank_shrink.places(order_ptr, time, tl.program_id(0), ROWS, ORDERED)
-    given = tl.load(ids_ptr + row)
-    known = (given >= 0) & (given < slots)
-    slot = tl.where(known, given, 0).to(tl.int64)
+    row, index, row_mask = bank_shrink.program_rows(
+        groups_ptr, time, tl.program_id(0), ROWS, GROUPED
+    )
+    row_id = tl.load(ids_ptr + row)
+    known = (row_id >= 0) & (row_id < slots)
+    slot = tl.where(known, row_id, 0).to(tl.int64)
     rank = tl.where(known, tl.load(rank_ptr + slot), 0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    wide = column < features
-    offset = place[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
-    mask = here[:, None] & wide[None, :]
+    column_mask = column < features
+    offset = index[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
+    mask = row_mask[:, None] & column_mask[None, :]
     stored = tl.load(base_ptr + offset, mask=mask, other=0.0)
     base = stored.to(tl.float32)
     bias = tl.zeros((1, COLUMNS), tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=wide, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     lora = tl.zeros((ROWS, COLUMNS), tl.float32)
     if rank > 0:
-        r = tl.arange(0, ROOM)  # [ROOM]
+        r = tl.arange(0, PADDED_RANKS)  # [PADDED_RANKS]
         z = tl.load(
-            z_ptr + place[:, None] * RANKS + r[None, :],
-            mask=here[:, None] & (r < rank)[None, :],
+            z_ptr + index[:, None] * RANKS + r[None, :],
+            mask=row_mask[:, None] & (r < rank)[None, :],
             other=0.0,
         ).to(b_ptr.dtype.element_ty)
         b = tl.load(
             b_ptr + (slot * RANKS + r[:, None]) * features + column[None, :],
-            mask=(r < rank)[:, None] & wide[None, :],
+            mask=(r < rank)[:, None] & column_mask[None, :],
             other=0.0,
         )
         if WIDEN:
             z, b = z.to(tl.float32), b.to(tl.float32)
         lora = tl.dot(z, b, lora)
-    g = tl.load(g_ptr + slot * features + column, mask=wide, other=0.0).to(tl.float32)[None, :]
+    g = tl.load(g_ptr + slot * features + column, mask=column_mask, other=0.0)
+    g = g.to(tl.float32)[None, :]
     scale = tl.load(scale_ptr + slot).to(tl.float32)
     y = g * ((base - bias) + scale * lora) + bias
     y = tl.where(known, y, float("nan")).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offset, tl.where(given == -1, stored, y), mask=mask)
+    tl.store(y_ptr + offset, tl.where(row_id == -1, stored, y), mask=mask)
 
 
 @operator("torch_dora::bank_linear")
@@ -102,19 +106,20 @@ def bank_linear(
     scale: Tensor,
     rank: Tensor,
     ids: Tensor,
-    order: Tensor | None,
+    row_groups: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Returns y of x [batch, time, in], by both kernels; `order` is that of rows of one token."""
+    """Returns y for x [batch, time, in], by both kernels; `row_groups` is None unless every row is
+    one token."""
     base, ids = base.contiguous(), ids.contiguous()
     batch, time, features = base.shape
     slots, ranks, _ = lora_b.shape
     y = torch.empty_like(base)
     if y.numel() == 0:
         return y
-    z = bank_shrink.launch(x.contiguous(), lora_a, ids, order, rank)
-    rows = bank_shrink.rows_of(time)
-    programs = batch * cdiv(time, rows) if order is None else order.shape[0]
+    z = bank_shrink.launch(x.contiguous(), lora_a, ids, row_groups, rank)
+    rows = bank_shrink.tile_rows(time)
+    programs = batch * cdiv(time, rows) if row_groups is None else row_groups.shape[0]
     _kernel[(programs, cdiv(features, CONFIG.columns))](
         base,
         z,
@@ -122,7 +127,7 @@ def bank_linear(
         g,
         scale,
         ids,
-        ids if order is None else order,
+        ids if row_groups is None else row_groups,
         rank,
         g if bias is None else bias.contiguous(),
         y,
@@ -130,11 +135,11 @@ def bank_linear(
         features,
         slots,
         RANKS=ranks,
-        ROOM=max(bank_shrink.LEAST_ROWS, next_power_of_2(ranks)),
+        PADDED_RANKS=max(bank_shrink.MIN_ROWS, next_power_of_2(ranks)),
         HAS_BIAS=bias is not None,
         ROWS=rows,
         COLUMNS=CONFIG.columns,
-        ORDERED=order is not None,
+        GROUPED=row_groups is not None,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=CONFIG.warps,
     )
@@ -142,5 +147,5 @@ def bank_linear(
 
 
 @bank_linear.op.register_fake
-def _(base, x, lora_a, lora_b, g, scale, rank, ids, order, bias):
+def _(base, x, lora_a, lora_b, g, scale, rank, ids, row_groups, bias):
     return base.new_empty(base.shape)

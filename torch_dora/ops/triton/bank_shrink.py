@@ -1,13 +1,13 @@
-"""Each row's product with the A of its slot, in parts: parts[p] = x[:, p] A[slot][:, p]ᵀ.
+"""Multiplies each row by the A of its slot, in parts: parts[p] = x[:, p] A[slot][:, p]ᵀ.
 
 x: [batch, time, in] and A: [slots, ranks, in], both fp16 or bf16; parts: f32[splits, batch·time,
-ranks], whose sum over splits is z, zero beyond the rank of a row's slot.
+ranks]. The sum of the parts is z, which is zero beyond the rank of a row's slot.
 
-A program takes tokens of one slot: of one row of the batch, or, where every row is one token, of
-rows that `together` has brought together.
+All tokens of a program use one slot: they are tokens of one row of the batch or, if every row is
+one token, a group of rows from `group_rows`.
 
-Bytes: A once for each program's tokens, from the level-2 cache but for the first, of the real rank;
-x once. No adapter is copied.
+Traffic: x once; A once per program, up to its real rank, from the level-2 cache after the first
+read. No adapter is copied.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch_dora.ops.choose import TRITON_MODE, Call
 from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
-# Tensor cores multiply 16 rows or more.
-LEAST_ROWS = 16
-MOST_RANK = 256
-# So many programs keep a GPU busy; more parts are only more to add up.
+# Tensor cores multiply at least 16 rows.
+MIN_ROWS = 16
+MAX_RANK = 256
+# This many programs keep a GPU busy. More parts would only add more sums.
 PROGRAMS = 512
 
 
@@ -41,15 +41,17 @@ CONFIG = Config()
 
 
 def refuses(call: Call) -> str | None:
-    """Returns why the kernels cannot take a call, or None. The call's features are the rank that
-    the bank has room for; its dtypes are those of x, of the bank and of the result."""
+    """Returns the reason why the kernels cannot run a call, or None.
+
+    The call's features are the bank's max_rank; its dtypes are those of x, the bank and the result.
+    """
     wanted, *others = call.dtypes
     if wanted not in (torch.float16, torch.bfloat16):
         return f"multiplies on tensor cores, float16 or bfloat16; got {wanted}"
     if any(one != wanted for one in others):
         return f"x is {wanted}, the bank {others[0]} and the result {others[1]}; takes one dtype"
-    if call.features > MOST_RANK:
-        return f"the bank has room for rank {call.features}; takes at most {MOST_RANK}"
+    if call.features > MAX_RANK:
+        return f"the bank has room for rank {call.features}; takes at most {MAX_RANK}"
     return None
 
 
@@ -58,40 +60,47 @@ def wins(call: Call) -> bool:
     return True
 
 
-def rows_of(time: int) -> int:
-    """Returns how many tokens a program takes."""
-    return min(CONFIG.rows, max(LEAST_ROWS, next_power_of_2(time)))
+def tile_rows(time: int) -> int:
+    """Returns how many tokens a program computes."""
+    return min(CONFIG.rows, max(MIN_ROWS, next_power_of_2(time)))
 
 
-def together(ids: Tensor) -> Tensor:
-    """Returns i32[programs, 16], rows of a batch by their ids i64[batch], which lie on the CPU: a
-    program's are of one id, and -1 fills it up."""
+def group_rows(ids: Tensor) -> Tensor:
+    """Groups the rows of a batch by slot, for batches whose rows are one token each.
+
+    Args:
+        ids: i64[batch] on the CPU, each row's slot.
+
+    Returns:
+        i32[programs, 16], the rows of each program, all of one slot; padded with -1.
+    """
     order = ids.argsort(stable=True)
     _, counts = torch.unique_consecutive(ids[order], return_counts=True)
-    programs = (counts + LEAST_ROWS - 1) // LEAST_ROWS
+    programs = (counts + MIN_ROWS - 1) // MIN_ROWS
     ends, first = counts.cumsum(0), programs.cumsum(0) - programs
     group = torch.repeat_interleave(torch.arange(len(counts)), counts)
     number = torch.arange(len(ids)) - (ends - counts)[group]
-    rows = torch.full((int(programs.sum()), LEAST_ROWS), -1, dtype=torch.int32)
-    rows.view(-1)[first[group] * LEAST_ROWS + number] = order.to(torch.int32)
+    rows = torch.full((int(programs.sum()), MIN_ROWS), -1, dtype=torch.int32)
+    rows.view(-1)[first[group] * MIN_ROWS + number] = order.to(torch.int32)
     return rows
 
 
 @jit
-def places(order_ptr, time, program, ROWS: tl.constexpr, ORDERED: tl.constexpr):
-    """Returns a program's row of the batch, its tokens' places [ROWS], and which there are."""
-    if ORDERED:
-        place = tl.load(order_ptr + program * ROWS + tl.arange(0, ROWS))
-        here = place >= 0
-        # A program has one row or more.
-        row = tl.load(order_ptr + program * ROWS)
-        place = tl.where(here, place, 0).to(tl.int64)
+def program_rows(groups_ptr, time, program, ROWS: tl.constexpr, GROUPED: tl.constexpr):
+    """Returns a program's row of the batch, the indices of its tokens [ROWS], and a mask of the
+    valid ones."""
+    if GROUPED:
+        index = tl.load(groups_ptr + program * ROWS + tl.arange(0, ROWS))
+        row_mask = index >= 0
+        # Every program has at least one row.
+        row = tl.load(groups_ptr + program * ROWS)
+        index = tl.where(row_mask, index, 0).to(tl.int64)
     else:
         tiles = tl.cdiv(time, ROWS)
         row = program // tiles
         token = (program % tiles) * ROWS + tl.arange(0, ROWS)
-        here, place = token < time, row.to(tl.int64) * time + token
-    return row, place, here
+        row_mask, index = token < time, row.to(tl.int64) * time + token
+    return row, index, row_mask
 
 
 @jit
@@ -99,36 +108,36 @@ def _kernel(
     x_ptr,  # [batch, time, in]
     a_ptr,  # [slots, ranks, in]
     ids_ptr,  # i64[batch]
-    order_ptr,  # i32[programs, ROWS], not read unless ORDERED
+    groups_ptr,  # i32[programs, ROWS], not read unless GROUPED
     rank_ptr,  # i32[slots]
     parts_ptr,  # f32[splits, batch·time, ranks]
     batch,
     time,
     features,
     slots,
-    CHUNK: tl.constexpr,  # features of a part
+    CHUNK: tl.constexpr,  # features per part
     RANKS: tl.constexpr,
-    ROOM: tl.constexpr,
+    PADDED_RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    ORDERED: tl.constexpr,
-    WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
+    GROUPED: tl.constexpr,
+    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
 ):
     split = tl.program_id(1)
-    row, place, here = places(order_ptr, time, tl.program_id(0), ROWS, ORDERED)
+    row, index, row_mask = program_rows(groups_ptr, time, tl.program_id(0), ROWS, GROUPED)
     slot = tl.load(ids_ptr + row)
     known = (slot >= 0) & (slot < slots)
     slot = tl.where(known, slot, 0).to(tl.int64)
     rank = tl.where(known, tl.load(rank_ptr + slot), 0)
-    r = tl.arange(0, ROOM)  # [ROOM]
-    sums = tl.zeros((ROWS, ROOM), tl.float32)
+    r = tl.arange(0, PADDED_RANKS)  # [PADDED_RANKS]
+    sums = tl.zeros((ROWS, PADDED_RANKS), tl.float32)
     if rank > 0:
         for start in range(0, CHUNK, DEPTH):
             k = split * CHUNK + start + tl.arange(0, DEPTH)  # [DEPTH]
             inside = k < features
             x = tl.load(
-                x_ptr + place[:, None] * features + k[None, :],
-                mask=here[:, None] & inside[None, :],
+                x_ptr + index[:, None] * features + k[None, :],
+                mask=row_mask[:, None] & inside[None, :],
                 other=0.0,
             )
             a = tl.load(
@@ -139,19 +148,21 @@ def _kernel(
             if WIDEN:
                 x, a = x.to(tl.float32), a.to(tl.float32)
             sums = tl.dot(x, a, sums)
-    target = parts_ptr + (split.to(tl.int64) * batch * time + place[:, None]) * RANKS + r[None, :]
-    tl.store(target, sums, mask=here[:, None] & (r < RANKS)[None, :])
+    target = parts_ptr + (split.to(tl.int64) * batch * time + index[:, None]) * RANKS + r[None, :]
+    tl.store(target, sums, mask=row_mask[:, None] & (r < RANKS)[None, :])
 
 
-def launch(x: Tensor, lora_a: Tensor, ids: Tensor, order: Tensor | None, rank: Tensor) -> Tensor:
-    """Returns z f32[batch, time, ranks]; `order` is that of rows of one token."""
+def launch(
+    x: Tensor, lora_a: Tensor, ids: Tensor, row_groups: Tensor | None, rank: Tensor
+) -> Tensor:
+    """Returns z f32[batch, time, ranks]; `row_groups` is None unless every row is one token."""
     batch, time, features = x.shape
     slots, ranks, _ = lora_a.shape
-    rows = rows_of(time)
-    tiles = batch * cdiv(time, rows) if order is None else order.shape[0]
+    rows = tile_rows(time)
+    tiles = batch * cdiv(time, rows) if row_groups is None else row_groups.shape[0]
     steps = cdiv(features, CONFIG.depth)
     splits = max(1, min(steps, PROGRAMS // max(1, tiles)))
-    # A power of two, so that few numbers of rows have a program of their own.
+    # A power of two, so that many sizes share a compiled kernel.
     chunk = next_power_of_2(cdiv(steps, splits)) * CONFIG.depth
     splits = cdiv(features, chunk)
     parts = torch.empty(splits, batch, time, ranks, dtype=torch.float32, device=x.device)
@@ -161,7 +172,7 @@ def launch(x: Tensor, lora_a: Tensor, ids: Tensor, order: Tensor | None, rank: T
         x,
         lora_a,
         ids,
-        ids if order is None else order,
+        ids if row_groups is None else row_groups,
         rank,
         parts,
         batch,
@@ -170,10 +181,10 @@ def launch(x: Tensor, lora_a: Tensor, ids: Tensor, order: Tensor | None, rank: T
         slots,
         CHUNK=chunk,
         RANKS=ranks,
-        ROOM=max(LEAST_ROWS, next_power_of_2(ranks)),
+        PADDED_RANKS=max(MIN_ROWS, next_power_of_2(ranks)),
         ROWS=rows,
         DEPTH=CONFIG.depth,
-        ORDERED=order is not None,
+        GROUPED=row_groups is not None,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=CONFIG.warps,
         num_stages=CONFIG.stages,

@@ -1,7 +1,7 @@
-"""The second stage of a reduction over rows: partial sums to their sum, column by column.
+"""The second stage of a reduction over rows: adds up partial sums, column by column.
 
-partial: f32[parts, features]; result: f32[features], the sums or their square roots. They are added
-in their order and without atomics, so that the same inputs give the same bits run after run.
+partial: f32[parts, features]; result: f32[features], the sums or their square roots. The partial
+sums are added in a fixed order and without atomics, so the same inputs always give the same bits.
 """
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
-# Partials that a program adds up at once, 32 to a thread; at least 8 columns, the 32 bytes that
-# memory gives at a time.
-ELEMENTS, LEAST_COLUMNS, WARPS = 4096, 8, 4
+# ELEMENTS: the partial sums that a program loads, 32 per thread. MIN_COLUMNS: 8 columns are 32
+# bytes, the smallest memory transaction.
+ELEMENTS, MIN_COLUMNS, WARPS = 4096, 8, 4
 
 
 @jit
@@ -26,22 +26,22 @@ def _kernel(
     COLUMNS: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    here = column < features
+    column_mask = column < features
     part = tl.arange(0, PARTS)  # [PARTS]
-    mask = (part < parts)[:, None] & here[None, :]
+    mask = (part < parts)[:, None] & column_mask[None, :]
     offset = part.to(tl.int64)[:, None] * features + column[None, :]  # [PARTS, COLUMNS]
     total = tl.sum(tl.load(partial_ptr + offset, mask=mask, other=0.0), axis=0)
     if ROOT:
         total = tl.sqrt_rn(total)
-    tl.store(result_ptr + column, total, mask=here)
+    tl.store(result_ptr + column, total, mask=column_mask)
 
 
 def launch(partial: Tensor, *, root: bool) -> Tensor:
-    """Returns the sums, or their square roots if ``root``."""
+    """Returns the sums over the parts, or with ``root`` their square roots."""
     parts, features = partial.shape
     result = torch.empty(features, device=partial.device, dtype=torch.float32)
     padded = next_power_of_2(parts)
-    columns = max(LEAST_COLUMNS, ELEMENTS // padded)
+    columns = max(MIN_COLUMNS, ELEMENTS // padded)
     _kernel[(cdiv(features, columns),)](
         partial,
         result,

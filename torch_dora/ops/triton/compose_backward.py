@@ -1,16 +1,16 @@
-"""Compose backward: the cotangents of base and lora, and d_g, in one pass over dy and inner.
+"""Compose backward: the cotangents of base, lora and g in one pass over dy and inner.
 
     d_base = g·dy  ((g-1)·dy for ΔY)     d_lora = g·(s·dy)     d_g = Σ_rows dy·inner
 
 dy, inner, d_base, d_lora: [rows, out], fp16, bf16 or fp32; g: f32[out]; d_g: f32[out].
 
-d_g is reduced in two stages: a program walks a strip of rows of one block of columns and writes one
-partial sum per column, [strips, out] in fp32; ``column_sums`` adds the strips in their order. A
-strip is every n-th tile of rows, n the number of strips, so that what is read at one time lies
-close together.
+d_g is reduced in two stages. A program loops over a strip of rows of one block of columns and
+writes one partial sum per column, [strips, out] in fp32; ``column_sums`` adds these in a fixed
+order. With n strips, a strip is every n-th tile of rows: the strips that run at the same time then
+read neighbouring memory.
 
-Bytes: 2 reads and as many writes of rows·out as cotangents are asked for: at 4.2 TB/s and bf16, one
-cotangent at 4096×4096 takes 24 µs. The partials are 8/rows-of-a-strip of one operand's bytes.
+Traffic: 2 reads of rows·out, and 1 write per requested cotangent; at 4.2 TB/s and bf16, 24 µs for
+one cotangent at 4096×4096. The partial sums add 8/(rows of a strip) of one operand's bytes.
 """
 
 import dataclasses
@@ -26,13 +26,15 @@ from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A program takes ``columns`` columns of a strip of rows, ``rows`` of them at a time.
+    """A program computes ``columns`` columns of a strip of rows, ``rows`` rows at a time.
 
-    ``programs`` is how many to have at least: enough strips that every multiprocessor of a large
-    GPU holds several programs, few enough that the partials stay small. ``columns`` is 1 KiB of a
-    bf16 row, 8 bytes a thread, and ``stages`` rows are in flight (H100; 4096 and 14336 features:
-    0.95 of the copy rate and more). ``most_strips`` bounds what the second stage holds in
-    registers.
+    Attributes:
+        columns: 512, that is 1 KiB of a bf16 row, 8 bytes per thread.
+        stages: this many rows are in flight (H100; 4096 and 14336 features: at least 0.95 of the
+            copy rate).
+        programs: the least number of programs: enough strips that every multiprocessor of a large
+            GPU has several programs, few enough that the partial sums stay small.
+        most_strips: limits the partial sums that the second stage keeps in registers.
     """
 
     rows: int = 1
@@ -67,11 +69,11 @@ def _kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    across = tl.cdiv(features, COLUMNS)
-    strip = tl.program_id(0) // across
-    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    here = column < features
-    g = tl.load(g_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    column_tiles = tl.cdiv(features, COLUMNS)
+    strip = tl.program_id(0) // column_tiles
+    column = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    column_mask = column < features
+    g = tl.load(g_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     base_factor = g
     if DELTA:
         base_factor = g - 1.0
@@ -79,7 +81,7 @@ def _kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         row = (step * strips + strip) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-        mask = (row < rows)[:, None] & here[None, :]
+        mask = (row < rows)[:, None] & column_mask[None, :]
         # rows·out may exceed 2³¹.
         offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
@@ -93,15 +95,16 @@ def _kernel(
             total += dy * tl.load(inner_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if WITH_G:
         at = strip.to(tl.int64) * features + column
-        tl.store(partial_ptr + at, tl.sum(total, axis=0), mask=here)
+        tl.store(partial_ptr + at, tl.sum(total, axis=0), mask=column_mask)
 
 
 def strip_height(rows: int, features: int) -> int:
-    """Returns the rows of a strip: a power of two, so that many row counts share a kernel."""
-    across = cdiv(features, CONFIG.columns)
-    strips = min(CONFIG.most_strips, cdiv(CONFIG.programs, across))
+    """Returns the rows of a strip: a power of two, so that many row counts share a compiled
+    kernel."""
+    column_tiles = cdiv(features, CONFIG.columns)
+    strips = min(CONFIG.most_strips, cdiv(CONFIG.programs, column_tiles))
     height = max(CONFIG.rows, next_power_of_2(cdiv(rows, strips)))
-    # Rounded up to a power of two there may be too few strips; half the height doubles them.
+    # Rounding up to a power of two may leave too few strips; half the height doubles them.
     fewer = cdiv(rows, height) < strips and height > CONFIG.rows
     if fewer and cdiv(rows, height // 2) <= CONFIG.most_strips:
         height //= 2
@@ -118,15 +121,19 @@ def compose_backward(
     want_base: bool,
     want_lora: bool,
 ) -> list[Tensor]:
-    """Returns d_base and d_lora, each if it is asked for, then d_g if ``inner`` is given."""
+    """Returns d_base if ``want_base``, d_lora if ``want_lora``, then d_g if ``inner`` is given."""
     dy, g = dy.contiguous(), g.contiguous()
     d_base = torch.empty_like(dy) if want_base else None
     d_lora = torch.empty_like(dy) if want_lora else None
-    found = [d for d in (d_base, d_lora) if d is not None]
+    gradients = [d for d in (d_base, d_lora) if d is not None]
     features = dy.shape[-1]
     rows = dy.numel() // max(1, features)
     if rows == 0 or features == 0:
-        return found if inner is None else [*found, dy.new_zeros(features, dtype=torch.float32)]
+        return (
+            gradients
+            if inner is None
+            else [*gradients, dy.new_zeros(features, dtype=torch.float32)]
+        )
     height = strip_height(rows, features)
     strips = cdiv(rows, height)
     partial = g
@@ -155,14 +162,14 @@ def compose_backward(
         enable_fp_fusion=True,
     )
     if inner is None:
-        return found
-    # One strip needs no second stage: its partial is the sum.
-    return [*found, partial[0] if strips == 1 else column_sums.launch(partial, root=False)]
+        return gradients
+    # A single strip needs no second stage: its partial sum is the result.
+    return [*gradients, partial[0] if strips == 1 else column_sums.launch(partial, root=False)]
 
 
 @compose_backward.op.register_fake
 def _(dy, inner, g, scale, delta, want_base, want_lora):
-    found = [dy.new_empty(dy.shape) for want in (want_base, want_lora) if want]
+    gradients = [dy.new_empty(dy.shape) for want in (want_base, want_lora) if want]
     if inner is not None:
-        found.append(dy.new_empty(dy.shape[-1], dtype=torch.float32))
-    return found
+        gradients.append(dy.new_empty(dy.shape[-1], dtype=torch.float32))
+    return gradients

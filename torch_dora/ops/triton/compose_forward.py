@@ -1,14 +1,14 @@
-"""Compose forward: y or ΔY in one pass, with inner beside it where a gradient of g needs it.
+"""Compose forward: y or ΔY in one pass, and also inner if g requires a gradient.
 
-    unbiased = base - bias                  (base where there is no bias)
+    unbiased = base - bias                  (base if there is no bias)
     change   = (g-1)·unbiased + g·(s·lora)
     y        = base + change       or ΔY = change        inner = unbiased + s·lora
 
-base, lora, y, inner: [rows, out], fp16, bf16 or fp32; g: f32[out]; bias: [out]; all arithmetic in
-fp32, one rounding at each store.
+base, lora, y, inner: [rows, out], fp16, bf16 or fp32; g: f32[out]; bias: [out]. All arithmetic is
+in fp32, and every store rounds once.
 
-Bytes: 2 reads and 1 write of rows·out (2 writes with inner): at 4.2 TB/s and bf16, 48 µs for
-4096×8192. About 6 flops an element: bound by memory at every size.
+Traffic: 2 reads and 1 write of rows·out (2 writes with inner); at 4.2 TB/s and bf16, 48 µs for
+4096×8192. With about 6 flops an element, the kernel is bound by memory at every size.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A program takes a tile of ``rows`` × ``columns`` elements.
+    """A program computes a tile of ``rows`` × ``columns`` elements.
 
-    Several rows to a tile let one read of g serve them all; the tile's 4096 elements give each of
-    128 threads four 16-byte reads of either operand in flight, enough to cover memory's latency.
+    The rows of a tile share one load of g. With 4096 elements in a tile, each of 128 threads has
+    four 16-byte loads of either operand in flight, which is enough to hide the memory latency.
     """
 
     rows: int = 4
@@ -37,14 +37,14 @@ class Config:
 
 CONFIG = Config()
 
-# Where torch.compile fuses what is around: below these sizes one launch takes longer than the
-# memory traffic it saves (arXiv 2603.22276).
+# Under torch.compile, which fuses the surrounding operations: below these sizes one launch takes
+# longer than the memory traffic that the kernel saves (arXiv 2603.22276).
 CROSSOVER_FEATURES = 2048
 CROSSOVER_ELEMENTS = 2048 * 6144
 
 
 def refuses(call: Call) -> str | None:
-    """Returns why the kernel, or that of the backward pass, cannot take ``call``, or None."""
+    """Returns the reason why this kernel or the backward kernel cannot run ``call``, or None."""
     base, lora, *_ = call.dtypes
     if base != lora:
         return f"base and lora must share a dtype; got {base} and {lora}"
@@ -52,8 +52,8 @@ def refuses(call: Call) -> str | None:
 
 
 def wins(call: Call) -> bool:
-    """Returns whether the kernel is faster than torch's own operators: always where each of those
-    is a launch and a pass over memory of its own."""
+    """Returns whether the kernel is faster than torch's operators. In eager mode it always is: each
+    operator is a launch and a pass over memory."""
     if not torch.compiler.is_compiling():
         return True
     elements = call.rows * call.features
@@ -77,21 +77,21 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    across = tl.cdiv(features, COLUMNS)
+    column_tiles = tl.cdiv(features, COLUMNS)
     program = tl.program_id(0)
-    row = (program // across) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    here = column < features
-    mask = (row < rows)[:, None] & here[None, :]
+    row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = (program % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    column_mask = column < features
+    mask = (row < rows)[:, None] & column_mask[None, :]
     # rows·out may exceed 2³¹.
     offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
 
-    g = tl.load(g_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    g = tl.load(g_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     base = tl.load(base_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     lora = tl.load(lora_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     unbiased = base
     if HAS_BIAS:
-        unbiased -= tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+        unbiased -= tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     scaled = scale * lora
     result = (g - 1.0) * unbiased + g * scaled
     if not DELTA:
@@ -112,7 +112,7 @@ def compose(
     delta: bool,
     want_inner: bool,
 ) -> list[Tensor]:
-    """Returns y, or ΔY if ``delta``, and inner if ``want_inner``; contiguous, in base's dtype."""
+    """Returns [y, or ΔY if ``delta``; inner if ``want_inner``], contiguous and in base's dtype."""
     base, g = base.contiguous(), g.contiguous()
     results = [torch.empty_like(base) for _ in range(1 + want_inner)]
     features = base.shape[-1]

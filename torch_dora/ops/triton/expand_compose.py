@@ -1,15 +1,16 @@
-"""Expand and compose in one kernel: the adapter's second product, z Bᵀ, with compose as epilogue.
+"""Expand and compose in one kernel: the adapter's second product, z Bᵀ, with compose as its
+epilogue.
 
     lora     = z Bᵀ
-    unbiased = base - bias                  (base where there is no bias)
+    unbiased = base - bias                  (base if there is no bias)
     y        = base + ((g-1)·unbiased + g·(s·lora))       inner = unbiased + s·lora
 
 z: [rows, r], lora_b B: [out, r], base, y, inner: [rows, out], all fp16 or all bf16; g: f32[out];
-bias: [out]. lora stays in the accumulator's fp32 and never reaches memory.
+bias: [out]. lora stays in the fp32 accumulator and is never written to memory.
 
-Bytes: 1 read and 1 write of rows·out (2 writes with inner); z and B are small and stay in L2.
+Traffic: 1 read and 1 write of rows·out (2 writes with inner); z and B are small and stay in L2.
 Flops: 2·rows·out·r. At 4096×384×8192 in bf16: 32 µs of traffic at 4.2 TB/s and 32 µs of tensor
-cores at 800 TFLOP/s, which overlap between the programs of a multiprocessor.
+cores at 800 TFLOP/s, which overlap between the programs on a multiprocessor.
 """
 
 import dataclasses
@@ -25,11 +26,12 @@ from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A program makes a tile of ``rows`` × ``columns``, walking the rank ``depth`` at a time.
+    """A program computes a tile of ``rows`` × ``columns`` and loops over the rank, ``depth`` at a
+    time.
 
-    128 × 128 in fp32 is 128 registers a thread of 4 warps: two programs fit a multiprocessor, so
-    that one's epilogue, which is memory traffic, runs under the other's products. Of a low rank
-    there are hardly any products, and many small programs keep more reads and writes in flight.
+    A tile of 128 × 128 in fp32 takes 128 registers per thread of 4 warps. So two programs fit on a
+    multiprocessor, and one's epilogue (memory traffic) overlaps with the other's products. A low
+    rank has little arithmetic, and many small programs then keep more loads and stores in flight.
     """
 
     rows: int = 128
@@ -40,7 +42,7 @@ class Config:
 
 
 def config(rank: int) -> Config:
-    """Returns the config that was fastest (H100; 4096 and 14336 features)."""
+    """Returns the fastest config (H100; 4096 and 14336 features)."""
     depth = min(64, max(16, next_power_of_2(rank)))
     if rank <= 16:
         return Config(rows=32, depth=depth, stages=2)
@@ -50,7 +52,7 @@ def config(rank: int) -> Config:
 
 
 def refuses(dtype: torch.dtype) -> str | None:
-    """Returns why the kernel cannot take activations of ``dtype``; None when it can."""
+    """Returns the reason why the kernel cannot run with activations of ``dtype``, or None."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"multiplies on tensor cores, float16 or bfloat16; got {dtype}"
     return None
@@ -74,35 +76,35 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    WIDEN: tl.constexpr,  # the same products; the interpreter has none of bf16
+    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
 ):
-    down = tl.cdiv(rows, ROWS)
+    row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
-    row = (program % down) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    column = (program // down) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    row_here, here = row < rows, column < features
+    row = (program % row_tiles) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = (program // row_tiles) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    row_mask, column_mask = row < rows, column < features
     inside = tl.arange(0, DEPTH)  # [DEPTH]
     z_ptrs = z_ptr + row.to(tl.int64)[:, None] * RANK + inside[None, :]
     b_ptrs = lora_b_ptr + column.to(tl.int64)[None, :] * RANK + inside[:, None]
-    mask = row_here[:, None] & here[None, :]
+    mask = row_mask[:, None] & column_mask[None, :]
     # rows·out may exceed 2³¹.
     offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
-    # Before the products, so that it is under way while they are taken.
+    # This load comes before the products, so that it runs in parallel with them.
     base = tl.load(base_ptr + offset, mask=mask, other=0.0)
     lora = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, RANK, DEPTH):
         left = inside < RANK - first
-        z = tl.load(z_ptrs + first, mask=row_here[:, None] & left[None, :], other=0.0)
-        b = tl.load(b_ptrs + first, mask=left[:, None] & here[None, :], other=0.0)
+        z = tl.load(z_ptrs + first, mask=row_mask[:, None] & left[None, :], other=0.0)
+        b = tl.load(b_ptrs + first, mask=left[:, None] & column_mask[None, :], other=0.0)
         if WIDEN:
             z, b = z.to(tl.float32), b.to(tl.float32)
         lora = tl.dot(z, b, lora)
 
-    g = tl.load(g_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    g = tl.load(g_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     base = base.to(tl.float32)
     unbiased = base
     if HAS_BIAS:
-        unbiased -= tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+        unbiased -= tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     scaled = scale * lora
     y = base + ((g - 1.0) * unbiased + g * scaled)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -128,8 +130,8 @@ def expand_compose(
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
         return results
-    knobs = config(rank)
-    _kernel[(cdiv(rows, knobs.rows) * cdiv(features, knobs.columns),)](
+    chosen = config(rank)
+    _kernel[(cdiv(rows, chosen.rows) * cdiv(features, chosen.columns),)](
         base,
         z.contiguous(),
         lora_b.contiguous(),
@@ -143,12 +145,12 @@ def expand_compose(
         RANK=rank,
         HAS_BIAS=bias is not None,
         WITH_INNER=want_inner,
-        ROWS=knobs.rows,
-        COLUMNS=knobs.columns,
-        DEPTH=knobs.depth,
+        ROWS=chosen.rows,
+        COLUMNS=chosen.columns,
+        DEPTH=chosen.depth,
         WIDEN=TRITON_MODE == "interpreted",
-        num_warps=knobs.warps,
-        num_stages=knobs.stages,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
         enable_fp_fusion=True,
     )
     return results

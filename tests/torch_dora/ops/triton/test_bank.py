@@ -67,10 +67,10 @@ def test_rows_of_one_slot_are_read_for_together(device):
     y, x, slots, ids = drawn((), 300, 140, 24, torch.bfloat16, device)
     ids = torch.cat([ids, ids.new_full((40,), 1)])[torch.randperm(len(ids) + 40)]
     y, x = (one.repeat(8, 1)[: len(ids)] for one in (y, x))
-    order = bank_shrink.together(ids.cpu())
-    assert order.shape == (6 + 3, 16)  # 41 rows of one slot, six that are alone
-    assert sorted(order[order >= 0].tolist()) == list(range(len(ids)))
-    found = bank_linear(y, x, slots, ids, None, "triton", order.to(device))
+    row_groups = bank_shrink.group_rows(ids.cpu())
+    assert row_groups.shape == (6 + 3, 16)  # 41 rows of one slot, six that are alone
+    assert sorted(row_groups[row_groups >= 0].tolist()) == list(range(len(ids)))
+    found = bank_linear(y, x, slots, ids, None, "triton", row_groups.to(device))
     each = bank_linear(y, x, slots, ids, None, "triton")
     assert torch.equal(found[ids == -1], y[ids == -1])
     # z is rounded after another split of its sum.

@@ -146,9 +146,9 @@ for rank in (16, 64, 384):
 BANK = """
 config = bank_shrink.CONFIG
 counts = dict.fromkeys(["batch", "time", "features", "slots"], "i32")
-counts |= dict(ids_ptr="*i64", order_ptr="*i32", rank_ptr="*i32")
+counts |= dict(ids_ptr="*i64", groups_ptr="*i32", rank_ptr="*i32")
 for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
-    sizes = dict(RANKS=64, ROOM=64, ROWS=rows, ORDERED=rows == 16, WIDEN=False)
+    sizes = dict(RANKS=64, PADDED_RANKS=64, ROWS=rows, GROUPED=rows == 16, WIDEN=False)
     code = lower(
         bank_shrink._kernel,
         counts | dict(x_ptr=half, a_ptr=half, parts_ptr=full),

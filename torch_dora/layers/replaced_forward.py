@@ -1,0 +1,73 @@
+"""Modules with a ``forward`` that was set on the instance, as accelerate's hooks do.
+
+In a copy of the model, this function must call the copied modules.
+"""
+
+import functools
+from collections.abc import Collection, Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from dora_common.rules import listing
+from torch_dora.layers.names import named_modules
+
+_NAMES = ("forward", "_old_forward")  # accelerate's forward calls _old_forward
+
+
+def rebind(module: nn.Module, copies: Mapping[int, nn.Module]) -> None:
+    """Makes the instance's own ``forward`` of a copied module call the copies.
+
+    Args:
+        module: the copy.
+        copies: the copied modules, by the ids of the originals.
+    """
+    for name in _NAMES:
+        if (function := vars(module).get(name)) is not None:
+            vars(module)[name] = _rebound(function, copies) or function
+
+
+def _rebound(function: Any, copies: Mapping[int, nn.Module]) -> Any:
+    """Returns a bound method or a partial function that refers to the copied modules; None if
+    ``function`` refers to no module in ``copies``."""
+    if isinstance(function, MethodType):
+        owner = copies.get(id(function.__self__))
+        return None if owner is None else MethodType(function.__func__, owner)
+    if not isinstance(function, functools.partial):
+        return None
+    inner = _rebound(function.func, copies)
+    if inner is None and not any(id(argument) in copies for argument in function.args):
+        return None
+    arguments = [copies.get(id(argument), argument) for argument in function.args]
+    copied = functools.partial(inner or function.func, *arguments, **function.keywords)
+    return functools.update_wrapper(copied, function)
+
+
+def refuse_shared(model: nn.Module, copied: nn.Module, changed: Collection[int]) -> None:
+    """Raises NotImplementedError if a module of a copy has the same ``forward`` function as the
+    original and would therefore call the original's layers.
+
+    The error lists these modules.
+
+    Args:
+        model: the original.
+        copied: the copy.
+        changed: the ids of the copy's layers that differ from the original's.
+    """
+    functions = {
+        id(vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)
+    }
+    shared = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in named_modules(copied)
+        if id(vars(module).get("forward")) in functions
+        and id(module) not in changed
+        and any(id(child) in changed for child in module.modules())
+    ]
+    if shared:
+        raise NotImplementedError(
+            "the forward of these modules was replaced by a function that is not bound to a module "
+            "of the model, so a copy would call the original model's layers; delete that "
+            f"attribute, or bind it to its module with types.MethodType:{listing(shared)}"
+        )
