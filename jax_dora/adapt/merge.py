@@ -133,9 +133,7 @@ def merge_dora(
         if (id(base), name) in done:
             continue
         done.add((id(base), name))
-        # Whether it counts in its own module's methods alone, wherever else the parameter is read.
-        is_own = isinstance(adapter, DoRALayer) or ((), name) in adapter.module.dora_reads
-        if id(getattr(base, name)) in shared and is_own:
+        if id(getattr(base, name)) in shared:
             setattr(base, name, getattr(base, name).copy())
         layers.append(_merge_layer(path, base, its, requantize, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged

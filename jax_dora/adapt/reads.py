@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_dora.adapt.tree import Found, find_modules, remove_dora
+from jax_dora.adapt.tree import Found, find_modules, remove_dora, shared_variables
 from jax_dora.layers.base import Constant
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import stacked_axes
@@ -44,12 +44,15 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
       Whatever the call raises.
     """
     copy = remove_dora(model)
-    modules, weights = find_modules(copy), _weights(copy)
-    by_variable: dict[int, list[Key]] = {}
-    for key, variable in weights.items():
-        by_variable.setdefault(id(variable), []).append(key)
-    groups = list(by_variable.values())  # several keys where modules share a parameter
-    log = ReadLog([group[0] for group in groups], [found.paths[0] for found in modules])
+    modules = find_modules(copy)
+    shared = shared_variables(copy)
+    # Attributes that share a parameter get a variable each, so that their reads are told apart.
+    for found in modules:
+        for name, variable in weights_of(found.module).items():
+            if id(variable) in shared:
+                setattr(found.module, name, variable.copy())
+    weights = _weights(copy)
+    log = ReadLog(weights, [found.paths[0] for found in modules])
     for number, found in enumerate(modules):
         # Their attributes are not their own: members, or a linen module's variables.
         if not isinstance(found.module, nnx.List | nnx.Dict | nnx.bridge.ToNNX):
@@ -68,16 +71,13 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
 
     arrays, together = apart((copy, example))
     jax.eval_shape(run, arrays)
-    found = {key: dict[Read, None]() for group in groups for key in group}
-    for group in groups:
-        seen = min((log.seen[key] for key in group if key in log.seen), key=len, default=None)
-        for read in log.reads[group[0]]:
-            if seen is not None:
-                axes = _with_mapped_axis(read.axes, weights[group[0]].shape, seen)
-                read = dataclasses.replace(read, axes=axes)
-            inside = [key for key in group if key[0] in read.scopes]
-            found[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
-    log.reads = {key: tuple(one) for key, one in found.items()}
+    for key, reads in log.reads.items():
+        if (seen := log.seen.get(key)) is not None:
+            whole = weights[key].shape
+            log.reads[key] = tuple(
+                dataclasses.replace(read, axes=_with_mapped_axis(read.axes, whole, seen))
+                for read in reads
+            )
     return log
 
 

@@ -101,7 +101,10 @@ def _following(method: Any) -> Callable[..., Any]:
 def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
     """Follows the adapted weights that the methods of `module` read, its own among them even where
     the methods of another read them too. Gives what takes a result to one without followed
-    weights."""
+    weights.
+
+    Meanwhile the adapter's attribute holds a variable of its own: other attributes may hold the
+    same parameter, and this adapter is not theirs."""
     own = (((), spec.param) for spec in module.dora_specs)
     adapters = [
         one
@@ -113,10 +116,13 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
         yield lambda result: result
         return
     variables = [one.kernel_param for one in adapters]
-    raws = [variable.get_raw_value() for variable in variables]
+    followed_variables = []
     with weight_trace() as trace:
-        for one, variable, raw in zip(adapters, variables, raws, strict=True):
-            _set(variable, one.followed(trace, raw))
+        for one, variable in zip(adapters, variables, strict=True):
+            value: Any = one.followed(trace, variable.get_raw_value())
+            own_variable = type(variable).from_metadata(value, variable.get_metadata())
+            followed_variables.append(own_variable)
+            vars(one.module)[one.spec.param] = own_variable
 
         def plain(result: Any) -> Any:
             leaves = jax.tree.leaves(result, is_leaf=is_node)
@@ -127,14 +133,10 @@ def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
         try:
             yield plain
         finally:
-            for variable, raw in zip(variables, raws, strict=True):
-                _set(variable, raw)
-
-
-def _set(variable: nnx.Variable, value: Any) -> None:
-    # Flax lets no variable be set under another trace than it was made under, such as one of a base
-    # that a loss holds, whatever `set_raw_value` is told. This one gets its value back.
-    object.__setattr__(variable, "_raw_value", value)
+            trios = zip(adapters, variables, followed_variables, strict=True)
+            for one, variable, own_variable in trios:
+                if one.kernel_param is own_variable:
+                    vars(one.module)[one.spec.param] = variable
 
 
 def at_path(module: Any, path: tuple[str, ...]) -> Any:
