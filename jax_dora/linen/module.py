@@ -201,7 +201,8 @@ class _Interceptor:
             return self._call_adapted(kind, rule, next_fun, args, kwargs, context)
         result = next_fun(*args, **kwargs)
         if holds_parameters(module):
-            self.calls.linear[path] = is_linear
+            # A layer within it may share its scope.
+            self.calls.linear[path] = is_linear or self.calls.linear.get(path, False)
             if rule is not None and path not in self.calls.adapted:  # a layer that shares its scope
                 names = ", ".join(one.__name__ for one in COUNTERPARTS)
                 raise TypeError(

@@ -316,11 +316,12 @@ class InItsPlace(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.parametrize("rule", [".*", "all-linear"])
 @pytest.mark.parametrize("example", [None, "x"])
-def test_what_shares_the_scope_of_a_layer_is_no_obstacle(example):
+def test_what_shares_the_scope_of_a_layer_is_no_obstacle(example, rule):
     model, x = nn.Sequential([InItsPlace(nn.Dense(5))]), jnp.ones((3, WIDTH))
     variables = drawn_variables(model.init, x)
-    adapted = apply_dora(model, DoRARule(".*", 3, 4.0), example=example and (x,))
+    adapted = apply_dora(model, DoRARule(rule, 3, 4.0), example=example and (x,))
     y, made = adapted.apply(variables, x, rngs={"params": KEY}, mutable=["params"])
     assert jnp.array_equal(y, model.apply(variables, x))
     assert set(made["params"]["layers_0"]) == {"kernel", "bias", "lora_a", "lora_b", "magnitude"}
