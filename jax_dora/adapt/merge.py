@@ -137,10 +137,8 @@ def merge_dora(
         if (id(base), name) in done:
             continue
         done.add((id(base), name))
-        # The adapter has an effect in its own module's methods alone, so other modules that share
-        # the parameter keep the base value.
-        is_local = isinstance(adapter, DoRALayer) or ((), name) in adapter.module.dora_reads
-        if id(getattr(base, name)) in shared and is_local:
+        # Other attributes that share the parameter keep the base value.
+        if id(getattr(base, name)) in shared:
             setattr(base, name, getattr(base, name).copy())
         layers.append(_merge_layer(path, base, layer_adapters, requantize, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_dora.adapt.tree import FoundModule, find_modules, remove_dora
+from jax_dora.adapt.tree import FoundModule, find_modules, remove_dora, shared_variables
 from jax_dora.layers.base import Constant
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import stacked_axes
@@ -48,12 +48,15 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
       Exception: any error of the call.
     """
     copy = remove_dora(model)
-    modules, weights = find_modules(copy), _weights(copy)
-    by_variable: dict[int, list[Key]] = {}
-    for key, variable in weights.items():
-        by_variable.setdefault(id(variable), []).append(key)
-    groups = list(by_variable.values())  # A group has several keys if modules share a parameter.
-    log = ReadLog([group[0] for group in groups], [found.paths[0] for found in modules])
+    modules = find_modules(copy)
+    shared = shared_variables(copy)
+    # Attributes that share a parameter get a variable each, to tell their reads apart.
+    for found in modules:
+        for name, variable in weights_of(found.module).items():
+            if id(variable) in shared:
+                setattr(found.module, name, variable.copy())
+    weights = _weights(copy)
+    log = ReadLog(weights, [found.paths[0] for found in modules])
     for number, found in enumerate(modules):
         # The attributes of these modules are user-chosen keys or a linen module's variables, so
         # the bookkeeping attributes below must not be added.
@@ -73,17 +76,13 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
 
     arrays, rebuild = split_arrays((copy, example))
     jax.eval_shape(run, arrays)
-    reads = {key: dict[Read, None]() for group in groups for key in group}
-    for group in groups:
-        shapes = [log.method_shapes[key] for key in group if key in log.method_shapes]
-        for read in log.reads[group[0]]:
-            if shapes:
-                axes = _with_mapped_axis(read.axes, weights[group[0]].shape, min(shapes, key=len))
-                read = dataclasses.replace(read, axes=axes)
-            # Of the modules that share the parameter, the innermost around the read gets it.
-            inside = [key for key in group if key[0] in read.scopes]
-            reads[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
-    log.reads = {key: tuple(key_reads) for key, key_reads in reads.items()}
+    for key, reads in log.reads.items():
+        if (method_shape := log.method_shapes.get(key)) is not None:
+            shape = weights[key].shape
+            log.reads[key] = tuple(
+                dataclasses.replace(read, axes=_with_mapped_axis(read.axes, shape, method_shape))
+                for read in reads
+            )
     return log
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import traverse_util
+from flax.errors import ModifyScopeVariableError
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
@@ -59,9 +60,17 @@ def merge_dora(
     calls = CallLog(next(_TOKENS))
     quiet = adapted.clone(deterministic=True)
     recorded = {**variables, "params": record_axes(variables["params"])}
-    jax.eval_shape(
-        lambda: quiet.apply(recorded, calls, method, *args, method="call_logged", **kwargs)
-    )
+
+    def trace(mutable: list[str]) -> None:
+        options = {"method": "call_logged", "mutable": mutable}
+        jax.eval_shape(lambda: quiet.apply(recorded, calls, method, *args, **options, **kwargs))
+
+    try:
+        trace([])
+    except ModifyScopeVariableError:
+        # The call updates other collections, such as BatchNorm's statistics or a cache. They are
+        # not mutable from the start because nn.map_variables(init=True) cannot be called then.
+        trace([name for name in variables if name != "params"])
     params = dict(traverse_util.flatten_dict(variables["params"]))
     reached = {weight.paths()["lora_a"] for weight in adapted.weights}
     reached |= {(*filter(None, path.split("/")), "lora_a") for path in calls.adapted}

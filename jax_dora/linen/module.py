@@ -213,7 +213,8 @@ class _Interceptor:
             return self._call_adapted(kind, rule, next_fun, args, kwargs, context)
         result = next_fun(*args, **kwargs)
         if holds_parameters(module):
-            self.calls.linear[path] = is_linear
+            # A layer inside the module may share its scope.
+            self.calls.linear[path] = is_linear or self.calls.linear.get(path, False)
             # The path may also belong to an adapted layer that shares the module's scope.
             if rule is not None and path not in self.calls.adapted:
                 names = ", ".join(layer.__name__ for layer in COUNTERPARTS)

@@ -106,6 +106,9 @@ def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
     """Traces the adapted weights that the methods of `module` read. The module's own weights are
     included even if only another module's methods are known to read them.
 
+    Meanwhile the adapter's attribute holds a variable of its own, because other attributes may hold
+    the same parameter without this adapter.
+
     Yields a function that replaces the traced weights in a method's result by arrays.
     """
     own = (((), spec.param) for spec in module.dora_specs)
@@ -120,10 +123,13 @@ def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
         yield lambda result: result
         return
     variables = [adapter.kernel_param for adapter in adapters]
-    raws = [variable.get_raw_value() for variable in variables]
+    traced_variables = []
     with weight_trace() as trace:
-        for adapter, variable, raw in zip(adapters, variables, raws, strict=True):
-            _set(variable, adapter.traced(trace, raw))
+        for adapter, variable in zip(adapters, variables, strict=True):
+            value: Any = adapter.traced(trace, variable.get_raw_value())
+            traced_variable = type(variable).from_metadata(value, variable.get_metadata())
+            traced_variables.append(traced_variable)
+            vars(adapter.module)[adapter.spec.param] = traced_variable
 
         def to_arrays(result: Any) -> Any:
             leaves = jax.tree.leaves(result, is_leaf=is_node)
@@ -134,15 +140,10 @@ def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
         try:
             yield to_arrays
         finally:
-            for variable, raw in zip(variables, raws, strict=True):
-                _set(variable, raw)
-
-
-def _set(variable: nnx.Variable, value: Any) -> None:
-    # `set_raw_value` raises if the variable was created under another trace, for example a base
-    # model's variable that a loss function closes over. Setting the attribute is safe here, since
-    # the caller restores the value.
-    object.__setattr__(variable, "_raw_value", value)
+            triples = zip(adapters, variables, traced_variables, strict=True)
+            for adapter, variable, traced_variable in triples:
+                if adapter.kernel_param is traced_variable:
+                    vars(adapter.module)[adapter.spec.param] = variable
 
 
 def at_path(module: Any, path: tuple[str, ...]) -> Any:

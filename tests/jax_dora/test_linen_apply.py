@@ -117,6 +117,25 @@ def test_merging_computes_the_same(base, everything):
         assert not np.allclose(plain, other, atol=1e-2)
 
 
+def test_merging_takes_a_call_that_updates_other_collections():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(5)(x))
+            self.variable("cache", "calls", jnp.zeros, ()).value += 1
+            return x
+
+    model, x = Model(), jax.random.normal(KEY, (3, 4))
+    adapted = apply_dora(model, DoRARule("all-linear", 2, 4))
+    variables = adapted.init(KEY, x)
+    variables |= train(variables)
+    merged = merge_dora(adapted, variables, x)
+    assert merged["cache"] == variables["cache"]
+    found, _ = model.apply(merged, x, mutable=["batch_stats", "cache"])
+    expected, _ = adapted.apply(variables, x, mutable=["batch_stats", "cache"])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+
+
 @pytest.mark.slow
 def test_merging_says_what_it_changed(everything):
     adapted, variables = everything
@@ -316,11 +335,12 @@ class InItsPlace(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.parametrize("rule", [".*", "all-linear"])
 @pytest.mark.parametrize("example", [None, "x"])
-def test_what_shares_the_scope_of_a_layer_is_no_obstacle(example):
+def test_what_shares_the_scope_of_a_layer_is_no_obstacle(example, rule):
     model, x = nn.Sequential([InItsPlace(nn.Dense(5))]), jnp.ones((3, WIDTH))
     variables = drawn_variables(model.init, x)
-    adapted = apply_dora(model, DoRARule(".*", 3, 4.0), example=example and (x,))
+    adapted = apply_dora(model, DoRARule(rule, 3, 4.0), example=example and (x,))
     y, made = adapted.apply(variables, x, rngs={"params": KEY}, mutable=["params"])
     assert jnp.array_equal(y, model.apply(variables, x))
     assert set(made["params"]["layers_0"]) == {"kernel", "bias", "lora_a", "lora_b", "magnitude"}

@@ -594,6 +594,37 @@ def test_modules_that_share_a_parameter_are_merged_each_into_an_array_of_its_own
     assert float(jnp.abs(adapted(x) - model(x)).max()) > 0.01
 
 
+class HoldsTwice(nnx.Module):
+    """Reads itself the parameters of two members, by attributes of its own."""
+
+    def __init__(self, rngs):
+        self.encoder = Einsum("bd,df->bf", (WIDTH, WIDTH), rngs)
+        self.encoder_w = self.encoder.w
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.linear_kernel = self.linear.kernel
+
+    def __call__(self, x):
+        x = jnp.tanh(self.encoder(x)) @ self.encoder_w[...].T
+        return jnp.tanh(self.linear(x)) @ self.linear_kernel[...].T
+
+
+@pytest.mark.parametrize("rule", [".*", "encoder|linear", "encoder_w|linear_kernel"])
+def test_a_parameter_that_a_parent_holds_too_has_an_adapter_for_each_attribute(rule):
+    model, x = HoldsTwice(nnx.Rngs(0)), jnp.ones((2, WIDTH))
+    rngs = nnx.Rngs(1)
+    adapted = train(apply_dora(model, DoRARule(rule, 2, 3), rngs=rngs, example=(x,)))
+    assert len(get_adapter(adapted).arrays) == (4 if rule == ".*" else 2)
+    found = adapted(x)
+    close(found, merge_dora(adapted)(x))
+    close(found, freeze(adapted)(x))
+    is_adapter = nnx.DiffState(0, nnx.LoRAParam)
+    grads = nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))), argnums=is_adapter)(adapted)
+    assert all(jnp.any(grad) for grad in jax.tree.leaves(grads))
+    base = remove_dora(adapted)
+    assert base.encoder_w is base.encoder.w
+    assert base.linear_kernel is base.linear.kernel
+
+
 class Loop(nnx.Module):
     """Carries a layer through a loop, whose body reads a weight, as its condition does."""
 
