@@ -18,13 +18,13 @@ _FLAGS = {
     r"\bact_qtype\b": "--activations",
     r"\bquantize(?= is |=)": "--quantize",
     r"\bqtype(?= ')": "--quantize",
-    r"give tile_size=.*": "give --quantize int8 or float8_e4m3fn, which have no tiles",
+    r"(give|pass) tile_size=.*": "pass --quantize int8 or float8_e4m3fn, which have no tiles",
+    r"pass that qtype and no tile_size": f"pass --quantize {QTYPE}",
     r"\bmax_length(?= is )": "--max-length",
     r"the bank's max_rank: make the bank with": "--max-rank: start the server with",
     r"rules\[\d+\], path(?= ')": "--target",
-    r"say which of its axes.*narrow the rules' paths so that they leave": (
-        "narrow --target so that it leaves"
-    ),
+    r"(say which of its|name the contracted) axes.*narrow the rules' paths so that they "
+    r"(leave out|do not match these)": "narrow --target so that it does not match these",
     r"pass (?=adapter\w*=')": "pass jax_dora.peft.load_adapter ",
 }
 MAX_INTEGER = 2**31 - 1  # the largest index of an array

@@ -52,7 +52,7 @@ def activations(config: DecoderConfig, time: int) -> list[Activation]:
     query = config.num_attention_heads * config.head_dim
     key = config.num_key_value_heads * config.head_dim
     # (input width, output width, whether the magnitude's gradient reads a second array besides the
-    # result). SwiGLU reads the results of gate and up itself.
+    # result). For gate and up, SwiGLU and the magnitude's gradient read the same array.
     is_short = jnp.dtype(config.dtype) == jnp.float16
     products = [
         *[(hidden, out, config.qkv_bias or is_short) for out in (query, key, key)],
@@ -67,8 +67,8 @@ def activations(config: DecoderConfig, time: int) -> list[Activation]:
         work = sum(2 * n_in * width for n_in, _ in same_width)
         found.append(Activation(RESULT_NAME, width, size, work))
     if config.attention == "cudnn":
-        # The scores and their product with the values, each for half of the square. cuDNN also
-        # keeps one fp32 sum per head.
+        # Size: the result and one fp32 sum per head. Work: the scores and their product with the
+        # values, each over half of the square.
         size = query * item + 4 * config.num_attention_heads
         found.append(Activation(ATTENTION, 0, size, 2 * query * time))
     elementwise = [(NORMED, 2 * hidden, 3), (GATED, inner, 3)]

@@ -234,9 +234,9 @@ def _another_adapter_s_name() -> None:
 @pytest.mark.parametrize(
     ("fail", "message"),
     [
-        (_tiles_that_do_not_divide, "expected a multiple: give --quantize int8 or float8_e4m3fn"),
+        (_tiles_that_do_not_divide, "expected a multiple: pass --quantize int8 or float8_e4m3fn"),
         (_too_large_a_rank, "at most 8, --max-rank: start the server with a larger one"),
-        (_layers_that_cannot_be_adapted, "has named: narrow --target so that it leaves out"),
+        (_layers_that_cannot_be_adapted, "has named: narrow --target so that it does not match"),
         (_another_adapter_s_name, "pass jax_dora.peft.load_adapter adapter='b'"),
     ],
 )
