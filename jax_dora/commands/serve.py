@@ -112,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
         from jax_dora.serve.server import Server, Settings, listen
 
         names = {one.name: _FLAGS.get(one.name, one.name) for one in dataclasses.fields(Settings)}
-        given = {name: getattr(args, flag, None) for name, flag in names.items()}
-        settings = Settings(**{name: one for name, one in given.items() if one is not None})
+        values = {name: getattr(args, flag, None) for name, flag in names.items()}
+        settings = Settings(**{name: value for name, value in values.items() if value is not None})
         with _address(args):
             listen(settings).close()  # reports an unusable address before the model is loaded
         server = Server(settings, tell=tell)

@@ -164,9 +164,9 @@ class Plan:
 
         Returns None if there are too many texts for cuDNN.
         """
-        given = [rows for rows in (self.rows, self.eval_rows) if rows is not None]
+        packed = [rows for rows in (self.rows, self.eval_rows) if rows is not None]
         # Padding counts as one more text.
-        count = 1 << max(int(rows.segment_ids.max()) for rows in given).bit_length()
+        count = 1 << max(int(rows.segment_ids.max()) for rows in packed).bit_length()
         return count if count <= MAX_SEGMENTS else None
 
     def _sharding(self) -> DecoderSharding | None:

@@ -60,23 +60,23 @@ def activations(config: DecoderConfig, time: int) -> list[Activation]:
         *[(hidden, inner, False)] * 2,
         (inner, hidden, config.mlp_bias or is_short),
     ]
-    found = []
+    choices = []
     for width in dict.fromkeys(out for _, out, _ in products):
         same_width = [(n_in, has_second) for n_in, out, has_second in products if out == width]
         size = sum(1 + has_second for _, has_second in same_width) * width * item
         work = sum(2 * n_in * width for n_in, _ in same_width)
-        found.append(Activation(RESULT_NAME, width, size, work))
+        choices.append(Activation(RESULT_NAME, width, size, work))
     if config.attention == "cudnn":
         # Size: the result and one fp32 sum per head. Work: the scores and their product with the
         # values, each over half of the square.
         size = query * item + 4 * config.num_attention_heads
-        found.append(Activation(ATTENTION, 0, size, 2 * query * time))
+        choices.append(Activation(ATTENTION, 0, size, 2 * query * time))
     elementwise = [(NORMED, 2 * hidden, 3), (GATED, inner, 3)]
-    found += [
+    choices += [
         Activation(name, 0, width * item, FLOPS_PER_BYTE * passes * width * item)
         for name, width, passes in elementwise
     ]
-    return found
+    return choices
 
 
 def best(choices: Sequence[Activation], tokens: int, budget: float) -> tuple[Activation, ...]:

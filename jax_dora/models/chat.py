@@ -157,10 +157,10 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         files["default"] = file
     if files:
         return {name: file.read_text("utf-8") for name, file in sorted(files.items())}
-    given = settings.get("chat_template")
-    if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
-        return {str(entry.get("name")): entry.get("template") for entry in given}
-    return {} if given is None else {"default": given}
+    template = settings.get("chat_template")
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        return {str(entry.get("name")): entry.get("template") for entry in template}
+    return {} if template is None else {"default": template}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -48,27 +48,27 @@ class Rope:
         # transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`.
         # If both are given, transformers uses the older fields. It ignores fields that are null.
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        given = {name: value for name, value in scaling.items() if value is not None}
-        theta = given.pop("rope_theta", None) or config.get("rope_theta") or cls.theta
-        kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-        given.pop("type", None)
-        if given.get("partial_rotary_factor") == 1:
-            del given["partial_rotary_factor"]
+        parameters = {name: value for name, value in scaling.items() if value is not None}
+        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or cls.theta
+        kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+        parameters.pop("type", None)
+        if parameters.get("partial_rotary_factor") == 1:
+            del parameters["partial_rotary_factor"]
         if kind not in ROPE_KINDS:
             raise NotImplementedError(
                 f"config.json has rope_type {kind!r}; expected one of {', '.join(ROPE_KINDS)}"
             )
         names = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
         names["original_max_position_embeddings"] = "original_length"
-        unknown = sorted(set(given) - set(names))
+        unknown = sorted(set(parameters) - set(names))
         if unknown:
             raise NotImplementedError(
                 f"config.json has rope parameters {', '.join(unknown)}; expected only "
                 f"{', '.join(names)}"
             )
         if kind == "default":
-            given = {}
-        elif "factor" not in given:
+            parameters = {}
+        elif "factor" not in parameters:
             raise ValueError(
                 f"config.json has rope_type {kind!r} without a factor; expected the factor that "
                 "wavelengths are multiplied by"
@@ -76,9 +76,9 @@ class Rope:
         if kind == "llama3":
             name = "original_max_position_embeddings"
             # As in transformers, a top-level length overrides the one in the rope parameters.
-            length = config.get(name) or given.get(name)
-            given[name] = length or config.get("max_position_embeddings")
-        fields = {names[name]: _positive(name, value) for name, value in given.items()}
+            length = config.get(name) or parameters.get(name)
+            parameters[name] = length or config.get("max_position_embeddings")
+        fields = {names[name]: _positive(name, value) for name, value in parameters.items()}
         return cls(theta=_positive("rope_theta", theta), kind=kind, **fields)
 
 

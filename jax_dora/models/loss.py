@@ -117,38 +117,40 @@ def _total(
     """
     chunks, _ = _in_chunks(chunk, hidden, targets, weights)
 
-    def add(total: jax.Array, one: Any) -> tuple[jax.Array, None]:
-        chunk_total = _skip_zero_weights(functools.partial(_chunk_total, head, arrays), one)
+    def add(total: jax.Array, part: Any) -> tuple[jax.Array, None]:
+        chunk_total = _skip_zero_weights(functools.partial(_chunk_total, head, arrays), part)
         return total + chunk_total, None
 
     return lax.scan(add, jnp.zeros((), jnp.float32), chunks)[0]
 
 
 def _total_fwd(head: nnx.GraphDef[Any], chunk: int, arrays: Any, *others: Any) -> tuple[Any, Any]:
-    given, tree = jax.tree.flatten(arrays)
-    hidden, targets, weights = (one.value for one in others)
+    primals, tree = jax.tree.flatten(arrays)
+    hidden, targets, weights = (primal.value for primal in others)
     chunks, inverse = _in_chunks(chunk, hidden, targets, weights)
-    trained = {i: leaf.value for i, leaf in enumerate(given) if leaf.perturbed}
+    trained = {i: primal.value for i, primal in enumerate(primals) if primal.perturbed}
 
-    def total_of(trained: dict[int, jax.Array], *one: jax.Array) -> jax.Array:
-        leaves = [trained.get(i, leaf.value) for i, leaf in enumerate(given)]
-        return _chunk_total(head, jax.tree.unflatten(tree, leaves), *one)
+    def total_of(trained: dict[int, jax.Array], *part: jax.Array) -> jax.Array:
+        leaves = [trained.get(i, primal.value) for i, primal in enumerate(primals)]
+        return _chunk_total(head, jax.tree.unflatten(tree, leaves), *part)
 
     gradient = jax.value_and_grad(total_of, argnums=(0, 1))
 
-    def add(carry: Any, one: Any) -> tuple[Any, jax.Array]:
-        total, (d_trained, d_hidden) = _skip_zero_weights(functools.partial(gradient, trained), one)
+    def add(carry: Any, part: Any) -> tuple[Any, jax.Array]:
+        total, (d_trained, d_hidden) = _skip_zero_weights(
+            functools.partial(gradient, trained), part
+        )
         return jax.tree.map(jnp.add, carry, (total, d_trained)), d_hidden
 
-    zeros = {i: jnp.zeros(leaf.shape, jnp.float32) for i, leaf in trained.items()}
+    zeros = {i: jnp.zeros(value.shape, jnp.float32) for i, value in trained.items()}
     (total, d_trained), d_hidden = lax.scan(add, (jnp.zeros((), jnp.float32), zeros), chunks)
     shards, _, features = hidden.shape
     d_hidden = d_hidden.reshape(len(d_hidden), shards, -1, features)
     d_hidden = jnp.moveaxis(d_hidden, 1, 0).reshape(shards, -1, features)
     d_hidden = jax.vmap(operator.getitem)(d_hidden, inverse)
     d_leaves = [
-        d_trained[i].astype(leaf.value.dtype) if i in trained else None
-        for i, leaf in enumerate(given)
+        d_trained[i].astype(primal.value.dtype) if i in trained else None
+        for i, primal in enumerate(primals)
     ]
     return total, residuals.pack((jax.tree.unflatten(tree, d_leaves), d_hidden))
 

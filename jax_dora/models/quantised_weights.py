@@ -85,9 +85,9 @@ class QuantisedTensor(NamedTuple):
             )
         settings = config.get("quantization_config") or {}
         rows, columns = settings.get("weight_block_size") or (BLOCK, BLOCK)
-        found = cls(weight, parts, (weight.shape[0], weight.shape[1]), (rows, columns))
-        found._fp8_scales()
-        return found
+        tensor = cls(weight, parts, (weight.shape[0], weight.shape[1]), (rows, columns))
+        tensor._fp8_scales()  # raises an error if the scales are not valid
+        return tensor
 
     @classmethod
     def _nf4(cls, name: str, weight: StoredTensor, parts: dict[str, StoredTensor]) -> Self:
