@@ -101,8 +101,7 @@ def report(plan: Plan) -> Table:
     for name, value in {
         "parameters": f"{trained + frozen:,}, of which {trained:,} are trained "
         f"({trained / (trained + frozen):.2%})",
-        "adapted": f"{covered / frozen:.1%} of the base model's parameters, by --target "
-        f"{plan.args.target}",
+        "adapted": f"{covered / frozen:.1%} of the base parameters (--target {plan.args.target})",
         "data": f"{len(rows.tokens):,} rows of {plan.args.length:,} tokens: "
         f"{(rows.segment_ids > 0).sum():,} tokens, {int(rows.weights.sum()):,} of them learned",
         "steps": f"{plan.steps:,} of {step:,} rows, {plan.steps * step / len(rows.tokens):.2f} "

@@ -145,7 +145,7 @@ def test_dry_run(inputs, tmp_path, capsys):
     features = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
     trained = 2 * sum(4 * (a + b) + b for a, b in features)
     assert f"of which {trained:,} are trained" in output
-    assert "81.4% of the base model's parameters, by --target model/layers/.*_proj" in output
+    assert "81.4% of the base parameters (--target model/layers/.*_proj)" in output
     assert "6 of 4 rows, 0.19 epochs" in output
     assert "MiB base model" in output
     assert list((tmp_path / "run").iterdir()) == []
