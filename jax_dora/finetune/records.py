@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dora_common.fields import each_once
+from dora_common.fields import reject_duplicate_fields
 
 FORMS = 'JSON Lines, a JSON list, parquet, or a folder of datasets\' "save_to_disk"'
 
@@ -75,7 +75,7 @@ def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parse_json(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=each_once)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=reject_duplicate_fields)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{where} is not UTF-8: {error.reason} at byte {error.start}; expected {FORMS}"
