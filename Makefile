@@ -1,9 +1,9 @@
 # make parity     compare both packages with each other and with an fp64 oracle
-# make test       the tests that guard a formula or a contract, without a GPU: minutes
-# make test-slow  those slow tests that are about kernels, operators and layers
-# make test-all   every test that needs no GPU, and the core once more at the oldest versions
+# make test       quick tests, no GPU needed: a few minutes
+# make test-slow  slow tests of kernels, operators and layers
+# make test-all   all tests that need no GPU, then the core at the oldest supported versions
 #
-# Each makes .venv first. With an interpreter that has everything already, and no network:
+# Each target creates .venv first. To use an interpreter that has all packages, without a network:
 #   make NO_VENV=1 PYTHON=/path/to/python3 test-gpu
 
 VENV ?= .venv
@@ -11,19 +11,19 @@ VENV_OLDEST ?= .venv-oldest
 MODELS ?= .models
 PARITY_ARGS ?=
 PYTEST_ARGS ?=
-# Workers for the CPU tests; each holds jax and torch, so memory bounds their number. A worker keeps
-# to neighbouring tests, which share what is compiled.
+# Workers of the CPU tests. Their number is limited because each one loads jax and torch. With
+# worksteal a worker runs neighbouring tests, which share compiled programs.
 WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 GPU_WORKERS ?= -n 4
-# What runs at the oldest versions: what calls the frameworks, and PEFT. Kernels are lowered there,
-# not interpreted. OLDEST_EXTRAS=dev OLDEST_TESTS=tests OLDEST_CHOICE= runs all.
+# Tests at the oldest versions: code that calls the frameworks or PEFT. Kernels are lowered, not
+# interpreted. OLDEST_EXTRAS=dev OLDEST_TESTS=tests OLDEST_CHOICE= runs all tests.
 OLDEST_EXTRAS ?= parity,test
 OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/test_linen.py \
     tests/jax_dora/weights/test_products.py tests/torch_dora/ops tests/torch_dora/test_compile.py \
     tests/test_readme.py tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
     tests/jax_dora/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
-# The slow tests that .ci/run has time for: kernels, operators and layers, on meshes too.
+# The slow tests that .ci/run has time for: kernels, operators and layers, also on meshes.
 SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
     tests/jax_dora/weights --ignore tests/jax_dora/weights/test_sharded_models.py \
     tests/torch_dora/test_compile.py tests/torch_dora/test_sharded.py \
@@ -59,12 +59,12 @@ test-all: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) -m "not gpu and not gpus and not models and not ray" $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
-# Several processes on one GPU, none of which may reserve its memory: their time goes into the fp64
-# references on the host.
+# Several processes share one GPU, so none may reserve its memory. Most of their time goes into the
+# fp64 references on the host.
 test-gpu: $(SETUP)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest $(GPU_WORKERS) -m gpu $(PYTEST_ARGS)
 
-# On a host with two GPUs.
+# Needs a host with two GPUs.
 test-gpus: $(SETUP)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 -m gpus $(PYTEST_ARGS)
 
@@ -72,7 +72,7 @@ test-oldest: setup-oldest
 	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) -k '$(OLDEST_CHOICE)' $(OLDEST_TESTS) \
 	    $(PYTEST_ARGS)
 
-# With the public model libraries.
+# Needs the public model libraries.
 test-models: setup-models
 	PYTHONPATH=$(MODELS) $(RUN) -m pytest $(WORKERS) --keep-programs -m models tests/models \
 	    $(PYTEST_ARGS)
@@ -87,7 +87,7 @@ types: $(SETUP)
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# README's table, those that pages quote, docs/measured.md and the figures, from the committed results.
+# Writes the tables of README and docs, docs/measured.md and the figures from the committed results.
 figures: $(SETUP)
 	$(RUN) tools/measured.py
 
@@ -101,7 +101,8 @@ setup:
 setup-oldest:
 	@PYTHON='$(PYTHON)' EXTRAS=$(OLDEST_EXTRAS) sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt
 
-# A folder of packages beside those of the environment: seconds, and a tenth of another environment.
+# The libraries go into a folder of their own, which takes seconds and a tenth of the space of
+# another environment.
 setup-models: $(MODELS)/.up-to-date
 
 $(MODELS)/.up-to-date: tools/models.txt $(wildcard $(VENV)/.up-to-date) | $(SETUP)

@@ -1,2 +1,1 @@
-"""Measures speed and memory: DoRA beside LoRA and the plain base, in both frameworks, by one
-clock."""
+"""Benchmarks of DoRA in both packages, compared with LoRA and the base: `python -m benchmarks`."""

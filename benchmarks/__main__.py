@@ -1,23 +1,35 @@
-"""Measures one level; prints a line a measurement and writes DIR/<level>.jsonl, line by line.
+"""Runs one benchmark level: prints a line for each measurement and writes DIR/<level>.jsonl.
 
-    python -m benchmarks LEVEL [--out DIR] [--seconds S] [--quick] …
-    python -m benchmarks step [--table]
-    python -m benchmarks step|scale|quantised|bank|serve --torch
-    python -m benchmarks against CHECKOUT
+    python -m benchmarks LEVEL [--out DIR] [--seconds S] [--quick] ...
 
-`ops` measures the operators, `layer` one projection beside LoRA and PEFT, `sizes` one layer of the
-widths that models have and of few rows, `model` a decoder of Qwen3-8B's dimensions, `tune` the
-kernels with candidate launch configs, `step` a whole optimizer step of Llama 3 8B's dimensions by
-what it keeps or part by part, `bank` many adapters in one batch of its projections, `quantised`
-kernels and steps over quantised bases, `quality` what these bases cost a model's results, `serve`
-the server's engine, `scale` a decoder on several devices, and `against` layers and a model with
-this checkout and with another one in turns. With --torch it is torch_dora that is measured, beside
-PEFT; the docstring of each level's module says what its rows are.
+Levels:
 
-A level is a module with `Settings`, those of a quick run `TINY`, and `measure`, which yields rows;
-or one whose `works` are checked and timed by `benchmarks.measure`. It may have `refuses`, why its
-settings cannot be, `facts` for the header, and a `summary`. An option sets the field of its name.
-Exits 1 if anything that was timed is not correct, or failed.
+    ops                 the operators: the norm, compose, and the gradient of SwiGLU
+    layer               one projection, compared with LoRA and PEFT
+    sizes               one layer at the sizes of public models, and decoding with few rows
+    model               a decoder with the dimensions of Qwen3-8B
+    tune                each Mosaic kernel with several launch configs
+    step                an optimizer step of Llama 3 8B's dimensions, for several memory budgets
+    step --table        the same step, with one part of the program changed in each row
+    bank                many adapters in one batch
+    quantised           kernels and optimizer steps over quantised bases
+    quality             how much each quantised format changes the results of a model
+    serve               the engine of the server
+    scale               a decoder on several devices
+    against CHECKOUT    layers and a model with this checkout and with another one, in turns
+
+step, scale, quantised, bank and serve also exist with --torch: torch_dora compared with PEFT. The
+docstring of each level's module says what is compared, what is timed and how, and what one line of
+the result file means.
+
+A level is a module in one of two forms:
+
+- `Settings`, `TINY` (the settings of --quick) and `measure(settings, device)`, which yields rows;
+- `works`, whose pieces of work `benchmarks.measure` checks and times.
+
+A level may also define `refuses` (an error message about its settings), `facts` (for the header)
+and `summary`. A command line option sets the field of the same name in the level's settings. The
+exit status is 1 if a measurement failed or its result is wrong.
 """
 
 from __future__ import annotations
@@ -31,111 +43,98 @@ import time
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-# A level's module, and its file of results, is named after it: step_torch for "step --torch".
 LEVELS = (
-    "ops",
-    "layer",
-    "sizes",
-    "model",
-    "tune",
-    "step",
-    "step --table",
-    "step --torch",
-    "against",
-    "scale",
-    "scale --torch",
-    "quantised",
-    "quantised --torch",
-    "quality",
-    "bank",
-    "bank --torch",
-    "serve",
-    "serve --torch",
+    *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
+    *("scale", "scale --torch", "quantised", "quantised --torch", "quality"),
+    *("bank", "bank --torch", "serve", "serve --torch"),
 )
-# Flags that set a field of a level's settings, where they are given.
+# Options that set a field of the level's settings.
 FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure one level; print lines, write results."
     )
-    made.add_argument("level", choices=[name for name in LEVELS if " " not in name])
-    made.add_argument("checkout", nargs="?", type=Path, help="level against: the other one")
-    made.add_argument("--out", type=Path, help="a .jsonl file, or a folder for <level>.jsonl")
-    made.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    made.add_argument("--quick", action="store_true", help="tiny shapes and few steps")
-    made.add_argument(
+    add = parser.add_argument
+    add("level", choices=[name for name in LEVELS if " " not in name])
+    add("checkout", nargs="?", type=Path, help="level against: the root of the other checkout")
+    add("--out", type=Path, help="a .jsonl file, or a folder for <level>.jsonl")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    add("--quick", action="store_true", help="tiny shapes and few steps")
+    add(
         "--only",
         action="append",
         metavar="PATTERN",
-        help="measure only what begins so, such as 'norm*jax' or 'model gradient*jax DoRA'",
+        help="measure only names that begin with this pattern, such as 'norm*jax'",
     )
-    made.add_argument("--seconds", type=float, help="start nothing after this long")
-    made.add_argument("--torch", action="store_true", help="torch_dora beside PEFT")
-    made.add_argument("--table", action="store_true", help="each part of a step, and without it")
-    made.add_argument("--layers", type=int, help="of the decoder")
-    made.add_argument("--rank", type=int, help="of the adapters")
-    scale = made.add_argument_group("level scale")
+    add("--seconds", type=float, help="start no further measurement after this time")
+    add("--torch", action="store_true", help="measure torch_dora and PEFT")
+    add("--table", action="store_true", help="level step: change one part of the step at a time")
+    add("--layers", type=int, help="number of decoder layers")
+    add("--rank", type=int, help="rank of the adapters")
+    scale = parser.add_argument_group("level scale")
     scale.add_argument(
         "--model",
         choices=("qwen3", "llama3"),
-        help="12 layers of Qwen3-8B's width (the default), or a whole Llama-3-8B",
+        help="12 layers of Qwen3-8B's width (the default), or all of Llama-3-8B",
     )
     scale.add_argument("--ranks", nargs="+", type=int, help="of the adapters; default: 64 384")
     scale.add_argument("--layouts", nargs="+", choices=("tp", "fsdp", "dp", "alone"))
     scale.add_argument("--axes", nargs="+", choices=("auto", "explicit"))
-    made.add_argument("--commit", help="the commit, where git cannot tell")
-    return made
+    add("--commit", help="commit to record, if this is not a git checkout")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
-    called = options.level + " --table" * options.table + " --torch" * options.torch
-    if called not in LEVELS:
-        parsing.error(f"there is no level {called}; expected one of {', '.join(LEVELS)}")
+    name = options.level + " --table" * options.table + " --torch" * options.torch
+    if name not in LEVELS:
+        parsing.error(f"there is no level {name}; expected one of {', '.join(LEVELS)}")
     if options.level in ("bank", "quantised", "serve", "step"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
-    else:  # Both frameworks allocate on the one card: JAX must not take most of it at once.
+    else:  # Both frameworks allocate on the same GPU, so JAX must not reserve most of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import torch
+
+    from benchmarks import measure, results
+    from parity.environment import environment
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parsing.error("--device is cuda, and torch sees no GPU; use --device cpu to try the code")
-    real = (device == "cuda" or called == "quality") and not options.quick
-    out = options.out
-    module = called.replace(" --", "_")
+    file_name, out = name.replace(" --", "_"), options.out
     if out and out.suffix != ".jsonl":
-        out = out / f"{module}.jsonl"
-    if not real and out and out.resolve().is_relative_to(RESULTS.resolve()):
+        out = out / f"{file_name}.jsonl"
+    meaningful = (device == "cuda" or name == "quality") and not options.quick
+    if not meaningful and out and out.resolve().is_relative_to(results.FOLDER):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
     if device == "cpu":
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        print("There is no GPU here: kernels are interpreted or left out, and times mean nothing.")
+        print("There is no GPU: kernels are interpreted or left out, and times mean nothing.")
         if not options.quick:
-            print("Add --quick for tiny shapes; the real ones take hours.")
+            print("Add --quick for tiny shapes; the full sizes take hours.")
 
-    from benchmarks import measure, results
-    from parity.environment import environment
-
+    # Three levels of PyTorch steps share a module.
+    module = "step_torch" if name in ("scale --torch", "quantised --torch") else file_name
     level: Any = importlib.import_module(f"benchmarks.{module}")
     if hasattr(level, "works"):
         level, settings = measure, measure.Settings(level.works, options.quick)
+    elif module == "step_torch":
+        settings = level.settings(options.level, options.quick)
     else:
         settings = level.TINY if options.quick else level.Settings()
-    for name in FIELDS:
-        value = getattr(options, name)
+    for field in FIELDS:
+        value = getattr(options, field)
         if value is not None:
-            settings = _with(settings, name, tuple(value) if isinstance(value, list) else value)
+            settings = _replace(settings, field, tuple(value) if isinstance(value, list) else value)
             if settings is None:
-                parsing.error(f"level {called} has no {name}")
-    if hasattr(level, "refuses") and (refusal := level.refuses(settings)):
-        parsing.error(refusal)
+                parsing.error(f"level {name} has no {field}")
+    if hasattr(level, "refuses") and (error := level.refuses(settings)):
+        parsing.error(error)
     header = {"kind": getattr(level, "KIND", "measurements"), "level": options.level}
     header |= {"quick": True} if options.quick else {}
     header |= {"environment": environment(device, options.commit, ("peft", "transformers"))}
@@ -143,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     writer = results.Writer(out, header) if out else None
     started, rows = time.monotonic(), []
     for row in level.measure(settings, device):
-        print(results.shown(row), flush=True)
+        print(results.describe(row), flush=True)
         rows.append(row)
         if writer:
             writer.add(row)
@@ -154,12 +153,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(map(results.failed, rows)) else 0
 
 
-def _with(settings: Any, name: str, value: Any) -> Any:
-    """Returns settings with the field of an option, or None if they have none."""
-    if name == "layers" and "config" in settings._fields:
-        name, config = "config", settings.config
+def _replace(settings: Any, field: str, value: Any) -> Any:
+    """Returns settings with another value of a field, or None if there is no such field."""
+    if field == "layers" and "config" in settings._fields:
+        field, config = "config", settings.config
         value = dataclasses.replace(config, num_hidden_layers=value)
-    return settings._replace(**{name: value}) if name in settings._fields else None
+    return settings._replace(**{field: value}) if field in settings._fields else None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,14 @@
-"""Level `against`: this checkout and another one in one run, in processes that take turns.
+"""Level `against`: layers and a model of JAX with this checkout and with another one, in one run.
 
-The benchmark is this checkout's, the packages are each one's own. Layers are held against fp64. Of
-a model, which random numbers fill anew in each checkout, `value` is a result of both.
+`python -m benchmarks against CHECKOUT` starts two processes with the benchmarks of this checkout:
+one imports jax_dora of this checkout (`state` "here"), the other one that of CHECKOUT ("there").
+They take turns, so that a change of the card's clocks affects both. DoRA and LoRA are measured: one
+layer at several sizes, and inference and an optimizer step of a decoder.
+
+One line is one piece of work in one state. `device` and `wall` are the medians over the turns, and
+`device_over_there` and `wall_over_there` are the times here divided by those there. Results of
+layers are compared with fp64 (`check`). A model has the same random weights in both states, and
+`value` is its mean absolute result, to be compared between the states.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-import parity  # noqa: F401  (ours, like this package; what is imported later is a checkout's own)
+import parity  # noqa: F401  (this checkout's; later imports find the packages of a process's own)
 from benchmarks import clock
 from benchmarks.clock import Effort, Spread
 from benchmarks.results import Row
@@ -28,7 +35,7 @@ from benchmarks.work import Variant, Work, matches
 
 KIND = "comparison"
 ROOT = Path(__file__).parents[1]
-# How often each checkout has its turn, and how long one is.
+# How many turns each checkout has, and how long one turn is.
 ROUNDS = 5
 EFFORT = Effort(least=3, most=60, blocks=2)
 # rows, in, out, rank
@@ -47,8 +54,9 @@ class Settings(NamedTuple):
     """The settings of the level.
 
     Attributes:
-      checkout: the root of the other one.
-      only: how the measured "<work> <variant>" begin.
+      checkout: the root of the other checkout.
+      quick: whether to use tiny shapes and one step each.
+      only: `fnmatch` patterns; a "<work> <variant>" that begins like none of them is skipped.
     """
 
     checkout: Path = Path()
@@ -68,59 +76,58 @@ def refuses(settings: Settings) -> str:
 
 
 def facts(settings: Settings, device: str) -> Row:
-    """Returns the facts about the other checkout for the header of the results."""
+    """Returns what the header says of the other checkout: its commit, or the folder's name."""
     from parity.environment import environment
 
     root = settings.checkout
-    # In a folder without a git of its own, git would tell of the folder around it.
-    told = environment("cpu", root=root)["commit"] if (root / ".git").exists() else root.name
-    return {"against": told}
+    # In a folder without a .git of its own, git would report the repository around the folder.
+    is_repository = (root / ".git").exists()
+    return {"against": environment("cpu", root=root)["commit"] if is_repository else root.name}
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields each measurement of both checkouts, whose `state` is "here" or "there"; its times are
-    medians of the checkout's turns, and `over_there` says how they compare."""
+    """Yields two rows for each piece of work, one for each state."""
     roots = {"here": ROOT, "there": settings.checkout.resolve()}
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as compiled, ExitStack() as stack:
-        ends: dict[str, Connection] = {}
+    with tempfile.TemporaryDirectory() as cache, ExitStack() as stack:
+        connections: dict[str, Connection] = {}
         for state, root in roots.items():
-            ends[state], end = spawn.Pipe()
-            arguments = (end, root, settings, device, compiled)
+            connections[state], end = spawn.Pipe()
+            arguments = (end, root, settings, device, cache)
             process = spawn.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             stack.callback(process.kill)
             end.close()
-        yield from _in_turns(ends)
+        yield from _in_turns(connections)
 
 
-def _in_turns(ends: dict[str, Connection]) -> Iterator[Row]:
+def _in_turns(connections: dict[str, Connection]) -> Iterator[Row]:
     def ask(state: str, request: str) -> Any:
-        ends[state].send(request)
-        return ends[state].recv()
+        connections[state].send(request)
+        return connections[state].recv()
 
     try:
-        # One after the other: while XLA tries kernels, nothing else may run.
-        while None not in (found := {state: ask(state, "next") for state in ends}).values():
-            times: dict[str, list[dict[str, float]]] = {state: [] for state in ends}
+        # Only one process works at a time: while XLA tries kernels, nothing else may run.
+        while None not in (rows := {state: ask(state, "next") for state in connections}).values():
+            times: dict[str, list[dict[str, float]]] = {state: [] for state in connections}
             for turn in range(ROUNDS):
-                for state in list(ends)[:: 1 if turn % 2 else -1]:
+                for state in list(connections)[:: 1 if turn % 2 else -1]:
                     times[state].append(ask(state, "time"))
             for name in times["here"][0]:
                 spreads = {
                     state: Spread.of([one[name] for one in turns]) for state, turns in times.items()
                 }
                 for state, spread in spreads.items():
-                    found[state][name] = spread._asdict()
-                over = spreads["here"].median / spreads["there"].median
-                found["here"][f"{name}_over_there"] = over
-            yield from ({"state": state} | row for state, row in found.items())
+                    rows[state][name] = spread._asdict()
+                ratio = spreads["here"].median / spreads["there"].median
+                rows["here"][f"{name}_over_there"] = ratio
+            yield from ({"state": state} | row for state, row in rows.items())
     except (EOFError, OSError):
         yield {"failed": "one of the processes has ended; its last words are above"}
 
 
-def _serve(end: Connection, root: Path, settings: Settings, device: str, compiled: str) -> None:
-    """Answers requests of `_in_turns` with the packages of the checkout at `root`."""
+def _serve(end: Connection, root: Path, settings: Settings, device: str, cache: str) -> None:
+    """Answers the requests of `_in_turns` with the packages of the checkout at `root`."""
     sys.path.insert(0, str(root))
     import jax_dora
 
@@ -131,8 +138,8 @@ def _serve(end: Connection, root: Path, settings: Settings, device: str, compile
         # Programs this small take far longer to compile than to run.
         jax.config.update("jax_disable_most_optimizations", True)
     else:
-        # Which of cuBLAS's kernels are the fastest two checkouts find alike.
-        jax.config.update("jax_compilation_cache_dir", compiled)
+        # A shared cache, so that both checkouts use the same choice among cuBLAS's kernels.
+        jax.config.update("jax_compilation_cache_dir", cache)
     time: Callable[[], Row] | None = None
     answers = _measurements(settings, device)
     while True:
@@ -145,7 +152,7 @@ def _serve(end: Connection, root: Path, settings: Settings, device: str, compile
 
 
 def _measurements(settings: Settings, device: str) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Yields a measurement without times of each piece of work, and what takes them."""
+    """Yields, for each piece of work, its row without times, and a function that takes times."""
     from benchmarks.measure import free, identity, prepare, take_times
 
     effort = clock.QUICK if settings.quick or device == "cpu" else EFFORT
@@ -158,7 +165,7 @@ def _measurements(settings: Settings, device: str) -> Iterator[tuple[Row, Callab
 
         def times(variant: Variant = variant, step: Any = step) -> Row:
             spreads = take_times(variant, step, device, effort)
-            return {c: spread.median for c, spread in spreads.items()}
+            return {clock: spread.median for clock, spread in spreads.items()}
 
         yield identity(work, variant) | facts | {"value": value}, times
         del step, leaf, times
@@ -168,12 +175,11 @@ def _measurements(settings: Settings, device: str) -> Iterator[tuple[Row, Callab
 def _cases(device: str, quick: bool) -> Iterator[tuple[Work, Variant]]:
     from benchmarks import layer, model
     from benchmarks.model.protocol import QUICK, QWEN3, Kind
-    from benchmarks.problem import Problem
 
     for shape in QUICK_LAYERS if quick else LAYERS:
-        problem = functools.cache(functools.partial(Problem.draw, *shape, device))
+        problem = functools.cache(functools.partial(layer.Problem.draw, *shape, device))
         for backward in (True,) if quick else (False, True):
-            work = layer.work(problem, False, backward, ("jax",))
+            work = layer.work(problem, False, backward, with_torch=False)
             yield from ((work, v) for v in work.variants if v.label in COMPARED)
     shorter = dataclasses.replace(QWEN3, layers=6, rank=64, alpha=64)
     protocol = QUICK if quick else shorter

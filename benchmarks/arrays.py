@@ -1,4 +1,4 @@
-"""Rotating sets of inputs, shared between the frameworks without a copy."""
+"""Sets of inputs that are used in rotation, and arrays that JAX and torch share without a copy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import jax
 import torch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Together the sets exceed the L2 (60 MB on an H200), so that back-to-back steps find none of it
-# there; two sets at least, so that no step reads what it just read.
+# Together the sets are larger than the L2 cache (60 MB on an H200), so that a step finds none of
+# its inputs there. There are at least two sets, so that no step reads what the last one read.
 ROTATION_BYTES = 128 * 2**20
 MOST_SETS = 8
-# XLA's own choice of matrix products is now and then a slower one; LoRA is held against at its
-# best, so both sides are measured both ways.
+# XLA's own choice between Triton's and cuBLAS's matrix products is sometimes the slower one. LoRA
+# must be compared at its best, so both methods are measured with this option and without it.
 NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+
+def set_count(size: int) -> int:
+    """Returns how many sets of inputs to rotate, given the bytes of one set."""
+    return max(2, min(MOST_SETS, -(-ROTATION_BYTES // max(size, 1))))
 
 
 def rotate(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
     """Returns the given tensors, and copies of them at other addresses."""
-    size = sum(t.numel() * t.element_size() for t in tensors)
-    count = max(2, min(MOST_SETS, -(-ROTATION_BYTES // max(size, 1))))
+    count = set_count(sum(t.numel() * t.element_size() for t in tensors))
     return [tuple(tensors)] + [tuple(t.clone() for t in tensors) for _ in range(count - 1)]
 
 
@@ -38,7 +42,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 
 def interpreted(step: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Returns `step` with its Mosaic kernels run by Pallas' interpreter where there is no GPU."""
+    """Returns `step`, with Pallas' interpreter for its Mosaic kernels if there is no GPU."""
     if device == "cuda":
         return step
 
@@ -52,10 +56,15 @@ def interpreted(step: Callable[..., Any], device: str) -> Callable[..., Any]:
 def pullback(
     vjp: Callable[..., Any], sets: Sequence[tuple], device: str
 ) -> tuple[Callable[..., Any], list[tuple]]:
-    """Returns a backward pass alone: a step, and its inputs for each set.
+    """Returns a step that runs a backward pass alone, and its inputs for each set.
 
-    A set is a cotangent followed by the arguments of `vjp`, which returns what `jax.vjp` does. The
-    step takes the cotangent and what the forward pass kept, and returns the gradients.
+    Args:
+      vjp: returns what `jax.vjp` returns.
+      sets: each a cotangent followed by the arguments of `vjp`.
+
+    Returns:
+      A step from the cotangent and the residuals of the forward pass to the gradients, and its
+      inputs. The step raises the forward pass's exception if there was one.
     """
     forward = jax.jit(interpreted(lambda *arguments: vjp(*arguments)[1], device))
     try:
@@ -66,7 +75,7 @@ def pullback(
 
 
 def raising(error: Exception) -> Callable[..., Any]:
-    """Returns a step that raises `error`, for a variant that could not even be built."""
+    """Returns a step that raises `error`, for a variant that could not be built."""
 
     def step(*_: Any) -> Any:
         raise error

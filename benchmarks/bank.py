@@ -1,24 +1,34 @@
-"""Level `bank`: many adapters in one batch, beside the base alone and other ways to do it.
+"""Level `bank`: many adapters in one batch, compared with the base alone and with other ways.
 
-The seven projections of Llama 3 8B's layers in bf16, one layer after the other as a server's step
-has them, and 64 adapters of ranks 8 to 64 in one bank. Decoding has one token a row, prefill 8
-requests of 512 tokens. Rows choose their adapters by Zipf's law with exponent 1.5, or evenly, and
-`alone` rows all the same one. Times are of one layer, from a program of a few, which is called
-`repeats` times before its results are waited for; `host_ms` is what the calls alone took, and where
-it is no less the time is the host's. Each call is given the result of the one before, in whose
-memory it leaves its own, as a server's steps do with their caches: XLA launches kernels as graphs,
-which the host sets up anew wherever an array's address changes.
+The model is a few layers of Llama 3 8B's seven projections in bf16, without attention, called one
+after another as in a server's step. The bank holds 64 adapters of ranks 8 to 64.
 
     base        the projections alone
     LoRA        the bank without g
     DoRA        the bank
-    one-hot     every row times every adapter, and a one-hot product, as in tpu-inference
+    one-hot     every row times every adapter, and a product with one-hot rows, as in tpu-inference
 
-`bound` is the least that DoRA can be over the base: the bytes of both over those of the base.
-Adapters are loaded into a whole model from host memory: `first`, when g is taken, and `again`.
-Growth is that of decoding with how many adapters there are, of which the bank has the slots, and
-with their rank: a row's request takes `answer` steps, and the next one's adapter is loaded if it is
-in no slot.
+Timing: a program is called `repeats` times before its last result is waited for, and `ms` is the
+wall time of one layer. Each call takes the result of the last one and writes its own result into
+the same memory, as a server's steps do with their caches: XLA launches kernels as CUDA graphs,
+which the host must update whenever the address of an array changes. `host_ms` is the time of the
+calls without the wait; if it is not smaller than `ms`, the host is the bottleneck. The programs of
+one workload are timed in turns.
+
+One line is one kind with one workload (`task`):
+
+    decode      `rows` rows of one token. `mix` says how rows choose their adapters: by Zipf's law
+                with exponent 1.5 ("zipf"), evenly ("uniform"), all the same one ("one"), or
+                "growth": 64 rows, with adapters of one rank (`rank`), or with requests for a number
+                of adapters (`adapters`). A request takes `answer` steps, then another one begins in
+                its row; if its adapter is in no slot, it is loaded (`loads`).
+    prefill     8 requests of 512 tokens
+    load        loading an adapter from host memory into a bank of a whole model, the `first` time,
+                when g is computed, and `again`
+
+`over_base` and `over_lora` are the time divided by that of the base and of LoRA. `bound` is the
+least possible `over_base` of DoRA, by the bytes that a layer reads; `distinct` is the number of
+adapters in the batch.
 """
 
 from __future__ import annotations
@@ -37,24 +47,29 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.bank_adapters import byte_bound, draw_ids, random_adapter, shares
-from benchmarks.bank_programs import Stack, of_kind, program
+from benchmarks.bank_programs import Stack, bank_of_kind, program
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.programs import Program, compiled
 from benchmarks.results import Row, milliseconds
 from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
 from jax_dora.bank.host import CachedG
 
-# What a result may differ from another way of it, relative to its norm: some roundings of bf16.
+# The largest relative difference, in the norm, between two ways to compute the same result in bf16.
 MOST_DIFFERENT = 0.02
-
 GROWING = ("base", "LoRA", "DoRA")
-# Whose result each kind's is compared with.
-REFERENCES = {"one-hot": "LoRA"}
 
 
 class Settings(NamedTuple):
-    """The settings of the level. Growth is that of `growth` rows, over `steps` steps. Adapters are
-    loaded into a model of `load_layers`."""
+    """The settings of the level.
+
+    Attributes:
+      load_layers: number of layers of the model that adapters are loaded into.
+      repeats: number of calls between two waits.
+      prefill: number of requests, and of tokens of each.
+      alone: number of rows to measure with the mix "one".
+      growth: number of rows of the mix "growth".
+      answer, steps: number of steps of a request, and of all steps, if requests choose adapters.
+    """
 
     sizes: Protocol = LLAMA3
     layers: int = 3
@@ -94,8 +109,8 @@ TINY = Settings(
 
 
 class Inputs:
-    """The arguments of the programs: the projections, a bank of their adapters, a batch's slots,
-    and x of a shape [rows, tokens]."""
+    """The arguments of the programs: a model, a bank, the slots of a batch's rows, and an input x
+    of the shape [rows, tokens, hidden]."""
 
     def __init__(self, model: Any, bank: Any, ids: np.ndarray, shape: tuple[int, int]) -> None:
         hidden = model.layers.q_proj.kernel.shape[-2]
@@ -107,16 +122,15 @@ class Inputs:
         self._bank, self._ids = bank, jnp.asarray(ids)
 
     def x(self) -> jax.Array:
-        """Returns another copy of x, which a call uses up."""
+        """Returns a new copy of x, which a call donates."""
         return jax.block_until_ready(jnp.copy(self._x))
 
-    def of(self, kind: str) -> list[jax.Array]:
-        """Returns the arguments of a kind's program after x: a flat list, which costs a call the
-        least."""
+    def arguments(self, kind: str) -> list[jax.Array]:
+        """Returns the arguments after x: a flat list, the fastest form to call a program with."""
         return jax.tree.leaves(self._tree(kind))
 
     def lowered(self, kind: str) -> Any:
-        """Returns a kind's program, lowered for these."""
+        """Returns a kind's program, lowered for these arguments."""
         structure, function = jax.tree.structure(self._tree(kind)), program(kind, self._graphdef)
 
         def flat(x: jax.Array, *leaves: jax.Array) -> jax.Array:
@@ -124,14 +138,14 @@ class Inputs:
 
         options = DECODING_OPTIONS if self._x.shape[1] == 1 else {}
         jitted = jax.jit(flat, donate_argnums=0, compiler_options=options)
-        return jitted.lower(self._x, *self.of(kind))
+        return jitted.lower(self._x, *self.arguments(kind))
 
     def _tree(self, kind: str) -> Any:
-        return self._state, of_kind(kind, self._bank), self._ids
+        return self._state, bank_of_kind(kind, self._bank), self._ids
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a measurement; the kinds of one workload are timed in turns."""
+    """Yields one row for each kind and workload."""
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
     bank = _filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
     growing: list[Program] = []
@@ -143,13 +157,13 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         alone = ("one",) * (rows == settings.alone and tokens == 1)
         for mix in (*settings.mixes, *alone):
             ids = draw_ids(mix, rows, settings.slots)
-            told = {"mix": mix} | byte_bound(bank, ids)
-            yield from _timed(settings, programs, Inputs(model, bank, ids, shape), told)
+            facts = {"mix": mix} | byte_bound(bank, ids)
+            yield from _timed(settings, programs, Inputs(model, bank, ids, shape), facts)
     for rank in settings.ranks:
         bank = _filled(bank, (rank,))
         ids = np.arange(settings.growth, dtype=np.int32) % settings.slots
-        told = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
-        yield from _timed(settings, growing, Inputs(model, bank, ids, (len(ids), 1)), told)
+        facts = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
+        yield from _timed(settings, growing, Inputs(model, bank, ids, (len(ids), 1)), facts)
     yield from _growth_of_adapters(settings, growing, model, AdapterStore(bank))
     yield from _loads(settings)
 
@@ -157,62 +171,61 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 def _growth_of_adapters(
     settings: Settings, programs: list[Program], model: Any, store: AdapterStore
 ) -> Iterator[Row]:
-    """Yields the time of decoding by the number of adapters that requests ask for, loads
-    included."""
+    """Yields the time of decoding, loads included, for each number of adapters."""
     drawn = [random_adapter(store.bank, rank, rank) for rank in settings.ranks]
     for count in settings.adapters:
         for number in range(len(store), count):
             store.add(str(number), _scaled(drawn[number % len(drawn)], 1 + number / count))
-            # The first load takes its norms.
+            # The first load of an adapter computes its norms.
             store.release(str(number), store.acquire(str(number)))
-        found: dict[str, float] = {}
+        ms: dict[str, float] = {}
         for one in programs:
             if one.run is not None:
                 row = one.row | {"mix": "growth", "adapters": count}
                 row |= _requested(settings, one, model, store, count)
-                found[one.kind] = row["ms"]
-                yield row | _ratios(one.kind, found)
+                ms[one.kind] = row["ms"]
+                yield row | _ratios(one.kind, ms)
 
 
 def _requested(
     settings: Settings, one: Program, model: Any, store: AdapterStore, count: int
 ) -> Row:
-    """Returns what a step of a layer takes whose rows' requests end, each in its turn, and others
-    begin; what their adapters' loads cost them, and how many these were."""
+    """Returns the time of one layer's step, loads included, and the number of loads, while the
+    rows' requests end one after another and new ones begin."""
     rows, rng = settings.growth, np.random.default_rng(count)
     ids, names = np.full(rows, -1, np.int32), [""] * rows
     inputs = Inputs(model, store.bank, ids, (rows, 1))
 
-    def begin(row: int) -> None:
+    def begin_request(row: int) -> None:
         if names[row]:
             store.release(names[row], int(ids[row]))
         names[row] = str(rng.choice(count, p=shares("zipf", count)))
         ids[row] = store.acquire(names[row])
 
     adapted = range(rows) if one.kind != "base" else ()
-    # Each kind finds the same in the slots: those that are seldom asked for.
+    # Every kind begins with the same adapters in the slots, the rarely used ones.
     for number in range(max(count - settings.slots, 0), count):
         store.release(str(number), store.acquire(str(number)))
     for row in adapted:
-        begin(row)
+        begin_request(row)
     inputs.change(store.bank, ids)
-    x = jax.block_until_ready(one.run(inputs.x(), *inputs.of(one.kind)))
-    loads, begun = store.loads, time.perf_counter()
+    x = jax.block_until_ready(one.run(inputs.x(), *inputs.arguments(one.kind)))
+    loads, begin = store.loads, time.perf_counter()
     turns = [row * settings.answer // rows for row in adapted]
     for step in range(settings.steps):
-        due = [row for row in adapted if step % settings.answer == turns[row]]
-        for row in due:
-            begin(row)
-        if due:
+        ended = [row for row in adapted if step % settings.answer == turns[row]]
+        for row in ended:
+            begin_request(row)
+        if ended:
             inputs.change(store.bank, ids)
-        x = one.run(x, *inputs.of(one.kind))
+        x = one.run(x, *inputs.arguments(one.kind))
     jax.block_until_ready(x)
-    seconds = time.perf_counter() - begun
-    told = byte_bound(store.bank, ids[ids >= 0])
+    seconds = time.perf_counter() - begin
+    facts = byte_bound(store.bank, ids[ids >= 0])
     for row in adapted:
         store.release(names[row], int(ids[row]))
     ms = 1e3 * seconds / (settings.steps * settings.layers)
-    return told | {"ms": ms, "loads": store.loads - loads}
+    return facts | {"ms": ms, "loads": store.loads - loads}
 
 
 def _loads(settings: Settings) -> Iterator[Row]:
@@ -233,12 +246,12 @@ def _loads(settings: Settings) -> Iterator[Row]:
                 bank = bank.load(0, adapter)
                 jax.block_until_ready(bank.arrays)
                 times.append(time.perf_counter() - begin)
-            yield row | {"kind": kind} | milliseconds(times[1:])  # The first compiles.
+            yield row | {"kind": kind} | milliseconds(times[1:])  # The first one compiles.
 
 
 def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
-    """Returns a bank with an adapter in every slot, of these ranks in turn; those of one rank
-    differ in their scale alone."""
+    """Returns a bank with an adapter in every slot, of these ranks in turn; adapters of one rank
+    differ only in their scale."""
     drawn = [random_adapter(bank, rank, rank) for rank in ranks]
     for slot in range(bank.slots):
         bank = bank.load(slot, _scaled(drawn[slot % len(drawn)], 1 + slot / bank.slots))
@@ -246,7 +259,7 @@ def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
 
 
 def _scaled(adapter: HostAdapter, factor: float) -> HostAdapter:
-    """Returns another adapter of the same matrices."""
+    """Returns an adapter with the same matrices and a multiple of the scale."""
     facts = {
         path: one._replace(scale=one.scale * np.float32(factor))
         for path, one in adapter.facts.items()
@@ -255,58 +268,61 @@ def _scaled(adapter: HostAdapter, factor: float) -> HostAdapter:
 
 
 def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int]) -> list[Program]:
-    """Returns the program of every kind that is measured of the shape. The first is compiled before
-    the others, which find its products tuned, and they at a time."""
+    """Returns the program of every kind for a shape.
+
+    The first is compiled alone, so that the others, compiled in parallel, find its products tuned.
+    """
     rows, tokens = shape
     inputs = Inputs(model, bank, np.zeros(rows, np.int32), shape)
 
-    def compile_one(kind: str) -> Program:
+    def compile_kind(kind: str) -> Program:
         row: Row = {"task": "prefill" if tokens > 1 else "decode", "kind": kind}
         row |= {"rows": rows, "tokens": tokens}
         return compiled(row, functools.partial(inputs.lowered, kind))
 
     first, *others = settings.only
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        return [compile_one(first), *threads.map(compile_one, others)]
+        return [compile_kind(first), *threads.map(compile_kind, others)]
 
 
-def _timed(settings: Settings, programs: list[Program], inputs: Inputs, told: Row) -> Iterator[Row]:
-    """Yields the rows of `programs` with median wall times of a layer, programs being run in
-    turns."""
-    running = [one for one in programs if one.run is not None]
-    times: dict[str, list[float]] = {one.kind: [] for one in running}
-    hosts: dict[str, list[float]] = {one.kind: [] for one in running}
+def _timed(
+    settings: Settings, programs: list[Program], inputs: Inputs, facts: Row
+) -> Iterator[Row]:
+    """Yields the rows of programs that are timed in turns."""
+    running = {one.kind: one.run for one in programs if one.run is not None}
+    times: dict[str, list[float]] = {kind: [] for kind in running}
+    host_times: dict[str, list[float]] = {kind: [] for kind in running}
     results: dict[str, Any] = {}
     calls = settings.layers * settings.repeats
     for turn in range(settings.rounds + 1):
-        for one in running:
-            arguments, x = inputs.of(one.kind), inputs.x()
-            if not turn:  # This warms up.
-                results[one.kind] = np.asarray(one.run(x, *arguments), np.float32)
+        for kind, run in running.items():
+            arguments, x = inputs.arguments(kind), inputs.x()
+            if not turn:  # The first turn is warm-up.
+                results[kind] = np.asarray(run(x, *arguments), np.float32)
                 continue
             begin = time.perf_counter()
             for _ in range(settings.repeats):
-                x = one.run(x, *arguments)
+                x = run(x, *arguments)
             called = time.perf_counter()
             jax.block_until_ready(x)
-            times[one.kind].append((time.perf_counter() - begin) / calls)
-            hosts[one.kind].append((called - begin) / calls)
-    found = {kind: milliseconds(some) for kind, some in times.items()}
-    medians = {kind: row["ms"] for kind, row in found.items()}
+            times[kind].append((time.perf_counter() - begin) / calls)
+            host_times[kind].append((called - begin) / calls)
+    measured = {kind: milliseconds(seconds) for kind, seconds in times.items()}
+    medians = {kind: row["ms"] for kind, row in measured.items()}
     for one in programs:
-        kind, row, reference = one.kind, one.row | told, REFERENCES.get(one.kind)
-        if kind in found:
-            row |= found[kind] | {"host_ms": milliseconds(hosts[kind])["ms"]}
+        kind, row = one.kind, one.row | facts
+        if kind in running:
+            row |= measured[kind] | {"host_ms": milliseconds(host_times[kind])["ms"]}
             row |= _ratios(kind, medians)
-        if reference in results and kind in results:
-            expected = results[reference]
+        if kind == "one-hot" and kind in results and "LoRA" in results:
+            expected = results["LoRA"]
             difference = np.linalg.norm(results[kind] - expected) / np.linalg.norm(expected)
             row["difference"] = float(difference)
             if not difference <= MOST_DIFFERENT:
-                row["failed"] = f"it differs from {reference} by {difference:.3g} of its norm"
+                row["failed"] = f"it differs from LoRA by {difference:.3g} of its norm"
         yield row
 
 
 def _ratios(kind: str, ms: dict[str, float]) -> Row:
-    """Returns a kind's time over those of the base and of LoRA."""
+    """Returns a kind's time divided by those of the base and of LoRA."""
     return {f"over_{one.lower()}": ms[kind] / ms[one] for one in ("base", "LoRA") if one in ms}

@@ -1,4 +1,4 @@
-"""Random adapters in a bank, which of them a batch's rows have, and what reading these takes."""
+"""Random adapters for a bank, which adapter each row uses, and the bytes that decoding reads."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy as np
 from benchmarks.results import Row
 from jax_dora.bank.host import RANKS, Facts, HostAdapter, piece_shape
 
-EXPONENT = 1.5
+EXPONENT = 1.5  # of Zipf's law
 
 
 def shares(mix: str, count: int) -> np.ndarray:
-    """Returns how often each of so many adapters is asked for: by Zipf's law, or evenly."""
+    """Returns the probability of each of `count` adapters: by Zipf's law ("zipf"), or equal."""
     weights = np.arange(1, count + 1) ** -(EXPONENT if mix == "zipf" else 0.0)
     return weights / weights.sum()
 
 
 def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
-    """Returns the slots of a batch's rows."""
+    """Returns the slot of each row of a batch; with the mix "one", all rows use slot 0."""
     rng = np.random.default_rng(rows)
     if mix == "one":
         return np.zeros(rows, np.int32)
-    # Which adapters are popular has nothing to do with their ranks.
+    # Permuted, so that the popularity of an adapter does not depend on its rank.
     drawn = rng.permutation(slots)[rng.choice(slots, rows, p=shares(mix, slots))]
     return drawn.astype(np.int32)
 
 
 def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
-    """Returns random numbers in host memory, laid out as `AdapterBank.read` does."""
+    """Returns an adapter of random numbers in host memory, laid out as by `AdapterBank.read`."""
     rng = np.random.default_rng(seed)
     facts, pieces = {}, []
     for start in range(0, rank, RANKS):
@@ -41,22 +41,21 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
                 array[..., :count, :] = drawn * array.shape[-1] ** -0.5
         pieces.append(piece)
     for path, projection in bank.projections.items():
-        magnitude = rng.uniform(0.5, 1.5, (*projection.stack.shape, projection.sizes[1])).astype(
-            np.float32
-        )
-        whole = np.ones(projection.stack.shape, np.float32)
-        facts[path] = Facts(magnitude, whole > 0, 0.5 * whole, (rank * whole).astype(np.int32))
+        stack = projection.stack.shape
+        magnitude = rng.uniform(0.5, 1.5, (*stack, projection.sizes[1])).astype(np.float32)
+        ones = np.ones(stack, np.float32)
+        facts[path] = Facts(magnitude, ones > 0, 0.5 * ones, (rank * ones).astype(np.int32))
     return HostAdapter(tuple(pieces), facts, rank)
 
 
 def byte_bound(bank: Any, ids: np.ndarray) -> Row:
-    """Returns how many adapters a batch's rows have, and the least time of decoding with them over
-    that of the base, by the bytes of a layer."""
+    """Returns the number of distinct adapters of a batch, and a lower bound on the time of decoding
+    with them over that of the base: the ratio of the bytes that a layer reads."""
     used = np.unique(ids)
     base = adapters = 0
     for path, projection in bank.projections.items():
-        in_features, out = projection.sizes
-        base += 2 * in_features * out
+        n_in, n_out = projection.sizes
+        base += 2 * n_in * n_out
         ranks = np.asarray(bank.arrays[path].rank)[0]
-        adapters += sum(2 * int(ranks[one]) * (in_features + out) + 4 * out for one in used)
+        adapters += sum(2 * int(ranks[slot]) * (n_in + n_out) + 4 * n_out for slot in used)
     return {"distinct": len(used), "bound": (base + adapters) / base}

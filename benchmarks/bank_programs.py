@@ -1,4 +1,4 @@
-"""The programs of level `bank`: a decoder's projections, by a bank and by hand."""
+"""The programs of the level `bank`: the projections of decoder layers, with a bank or one-hot."""
 
 from __future__ import annotations
 
@@ -18,57 +18,59 @@ from jax_dora.ops.bank_slots import Slots
 
 
 def without_g(bank: Any) -> Any:
-    """Returns a copy of a bank whose g no row is multiplied by: LoRA's."""
+    """Returns a copy of a bank that does not multiply rows by g: a bank of LoRA adapters."""
     bank = jax.tree.unflatten(jax.tree.structure(bank), jax.tree.leaves(bank))
-    bank.arrays = {path: one._replace(g=None) for path, one in bank.arrays.items()}
+    bank.arrays = {path: array._replace(g=None) for path, array in bank.arrays.items()}
     return bank
 
 
-def of_kind(kind: str, bank: Any) -> Any:
-    """Returns the part of a bank that a kind's program takes."""
+def bank_of_kind(kind: str, bank: Any) -> Any:
+    """Returns the part of a bank that the program of a kind takes."""
     if kind == "base":
         return None
     if kind == "one-hot":
-        return {path: one._replace(g=None, rank=None) for path, one in bank.arrays.items()}
+        return {path: array._replace(g=None, rank=None) for path, array in bank.arrays.items()}
     return without_g(bank) if kind == "LoRA" else bank
 
 
 class Block(nnx.Module):
-    """A decoder layer's projections, without attention."""
+    """The projections of a decoder layer, without attention."""
 
     def __init__(self, sizes: Protocol, rngs: nnx.Rngs) -> None:
-        for name, (into, out) in sizes.projections().items():
-            linear = nnx.Linear(into, out, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
+        for name, (n_in, n_out) in sizes.projections().items():
+            linear = nnx.Linear(n_in, n_out, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
             setattr(self, name, linear)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        def by(x: jax.Array, *names: str) -> list[jax.Array]:
+        def project(x: jax.Array, *names: str) -> list[jax.Array]:
             return apply_together([getattr(self, name) for name in names], x)
 
-        return layer(x, by)
+        return layer(x, project)
 
 
-def layer(x: jax.Array, by: Callable[..., Sequence[jax.Array]]) -> jax.Array:
-    """Returns the result of a layer for x, `by` being the projections of an input by their
-    names."""
-    q, k, v = by(normalised(x), "q_proj", "k_proj", "v_proj")
-    # Whatever attention does, it reads all three.
-    (attended,) = by(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]), "o_proj")
+def layer(x: jax.Array, project: Callable[..., Sequence[jax.Array]]) -> jax.Array:
+    """Returns the result of a layer.
+
+    Args:
+      project: returns the results of projections, given their input and their names.
+    """
+    q, k, v = project(normalised(x), "q_proj", "k_proj", "v_proj")
+    # Instead of attention, a sum that reads q, k and v.
+    (attended,) = project(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]), "o_proj")
     x = x + attended
-    gate, up = by(normalised(x), "gate_proj", "up_proj")
-    (down,) = by(nnx.silu(gate) * up, "down_proj")
+    gate, up = project(normalised(x), "gate_proj", "up_proj")
+    (down,) = project(nnx.silu(gate) * up, "down_proj")
     return x + down
 
 
 def normalised(x: jax.Array) -> jax.Array:
-    """Returns x over its root mean square."""
+    """Returns x divided by its root mean square."""
     wide = x.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 class Stack(nnx.Module):
-    """Layers as one module whose arrays have a leading axis, called one after the other, as a
-    server's step calls them."""
+    """Several layers whose arrays are stacked along a leading axis, called one after another."""
 
     def __init__(self, sizes: Protocol, layers: int) -> None:
         def make(key: jax.Array) -> Block:
@@ -86,7 +88,7 @@ class Stack(nnx.Module):
 
 
 def one_hot(x: jax.Array, ids: jax.Array, kernel: jax.Array, slots: Slots) -> jax.Array:
-    """Returns x W + s·x A B by products with all slots."""
+    """Returns x W + s·x A B, computed as products of all rows with all slots."""
     chosen = jax.nn.one_hot(ids, slots.lora_a.shape[0], dtype=x.dtype)
     z = jnp.einsum("bti,sri->btsr", x, slots.lora_a)
     z = z * (chosen * slots.scale.astype(x.dtype)[None])[:, None, :, None]
@@ -94,20 +96,18 @@ def one_hot(x: jax.Array, ids: jax.Array, kernel: jax.Array, slots: Slots) -> ja
 
 
 def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
-    """Returns the result [rows, tokens, hidden] of all layers as a function of (state, `of_kind` a
-    bank, ids, x).
+    """Returns a function of (state, bank, ids, x), with the bank from `bank_of_kind`, that returns
+    the result of all layers [rows, tokens, hidden].
 
-    Nothing is in a loop, as in a server's step: XLA would copy each layer's kernels out of their
-    stack there.
+    As in a server's step there is no loop, because XLA would copy each layer's kernels out of the
+    stack in a loop.
     """
     if kind == "one-hot":
         return _one_hot
 
     def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state)
-        if bank is None:
-            return model(x)
-        return jax_dora.with_bank(model, bank, ids)(x)
+        return (model if bank is None else jax_dora.with_bank(model, bank, ids))(x)
 
     return run
 
@@ -117,8 +117,8 @@ def _one_hot(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -
     pairs = {name: (kernel, bank[f"layers/{name}"]) for name, kernel in kernels.items()}
     for one in unstacked(pairs, len(kernels["q_proj"])):
 
-        def by(x: jax.Array, *names: str, pairs: Any = one) -> list[jax.Array]:
+        def project(x: jax.Array, *names: str, pairs: Any = one) -> list[jax.Array]:
             return [one_hot(x, ids, *pairs[name]) for name in names]
 
-        x = layer(x, by)
+        x = layer(x, project)
     return x

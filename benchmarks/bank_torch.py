@@ -1,12 +1,15 @@
-"""Level `bank --torch`: torch_dora's bank beside the base alone, and beside PEFT.
+"""Level `bank --torch`: torch_dora's bank, compared with the base alone and with PEFT.
 
-One layer's seven projections of Llama 3 8B in bf16, eagerly, 64 adapters of ranks 8 to 64. Batches
-are those of level `bank`.
+The model is one layer of Llama 3 8B's seven projections in bf16, without attention, run eagerly,
+with 64 adapters of ranks 8 to 64. The batches are those of the level `bank`.
 
     base         the projections alone
-    LoRA         the bank, filled with adapters that have no magnitude
+    LoRA         the bank with g = 1
     DoRA         the bank
-    PEFT LoRA    the same ranks by `adapter_names`, adapter by adapter
+    PEFT LoRA    adapters of the same ranks by `adapter_names`, which PEFT runs one by one
+
+One line is one kind with one batch: device time (`us`) with a cold L2 cache and its outer tenths,
+wall time (`wall_us`), `over_base` and `over_lora`, and the number of distinct adapters.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ import torch_dora
 from benchmarks import clock
 from benchmarks.bank_adapters import draw_ids
 from benchmarks.model.protocol import LLAMA3, PROJECTIONS, QUICK, Protocol
-from benchmarks.results import Row, over
+from benchmarks.results import Row, with_ratio
 
 
 class Settings(NamedTuple):
+    """The settings of the level; `shapes` are (rows, tokens) of the batches."""
+
     sizes: Protocol = LLAMA3
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
@@ -43,58 +48,55 @@ TINY = Settings(QUICK, 3, (1, 5), ((3, 1), (2, 4)), ("zipf",))
 
 
 class Layer(nn.Module):
-    """A decoder layer's projections, without attention: as level `bank` has them."""
+    """The projections of a decoder layer, without attention; see `benchmarks.bank_programs`."""
 
     def __init__(self, sizes: Protocol) -> None:
         super().__init__()
-        self.by: Any = nn.ModuleDict(
+        self.projections: Any = nn.ModuleDict(
             {
-                name: nn.Linear(into, out, bias=False, dtype=torch.bfloat16)
-                for name, (into, out) in sizes.projections().items()
+                name: nn.Linear(n_in, n_out, bias=False, dtype=torch.bfloat16)
+                for name, (n_in, n_out) in sizes.projections().items()
             }
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        by, into = self.by, rms_norm(x, x.shape[-1:])
-        q, k, v = by.q_proj(into), by.k_proj(into), by.v_proj(into)
+        by, normalised = self.projections, rms_norm(x, x.shape[-1:])
+        q, k, v = by.q_proj(normalised), by.k_proj(normalised), by.v_proj(normalised)
         x = x + by.o_proj(q + (k + v).repeat(1, 1, q.shape[-1] // k.shape[-1]))
-        into = rms_norm(x, x.shape[-1:])
-        return x + by.down_proj(silu(by.gate_proj(into)) * by.up_proj(into))
+        normalised = rms_norm(x, x.shape[-1:])
+        return x + by.down_proj(silu(by.gate_proj(normalised)) * by.up_proj(normalised))
 
 
 @torch.no_grad()
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a measurement; the kinds of one batch are timed one after the other."""
+    """Yields one row for each kind and batch; the kinds of a batch follow each other."""
     torch.manual_seed(0)
     with torch.device(device):
         layer = Layer(settings.sizes).eval()
+        peft = by_peft(Layer(settings.sizes).eval(), settings.ranks, settings.slots)
     banks = {
         kind: filled(
             torch_dora.AdapterBank(layer, settings.slots, max(settings.ranks)), settings.ranks, kind
         )
         for kind in ("LoRA", "DoRA")
     }
-    peft = None
-    if "PEFT LoRA" in settings.only:
-        with torch.device(device):
-            peft = by_peft(Layer(settings.sizes).eval(), settings.ranks, settings.slots)
     for shape in settings.shapes:
         x = torch.randn(*shape, settings.sizes.hidden, dtype=torch.bfloat16, device=device)
         for mix in settings.mixes:
             ids = draw_ids(mix, shape[0], settings.slots)
-            found: dict[str, Row] = {}
+            rows: dict[str, Row] = {}
             for kind in settings.only:
                 model, options = layer, {}
                 if kind in banks:
                     model = torch_dora.with_bank(layer, banks[kind], ids.tolist())
-                elif peft is not None and kind == "PEFT LoRA":
-                    model, options = peft, {"adapter_names": [str(one) for one in ids]}
+                elif kind == "PEFT LoRA":
+                    model, options = peft, {"adapter_names": [str(slot) for slot in ids]}
                 row: Row = {"task": "prefill" if shape[1] > 1 else "decode", "kind": kind}
                 row |= {"rows": shape[0], "tokens": shape[1], "mix": mix}
                 row |= _times(model, x, options, device) | {"distinct": len(np.unique(ids))}
-                found[kind] = row
+                rows[kind] = row
                 for other in ("base", "LoRA"):
-                    row = over(row, found.get(other), f"over_{other.lower()}", "us")
+                    row = with_ratio(row, rows.get(other), f"over_{other.lower()}", "us")
                 yield row
 
 
@@ -115,13 +117,11 @@ def filled(bank: Any, ranks: tuple[int, ...], kind: str = "DoRA") -> Any:
 
 
 def by_peft(model: Any, ranks: tuple[int, ...], count: int, **options: Any) -> Any:
-    """Returns a model with `count` random adapters of PEFT's, of these ranks in turn."""
+    """Returns a PEFT model with `count` random adapters, of these ranks in turn."""
+    options |= {"target_modules": list(PROJECTIONS), "init_lora_weights": False}
     adapted: Any = None
     for number in range(count):
-        rank = ranks[number % len(ranks)]
-        config = LoraConfig(
-            r=rank, target_modules=list(PROJECTIONS), init_lora_weights=False, **options
-        )
+        config = LoraConfig(r=ranks[number % len(ranks)], **options)
         if adapted is None:
             adapted = get_peft_model(model, config, str(number), autocast_adapter_dtype=False)
         else:

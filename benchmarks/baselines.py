@@ -1,4 +1,4 @@
-"""The computations of others, which the packages are measured against."""
+"""Other ways to compute the norm ‖W + sBA‖, which the level `ops` compares with the packages'."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import jax.numpy as jnp
 import torch
 from torch import Tensor, nn
 
-# The budget and alignment of the chunks over `in` (arXiv 2603.22276, section 3).
+# The size and the alignment of the paper's chunks over `in` (arXiv 2603.22276, section 3).
 PAPER_CHUNK_BYTES = 256 * 2**20
 PAPER_CHUNK_ALIGNMENT = 64
 
 
 def dense_norm(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:
-    """Returns ‖kernel + scale·lora_a lora_b‖ per output, the product formed in fp32."""
+    """Returns ‖kernel + scale·lora_a lora_b‖ per output, with the product formed in fp32."""
     product = jnp.dot(lora_a, lora_b, preferred_element_type=jnp.float32)
     return jnp.linalg.norm(kernel.astype(jnp.float32) + scale * product, axis=0)
 
 
 def torch_dense_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """Returns ‖weight + scale·lora_b lora_a‖ per row, the product formed in the operands' dtype."""
+    """Returns ‖weight + scale·lora_b lora_a‖ per row, with the product in the operands' dtype."""
     return torch.linalg.vector_norm(weight + scale * (lora_b @ lora_a), dim=1, dtype=torch.float32)
 
 
 def paper_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """Returns the factored norm as the paper takes it: every chunk of the weight is cast to fp32,
-    and its products are fp32 products (arXiv 2603.22276, section 3)."""
+    """Returns the factored norm by the paper's method: every chunk of the weight is cast to fp32,
+    and all products are fp32 products (arXiv 2603.22276, section 3)."""
     out_features, in_features = weight.shape
     width = PAPER_CHUNK_BYTES // (4 * out_features)
     width = max(PAPER_CHUNK_ALIGNMENT, width - width % PAPER_CHUNK_ALIGNMENT)
@@ -45,17 +45,15 @@ def paper_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> 
 
 
 def peft_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """Returns PEFT's norm, by PEFT: the product is formed by sending an identity matrix through the
-    adapter, and summed in the weight's dtype."""
+    """Returns the norm by PEFT's own code, which forms the product by sending an identity matrix
+    through the adapter, and sums in the weight's dtype."""
     from peft.tuners.lora.dora import DoraLinearLayer
 
+    def linear(matrix: Tensor) -> nn.Linear:
+        layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(matrix, requires_grad=False)
+        return layer
+
     layer = DoraLinearLayer(fan_in_fan_out=False)
-    a, b = _linear(lora_a), _linear(lora_b)
-    product = layer.get_lora_weight(lora_A=a, lora_B=b).to(weight.dtype)
+    product = layer.get_lora_weight(lora_A=linear(lora_a), lora_B=linear(lora_b)).to(weight.dtype)
     return layer.get_weight_norm(weight, product, scale)
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return layer

@@ -1,8 +1,8 @@
-"""The two clocks, the same for both frameworks.
+"""The two clocks, device time and wall time, for both frameworks.
 
-Device time is the sum of the kernels' own times, as CUPTI records them for everything that this
-process launches, JAX's and torch's kernels alike; gaps between kernels, copies by the copy engines
-and memory sets are not in it. Wall time is that of back-to-back steps, gaps included.
+Device time is the sum of the times of a step's kernels, as CUPTI records them for JAX and torch. It
+does not contain gaps between kernels, copies by the copy engines, or memory sets. Wall time is the
+mean time of back-to-back steps on the host's clock, gaps included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-# More than four times the L2 of a Hopper: a pass over it leaves nothing of what was there before.
+# More than four times the L2 cache of a Hopper GPU: reading this much evicts everything from it.
 FLUSH_BYTES = 256 * 2**20
 
 Step = Callable[..., Any]
@@ -46,12 +46,12 @@ class Spread(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """The time and number of steps that a measurement may take.
+    """How long a measurement may take.
 
     Attributes:
-      seconds: of device or wall time that one series of steps may take.
-      least, most: bounds on the number of steps in it.
-      blocks: series of back-to-back steps whose mean wall times are compared.
+      seconds: device or wall time of one series of steps.
+      least, most: bounds on the number of steps in a series.
+      blocks: number of series of back-to-back steps; each gives one mean wall time.
     """
 
     seconds: float = 0.04
@@ -67,14 +67,14 @@ QUICK = Effort(seconds=0.0, least=1, most=1, blocks=2)
 
 
 def synchronise(*results: Any) -> None:
-    """Waits until everything that either framework has launched is done."""
+    """Waits for everything that either framework has launched."""
     jax.block_until_ready(results)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def wall_time(step: Step, inputs: Sequence[tuple], effort: Effort) -> Spread:
-    """Returns the wall time of one of many steps over rotating inputs; `step` has run before."""
+    """Returns the wall time of a step over rotating inputs; `step` must have run before."""
     sets = itertools.cycle(inputs)
     begin = time.perf_counter()
     synchronise(step(*next(sets)))
@@ -91,10 +91,11 @@ def wall_time(step: Step, inputs: Sequence[tuple], effort: Effort) -> Spread:
 
 
 def check_clocks(framework: str, device: Spread, wall: Spread) -> None:
-    """Raises RuntimeError where kernels seem to be missing from the device time.
+    """Raises RuntimeError if kernels seem to be missing from the device time.
 
-    A long step of XLA's keeps the device busy nearly all the time; where kernels fill less than
-    half of it, CUPTI did not see them all. Torch's host may really be the slower one.
+    A long step of XLA keeps the device busy nearly all the time. If kernels fill less than half of
+    that time, CUPTI did not record them all. A torch step is not checked: launching its kernels on
+    the host may really take longer than running them.
     """
     long_us = 500.0
     if framework == "jax" and wall.median > long_us and device.median < wall.median / 2:
@@ -105,7 +106,10 @@ def check_clocks(framework: str, device: Spread, wall: Spread) -> None:
 
 
 class DeviceClock:
-    """Kernel times through CUPTI, with a cold L2 before every step; `device_clock` has the one."""
+    """Times kernels with CUPTI, with a cold L2 cache before every step.
+
+    Use `device_clock()`, which returns the only instance of the process.
+    """
 
     def __init__(self) -> None:
         from jax._src.lib import mosaic_gpu
@@ -114,7 +118,7 @@ class DeviceClock:
         self._flushes: dict[str, tuple[Step, list[str]]] = {}
 
     def kernels(self, launch: Callable[[], Any]) -> Kernels:
-        """Returns (name, microseconds) of every kernel that `launch` starts, in order."""
+        """Returns (name, microseconds) of every kernel that `launch` launches, in order."""
         synchronise()
         self._cupti._cupti_init()
         try:
@@ -124,11 +128,11 @@ class DeviceClock:
         return [(name, milliseconds * 1e3) for name, milliseconds in timings]
 
     def time(self, framework: str, step: Step, inputs: Sequence[tuple], effort: Effort) -> Spread:
-        """Returns the device time of `step` over rotating inputs; `step` has run before."""
-        flush, expected = self._flush(framework)
-        one = self.kernels(lambda: step(*inputs[0]))
-        # Launching takes the host some microseconds a kernel, more under CUPTI.
-        count = effort.steps(1e-6 * (sum(us for _, us in one) + 100 + 20 * len(one)))
+        """Returns the device time of `step` over rotating inputs; `step` must have run before."""
+        flush, flush_names = self._flush(framework)
+        kernels = self.kernels(lambda: step(*inputs[0]))
+        # Launching a kernel takes the host some microseconds, more under CUPTI.
+        count = effort.steps(1e-6 * (sum(us for _, us in kernels) + 100 + 20 * len(kernels)))
 
         def launch() -> Any:
             result = None
@@ -138,28 +142,29 @@ class DeviceClock:
             return result
 
         timings = self.kernels(launch)
-        period = len(expected) + len(one)
+        own = slice(len(flush_names), len(flush_names) + len(kernels))
+        period = own.stop
         if len(timings) != count * period:
             raise RuntimeError(
-                f"{count} steps of {len(one)} kernels, each after {len(expected)} that empty the "
-                f"L2, are {count * period}; CUPTI recorded {len(timings)}"
+                f"{count} steps of {len(kernels)} kernels, each after {len(flush_names)} that "
+                f"empty the L2, are {count * period}; CUPTI recorded {len(timings)}"
             )
         steps = [timings[start : start + period] for start in range(0, len(timings), period)]
-        if all([name for name, _ in step[: len(expected)]] == expected for step in steps):
-            return Spread.of([sum(us for _, us in step[len(expected) :]) for step in steps])
-        return Spread.of(_by_name(timings, [name for name, _ in one], count))
+        if all([name for name, _ in step[: own.start]] == flush_names for step in steps):
+            return Spread.of([sum(us for _, us in step[own]) for step in steps])
+        return Spread.of(_times_by_name(timings, [name for name, _ in kernels], count))
 
     def _flush(self, framework: str) -> tuple[Step, list[str]]:
-        """Returns a step that empties the L2, and the names of its kernels."""
+        """Returns a step that empties the L2 cache, and the names of its kernels."""
         if framework not in self._flushes:
-            # Read, not written: writing would leave dirty lines for the step to evict.
+            # The buffer is read: writing it would leave dirty lines for the step to evict.
             count = FLUSH_BYTES // 4
             if framework == "jax":
                 buffer = jnp.ones(count, jnp.float32)
-                # Compiled ahead: nothing that clears JAX's caches makes it compile again.
+                # Compiled ahead of time, so that clearing JAX's caches does not recompile it.
                 flush = functools.partial(jax.jit(jnp.sum).lower(buffer).compile(), buffer)
             else:
-                # A product: hardly anything else launches that kernel, so its name tells it apart.
+                # Hardly any step launches the kernel of `prod`, so its name identifies the flush.
                 flush = torch.ones(count, device="cuda").prod
             synchronise(flush())
             names = [name for name, _ in self.kernels(flush)]
@@ -169,22 +174,27 @@ class DeviceClock:
         return self._flushes[framework]
 
 
-def _by_name(timings: Kernels, names: list[str], count: int) -> list[float]:
-    """Returns the times of `count` steps that launch `names`, from records in another order.
+def _times_by_name(timings: Kernels, names: list[str], count: int) -> list[float]:
+    """Returns the times of `count` steps that launch `names`, from records that are out of order.
 
-    CUPTI keeps a buffer for every thread that launches, and torch's backward pass has a thread of
-    its own. What one thread launches stays in order, so the n-th of a name belongs to the step that
-    its place among its namesakes says. A step that launches what empties the L2 has too many.
+    CUPTI keeps a buffer for every thread that launches kernels, and torch's backward pass runs in a
+    thread of its own. Launches of one thread stay in order, so if a step launches a kernel n times,
+    its first n records belong to the first step, and so on.
+
+    Raises:
+      RuntimeError: there are too many or too few records of a name, for example because a step
+        launches the kernel that empties the L2 cache.
     """
     total = [0.0] * count
     for name in dict.fromkeys(names):
-        found, each = [us for other, us in timings if other == name], names.count(name)
-        if len(found) != count * each:
+        times, per_step = [us for other, us in timings if other == name], names.count(name)
+        if len(times) != count * per_step:
             raise RuntimeError(
-                f"{count} steps launch {name!r} {count * each} times; CUPTI recorded {len(found)}"
+                f"{count} steps launch {name!r} {count * per_step} times; CUPTI recorded "
+                f"{len(times)}"
             )
         for step in range(count):
-            total[step] += sum(found[step * each : (step + 1) * each])
+            total[step] += sum(times[step * per_step : (step + 1) * per_step])
     return total
 
 
@@ -194,7 +204,7 @@ def device_clock() -> DeviceClock:
 
 
 def kernel_time(framework: str, step: Step, inputs: Sequence[tuple], device: str) -> Spread:
-    """Returns the device time of a step, or, where there is no GPU, a wall time to try the code."""
+    """Returns the device time of a step, or a quick wall time if there is no GPU."""
     if device == "cuda":
         return device_clock().time(framework, step, inputs, Effort())
     return wall_time(step, inputs, QUICK)

@@ -1,4 +1,4 @@
-"""Lists what a compiled program sends between devices."""
+"""Lists the collectives of a compiled program."""
 
 import math
 import re
@@ -13,10 +13,8 @@ _BYTES = {"pred": 1, "bf16": 2}
 
 
 class Collective(NamedTuple):
-    """One collective of a program: its kind, and the types and bytes of what it makes.
-
-    A reduce-scatter counts with what goes into it.
-    """
+    """One collective of a program: its kind, and the types and bytes of its results; for a
+    reduce-scatter, the bytes of its operands."""
 
     kind: str
     types: tuple[str, ...]
@@ -27,25 +25,22 @@ def collectives(program: str, devices: int) -> list[Collective]:
     """Returns the collectives of a compiled program, `compiled.as_text()`.
 
     Args:
-      devices: how many devices a reduce-scatter without readable groups goes over.
+      devices: number of devices that a reduce-scatter goes over.
     """
     found = []
     for line in program.splitlines():
         match = _INSTRUCTION.search(line)
         if not match:
             continue
+        kind = match["kind"]
         types = [(one.group(0), _size(one)) for one in _TYPE.finditer(match["types"])]
-        if f"{match['kind']}-start(" in line and match["types"].startswith("(("):
-            types = types[len(types) // 2 :]  # operands, then results
-        elif f"{match['kind']}-start(" in line and match["kind"] in (
-            "all-gather",
-            "collective-permute",
-        ):
-            types = [types[1]]
-        size = sum(one for _, one in types)
-        if match["kind"] == "reduce-scatter":
-            size *= devices
-        found.append(Collective(match["kind"], tuple(name for name, _ in types), size))
+        if f"{kind}-start(" in line:  # Its type lists the operands before the results.
+            if match["types"].startswith("(("):
+                types = types[len(types) // 2 :]
+            elif kind in ("all-gather", "collective-permute"):
+                types = [types[1]]
+        size = sum(size for _, size in types) * (devices if kind == "reduce-scatter" else 1)
+        found.append(Collective(kind, tuple(name for name, _ in types), size))
     return found
 
 

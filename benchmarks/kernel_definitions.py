@@ -1,4 +1,4 @@
-"""Computes in plain jnp what each Mosaic kernel does: to be timed beside it, and to check it."""
+"""What each Mosaic kernel computes, in plain jnp: `tune` times it by XLA, and compares results."""
 
 from typing import Any
 
@@ -16,17 +16,20 @@ def norm(kernel, a, b):
     return jnp.square(kernel.astype(jnp.float32) + jnp.matmul(a, b, **F32)).sum(axis=0)
 
 
-def dense(codes, scales):
+stationary_norm = norm
+
+
+def _dequantised(codes, scales):
     values = jnp.array(NF4, jnp.float32)[codes.astype(jnp.uint8)]
     return values * jnp.repeat(scales, codes.shape[0] // scales.shape[0], axis=0)
 
 
 def quantised_norm(codes, scales, a, b):
-    return norm(dense(codes, scales), a, b)
+    return norm(_dequantised(codes, scales), a, b)
 
 
 def few_rows(x, codes, scales, a, b, g):
-    return compose(x @ dense(codes, scales).astype(x.dtype), (x @ a) @ b, g)
+    return compose(x @ _dequantised(codes, scales).astype(x.dtype), (x @ a) @ b, g)
 
 
 def row_codes(x):
@@ -41,6 +44,9 @@ def compose(base, lora, g):
 
 def expand_compose(base, z, b, g):
     return compose(base, z @ b, g)
+
+
+few_rows_finish = expand_compose
 
 
 def project(x, w, z, b, g):
@@ -67,6 +73,9 @@ def bank_shrink(x, a, slot):
 def bank_rows(x, a, b, ranks, ids):
     z = jnp.einsum("ti,tri->tr", x, a[ids]).astype(x.dtype)
     return jnp.einsum("tr,tro->to", z, b[ids])
+
+
+bank_few_rows = bank_rows
 
 
 def compose_backward(dy, inner, g):

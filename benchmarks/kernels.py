@@ -1,53 +1,143 @@
-"""The Mosaic kernels one by one, with configs to be tried: for `tune` and `tools/sanitize.py`.
+"""A table of the Mosaic kernels, with shapes and candidate launch configs.
 
-The one place outside of `jax_dora.ops` that calls kernel modules.
+`tune` times them, `tools/sanitize.py` runs them under compute-sanitizer. No other code outside of
+`jax_dora.ops` calls kernel modules.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import kernel_definitions as definitions
-from benchmarks.kernel import BF16, Kernel
+from benchmarks import kernel_definitions
 from benchmarks.kernel_definitions import RATE
+from jax_dora.ops import choose
+from jax_dora.ops.dropout import draw_seed
 from jax_dora.ops.mosaic import (
-    bank_expand,
     bank_few_rows,
-    bank_project,
     bank_rows,
     bank_shrink,
-    compose,
-    compose_backward,
     dropped_product,
-    dropped_product_back,
     elementwise,
-    expand_compose,
-    few_rows,
-    few_rows_finish,
     low_rank_tiling,
-    norm,
     product_tiling,
-    project,
-    project_back,
-    quantised_norm,
     row_codes,
-    stationary_norm,
-    swiglu_backward,
 )
 from jax_dora.ops.mosaic.bank_rows_sizes import Member
-from jax_dora.ops.quantised import Format
+from jax_dora.ops.quantised import Format, bits
+
+BF16 = jnp.dtype(jnp.bfloat16)
+Shapes = list[dict[str, int]]
 
 
-def _grid(**sizes: Sequence[int]) -> list[dict[str, int]]:
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, its operands, and the shapes and configs to measure it with.
+
+    Attributes:
+      name: of its module in `jax_dora.ops.mosaic`, and of the function in `kernel_definitions`
+        that computes the same by XLA.
+      call: the sizes that the module's `config` and `wins` take, before the dtypes.
+      operands: for each operand the names of its axes, separated by commas. Operands of two axes
+        and more are bf16, of one axis fp32, after "nf4" NF4 codes. Five have no axes: "layer" (the
+        number of a layer), "seed" (of dropout), "slot" (a slot for each group), "ids" (a slot for
+        each row) and "ranks" (the rank in each slot).
+      shapes: the sizes by name.
+      candidates: configs to try in addition to the kernel's own choice.
+      products: the axes of its matrix products, separated by commas.
+      scaled: whether the launch takes a scale after its operands, here 1.
+      options: static arguments of the launch.
+      kinds: the dtypes and formats that `config` and `wins` take after the sizes.
+      launcher: if the module's `launch` takes other operands, a function of the operands that calls
+        it.
+    """
+
+    name: str
+    call: str
+    operands: str
+    shapes: Shapes
+    candidates: Sequence[Any]
+    products: str = ""
+    scaled: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kinds: tuple[Any, ...] = (BF16,)
+    launcher: Callable[..., Any] | None = None
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(f"jax_dora.ops.mosaic.{self.name}")
+
+    @property
+    def define(self) -> Callable[..., Any]:
+        return getattr(kernel_definitions, self.name)
+
+    def launch(self, *operands: jax.Array, config: Any = None) -> Any:
+        """Returns the kernel's results, launched with `config`, or with the kernel's own choice if
+        that is None."""
+        sizes: dict[str, int] = {}
+        for axes, operand in zip(self.operands.split(", "), operands, strict=True):
+            names = [] if axes == "layer" else axes.removeprefix("nf4 ").split()
+            sizes |= dict(zip(names, operand.shape, strict=True))
+        knobs = {"config": config or self.module.config(*self.arguments(sizes))}
+        knobs["sm_count"] = choose.target().sm_count
+        launch = self.launcher or self.module.launch
+        scale = (jnp.float32(1),) if self.scaled else ()
+        return launch(*operands, *scale, **self.options, **knobs)
+
+    def arguments(self, sizes: Mapping[str, int]) -> tuple[Any, ...]:
+        """Returns the arguments of the module's `config` and `wins`."""
+        return (*(sizes[name] for name in self.call.split()), *self.kinds)
+
+    def draw(self, sizes: Mapping[str, int], seed: int = 0) -> list[jax.Array]:
+        """Returns random operands of these sizes."""
+        operands = self.operands.split(", ")
+        keys = jax.random.split(jax.random.key(seed), len(operands))
+        return [_draw(key, axes, sizes) for key, axes in zip(keys, operands, strict=True)]
+
+    def bytes(self, operands: Sequence[jax.Array]) -> int:
+        """Returns the bytes of each operand read once and each result written once."""
+        tensors = [*operands, *jax.tree.leaves(jax.eval_shape(self.define, *operands))]
+        return sum(math.prod(t.shape) * bits(t.dtype) for t in tensors) // 8
+
+    def flops(self, sizes: Mapping[str, int]) -> int:
+        """Returns the FLOPs of the matrix products."""
+        products = filter(None, self.products.split(", "))
+        return sum(2 * math.prod(sizes[name] for name in axes.split()) for axes in products)
+
+
+def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
+    match axes:
+        case "seed":
+            return draw_seed(key)
+        case "layer":
+            return jnp.int32(0)
+        case "slot" | "ids":
+            count = sizes["groups" if axes == "slot" else "rows"]
+            return jnp.arange(count, dtype=jnp.int32) % sizes["slots"]
+        case "ranks":
+            return jnp.full(sizes["slots"], sizes["rank"], jnp.int32)
+    shape = tuple(sizes[name] for name in axes.removeprefix("nf4 ").split())
+    if axes.startswith("nf4 "):
+        return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
+    values = jax.random.normal(key, shape)
+    if len(shape) == 1:
+        return 1 + 0.1 * values
+    # Scaled so that sums of products stay near 1.
+    return (values * shape[0] ** -0.5 if axes.startswith(("in", "rank")) else values).astype(BF16)
+
+
+def _grid(**sizes: Sequence[int]) -> Shapes:
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*sizes.values())]
 
 
-def _named(names: str, *shapes: tuple[int, ...]) -> list[dict[str, int]]:
+def _shapes(names: str, *shapes: tuple[int, ...]) -> Shapes:
     return [dict(zip(names.split(), shape, strict=True)) for shape in shapes]
 
 
@@ -58,7 +148,7 @@ LOW_RANK = (
     low_rank_tiling.Config(tile_cols=128, stages=3, slots=1, consumers=3),
     low_rank_tiling.Config(tile_cols=64, stages=6, slots=2, consumers=3),
 )
-# Other tiles, and other orders of them, which decide what the level-2 cache holds.
+# Other tiles, and other orders of tiles, which determine what the L2 cache holds.
 PRODUCTS = (
     product_tiling.Config(band=4),
     product_tiling.Config(band=16),
@@ -66,225 +156,203 @@ PRODUCTS = (
     product_tiling.Config(tile_cols=192),
     product_tiling.Config(tile_cols=128, stages=6),
 )
-BANK_PROMPTS = {"groups": (8,), "slots": (64,), "time": (512,), "rank": (64,)}
-DROPPED = tuple(dropped_product.Config(**c) for c in ({"stages": 3}, {"parts": 1}, {"parts": 4}))
 ELEMENTWISE = (
     elementwise.Config(blocks_per_sm=1),
     elementwise.Config(stages=2, blocks_per_sm=3),
     elementwise.Config(tile_bytes=4096, blocks_per_sm=3),
     elementwise.Config(tile_bytes=2048, stages=4, blocks_per_sm=3),
 )
-ROWS_OUT = _named("rows out", (512, 4096), (4096, 4096), (4096, 12288))
-PRODUCT_SHAPES = _named(
-    "rows in out rank",
-    (1024, 2048, 2048, 384),
-    (4096, 4096, 1024, 384),
-    (4096, 4096, 12288, 384),
-    (4096, 8192, 8192, 384),
-    (4096, 12288, 4096, 384),
-)
+DROPPED = tuple(dropped_product.Config(**c) for c in ({"stages": 3}, {"parts": 1}, {"parts": 4}))
 DROPPED_SHAPES = _grid(rows=(4096,), **{"in": (4096, 8192)}, rank=(16, 64, 256, 384, 768))
+ROWS_OUT = _shapes("rows out", (512, 4096), (4096, 4096), (4096, 12288))
+PRODUCT_SHAPES = _shapes(
+    "rows in out rank",
+    *((1024, 2048, 2048, 384), (4096, 4096, 1024, 384), (4096, 4096, 12288, 384)),
+    *((4096, 8192, 8192, 384), (4096, 12288, 4096, 384)),
+)
+PROMPTS = {"groups": (8,), "slots": (64,), "time": (512,), "rank": (64,)}
 NO_INNER = {"want_inner": False}
+NO_DELTA = {"delta": False}
 TILED = Format("nf4", (64, 1), BF16, False)
 QUANTISED_SHAPES = [{"in": n, "tiles": n // 64, "out": n} for n in (2048, 8192)]
 
 
-def _of_the_bank(kernel: Any, rows: Sequence[int], configs: Sequence[Any]) -> Kernel:
-    """Returns a kernel of rows that choose their adapters from a bank, as one projection has it."""
+def _rows_of_a_bank(module: Any, rows: Sequence[int], configs: Sequence[Any]) -> Kernel:
+    """Returns a kernel that computes the adapters of rows which each choose a slot of a bank."""
 
-    def launched(x: jax.Array, lora_a: Any, lora_b: Any, ranks: Any, ids: Any, **knobs: Any) -> Any:
+    def launch(x: jax.Array, lora_a: Any, lora_b: Any, ranks: Any, ids: Any, **knobs: Any) -> Any:
         member = Member(lora_a, lora_b, ranks, first=jnp.int32(0))
-        return kernel.launch(x, [member], ids, **knobs)[0]
+        return module.launch(x, [member], ids, **knobs)[0]
 
     return Kernel(
-        kernel,
-        definitions.bank_rows,
+        module.__name__.rpartition(".")[2],
         "rows in out slots rank",
-        ("rows in", "slots rank in", "slots rank out", "ranks", "ids"),
+        "rows in, slots rank in, slots rank out, ranks, ids",
         _grid(rows=rows, **{"in": (4096,)}, out=(4096, 14336), slots=(64,), rank=(64,)),
         configs,
-        ("rows in rank", "rows rank out"),
+        "rows in rank, rows rank out",
         kinds=(BF16, BF16),
-        launched=launched,
+        launcher=launch,
     )
 
 
-def _dropped(kernel: Any, define: Any, right: str, transposed: bool = False) -> Kernel:
-    """Returns a product of x under a dropout mask with a matrix of these axes."""
+def _dropped(name: str, right: str, transposed: bool) -> Kernel:
+    """Returns a product of x under a dropout mask with a matrix of the axes `right`."""
+    options = {"rate": RATE, "transposed": transposed}
     return Kernel(
-        kernel,
-        define,
+        name,
         "rows in rank",
-        ("rows in", right, "seed"),
+        f"rows in, {right}, seed",
         DROPPED_SHAPES,
         DROPPED,
-        ("rows in rank",),
-        options={"rate": RATE, "transposed": transposed},
+        "rows in rank",
+        options=options,
     )
 
 
-KERNELS = {
-    "norm": Kernel(
-        norm,
-        definitions.norm,
+TABLE = (
+    Kernel(
+        "norm",
         "in rank out",
-        ("in out", "in rank", "rank out"),
+        "in out, in rank, rank out",
         [s | {"in": s["out"]} for s in _grid(out=(1024, 2048, 8192), rank=RANKS)],
         LOW_RANK,
-        ("in out rank",),
-        kinds=(BF16, BF16),
+        "in out rank",
         scaled=True,
+        kinds=(BF16, BF16),
     ),
-    "quantised_norm": Kernel(
-        quantised_norm,
-        definitions.quantised_norm,
+    Kernel(
+        "quantised_norm",
         "in rank out",
-        ("nf4 in out", "tiles out", "in rank", "rank out"),
+        "nf4 in out, tiles out, in rank, rank out",
         [shape | {"rank": rank} for shape in QUANTISED_SHAPES for rank in RANKS],
         LOW_RANK,
-        ("in out rank",),
-        kinds=(TILED, BF16),
+        "in out rank",
         scaled=True,
+        kinds=(TILED, BF16),
     ),
-    "stationary_norm": Kernel(
-        stationary_norm,
-        definitions.norm,
+    Kernel(
+        "stationary_norm",
         "in rank out",
-        ("in out", "in rank", "rank out"),
+        "in out, in rank, rank out",
         [s | {"in": s["out"]} for s in _grid(out=(1024, 2048, 8192), rank=(64, 256, 384))],
         [low_rank_tiling.Config(stages=stages, slots=2) for stages in (3, 4)],
-        ("in out rank",),
-        kinds=(BF16, BF16),
+        "in out rank",
         scaled=True,
+        kinds=(BF16, BF16),
     ),
-    "few_rows": Kernel(
-        few_rows,
-        definitions.few_rows,
+    Kernel(
+        "few_rows",
         "rows in out rank",
-        ("rows in", "nf4 in out", "tiles out", "in rank", "rank out", "out"),
+        "rows in, nf4 in out, tiles out, in rank, rank out, out",
         [shape | {"rows": rows, "rank": 16} for shape in QUANTISED_SHAPES for rows in (1, 32)],
         [low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
-        ("rows in out",),
-        kinds=(TILED, BF16),
+        "rows in out",
         scaled=True,
+        kinds=(TILED, BF16),
     ),
-    "few_rows_finish": Kernel(
-        few_rows_finish,
-        definitions.expand_compose,
+    Kernel(
+        "few_rows_finish",
         "rows rank out",
-        ("rows out", "rows rank", "rank out", "out"),
+        "rows out, rows rank, rank out, out",
         _grid(rows=(8, 256), out=(2048, 8192), rank=(16, 64)),
         (),
         scaled=True,
     ),
-    "row_codes": Kernel(
-        row_codes,
-        definitions.row_codes,
+    Kernel(
+        "row_codes",
         "rows out",
-        ("rows out",),
+        "rows out",
         _grid(rows=(1024, 4096), out=(1024, 4096, 8192)),
         [row_codes.Config(stages=s, blocks_per_sm=b) for s, b in ((3, 3), (4, 2), (2, 3))],
     ),
-    "compose": Kernel(
-        compose,
-        definitions.compose,
+    Kernel(
+        "compose",
         "rows out",
-        ("rows out", "rows out", "out"),
+        "rows out, rows out, out",
         ROWS_OUT,
         ELEMENTWISE,
-        options=NO_INNER | {"delta": False},
         scaled=True,
+        options=NO_INNER | NO_DELTA,
     ),
-    "compose_backward": Kernel(
-        compose_backward,
-        definitions.compose_backward,
+    Kernel(
+        "compose_backward",
         "rows out",
-        ("rows out", "rows out", "out"),
+        "rows out, rows out, out",
         ROWS_OUT,
         ELEMENTWISE,
-        options={"delta": False, "want_base": True, "want_lora": False},
         scaled=True,
+        options=NO_DELTA | {"want_base": True, "want_lora": False},
     ),
-    "expand_compose": Kernel(
-        expand_compose,
-        definitions.expand_compose,
+    Kernel(
+        "expand_compose",
         "rows rank out",
-        ("rows out", "rows rank", "rank out", "out"),
+        "rows out, rows rank, rank out, out",
         _grid(rows=(1024, 4096), out=(2048, 8192), rank=RANKS),
         LOW_RANK,
-        ("rows rank out",),
-        options=NO_INNER,
+        "rows rank out",
         scaled=True,
-    ),
-    "project": Kernel(
-        project,
-        definitions.project,
-        "rows in out",
-        ("rows in", "in out", "rows rank", "rank out", "out"),
-        PRODUCT_SHAPES,
-        PRODUCTS,
-        ("rows in out", "rows rank out"),
         options=NO_INNER,
     ),
-    "project_back": Kernel(
-        project_back,
-        definitions.project_back,
+    Kernel(
+        "project",
         "rows in out",
-        ("rows out", "in out", "rows rank", "in rank"),
+        "rows in, in out, rows rank, rank out, out",
         PRODUCT_SHAPES,
         PRODUCTS,
-        ("rows in out", "rows in rank"),
+        "rows in out, rows rank out",
+        options=NO_INNER,
     ),
-    "dropped_product": _dropped(dropped_product, definitions.dropped_product, "in rank"),
-    "dropped_product_back": _dropped(
-        dropped_product_back, definitions.dropped_product_back, "rows rank", transposed=True
+    Kernel(
+        "project_back",
+        "rows in out",
+        "rows out, in out, rows rank, in rank",
+        PRODUCT_SHAPES,
+        PRODUCTS,
+        "rows in out, rows in rank",
     ),
-    "swiglu_backward": Kernel(
-        swiglu_backward,
-        definitions.swiglu_backward,
+    _dropped("dropped_product", "in rank", transposed=False),
+    _dropped("dropped_product_back", "rows rank", transposed=True),
+    Kernel(
+        "swiglu_backward",
         "rows out",
-        ("rows out",) * 3 + ("out", "out"),
+        "rows out, rows out, rows out, out, out",
         ROWS_OUT,
         ELEMENTWISE,
     ),
-    "bank_expand": Kernel(
-        bank_expand,
-        definitions.bank_expand,
+    Kernel(
+        "bank_expand",
         "groups time rank out",
-        ("groups time out", "groups time rank", "slots rank out", "slot", "groups out", "groups"),
-        _grid(**BANK_PROMPTS | {"rank": (8, 64)}, out=(1024, 4096, 14336)),
+        "groups time out, groups time rank, slots rank out, slot, groups out, groups",
+        _grid(**PROMPTS | {"rank": (8, 64)}, out=(1024, 4096, 14336)),
         LOW_RANK,
-        ("groups time rank out",),
+        "groups time rank out",
     ),
-    "bank_project": Kernel(
-        bank_project,
-        definitions.bank_project,
+    Kernel(
+        "bank_project",
         "groups time in out rank",
-        (
-            *("groups time in", "layers in out", "", "groups time rank", "slots rank out", "slot"),
-            "groups out",
-        ),
-        _grid(**BANK_PROMPTS, layers=(1,), **{"in": (4096,)}, out=(1024, 4096, 14336)),
+        "groups time in, layers in out, layer, groups time rank, slots rank out, slot, groups out",
+        _grid(**PROMPTS, layers=(1,), **{"in": (4096,)}, out=(1024, 4096, 14336)),
         PRODUCTS,
-        ("groups time in out", "groups time rank out"),
+        "groups time in out, groups time rank out",
     ),
-    "bank_shrink": Kernel(
-        bank_shrink,
-        definitions.bank_shrink,
+    Kernel(
+        "bank_shrink",
         "groups time in rank",
-        ("groups time in", "slots rank in", "slot"),
-        _grid(**BANK_PROMPTS, **{"in": (4096, 14336)}),
+        "groups time in, slots rank in, slot",
+        _grid(**PROMPTS, **{"in": (4096, 14336)}),
         [bank_shrink.Config(4), bank_shrink.Config(4, 8), bank_shrink.Config(parts=2)],
-        ("groups time in rank",),
+        "groups time in rank",
     ),
-    "bank_few_rows": _of_the_bank(
+    _rows_of_a_bank(
         bank_few_rows,
         (2, 8, 16),
         [bank_few_rows.Config(splits, 4, stages) for splits in (8, 16) for stages in (4, 8)],
     ),
-    "bank_rows": _of_the_bank(
+    _rows_of_a_bank(
         bank_rows,
         (8, 64, 128, 256),
         [bank_rows.Config(1, stages, stages) for stages in (4, 8, 12)],
     ),
-}
+)
+KERNELS = {kernel.name: kernel for kernel in TABLE}

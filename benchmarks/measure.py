@@ -1,4 +1,4 @@
-"""Builds, checks and times pieces of work: levels `ops`, `layer`, `model` and `tune`."""
+"""Builds, checks and times pieces of work, for the levels ops, layer, model and tune."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 
 from benchmarks import clock
 from benchmarks.arrays import to_jax, to_torch
-from benchmarks.check import judge
 from benchmarks.clock import Effort, Spread, device_clock
 from benchmarks.report import Report
 from benchmarks.results import Row
-from benchmarks.work import Variant, Work, matches
+from benchmarks.work import Variant, Work, judge, matches
 
 KIND = "benchmark"
-# Elements of the copy and width of the matrix product that the ceilings are taken from.
+# The ceilings come from a copy of this many elements, and a product of matrices of this width.
 CEILING_ELEMENTS = 2**30
 CEILING_WIDTH = 8192
 
@@ -29,9 +28,9 @@ class Settings(NamedTuple):
     """The settings of a level.
 
     Attributes:
-      works: yields what makes each piece of work when its turn comes, of a device and of settings.
-      quick: tiny shapes and one step each.
-      only: how the measured "<work> <variant>" begin, as `fnmatch` patterns; empty for everything.
+      works: yields functions that make the pieces of work, given a device and these settings.
+      quick: whether to use tiny shapes and one step each.
+      only: `fnmatch` patterns; a "<work> <variant>" that begins like none of them is skipped.
     """
 
     works: Callable[[str, Settings], Iterable[Callable[[], Work]]]
@@ -40,7 +39,7 @@ class Settings(NamedTuple):
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields a line of results for every variant of every piece of work."""
+    """Yields a row for every variant of every piece of work."""
     for make in settings.works(device, settings):
         work = make()
         for variant in work.variants:
@@ -51,20 +50,20 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def facts(settings: Settings, device: str) -> Row:
-    """Returns the facts about the card for the header of the results: its ceilings."""
+    """Returns what the header says of the card: its ceilings."""
     return {"ceilings": ceilings()} if device == "cuda" else {}
 
 
 def summary(header: Row, rows: list[Row]) -> str:
-    """Returns tables of all that was measured."""
+    """Returns a table of everything that was measured."""
     return Report(header, rows).text()
 
 
 def measured(work: Work, variant: Variant, device: str, quick: bool) -> Row:
-    """Returns one variant's row: built, checked against fp64, timed by both clocks.
+    """Returns the row of one variant: built, checked against fp64, timed by both clocks.
 
-    One variant that cannot be built or run must not cost the others' measurements: what is raised
-    becomes the row's `refused` or `failed`.
+    An exception becomes the row's `refused` or `failed`, so that one variant that cannot be built
+    or run does not end the others' measurements.
     """
     row = identity(work, variant)
     effort = clock.QUICK if quick or device == "cpu" else work.effort or Effort()
@@ -81,7 +80,7 @@ def measured(work: Work, variant: Variant, device: str, quick: bool) -> Row:
 
 
 def identity(work: Work, variant: Variant) -> Row:
-    """Returns the fields of a measurement's row that are known before it is made."""
+    """Returns the fields of a row that are known before anything is run."""
     row: Row = {"group": work.group, "shape": work.shape}
     row |= {"framework": variant.framework, "variant": variant.name}
     row |= {"bytes": work.bytes, "flops": variant.flops or work.flops}
@@ -91,16 +90,16 @@ def identity(work: Work, variant: Variant) -> Row:
 
 
 def prepare(work: Work, variant: Variant, device: str) -> tuple[Step, Row]:
-    """Returns the step, run once and ready to be timed, with its memory and the check of it.
+    """Returns the step, compiled and run once, with its memory and the verdict on its results.
 
     Raises:
-      NotImplementedError: the variant does not run here.
+      NotImplementedError: the variant does not run on this device.
     """
-    step, planned = _build(variant)
-    outputs, held = _first(step, variant, device)
+    step, planned = _compile(variant)
+    outputs, allocated = _first_run(step, variant, device)
     facts: Row = {}
-    if memory := planned if variant.framework == "jax" else held:
-        facts["peak_bytes" if variant.whole else "temp_bytes"] = memory
+    if memory := planned if variant.framework == "jax" else allocated:
+        facts["peak_bytes" if variant.peak_memory else "temp_bytes"] = memory
     if variant.check is not None:
         facts["check"] = variant.check()
     else:
@@ -110,7 +109,7 @@ def prepare(work: Work, variant: Variant, device: str) -> tuple[Step, Row]:
 
 
 def _named(variant: Variant, outputs: Any, expected: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns as torch tensors what a step has returned, by name."""
+    """Returns a step's results as torch tensors by name."""
     if variant.results is not None:
         return variant.results(outputs)
     if not isinstance(outputs, Mapping):
@@ -119,7 +118,7 @@ def _named(variant: Variant, outputs: Any, expected: Mapping[str, Any]) -> Mappi
 
 
 def take_times(variant: Variant, step: Step, device: str, effort: Effort) -> dict[str, Spread]:
-    """Returns a prepared step's time by "wall", and by "device" where there is a GPU."""
+    """Returns the "wall" time of a prepared step, and, on a GPU, its "device" time."""
     if device != "cuda":
         return {"wall": clock.wall_time(step, variant.inputs, effort)}
     on_device = device_clock().time(variant.framework, step, variant.inputs, effort)
@@ -129,7 +128,7 @@ def take_times(variant: Variant, step: Step, device: str, effort: Effort) -> dic
 
 
 def free() -> None:
-    """Gives back what compiled programs and the allocators hold."""
+    """Frees compiled programs and the memory that the allocators keep."""
     jax.clear_caches()
     torch.compiler.reset()
     if torch.cuda.is_available():
@@ -137,7 +136,7 @@ def free() -> None:
 
 
 def ceilings() -> Row:
-    """Returns the copy and product rates of this run, each the better of the two frameworks'."""
+    """Returns the card's rates of copying and of matrix products, the better of both frameworks."""
     elements, width = CEILING_ELEMENTS, CEILING_WIDTH
     source = torch.randn(elements, device="cuda").bfloat16()
     a, b = (torch.randn(width, width, device="cuda").bfloat16() for _ in range(2))
@@ -146,20 +145,20 @@ def ceilings() -> Row:
         "matmul": ([(a, b)], jnp.matmul, torch.matmul, 2 * width**3),
     }
     rates = {}
-    for name, (sets, in_jax, in_torch, amount) in works.items():
-        both = ("jax", jax.jit(in_jax), to_jax(sets)), ("torch", in_torch, sets)
-        rates[name] = amount / min(_seconds(*one) for one in both)
+    for name, (inputs, in_jax, in_torch, amount) in works.items():
+        both = ("jax", jax.jit(in_jax), to_jax(inputs)), ("torch", in_torch, inputs)
+        rates[name] = amount / min(_seconds(*side) for side in both)
     free()
     return rates
 
 
-def _seconds(framework: str, step: Step, sets: list[tuple]) -> float:
-    clock.synchronise(step(*sets[0]))
-    return device_clock().time(framework, step, sets, Effort()).median * 1e-6
+def _seconds(framework: str, step: Step, inputs: list[tuple]) -> float:
+    clock.synchronise(step(*inputs[0]))
+    return device_clock().time(framework, step, inputs, Effort()).median * 1e-6
 
 
-def _build(variant: Variant) -> tuple[Step, int | None]:
-    """Returns the step, compiled if JAX's, and the bytes that XLA plans for it."""
+def _compile(variant: Variant) -> tuple[Step, int | None]:
+    """Returns the step, compiled if it is JAX's, and the number of bytes that XLA plans for it."""
     if variant.framework == "torch":
         return variant.step, None
     lowered = jax.jit(variant.step).lower(*variant.inputs[0])
@@ -169,24 +168,24 @@ def _build(variant: Variant) -> tuple[Step, int | None]:
     if memory is None:
         return compiled, None
     planned = memory.temp_size_in_bytes
-    if variant.whole:
+    if variant.peak_memory:
         planned += memory.argument_size_in_bytes + memory.output_size_in_bytes
         planned -= memory.alias_size_in_bytes
     return compiled, planned
 
 
-def _first(step: Step, variant: Variant, device: str) -> tuple[Any, int | None]:
-    """Returns the first result, and the bytes that torch held at most."""
+def _first_run(step: Step, variant: Variant, device: str) -> tuple[Any, int | None]:
+    """Returns the first result, and the largest number of bytes that torch had allocated."""
     result = step(*variant.inputs[0])
     clock.synchronise(result)
     if variant.framework == "jax" or device == "cpu":
         return result, None
-    # Observed the second time: autotuning, workspaces and compilation allocate.
+    # Read in a second run: autotuning, workspaces and compilation allocate memory in the first.
     del result
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     result = step(*variant.inputs[0])
     torch.cuda.synchronize()
     peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    # Temporaries are what is beyond arguments and results.
-    return result, peak if variant.whole else peak - after
+    # Temporaries are all memory but arguments and results.
+    return result, peak if variant.peak_memory else peak - after

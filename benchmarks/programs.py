@@ -1,4 +1,4 @@
-"""Compiled programs of JAX's: what is known of them before they are timed."""
+"""JAX programs that are compiled before they are timed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.results import Row, attempted
+from benchmarks.results import Row, attempt
 
 
 class Program(NamedTuple):
-    """A compiled program, None where it does not compile, and its row."""
+    """A compiled program, None if compiling failed, and its row."""
 
     row: Row
     run: Any
@@ -21,7 +21,8 @@ class Program(NamedTuple):
 
 
 def compiled(row: Row, lower: Callable[[], Any]) -> Program:
-    """Returns the program that is lowered so, and the row with what it takes, or why it failed."""
+    """Returns the compiled program, and the row with the number of its Mosaic kernels, its memory
+    and its compile time, or with the reason why it failed."""
     run = None
 
     def facts() -> Row:
@@ -36,4 +37,4 @@ def compiled(row: Row, lower: Callable[[], Any]) -> Program:
             "compile_s": seconds,
         }
 
-    return Program(attempted(row, facts), run)
+    return Program(attempt(row, facts), run)

@@ -1,12 +1,22 @@
-"""Level `quality`: what quantising costs a pretrained encoder and a decoder, format by format.
+"""Level `quality`: how much each quantised format changes the results of two models.
 
-Nothing is timed, so that a CPU's results count. The encoder is the one that parity has; its logits
-are those of lines of this repository's documentation against the lines that follow them. The
-decoder is pre-trained here, on the sources of Python's standard library, byte by byte, and its
-weights rounded to bf16: that is the base that others are held to. Adapters are trained over each
-base from one seed on the same rows of this repository's documentation. Arithmetic is fp32
-everywhere but where a format says FP8. Kernels that are dequantised for a product in any case are
-taken as what they stand for, by one program for all; the long run over NF4 takes the codes.
+Nothing is timed, so results from a CPU are as good as from a GPU. The models are:
+
+- A pretrained sentence encoder, that of `parity.minilm`. Its logits compare lines of this
+  repository's documentation with the lines that follow them.
+- A decoder over bytes, pretrained here on the sources of Python's standard library, with weights
+  rounded to bf16. DoRA is trained over each quantised base, from one seed and on the same rows of
+  this repository's documentation.
+
+Arithmetic is fp32, except where a format says FP8. Kernels that would be dequantised for a product
+are dequantised in advance, so that one program serves all formats; the long run over NF4 reads the
+codes.
+
+One line is one `format` and `model`, compared with the same model in bf16: the mean relative error
+of the kernels (`weights`), 1 - cosine of the results (`cosine`), the mean KL divergence of the
+logits (`kl`), the share of rows with the same largest logit (`agreement`), and the loss of held-out
+text before and after training (`held_out_before`, `held_out`). The last two lines are long runs
+over bf16 and NF4, with the mean loss of each tenth of the run (`losses`).
 """
 
 from __future__ import annotations
@@ -43,8 +53,13 @@ BASE, FP8 = "bf16", row_wise.QTYPE
 
 
 class Format(NamedTuple):
-    """A way to quantise: `rows` of a tile along the inputs, 0 for all, and -1 for one scale of the
-    whole matrix; activations by "row", by "tensor", or not at all."""
+    """A way to quantise a model.
+
+    Attributes:
+      rows: number of inputs that share a scale; 0 for all inputs of an output, -1 for one scale of
+        the whole matrix.
+      activations: quantised with a scale for each "row", with one for the "tensor", or not (None).
+    """
 
     name: str
     qtype: str
@@ -64,8 +79,13 @@ FORMATS = (
 
 
 class Settings(NamedTuple):
-    """The settings of the level: `pairs` of lines for the encoder; `steps` of training over every
-    format, `long` over bf16 and NF4."""
+    """The settings of the level.
+
+    Attributes:
+      pairs: number of pairs of lines for the encoder.
+      steps: of training over every format.
+      long: number of steps of the long runs over bf16 and NF4.
+    """
 
     decoder: Decoder = Decoder(
         128,
@@ -101,7 +121,7 @@ PARTS = 10  # of a long run, each with its mean loss
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row for every format and model, and for both long runs."""
+    """Yields one row for each format and model, and for each long run."""
     yield from _encoder(settings)
     with tempfile.TemporaryDirectory() as temporary, jax.numpy_dtype_promotion("standard"):
         folder = Path(temporary) / "base"
@@ -144,7 +164,7 @@ def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
         found = np.asarray(logits(*nnx.split(model)), np.float64)
         row["cosine"] = _cosine(exact, found)
         row |= _logits(exact, found)
-        # No adapted layer multiplies so.
+        # Adapted layers do not support one scale for all activations.
         if form.activations != "tensor":
             row |= _trained(model, sizes, settings.steps)[1]
         yield row
@@ -154,14 +174,14 @@ def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
         if name != BASE:
             quantise(model, nf4, as_codes=True)
         losses, row = _trained(model, sizes, settings.long)
-        parts = [float(part.mean()) for part in np.array_split(losses, PARTS)]
-        told = {"model": "decoder", "format": name, "steps": settings.long, "losses": parts}
-        yield told | row
+        means = [float(part.mean()) for part in np.array_split(losses, PARTS)]
+        facts = {"model": "decoder", "format": name, "steps": settings.long, "losses": means}
+        yield facts | row
 
 
 def _trained(base: Any, sizes: Decoder, steps: int) -> tuple[np.ndarray, Row]:
-    """Returns the losses of adapters that are trained over a base, from one seed on the same rows,
-    and that of held-out text before and after."""
+    """Trains an adapter over a base; returns the loss of each step, and that of held-out text
+    before and after training."""
     rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
     model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
@@ -174,8 +194,8 @@ def _trained(base: Any, sizes: Decoder, steps: int) -> tuple[np.ndarray, Row]:
 
 @functools.cache
 def _compiled(graphdef: Any, sizes: Decoder) -> tuple[Any, Any, Any]:
-    """Returns steps, the loss of held-out text, and the optimizer, compiled once for all bases of
-    the same arrays."""
+    """Returns functions that run steps and compute the held-out loss, compiled once for all bases
+    of the same structure, and the optimizer."""
 
     def loss(trained, tokens, frozen):
         return training.mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
@@ -187,13 +207,14 @@ def _compiled(graphdef: Any, sizes: Decoder) -> tuple[Any, Any, Any]:
 
 
 def pages() -> list[Path]:
-    """Returns the pages of this repository's documentation, but for that which is generated."""
+    """Returns the pages of this repository's documentation, without the generated one."""
     return [page for page in sorted(ROOT.glob("docs/*.md")) if page.name != "measured.md"]
 
 
 @functools.cache
 def prose() -> tuple[np.ndarray, np.ndarray]:
-    """Returns this repository's documentation as u8[…]: every fourth page apart, to be held out."""
+    """Returns the bytes of this repository's documentation, u8[…]: the training text, and every
+    fourth page as held-out text."""
     held_out = pages()[::4]
     parts = ([page for page in pages() if page not in held_out], held_out)
     train, rest = (b"".join(page.read_bytes() for page in part) for part in parts)
@@ -201,8 +222,8 @@ def prose() -> tuple[np.ndarray, np.ndarray]:
 
 
 def neighbours(count: int) -> list[tuple[str, str]]:
-    """Returns `count` lines of prose of this repository's documentation, of all pages, and the next
-    line of each."""
+    """Returns `count` lines of prose from all pages of this repository's documentation, each with
+    the next line."""
     pairs = []
     for page in pages():
         lines = page.read_text(encoding="utf-8").splitlines()
@@ -212,12 +233,12 @@ def neighbours(count: int) -> list[tuple[str, str]]:
 
 
 def quantise(model: nnx.Module, form: Format, *, as_codes: bool = False) -> float:
-    """Quantises, in place, the projections of a model but its head; returns the mean error of the
-    kernels, relative to each.
+    """Quantises the projections of a model except the head, in place; returns the mean relative
+    error of the kernels.
 
     Args:
-      as_codes: leaves codes and scales, and no floats of what they stand for; as where activations
-        are quantised too.
+      as_codes: whether to store codes and scales instead of the dequantised kernels; codes are
+        always stored if activations are quantised.
     """
     errors = []
     for path, module in nnx.iter_modules(model):
@@ -227,10 +248,10 @@ def quantise(model: nnx.Module, form: Format, *, as_codes: bool = False) -> floa
         *stack, n_in, n_out = kernel.shape
         matrix = (n_in, n_out) if form.rows < 0 else (form.rows or n_in, 1)
         rounded = round_to(kernel, form.qtype, ((1,) * len(stack)) + matrix, jnp.float32)
-        meant = quantised.dequantise(rounded, jnp.float32)
-        errors.append(float(jnp.linalg.norm(meant - kernel) / jnp.linalg.norm(kernel)))
+        dequantised = quantised.dequantise(rounded, jnp.float32)
+        errors.append(float(jnp.linalg.norm(dequantised - kernel) / jnp.linalg.norm(kernel)))
         if form.activations is None and not as_codes:
-            module.kernel.set_value(meant)
+            module.kernel.set_value(dequantised)
             continue
         module.kernel.set_value(rounded)
         compute_quantised(module, FP8 if form.activations == "row" else None)
@@ -240,14 +261,14 @@ def quantise(model: nnx.Module, form: Format, *, as_codes: bool = False) -> floa
 
 
 def by_tensors(x: jax.Array, kernel: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    """Returns the product of an x that is rounded by one scale for all of it."""
+    """Returns the product of a kernel with x, rounded with one scale for the whole tensor."""
     scale = jnp.max(jnp.abs(x)) / bound(FP8)
     rounded = (x / scale).astype(FP8).astype(x.dtype) * scale
     return dot_general(rounded, kernel, *args, **kwargs)
 
 
 def _cosine(exact: np.ndarray, found: np.ndarray) -> float:
-    """Returns 1 - cosine of vectors, in the mean."""
+    """Returns the mean of 1 - cosine over vectors."""
     product = (exact * found).sum(-1)
     lengths = np.linalg.norm(exact, axis=-1) * np.linalg.norm(found, axis=-1)
     return float(1 - (product / lengths).mean())

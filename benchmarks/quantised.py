@@ -1,9 +1,19 @@
-"""Level `quantised`: what a quantised base costs, beside the same base in bf16.
+"""Level `quantised`: the cost of a quantised base, compared with the same base in bf16.
 
-The norm of one kernel, its product with few rows and a projection of many with a frozen adapter, by
-device time with a cold level-2 cache; and whole optimizer steps over NF4, by wall time, with the
-memory that their programs take. The weights of a whole model are drawn as they are stored: random
-codes, and scales that give them the size of weights.
+One line is one measurement (`work`) with one format (`qtype`):
+
+    copy          the card's copy rate, `tb_per_s` (bytes read plus written)
+    norm          the norm ‖W + sBA‖ over a kernel of 8192 × 8192, rank 384
+    few rows      a frozen DoRA projection of 1 to 64 rows, rank 16; in bf16 also by XLA
+                  (`implementation`)
+    projection    4096 rows times the same kernel, alone (`kind` "base") and with a frozen adapter
+                  ("DoRA"); with FP8 `activations` the kernel's columns are contiguous
+                  (`in_one_piece`) or in JAX's own layout
+    step          an optimizer step of Llama 3 8B or 70B as in level `step`, with DoRA or LoRA
+                  (QLoRA); weights are random codes with scales that give weights of usual size
+
+The first four are timed by device time with a cold L2 cache: `us`, `p10`, `p90`, and `bytes` is the
+size of the kernel. A step is timed by wall time: `ms`, `tokens_per_s` and XLA's account of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ from flax import nnx
 from benchmarks import step
 from benchmarks.clock import kernel_time
 from benchmarks.model.adapters import linear_of
-from benchmarks.results import Row, attempted
+from benchmarks.results import Row, attempt
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from benchmarks.work import matches
 from jax_dora import ops
@@ -43,8 +53,14 @@ TILE = 64
 
 
 class Case(NamedTuple):
-    """A whole step: kind "LoRA" or "DoRA", over `qtype` or "bf16"; with `keep_inner` of each
-    layer's last projection."""
+    """A whole step.
+
+    Attributes:
+      kind: "LoRA" or "DoRA".
+      qtype: format of the base's projections.
+      shape: batch and time.
+      keep_inner: whether each layer's last projection keeps its inner result for the gradient.
+    """
 
     name: str
     config: DecoderConfig
@@ -55,7 +71,13 @@ class Case(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The settings of the level; `only` are patterns of how "<work> <qtype>" begins."""
+    """The settings of the level.
+
+    Attributes:
+      features: of the kernels, in and out.
+      rows, many_rows: of "few rows" and "projection".
+      only: `fnmatch` patterns; a "<work> <qtype>" that begins like none of them is skipped.
+    """
 
     features: int = 8192
     norm_rank: int = 384
@@ -87,9 +109,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement."""
     if device == "cuda":
         yield _copy(device)
-    for of in (_norms, _products, _projections):
-        for row, run in of(settings):
-            yield _timed(device, row, *run)
+    for works in (_norms, _few_rows, _projections):
+        for row, function, operands in works(settings):
+            yield _timed(device, row, function, operands)
     for case in settings.cases:
         if not matches(f"step {case.qtype}", settings.only):
             continue
@@ -97,41 +119,42 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
         if case.keep_inner:
             row["keep_inner"] = "down_proj"
-        yield attempted(row, functools.partial(_step, case, settings, device))
+        yield attempt(row, functools.partial(_step, case, settings, device))
 
 
 def _copy(device: str) -> Row:
-    """Returns the rate of a copy, bytes read and written, in TB/s."""
+    """Returns the row of a copy, with its rate of bytes read plus written in TB/s."""
     x = jnp.ones(1 << 29, jnp.bfloat16)
     row = _timed(device, {"work": "copy"}, jax.jit(lambda x: x + 1), (x,))
     return row | {"tb_per_s": 4 * x.size / row["us"] / 1e6}
 
 
-def _norms(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
+# A row, the function to time, and its operands.
+Measurement = tuple[Row, Callable[..., Any], tuple]
+
+
+def _norms(settings: Settings) -> Iterator[Measurement]:
     n, rank = settings.features, settings.norm_rank
     for number, qtype in _formats("norm", settings):
         _, kernel, lora_a, lora_b = _operands(jax.random.key(number), 1, n, rank, qtype)
         row = {"work": "norm", "qtype": qtype, "features": n, "rank": rank, "bytes": _bytes(kernel)}
         norm = jax.jit(functools.partial(ops.factored_norm, scale=0.7))
-        yield row, (norm, (kernel, lora_a, lora_b))
+        yield row, norm, (kernel, lora_a, lora_b)
 
 
-def _products(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
+def _few_rows(settings: Settings) -> Iterator[Measurement]:
     n, rank = settings.features, settings.rank
     for rows in settings.rows:
         for number, qtype in _formats("few rows", settings):
             operands = _operands(jax.random.key(number), rows, n, rank, qtype)
             row: Row = {"work": "few rows", "qtype": qtype, "features": n, "rows": rows}
             row |= {"rank": rank, "bytes": _bytes(operands[1])}
-            yield row, (_frozen(n), operands)
+            yield row, _frozen(n), operands
             if qtype == "bf16":
-                by_xla = _frozen(n, implementation="xla")
-                yield row | {"implementation": "xla"}, (by_xla, operands)
+                yield row | {"implementation": "xla"}, _frozen(n, implementation="xla"), operands
 
 
-def _projections(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., Any], tuple]]]:
-    """Yields the base alone and under a frozen adapter. `activations` are quantised too in FP8,
-    whose columns lie in one piece, or in none, as results of a program do."""
+def _projections(settings: Settings) -> Iterator[Measurement]:
     n, rank, rows = settings.features, settings.rank, settings.many_rows
     fp8 = row_wise.QTYPE
     cases = (("bf16", None, False), (fp8, None, False), (fp8, fp8, False), (fp8, fp8, True))
@@ -148,13 +171,13 @@ def _projections(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., 
             base = jax.jit(lambda x, kernel, base=static: base(row_wise.Product(x, kernel)))
         if in_one_piece:
             kernel = row_wise.columns_in_one_piece(kernel)
-        yield row | {"kind": "base"}, (base, (x, kernel))
-        operands = (x, kernel, lora_a, lora_b)
-        yield row | {"kind": "DoRA"}, (_frozen(n, act_qtype=activations), operands)
+        yield row | {"kind": "base"}, base, (x, kernel)
+        dora = _frozen(n, act_qtype=activations)
+        yield row | {"kind": "DoRA"}, dora, (x, kernel, lora_a, lora_b)
 
 
 def _formats(work: str, settings: Settings) -> Iterator[tuple[int, str]]:
-    """Yields the formats that are measured, numbered."""
+    """Yields the index and the name of each chosen format."""
     for number, qtype in enumerate(FORMATS):
         if matches(f"{work} {qtype}", settings.only):
             yield number, qtype
@@ -171,7 +194,7 @@ def _operands(key: jax.Array, rows: int, n: int, rank: int, qtype: str) -> tuple
 
 
 def _frozen(n: int, **options: Any) -> Callable[..., Any]:
-    """Returns a projection whose g is given, as `jax_dora.freeze` has it."""
+    """Returns a projection with a constant g, as in a layer from `jax_dora.freeze`."""
 
     @jax.jit
     def layer(x: jax.Array, kernel: Any, lora_a: jax.Array, lora_b: jax.Array, g: jax.Array):
@@ -182,8 +205,8 @@ def _frozen(n: int, **options: Any) -> Callable[..., Any]:
 
 
 def _timed(device: str, row: Row, function: Callable[..., Any], operands: tuple) -> Row:
-    found = jax.block_until_ready(function(*operands))
-    if not all(bool(jnp.all(jnp.isfinite(one))) for one in jax.tree.leaves(found)):
+    result = jax.block_until_ready(function(*operands))
+    if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(result)):
         return row | {"failed": "the result is not finite"}
     spread = kernel_time("jax", function, [operands], device)
     return row | {"us": spread.median, "p10": spread.p10, "p90": spread.p90}
@@ -211,7 +234,7 @@ def _step(case: Case, settings: Settings, device: str) -> Row:
 
 
 def _abstract(kernel: Any, qtype: str) -> qwix.QArray:
-    """Returns a kernel [..., in, out] as quantised, without numbers."""
+    """Returns the shapes and dtypes of a quantised kernel [..., in, out]."""
     *stack, n_in, n_out = kernel.shape
     dtype = jnp.uint4 if qtype == "nf4" else qtype
     scale = jax.ShapeDtypeStruct((*stack, n_in // TILE, n_out), jnp.bfloat16)
@@ -221,15 +244,15 @@ def _abstract(kernel: Any, qtype: str) -> qwix.QArray:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns random codes, or numbers of the size of weights; those of a stack are all alike."""
-    drawn = shape[-2:]
+    """Returns random codes or random weights; all matrices of a stack are the same."""
+    matrix = shape[-2:]
     if jnp.dtype(dtype).itemsize == 1:
-        numbers = jax.random.randint(key, drawn, 0, 16, jnp.uint8)
+        values = jax.random.randint(key, matrix, 0, 16, jnp.uint8)
     elif len(shape) < 2:
-        numbers = jnp.full(drawn, 0.02)
+        values = jnp.full(matrix, 0.02)
     else:
-        numbers = 0.02 * jax.random.normal(key, drawn, jnp.float32)
-    return jnp.broadcast_to(numbers.astype(dtype), shape)
+        values = 0.02 * jax.random.normal(key, matrix, jnp.float32)
+    return jnp.broadcast_to(values.astype(dtype), shape)
 
 
 def _kernel(key: jax.Array, n: int, qtype: str) -> Any:
@@ -240,5 +263,5 @@ def _kernel(key: jax.Array, n: int, qtype: str) -> Any:
 
 
 def _bytes(kernel: Any) -> int:
-    """Returns the bytes that a kernel takes on the device."""
-    return sum(one.size * quantised.bits(one.dtype) for one in jax.tree.leaves(kernel)) // 8
+    """Returns the size of a kernel on the device."""
+    return sum(leaf.size * quantised.bits(leaf.dtype) for leaf in jax.tree.leaves(kernel)) // 8

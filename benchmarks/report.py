@@ -1,18 +1,19 @@
-"""Reports the results of operators, layers and models: what follows from them, and a table of them.
+"""Reads the results of the levels ops, layer, model and tune, and shows them as a table.
 
-A row is one variant of one piece of work:
+One row is one variant of one piece of work:
 
-    group, shape, framework, variant   the work, and who does it
-    bytes, flops                       the least that the work must move, and multiply
-    baseline                           the baseline that this is, or is one candidate for
+    group, shape, framework, variant   the operation, its sizes, and the variant
+    bytes, flops                       the least number of bytes to move, and the FLOPs of the
+                                       matrix products
+    baseline                           the name of the baseline, if this variant is one
     device, wall                       microseconds by either clock: median, p10, p90, samples
-    temp_bytes, peak_bytes             memory beyond arguments and results, and all memory: by XLA's
-                                       account in JAX, the allocator's peak in torch
-    check                              the verdict of `benchmarks.check`
-    refused, failed                    why it could not run here; what went wrong
+    temp_bytes, peak_bytes             memory in addition to arguments and results, or all memory:
+                                       planned by XLA in JAX, the allocator's peak in torch
+    check                              the verdict of `benchmarks.work.judge`
+    refused, failed                    why the variant does not run on this device, or the error
 
-The header has the card's `ceilings` in the same run: bytes per second of a copy, read plus written,
-and bf16 operations per second of a large matrix product.
+The header has the card's `ceilings`, measured in the same run: the bytes per second of a copy, read
+plus written, and the operations per second of a large bf16 matrix product.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from parity.report import table
 
 
 def label(row: Row) -> str:
-    """Returns the name of who did the work, such as `jax mosaic`."""
+    """Returns the framework and the variant, such as `jax mosaic`."""
     return f"{row['framework']} {row['variant']}"
 
 
@@ -43,12 +44,12 @@ def correct(row: Row) -> bool:
 
 
 def time(row: Row, clock: str = "device") -> float | None:
-    """Returns the median by "device" or "wall", or None where there is none to be trusted."""
+    """Returns the median by "device" or "wall"; None if there is none or the result is wrong."""
     return row[clock]["median"] if row.get(clock) and correct(row) else None
 
 
 class Report(NamedTuple):
-    """The header and the rows of a level's results."""
+    """The header and the rows of a result file."""
 
     header: Row
     rows: list[Row]
@@ -57,40 +58,58 @@ class Report(NamedTuple):
     def read(cls, path: Path) -> Self:
         return cls(*results.read(path))
 
+    @classmethod
+    def committed(cls, name: str, card: str = "h200") -> Self:
+        """Returns the report of a committed result file."""
+        return cls.read(results.FOLDER / card / f"{name}.jsonl")
+
+    def row(self, group: str, label_: str, **shape: int) -> Row:
+        """Returns the only row with this group and label whose shape has these sizes."""
+        [only] = (
+            row
+            for row in self.rows
+            if (row["group"], label(row)) == (group, label_)
+            and shape.items() <= row["shape"].items()
+        )
+        return only
+
     def floor_us(self, row: Row) -> float | None:
-        """Returns the time that no version runs much below: of the bytes, or of the products. None
-        where a row has none, or nothing was measured of the card."""
+        """Returns the least possible time: that of the bytes at the copy rate, or of the products
+        at the matmul rate, whichever is longer; None if bytes or ceilings are not known."""
         ceilings = self.header.get("ceilings")
         if not ceilings or not row["bytes"]:
             return None
         return 1e6 * max(row["bytes"] / ceilings["copy"], row["flops"] / ceilings["matmul"])
 
     def ratio(self, row: Row, clock: str = "device", baseline: str = "") -> float | None:
-        """Returns the row's time over that of its work's baseline, the fastest where several bear
-        the name; None where either's check is red, or nothing is named `baseline`."""
-        same = [one for one in self.rows if name(one) == name(row) and "refused" not in one]
-        named = [one for one in same if "baseline" in one]
+        """Returns the row's time divided by the time of the baseline of the same work.
+
+        If several rows are named `baseline`, the fastest counts. Returns None if the row is itself
+        a baseline, there is no baseline, or a result of either is wrong.
+        """
+        same = [other for other in self.rows if name(other) == name(row) and "refused" not in other]
+        named = [other for other in same if "baseline" in other]
         if named and not baseline:
             baseline = named[0]["baseline"]
-        others = [one for one in named if one["baseline"] == baseline]
-        mine, theirs = time(row, clock), [time(one, clock) for one in others]
+        others = [other for other in named if other["baseline"] == baseline]
+        mine, theirs = time(row, clock), [time(other, clock) for other in others]
         if mine is None or row in others or not all(map(correct, others)):
             return None
-        times = [one for one in theirs if one is not None]
-        return mine / min(times) if times else None
+        return mine / min(times) if (times := [us for us in theirs if us is not None]) else None
 
     def text(self) -> str:
-        """Returns a table of all that ran, and the ceilings; no time of what is not correct."""
+        """Returns a table of everything that ran, without times of wrong results, and the
+        ceilings."""
         clock = "device" if self.header["environment"]["device"] == "cuda" else "wall"
         header = ("work", "implementation", f"{clock} µs", "of baseline", "of the floor", "GiB")
         ran = (row for row in self.rows if "refused" not in row)
-        shown = table(header, ([*self._cells(row, clock)] for row in ran))
+        text = table(header, ([*self._cells(row, clock)] for row in ran))
         if ceilings := self.header.get("ceilings"):
-            shown += (
+            text += (
                 f"\n\nceilings of this run: copy {ceilings['copy'] * 1e-12:.3f} TB/s, bf16 product "
                 f"{ceilings['matmul'] * 1e-12:.0f} TFLOP/s"
             )
-        return shown
+        return text
 
     def _cells(self, row: Row, clock: str) -> Iterator[str]:
         us, ratio, floor = time(row, clock), self.ratio(row, clock), self.floor_us(row)

@@ -1,6 +1,6 @@
-"""Results as JSON Lines: a header that says what was measured on what, then one measurement a line.
+"""Result files: JSON Lines, a header with commit, versions and card, then one measurement a line.
 
-A file is written line by line, so that a run that is stopped leaves what it had measured.
+A file is written line by line, so that a run that is stopped keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 from parity.report import Writer as Writer
 from parity.report import line as line
 
+# The committed results, in a folder for each card.
+FOLDER = Path(__file__).resolve().parent / "results"
+
 Row = dict[str, Any]
 
 
@@ -21,7 +24,7 @@ def read(path: Path) -> tuple[Row, list[Row]]:
     """Returns the header and the rows of a file.
 
     Raises:
-      ValueError: the file is empty, or its first line is no header.
+      ValueError: the file is empty, or its first line is not a header.
     """
     header, *rows = [json.loads(text) for text in path.read_text().splitlines()] or [{}]
     if "environment" not in header:
@@ -31,35 +34,48 @@ def read(path: Path) -> tuple[Row, list[Row]]:
     return header, rows
 
 
-def attempted(row: Row, measured: Callable[[], Row]) -> Row:
-    """Returns a row with what is measured, or with why it failed: one that has no room costs no
-    other its measurement."""
+def rows(name: str, card: str, /, **fields: Any) -> list[Row]:
+    """Returns the rows of `FOLDER`/card/name.jsonl with these values; None matches a missing
+    field."""
+    _, found = read(FOLDER / card / f"{name}.jsonl")
+    return [row for row in found if all(row.get(key) == fields[key] for key in fields)]
+
+
+def row(name: str, card: str, /, **fields: Any) -> Row:
+    """Returns the only row of `rows` with the same arguments."""
+    [only] = rows(name, card, **fields)
+    return only
+
+
+def attempt(row: Row, measure: Callable[[], Row]) -> Row:
+    """Returns `row` with what `measure` returns, or with the exception in `failed`: a measurement
+    that runs out of memory must not end the run."""
     try:
-        return row | measured()
+        return row | measure()
     except Exception as error:
         return row | {"failed": f"{type(error).__name__}: {error}"[-600:]}
 
 
 def milliseconds(seconds: Sequence[float]) -> Row:
-    """Returns the median of times, and how far apart the least and the most are."""
+    """Returns the median of several times, and the difference between the largest and smallest."""
     spread = max(seconds) - min(seconds)
     return {"ms": 1e3 * statistics.median(seconds), "spread_ms": 1e3 * spread}
 
 
-def over(row: Row, baseline: Row | None, name: str, field: str = "ms") -> Row:
-    """Returns a row that tells, by `name`, its `field` over that of another, where both have it."""
+def with_ratio(row: Row, baseline: Row | None, name: str, field: str = "ms") -> Row:
+    """Returns `row` with its `field` divided by the baseline's, under `name`, if both have it."""
     if baseline is None or field not in row or field not in baseline:
         return row
     return row | {name: row[field] / baseline[field]}
 
 
 def failed(row: Row) -> bool:
-    """Returns whether a measurement failed, or is of a wrong result."""
+    """Returns whether a measurement failed, or its result is wrong."""
     return bool(row.get("failed")) or not (row.get("check") or {"passed": True})["passed"]
 
 
-def shown(row: Row) -> str:
-    """Returns a row as a line to read: of a spread the median, a check only if it is not passed,
+def describe(row: Row) -> str:
+    """Returns a row as a line to read: the median of each spread, a check only if it did not pass,
     and no profile."""
     parts = []
     for name, value in row.items():

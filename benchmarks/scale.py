@@ -1,8 +1,15 @@
-"""Level `scale`: a decoder on several devices: the base, LoRA and DoRA in one run.
+"""Level `scale`: a decoder on several devices, as it is ("base"), with LoRA, and with DoRA.
 
-Each layout is a mesh over all devices, and each kind of model is measured on it at a whole training
-step and at inference, with automatic and with explicit axes; "alone" is data parallelism's share of
-one device. The programs of a layout are timed in turns, so that what disturbs one disturbs all.
+The model is 12 layers of Qwen3-8B's width, or, with --model llama3, all of Llama-3-8B. Each layout
+is a mesh over all devices: tensor parallelism ("tp"), FSDP ("fsdp"), data parallelism ("dp"), or
+one device with its share of data parallelism ("alone"). Inference and an optimizer step are
+measured with automatic and with explicit mesh axes, and with adapters of rank 64 and 384.
+
+All programs of one layout, kind of axes and rank are compiled first, and then timed in turns, so
+that a disturbance affects all of them. One line is one program: its median wall time (`ms`), the
+largest minus the smallest (`spread_ms`), `over_lora` (DoRA's time divided by LoRA's), XLA's account
+of its memory, its compile time, and the bytes (`sent_bytes`) and number (`sent`) of its
+collectives, counted once for the layers, which are a loop.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from benchmarks.model.decoder import loss, update
 from benchmarks.model.placed import LAYOUTS, Placed, arrays, placed
 from benchmarks.model.protocol import LLAMA3, QUICK, QWEN3, Protocol
 from benchmarks.programs import Program, compiled
-from benchmarks.results import Row, milliseconds, over
+from benchmarks.results import Row, milliseconds, with_ratio
 
 KINDS = ("base", "LoRA", "DoRA")
 MODELS = {
@@ -36,9 +43,9 @@ class Settings(NamedTuple):
     """The settings of the level.
 
     Attributes:
-      model: of `MODELS`.
-      sizes, layers: in place of the model's own.
-      devices: how many of them; None for all.
+      model: a name in `MODELS`.
+      sizes, layers: override the model's own.
+      devices: number of devices; None for all.
     """
 
     model: str = "qwen3"
@@ -51,13 +58,14 @@ class Settings(NamedTuple):
     devices: int | None = None
 
     def groups(self) -> Iterator[tuple[str, str, Protocol]]:
-        """Yields what is timed in turns, the most wanted first: layout, axes, and sizes."""
+        """Yields the layout, axes and sizes of each group that is timed in turns, the most
+        interesting ones first."""
         sizes = self.sizes or MODELS[self.model]
         sizes = dataclasses.replace(sizes, layers=self.layers or sizes.layers)
         for rank in self.ranks:
             for layout in self.layouts:
                 for axes in self.axes[:1] if layout == "alone" else self.axes:
-                    # rsLoRA's scale is 1.
+                    # With this alpha, the scale of rsLoRA is 1.
                     yield layout, axes, dataclasses.replace(sizes, rank=rank, alpha=rank**0.5)
 
 
@@ -65,18 +73,18 @@ TINY = Settings(sizes=QUICK, ranks=(8,), rounds=1, devices=2)
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a measurement: times, memory, and what travels between the devices."""
+    """Yields one row for each program."""
     for layout, axes, sizes in settings.groups():
         mesh = LAYOUTS[layout].mesh(axes, settings.devices)
         models = {kind: placed(kind, LAYOUTS[layout], mesh, sizes, device) for kind in KINDS}
         rows = []
         for kind in KINDS:
-            # A base has nothing to train.
+            # The base has no parameters to train.
             for task in ("inference",) if kind == "base" else ("inference", "step"):
                 row: Row = {"kind": kind, "layout": layout, "axes": axes, "task": task}
                 row |= {"model": settings.model, "devices": mesh.size, "hidden": sizes.hidden}
                 rows.append(row | sizes.shape())
-        # Nothing is timed while anything compiles.
+        # Everything is compiled before anything is timed.
         lowers = [functools.partial(_lowered, models, mesh, sizes.last, row) for row in rows]
         with ThreadPoolExecutor() as pool:
             programs = list(pool.map(compiled, rows, lowers))
@@ -84,7 +92,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the operands of a task's program, of a placed model or its arrays."""
+    """Returns the operands of a task's program, given a `Placed` or its arrays."""
     _, trained, frozen, state, tokens = arrays
     return (trained, frozen, state, tokens) if task == "step" else (trained, frozen, tokens)
 
@@ -96,34 +104,26 @@ def _lowered(models: Mapping[str, Placed], mesh: Any, last: int, row: Row) -> An
 
 
 def program(task: str, model: Placed, last: int) -> Any:
-    """Returns "inference" or "step" of a placed model as a jitted function of its arrays."""
+    """Returns "inference" or "step" of a model as a jitted function of its arrays."""
     if task == "inference":
         return jax.jit(functools.partial(_inference, model.graphdef, last))
-    made = jax.tree.map(lambda one: one.sharding, (model.trained, model.state))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.trained, model.state))
     step = functools.partial(update, model.graphdef, functools.partial(loss, last=last))
-    return jax.jit(step, out_shardings=(None, *made))
+    return jax.jit(step, out_shardings=(None, *shardings))
 
 
 def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.Array) -> Any:
     return nnx.merge(graphdef, trained, frozen)(tokens[:, :-1], last)
 
 
-def _sent(run: Any, devices: int) -> Row:
-    """Returns the collectives of a compiled program: their bytes, and how many there are of each
-    kind."""
-    sent = collectives(run.as_text(), devices)
-    kinds = collections.Counter(one.kind for one in sent)
-    return {"sent_bytes": sum(one.bytes for one in sent), "sent": dict(kinds)}
-
-
 def _timed(
     programs: list[Program], models: Mapping[str, Placed], vocabulary: int, rounds: int
 ) -> Iterator[Row]:
-    """Yields the programs' rows with their median wall times, taken in turns."""
+    """Yields the rows of programs that are timed in turns."""
     times: list[list[float]] = [[] for _ in programs]
     drawn: dict[str, tuple[Any, ...]] = {}
     for turn in range(rounds + 1):
-        for one, taken in zip(programs, times, strict=True):
+        for one, seconds in zip(programs, times, strict=True):
             if one.run is None:
                 continue
             if one.kind not in drawn:
@@ -131,13 +131,15 @@ def _timed(
             operands = _operands(one.row["task"], drawn[one.kind])
             begin = time.perf_counter()
             jax.block_until_ready(one.run(*operands))
-            if turn:  # The first warms up.
-                taken.append(time.perf_counter() - begin)
+            if turn:  # The first turn is warm-up.
+                seconds.append(time.perf_counter() - begin)
     lora: dict[str, Row] = {}  # by task
-    for one, taken in zip(programs, times, strict=True):
-        row = one.row
-        if one.run is not None:
-            row |= _sent(one.run, row["devices"]) | milliseconds(taken)
+    for (row, run), seconds in zip(programs, times, strict=True):
+        if run is not None:
+            sent = collectives(run.as_text(), row["devices"])
+            row |= {"sent_bytes": sum(one.bytes for one in sent)}
+            row |= {"sent": dict(collections.Counter(one.kind for one in sent))}
+            row |= milliseconds(seconds)
         if row["kind"] == "LoRA":
             lora[row["task"]] = row
-        yield over(row, lora.get(row["task"]), "over_lora") if row["kind"] == "DoRA" else row
+        yield with_ratio(row, lora.get(row["task"]), "over_lora") if row["kind"] == "DoRA" else row

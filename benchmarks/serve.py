@@ -1,12 +1,17 @@
-"""Level `serve`: the server's engine against the number of adapters: the base, LoRA and DoRA.
-
-Llama 3 8B's dimensions in bf16, 64 rows. As many clients as rows, each of which asks again when it
-has its answer: prompts of 128 tokens, answers of 128. Adapters of ranks 8 to 64 are asked for by
-Zipf's law with exponent 1.5, from 64 slots. All but HTTP is in it: queue, loads, text.
+"""Level `serve`: the throughput of the server's engine by the number of adapters.
 
     base    no bank
-    LoRA    the bank without g
-    DoRA    the bank
+    LoRA    a bank that does not multiply by g
+    DoRA    a bank
+
+The model has Llama 3 8B's dimensions in bf16, and 64 rows. There are as many clients as rows; each
+sends its next request when it has its answer: prompts of 128 tokens, answers of 128 tokens. The
+adapters, of ranks 8 to 64, are requested by Zipf's law with exponent 1.5, and the bank has 64
+slots. The engine's queue, adapter loads and text are included, HTTP is not.
+
+One line is one kind with one number of adapters: answered tokens per second of wall time, `of_base`
+(the same divided by that of the base), the median and the upper tenth of the time to the first
+token, the number of adapter loads, and the seconds that compiling took.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import numpy as np
 
 from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.bank_programs import without_g
-from benchmarks.results import Row, over
+from benchmarks.results import Row, with_ratio
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.finetune.tiny import byte_level_tokenizer
@@ -34,11 +39,11 @@ from jax_dora.serve.runner import ModelRunner, make_bank, warm_up
 
 
 class Settings(NamedTuple):
-    """The settings of the level; nothing is compiled that they do not ask for.
+    """The settings of the level; programs that they do not need are not compiled.
 
     Attributes:
-      adapters: how many are asked for, one after the other.
-      rounds: answers of each client that are timed, after one that is not.
+      adapters: numbers of adapters to measure, one after another.
+      rounds: number of timed answers of each client, after one that is not timed.
     """
 
     config: DecoderConfig = LLAMA_3_8B
@@ -67,7 +72,7 @@ TINY = Settings(
 
 
 class WithoutG:
-    """A bank's slots, whose g no row is multiplied by."""
+    """A slot cache whose bank does not multiply rows by g."""
 
     def __init__(self, bank: SlotCache) -> None:
         self._slot_cache = bank
@@ -78,7 +83,7 @@ class WithoutG:
 
 
 class Server(NamedTuple):
-    """A kind's rows and bank, and what compiling it took."""
+    """The rows and the bank of a kind, and its compile times."""
 
     runner: ModelRunner
     bank: SlotCache | None
@@ -86,7 +91,7 @@ class Server(NamedTuple):
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a measurement."""
+    """Yields one row for each kind and number of adapters."""
     model = make_model(settings.config)
     row: Row = {"rows": settings.rows, "layers": model.config.num_hidden_layers}
     base = None
@@ -100,24 +105,24 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     bank, begin = make_bank(model, settings.slots, max(settings.ranks)), time.monotonic()
     warm_up(bank, model)
     row["load_compile_s"] = time.monotonic() - begin
-    # Whose products have been tuned for the base.
+    # Compiled in parallel: XLA has tuned the same products for the base.
     with concurrent.futures.ThreadPoolExecutor() as threads:
         servers = list(threads.map(lambda kind: _server(settings, model, bank, kind), kinds))
     values = [random_adapter(bank.bank, rank, rank) for rank in settings.ranks]
     for count in settings.adapters:
         for kind, server in zip(kinds, servers, strict=True):
-            served = [ServedAdapter(str(one), values[one % len(values)]) for one in range(count)]
-            found = row | {"kind": kind, "adapters": count} | server.compiled
-            found |= _served(settings, model, server, served)
-            yield over(found, base, "of_base", "tokens_per_s")
+            adapters = [ServedAdapter(str(n), values[n % len(values)]) for n in range(count)]
+            measured = row | {"kind": kind, "adapters": count} | server.compiled
+            measured |= _served(settings, model, server, adapters)
+            yield with_ratio(measured, base, "of_base", "tokens_per_s")
 
 
 def _server(settings: Settings, model: CausalLM, bank: SlotCache | None, kind: str) -> Server:
-    """Returns a server with the programs that requests take: prompts are read in one piece each,
-    and only the program for that is compiled."""
+    """Returns a server with the programs that the requests need; of those that read prompts, only
+    the one for a whole prompt."""
     length = settings.prompt + settings.answer
-    of_rows: Any = WithoutG(bank) if bank is not None and kind == "LoRA" else bank
-    runner = ModelRunner(model, of_rows, settings.rows, length, settings.chunk)
+    row_bank: Any = WithoutG(bank) if bank is not None and kind == "LoRA" else bank
+    runner = ModelRunner(model, row_bank, settings.rows, length, settings.chunk)
     runner.widths = (runner.width(settings.prompt),)
     begin = time.monotonic()
     runner.prefill((), runner.widths[0])
@@ -127,54 +132,47 @@ def _server(settings: Settings, model: CausalLM, bank: SlotCache | None, kind: s
 
 
 def _served(
-    settings: Settings, model: CausalLM, server: Server, served: list[ServedAdapter]
+    settings: Settings, model: CausalLM, server: Server, adapters: list[ServedAdapter]
 ) -> Row:
-    """Returns the measurements of the clients, in `settings.rounds` answers each."""
+    """Returns the throughput and the latency of all clients' requests."""
     rng = np.random.default_rng(0)
-    metrics = Metrics()
-    engine = Engine(
-        server.runner,
-        server.bank,
-        byte_level_tokenizer(),
-        (),
-        queue=4 * settings.rows,
-        metrics=metrics,
-    )
-    asked = settings.rows * (settings.rounds + 1)
-    chosen = draw_ids("zipf", asked, len(served)) if served else None
-    vocabulary = model.config.vocab_size
+    metrics, tokenizer, queue = Metrics(), byte_level_tokenizer(), 4 * settings.rows
+    engine = Engine(server.runner, server.bank, tokenizer, (), queue=queue, metrics=metrics)
+    requests = settings.rows * (settings.rounds + 1)
+    chosen = draw_ids("zipf", requests, len(adapters)) if adapters else None
     first: list[float] = []
     ends: list[float] = []
 
-    def ask(number: int) -> None:
+    def submit(number: int) -> None:
         begin = time.monotonic()
-        seen: list[float] = []
+        answered = False
 
         def sink(piece: Piece) -> None:
-            if not seen:
-                seen.append(time.monotonic())
-                first.append(seen[0] - begin)
+            nonlocal answered
+            if not answered:
+                answered = True
+                first.append(time.monotonic() - begin)
             if piece.finish is not None:
                 if piece.finish != "length":
                     raise RuntimeError(f"an answer ended by {piece.finish}: {piece.error}")
                 ends.append(time.monotonic())
 
-        prompt = tuple(rng.integers(0, vocabulary, settings.prompt).tolist())
-        adapter = served[chosen[number]] if chosen is not None else None
+        prompt = tuple(rng.integers(0, model.config.vocab_size, settings.prompt).tolist())
+        adapter = adapters[chosen[number]] if chosen is not None else None
         engine.submit(Request(prompt, settings.answer, sink, adapter=adapter))
 
     number = 0
-    while len(ends) < asked:
-        while number < asked and number - len(ends) < settings.rows:
-            ask(number)
+    while len(ends) < requests:
+        while number < requests and number - len(ends) < settings.rows:
+            submit(number)
             number += 1
         engine.turn()
-    # The first answer of each client fills the rows, and slots for the first time.
+    # The first answer of each client is warm-up: it fills the rows and the slots.
     ends, first = ends[settings.rows - 1 :], first[settings.rows :]
-    seconds = ends[-1] - ends[0]
+    answers, seconds = len(ends) - 1, ends[-1] - ends[0]
     return {
-        "answers": len(ends) - 1,
-        "tokens_per_s": (len(ends) - 1) * settings.answer / seconds,
+        "answers": answers,
+        "tokens_per_s": answers * settings.answer / seconds,
         "first_token_ms": 1e3 * float(np.median(first)),
         "first_token_p90_ms": 1e3 * float(np.percentile(first, 90)),
         "loads": metrics.loaded(),

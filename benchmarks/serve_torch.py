@@ -1,12 +1,17 @@
-"""Level `serve --torch`: what transformers answers the requests of level `serve` with.
-
-A batch of as many requests as rows is generated as one, to its end, and the next begins then: that
-is what `generate` has. A request's first token is counted from when its batch was asked for.
+"""Level `serve --torch`: how fast transformers' `generate` answers the requests of level `serve`.
 
     transformers      the base alone
-    torch_dora DoRA   the bank, one batch of all adapters
-    PEFT LoRA         one batch by `adapter_names`
-    PEFT DoRA         which refuses `adapter_names`: one adapter after the other, each with its rows
+    torch_dora DoRA   torch_dora's bank, one batch of all adapters
+    PEFT LoRA         one batch with `adapter_names`
+    PEFT DoRA         one `generate` for each adapter with its rows, because PEFT rejects
+                      `adapter_names` with DoRA
+
+The model, the prompts, the answers and the choice of adapters are those of level `serve`. A batch
+of 64 requests is generated to its end before the next one begins.
+
+One line is one kind with one number of adapters: answered tokens per second of wall time, `of_base`
+(the same divided by that of transformers alone), the median and the upper tenth of the time from
+the start of a batch to a request's first token, and the number of calls of `generate`.
 """
 
 from __future__ import annotations
@@ -26,12 +31,12 @@ from benchmarks.bank_adapters import draw_ids
 from benchmarks.bank_torch import by_peft, filled
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.model.torch_model import random_model
-from benchmarks.results import Row, attempted, over
+from benchmarks.results import Row, attempt, with_ratio
 from benchmarks.step_torch import llama
 
 
 class Settings(NamedTuple):
-    """The settings of the level: `rounds` batches are timed after one that is not."""
+    """The settings of the level; `rounds` batches are timed after one that is not."""
 
     sizes: Protocol = LLAMA3
     layers: int = LLAMA3.layers
@@ -48,90 +53,89 @@ TINY = Settings(QUICK, QUICK.layers, rows=4, prompt=6, answer=3, ranks=(1, 5), a
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a measurement."""
+    """Yields one row for each kind and number of adapters."""
     base = None
     for kind in settings.only:
         for count in (0,) if kind == "transformers" else settings.adapters:
             row: Row = {"kind": kind, "adapters": count, "rows": settings.rows}
             row["layers"] = settings.layers
-            row = attempted(row, functools.partial(_served, settings, kind, count, device))
+            row = attempt(row, functools.partial(_served, settings, kind, count, device))
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
-            yield over(row, base, "of_base", "tokens_per_s")
+            yield with_ratio(row, base, "of_base", "tokens_per_s")
             if kind == "transformers":
                 base = row
 
 
-def _answers(settings: Settings, kind: str, count: int, device: str) -> Any:
-    """Returns a function of the adapters of a batch's rows, i64[rows], that gives (model, rows,
-    options) for each `generate` that the batch takes."""
+def _calls(settings: Settings, kind: str, count: int, device: str) -> Any:
+    """Returns a function from the adapters of a batch's rows, i64[rows], to the model, the rows and
+    the options of each call of `generate`."""
     model = random_model(llama(settings.sizes, settings.layers, use_cache=True), device).eval()
+    every = np.arange(settings.rows)
     if kind == "transformers":
-        return lambda ids: [(model, np.arange(len(ids)), {})]
+        return lambda ids: [(model, every, {})]
     if kind == "torch_dora DoRA":
         empty = torch_dora.AdapterBank(model, max(4, count), max(settings.ranks))
         bank = filled(empty, settings.ranks)
-        return lambda ids: [(torch_dora.with_bank(model, bank, ids), np.arange(len(ids)), {})]
+        return lambda ids: [(torch_dora.with_bank(model, bank, ids), every, {})]
     options = {"task_type": "CAUSAL_LM", "use_dora": kind == "PEFT DoRA"}
     with torch.device(device):
         adapted = by_peft(model, settings.ranks, count, **options)
     if kind == "PEFT LoRA":
-        return lambda ids: [
-            (adapted, np.arange(len(ids)), {"adapter_names": [str(one) for one in ids]})
-        ]
+        return lambda ids: [(adapted, every, {"adapter_names": [str(one) for one in ids]})]
 
-    def one_after_the_other(ids: np.ndarray) -> Iterator[Any]:
+    def adapter_by_adapter(ids: np.ndarray) -> Iterator[Any]:
         for one in np.unique(ids):
             adapted.set_adapter(str(one))
             yield adapted, np.flatnonzero(ids == one), {}
 
-    return one_after_the_other
+    return adapter_by_adapter
 
 
 class _FirstToken(StoppingCriteria):
-    """Notes when the first token of a `generate` came, and stops nothing."""
+    """Records the time of the first token of a `generate`, and stops nothing."""
 
     def __init__(self) -> None:
-        self.at: float | None = None
+        self.time: float | None = None
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        if self.at is None:
+        if self.time is None:
             if input_ids.is_cuda:
                 torch.cuda.synchronize()
-            self.at = time.monotonic()
+            self.time = time.monotonic()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 @torch.no_grad()
 def _served(settings: Settings, kind: str, count: int, device: str) -> Row:
-    """Returns the measurements of those who ask, in `settings.rounds` batches."""
+    """Returns the throughput and the latency of all requests."""
     begin = time.monotonic()
-    answers = _answers(settings, kind, count, device)
+    calls_of = _calls(settings, kind, count, device)
     build_s = time.monotonic() - begin
     seconds, first, calls = 0.0, [], 0
     for turn in range(settings.rounds + 1):
         generator = torch.Generator().manual_seed(turn)
         shape = (settings.rows, settings.prompt)
         tokens = torch.randint(settings.sizes.vocabulary, shape, generator=generator).to(device)
-        drawn = draw_ids("zipf", settings.rows, count) if count else np.zeros(settings.rows, int)
+        ids = draw_ids("zipf", settings.rows, count) if count else np.zeros(settings.rows, int)
         begin = time.monotonic()
-        for model, rows, options in answers(drawn):
-            noted = _FirstToken()
+        for model, rows, options in calls_of(ids):
+            criterion = _FirstToken()
             prompt = tokens[torch.as_tensor(rows, device=device)]
-            found = model.generate(
+            answers = model.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
                 do_sample=False,
                 max_new_tokens=settings.answer,
                 min_new_tokens=settings.answer,
                 pad_token_id=0,
-                stopping_criteria=StoppingCriteriaList([noted]),
+                stopping_criteria=StoppingCriteriaList([criterion]),
                 **options,
             )
-            assert found.shape[1] == settings.prompt + settings.answer
-            if turn and noted.at is not None:  # The first warms up.
-                first += [noted.at - begin] * len(rows)
+            assert answers.shape[1] == settings.prompt + settings.answer
+            if turn and criterion.time is not None:  # The first turn is warm-up.
+                first += [criterion.time - begin] * len(rows)
                 calls += 1
         if device == "cuda":
             torch.cuda.synchronize()

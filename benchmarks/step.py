@@ -1,8 +1,13 @@
-"""Level `step`: a whole optimizer step of `jax_dora.models` by how much of it is kept in memory.
+"""Level `step`: an optimizer step of `jax_dora.models`, for several memory budgets.
 
-Llama 3 8B's dimensions, rank 16 on all projections, 2 × 4096 tokens, loss on all tokens, AdamW on
-the adapters. LoRA and DoRA take the same decoder and the same budget; random weights cost what
-others do.
+LoRA and DoRA of rank 16 on all projections of a decoder of Llama 3 8B's dimensions with random bf16
+weights; 2 × 4096 tokens, the loss on all of them, AdamW on the adapters. A budget says how much of
+a layer's results is kept for the gradient: all that fits into memory, 12 GiB, or nothing, with the
+layers unrolled or in a scan.
+
+One line is one method with one budget: the median wall time of a step (`ms`) and the largest minus
+the smallest (`spread_ms`), tokens per second, XLA's account of memory, compile time, the last loss,
+what was kept, and `over_lora`, DoRA's time divided by LoRA's with the same budget.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from flax import nnx
 from benchmarks.model.adapters import linear_of
 from benchmarks.model.decoder import OPTIMIZER, Loss, update
 from benchmarks.model.protocol import LLAMA3
-from benchmarks.results import Row, attempted, milliseconds, over
+from benchmarks.results import Row, attempt, milliseconds, with_ratio
 from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
 
 LLAMA_3_8B = DecoderConfig.from_hf(LLAMA3.hf_config(LLAMA3.layers, 8192) | {"model_type": "llama"})
@@ -29,7 +34,7 @@ TINY_DECODER = DecoderConfig(256, 64, 96, 2, 4, 2, 16)
 
 
 class Budget(NamedTuple):
-    """A point of the curve: `memory` and `unroll` as in `DecoderConfig`."""
+    """`memory` and `unroll` are those of `DecoderConfig`."""
 
     name: str
     memory: Any
@@ -55,14 +60,14 @@ TINY = Settings(TINY_DECODER, (2, 32), rounds=1)
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a measurement; DoRA's and LoRA's of a budget one after the other."""
+    """Yields one row for each budget and method; LoRA and DoRA of a budget follow each other."""
     for budget in BUDGETS:
         lora = None
         for kind in ("LoRA", "DoRA"):
             row: Row = {"kind": kind, "budget": budget.name, "unroll": budget.unroll}
             row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
-            row = attempted(row, functools.partial(_measured, kind, budget, settings, device))
-            yield over(row, lora, "over_lora")
+            row = attempt(row, functools.partial(_measured, kind, budget, settings, device))
+            yield with_ratio(row, lora, "over_lora")
             lora = row
 
 
@@ -70,10 +75,10 @@ def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row
     attention = "cudnn" if device == "cuda" else "xla"
     changes = {"attention": attention, "memory": budget.memory, "unroll": budget.unroll}
     config = dataclasses.replace(settings.decoder, **changes)
-    made = make_model(config, linear=linear_of(kind, settings.rank))
-    kept = activations.plan(config, *settings.shape)
-    row = {"kept": [one.name + (f" {one.width}" if one.width else "") for one in kept]}
-    return timed(made, config.vocab_size, settings.shape, settings.rounds) | row
+    model = make_model(config, linear=linear_of(kind, settings.rank))
+    plan = activations.plan(config, *settings.shape)
+    row = {"kept": [kept.name + (f" {kept.width}" if kept.width else "") for kept in plan]}
+    return timed(model, config.vocab_size, settings.shape, settings.rounds) | row
 
 
 def timed(
@@ -85,28 +90,37 @@ def timed(
     segments: jax.Array | None = None,
     profile: Callable[[Callable[[], Any]], Row] | None = None,
 ) -> Row:
-    """Returns the wall time of an optimizer step of a model's adapters, its memory and its loss,
-    and what `profile` finds in one more step."""
+    """Returns the wall time, memory and loss of optimizer steps of a model's adapters.
+
+    Args:
+      shape: batch and time.
+      rounds: number of timed steps, after two that are not timed.
+      loss: a function of the model, tokens and segments; `mean_loss` if None.
+      segments: i32[batch, time], the number of each token's text.
+      profile: is called with a function that runs another step, and returns further fields.
+    """
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
     state = OPTIMIZER.init(trained)
     tokens = np.random.default_rng(0).integers(0, vocabulary, shape)
     data = (jnp.asarray(tokens, jnp.int32), segments)
     begin = time.monotonic()
-    one = jax.jit(functools.partial(update, graphdef, loss or mean_loss), donate_argnums=(0, 2))
-    run = one.lower(trained, frozen, state, *data).compile()
+    step = jax.jit(functools.partial(update, graphdef, loss or mean_loss), donate_argnums=(0, 2))
+    run = step.lower(trained, frozen, state, *data).compile()
     memory: Any = run.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    arrays = (
+        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
     row: Row = {
         "compile_s": time.monotonic() - begin,
         "temp_bytes": memory.temp_size_in_bytes,
-        "peak_bytes": held + memory.temp_size_in_bytes,
+        "peak_bytes": arrays + memory.temp_size_in_bytes,
     }
     times, value = [], None
     for turn in range(rounds + 2):
         begin = time.perf_counter()
         value, trained, state = run(trained, frozen, state, *data)
         jax.block_until_ready((value, trained))
-        if turn > 1:  # The first two warm up.
+        if turn > 1:  # The first two steps are warm-up.
             times.append(time.perf_counter() - begin)
     row |= milliseconds(times) | {"loss": float(jnp.asarray(value))}
     row["tokens_per_s"] = shape[0] * shape[1] / row["ms"] * 1e3
@@ -114,9 +128,9 @@ def timed(
 
 
 def mean_loss(model: Any, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    """Returns the mean cross-entropy of all tokens, in chunks whose gradient is taken in the same
-    pass."""
+    """Returns the mean cross-entropy of all tokens, computed in chunks that also compute their
+    gradient."""
     weights = jnp.ones(tokens.shape, jnp.float32)
     targets = jnp.roll(tokens, -1, 1)
-    found = next_token_loss(model, tokens, targets, weights, segment_ids=segments)
-    return found.total / found.weight
+    loss = next_token_loss(model, tokens, targets, weights, segment_ids=segments)
+    return loss.total / loss.weight

@@ -1,8 +1,19 @@
-"""Level `step --torch`: a whole optimizer step of transformers' Llama.
+"""Levels `step --torch`, `scale --torch` and `quantised --torch`: an optimizer step in PyTorch.
 
-Llama 3 8B's dimensions, random bf16 weights drawn on the device, adapters on all projections,
-every layer checkpointed, loss on all tokens, AdamW on the adapters. torch_dora and PEFT take the
-same base model, eagerly and compiled layer by layer.
+torch_dora and PEFT adapt the same transformers Llama of Llama 3 8B's dimensions, with random bf16
+weights, adapters of rank 16 on all projections, every layer checkpointed, the loss on all tokens,
+and AdamW on the adapters. The levels differ in the variants (`sides`) and in where they run:
+
+    step --torch        one GPU, 2 × 4096 tokens, bf16 adapters, eager, and compiled layer by layer
+    scale --torch       FSDP2 over all GPUs, one process for each; fp32 adapters under autocast, the
+                        default of both packages, and bf16 adapters of PEFT
+    quantised --torch   one GPU, 1 × 4096 tokens, projections in bitsandbytes' NF4: PEFT's LoRA is
+                        QLoRA, PEFT's DoRA is QDoRA
+
+One line is one variant: the median wall time of a step (`ms`) and the largest minus the smallest
+(`spread_ms`), tokens per second of all GPUs, the peak of allocated memory, the time of the first
+step (with compilation), the loss of each step, and `over_lora`, the time divided by that of the
+first variant, PEFT's LoRA.
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from transformers import LlamaConfig
 
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.model.torch_model import random_model
-from benchmarks.results import Row, attempted, milliseconds, over
+from benchmarks.results import Row, attempt, milliseconds, with_ratio
 from parity.sides.torch import processes
 from parity.sides.torch.decoder import adapt, checkpoint_layers
 
@@ -29,8 +40,9 @@ class Side(NamedTuple):
     Attributes:
       package: "torch_dora" or "PEFT".
       method: "DoRA" or "LoRA".
-      wide: fp32 adapters, under autocast; otherwise bf16 ones.
-      in_4bit: over projections in NF4, by bitsandbytes.
+      compiled: whether each layer is compiled.
+      wide: whether adapters are fp32, under autocast; otherwise they are bf16.
+      in_4bit: whether the base's projections are in bitsandbytes' NF4.
     """
 
     package: str
@@ -61,7 +73,7 @@ class Settings(NamedTuple):
 
     Attributes:
       shape: batch and time of one device.
-      sharded: under FSDP2, layer by layer, by one process for each GPU.
+      sharded: whether to run FSDP2, layer by layer, with one process for each GPU.
     """
 
     sizes: Protocol = LLAMA3
@@ -76,15 +88,27 @@ class Settings(NamedTuple):
 TINY = Settings(QUICK, QUICK.layers, shape=(2, 16), rank=4, rounds=1)
 
 
+def settings(level: str, quick: bool) -> Settings:
+    """Returns the settings of "step", "scale" or "quantised"."""
+    chosen = TINY if quick else Settings()
+    if level == "scale":
+        wide = tuple(side._replace(wide=True) for side in SIDES[:3])
+        return chosen._replace(sides=(*wide, Side("PEFT", "DoRA")), sharded=True)
+    if level == "quantised":
+        sides = tuple(side._replace(in_4bit=True) for side in SIDES[:3])
+        return chosen._replace(sides=sides, shape=TINY.shape if quick else (1, 4096))
+    return chosen
+
+
 def llama(sizes: Protocol, layers: int, use_cache: bool = False) -> LlamaConfig:
-    """Returns the config of transformers' Llama of these sizes."""
+    """Returns the config of a transformers Llama of these sizes."""
     fields = sizes.hf_config(layers, 8192)
     del fields["model_type"]
     return LlamaConfig(**fields, use_cache=use_cache)
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row a side, with the ratio to the first."""
+    """Yields one row for each side."""
     count = 1
     if settings.sharded:
         count = torch.cuda.device_count() if device == "cuda" else 2
@@ -94,24 +118,24 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         row: Row = {"kind": side.name, "layout": layout, "devices": count}
         row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
         row |= {"layers": settings.layers, "hidden": settings.sizes.hidden}
-        row = attempted(row, functools.partial(_taken, side, settings, device, count))
+        row = attempt(row, functools.partial(_measured, side, settings, device, count))
         torch.compiler.reset()
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
         first = first or row
-        yield over(row, first, "over_lora")
+        yield with_ratio(row, first, "over_lora")
 
 
-def _taken(side: Side, settings: Settings, device: str, count: int) -> Row:
+def _measured(side: Side, settings: Settings, device: str, count: int) -> Row:
     if settings.sharded:
         return processes.run(steps, count, device, side, settings, device, count)
     return steps(side, settings, device, count)
 
 
 def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
-    """Returns the times of optimizer steps, their memory and losses; each of `count` processes
-    calls this."""
+    """Returns the time, memory and losses of optimizer steps; each of `count` processes calls
+    this."""
     model = _model(side, settings, device)
     if settings.sharded:
         from torch.distributed.fsdp import fully_shard
@@ -120,7 +144,7 @@ def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
             fully_shard(layer)
         fully_shard(model)
     if side.compiled:
-        # Layer by layer: all layers share one compiled program, and are recomputed by it.
+        # Compiled layer by layer, so that all layers and their recomputation share one program.
         backend = "inductor" if device == "cuda" else "aot_eager"
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward, backend=backend)
@@ -129,27 +153,26 @@ def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
     generator = torch.Generator(device).manual_seed(2)
     vocabulary = model.config.vocab_size
     tokens = torch.randint(vocabulary, settings.shape, generator=generator, device=device)
-    wide = torch.autocast(device, torch.bfloat16, enabled=side.wide)
+    autocast = torch.autocast(device, torch.bfloat16, enabled=side.wide)
     times, losses = [], []
     for turn in range(settings.rounds + 2):
-        if turn == 2 and device == "cuda":  # The first two warm up.
+        if turn == 2 and device == "cuda":  # The first two steps are warm-up.
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        with wide:
+        with autocast:
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits for the device
+        losses.append(loss.item())  # This waits for the device.
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    first, _, *kept = times
-    row = milliseconds(kept)
+    row = milliseconds(times[2:])
     return row | {
         "tokens_per_s": 1e3 * settings.shape[0] * settings.shape[1] * count / row["ms"],
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0,
-        "first_step_s": first,
+        "first_step_s": times[0],
         "losses": losses,
     }
 
@@ -173,16 +196,16 @@ def _model(side: Side, settings: Settings, device: str) -> Any:
 
 
 def _quantise(model: Any, device: str) -> None:
-    """Puts the projections of a decoder into NF4, with scales that are quantised too, in place."""
+    """Replaces the projections of a decoder, in place, by NF4 layers with double quantisation."""
     from bitsandbytes.nn import modules
 
     for module in list(model.model.layers.modules()):
-        for name, one in module.named_children():
-            if isinstance(one, torch.nn.Linear):
-                out, width = one.weight.shape
-                made: Any = modules.Linear4bit(width, out, bias=False, compute_dtype=torch.bfloat16)
+        for name, linear in module.named_children():
+            if isinstance(linear, torch.nn.Linear):
+                n_out, n_in = linear.weight.shape
+                options: Any = {"bias": False, "compute_dtype": torch.bfloat16}
+                layer: Any = modules.Linear4bit(n_in, n_out, **options)
                 packed: Any = modules.Params4bit
-                made.weight = packed(one.weight.data, quant_type="nf4", module=made)
-                setattr(module, name, made.to(device))
-    # By which PEFT knows.
-    model.is_loaded_in_4bit = True
+                layer.weight = packed(linear.weight.data, quant_type="nf4", module=layer)
+                setattr(module, name, layer.to(device))
+    model.is_loaded_in_4bit = True  # PEFT reads this.

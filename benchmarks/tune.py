@@ -1,7 +1,12 @@
-"""Level `tune`: each Mosaic kernel with candidate configs, beside its own choice and XLA.
+"""Level `tune`: each Mosaic kernel with candidate launch configs, compared with XLA.
 
-It prints; what the kernels go by stands in their `wins` and `config`. "chosen" is what `wins` says
-of the shape, to be compared with the time over XLA's.
+For every kernel and shape of `benchmarks.kernels` the variants are the same computation by XLA
+("xla"), the kernel with its own choice of a config ("mosaic, chosen: yes" or "no", by what the
+kernel's `wins` says of the shape), and the kernel with each candidate, named after its fields that
+differ from the default. Results are compared with fp32. Device time has a cold L2 cache.
+
+One line is one variant at one shape; `benchmarks.report` lists its fields. The results are for
+reading: whoever changes a kernel's choices edits its `wins` and `config`.
 """
 
 from __future__ import annotations
@@ -14,9 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.arrays import MOST_SETS, NO_TRITON, ROTATION_BYTES, interpreted, to_torch
-from benchmarks.kernel import Kernel
-from benchmarks.kernels import KERNELS
+from benchmarks.arrays import NO_TRITON, interpreted, set_count, to_torch
+from benchmarks.kernels import KERNELS, Kernel
 from benchmarks.work import Expectation, Variant, Work
 
 QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
@@ -24,34 +28,31 @@ QUICK |= {"groups": 2, "layers": 2, "slots": 4, "time": 128}
 
 
 def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
-    """Yields every kernel at its shapes."""
-    for name, kernel in KERNELS.items():
-        shapes = (
-            [{axis: QUICK[axis] for axis in kernel.shapes[0]}] if settings.quick else kernel.shapes
-        )
-        for sizes in shapes:
-            yield functools.partial(_work, name, kernel, sizes, device, settings.quick)
+    """Yields functions that make the pieces of work, one for each kernel and shape."""
+    for kernel in KERNELS.values():
+        tiny = [{axis: QUICK[axis] for axis in kernel.shapes[0]}]
+        for sizes in tiny if settings.quick else kernel.shapes:
+            yield functools.partial(_work, kernel, sizes, device, settings.quick)
 
 
-def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quick: bool) -> Work:
+def _work(kernel: Kernel, sizes: Mapping[str, int], device: str, quick: bool) -> Work:
     inputs = [tuple(kernel.draw(sizes))]
     moved = kernel.bytes(inputs[0])
-    count = 2 if quick else max(2, min(MOST_SETS, -(-ROTATION_BYTES // moved)))
+    count = 2 if quick else set_count(moved)
     inputs += [tuple(kernel.draw(sizes, seed)) for seed in range(1, count)]
 
-    # What is asked is the same function; the kernels' own tests hold them to their bounds.
-    def variant(label: str, step: Callable[..., Any], **options: Any) -> Variant:
+    # Not exact: the kernels' own tests hold their results to the bounds.
+    def variant(name: str, step: Callable[..., Any], **options: Any) -> Variant:
         step = interpreted(step, device)
-        return Variant("jax", label, step, inputs, _results, exact=False, **options)
+        return Variant("jax", name, step, inputs, _results, exact=False, **options)
 
-    candidates = kernel.candidates[:1] if quick else kernel.candidates
     wins = kernel.module.wins(*kernel.arguments(sizes))
     variants = [
         variant("xla", kernel.define, compiler_options=NO_TRITON),
         variant(f"mosaic, chosen: {'yes' if wins else 'no'}", kernel.launch),
         *(
             variant(_name(config), functools.partial(kernel.launch, config=config))
-            for config in candidates
+            for config in (kernel.candidates[:1] if quick else kernel.candidates)
         ),
     ]
     wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in inputs[0]]
@@ -59,22 +60,21 @@ def _work(name: str, kernel: Kernel, sizes: Mapping[str, int], device: str, quic
         wanted = _results(jax.jit(kernel.define)(*wide))
     expected = {name: Expectation(value.double()) for name, value in wanted.items()}
     shape = {axis: sizes[axis] for axis in QUICK if axis in sizes}
-    baselines = {"jax xla": "jax xla"}
-    group = name.replace("_", " ")
+    group, baselines = kernel.name.replace("_", " "), {"jax xla": "jax xla"}
     return Work(group, shape, moved, kernel.flops(sizes), expected, variants, baselines)
 
 
 def _name(config: Any) -> str:
-    """Returns the fields of `config` that differ from the default."""
+    """Returns a variant's name: the fields of `config` that differ from the default."""
     values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
-    knobs = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
-    return " ".join(["mosaic", *(knobs or ["by default"])])
+    changed = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    return " ".join(["mosaic", *(changed or ["by default"])])
 
 
-def _results(found: Any) -> dict[str, Any]:
-    # torch takes no arrays of 8-bit floats.
+def _results(outputs: Any) -> dict[str, Any]:
+    # torch takes no JAX arrays of 8-bit floats.
     wide = [
-        one.astype(jnp.float32) if one.dtype.itemsize == 1 else one
-        for one in jax.tree.leaves(found)
+        array.astype(jnp.float32) if array.dtype.itemsize == 1 else array
+        for array in jax.tree.leaves(outputs)
     ]
     return {str(i): to_torch(array) for i, array in enumerate(wide)}

@@ -1,4 +1,4 @@
-"""What every test runs under: the platform, strictness, and hypothesis' profile."""
+"""Setup of all tests: platform, JAX's strict promotion, and the profile of hypothesis."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from tests.draws import draw_with_numpy
 
-# Enough host devices for a mesh of two axes, one of them longer than two.
+# Enough host devices for a mesh of 2 × 4.
 _CPU_DEVICES = 8
 
 
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--keep-programs",
         action="store_true",
-        help="keep what is compiled in .pytest_cache: a run after the first takes half as long",
+        help="cache compiled programs in .pytest_cache: later runs take half as long",
     )
     parser.addoption(
         "--soak-runs",
@@ -34,27 +34,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers share the cores: torch's threads, as many in each, would wait for one another.
+    # Workers share the cores, so torch's threads of several workers would wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Both are read when first used, so they are set before a test module is imported. `-m gpu` and
-    # `-m gpus` run the kernels natively; everything else runs them in their interpreters on CPU.
+    # Set before any test module is imported, because Triton and JAX read these settings once.
+    # `-m gpu` and `-m gpus` run the kernels natively; all other tests interpret them on the CPU.
     if config.getoption("markexpr") not in ("gpu", "gpus"):
         os.environ["TRITON_INTERPRET"] = "1"
-        os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for processes that tests start
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
-        # A program this small is not worth the threads that compile it in pieces.
+        # Programs are small, so compiling them in several threads does not pay.
         os.environ["XLA_FLAGS"] = (
             f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1"
         )
-        # Half of the time would be LLVM's.
+        # LLVM's optimizations would take half of the time.
         if not config.getoption("optimized"):
             jax.config.update("jax_disable_most_optimizations", True)
         draw_with_numpy()
 
-    # A file's name is a hash of the program, JAX's version and all flags. JAX keeps none that calls
-    # back, such as an interpreted kernel.
+    # A cached file is named by a hash of the program, JAX's version and all flags. JAX does not
+    # cache programs with callbacks, such as interpreted kernels.
     if config.getoption("keep_programs"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -64,13 +64,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the garbage collector need not look through it again and again."""
+    """Excludes imported modules from garbage collection, which would scan them again and again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints what tests have recorded as "printed", in other processes too."""
+    """Prints what tests recorded with `record_property("printed", …)`, also in other processes."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == "printed":
@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """Compiles as users do, for a test that reads what is compiled."""
+    """Compiles with all optimizations, for tests that read the compiled program."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -88,6 +88,6 @@ def optimized() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def strict_jax() -> Iterator[None]:
-    """No silent promotion of dtypes or ranks in anything a test traces."""
+    """Makes implicit promotion of dtypes or ranks an error in everything that a test traces."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield

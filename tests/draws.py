@@ -1,4 +1,4 @@
-"""Random arrays of tests drawn by NumPy: XLA takes 0.2 s to compile a draw, for each new shape."""
+"""Lets NumPy draw the random arrays of tests: XLA needs 0.2 s to compile a draw of a new shape."""
 
 import functools
 from collections.abc import Callable
@@ -33,36 +33,41 @@ def randint(rng: np.random.Generator, shape: Any, minval: int, maxval: int) -> n
 
 
 def draw_with_numpy() -> None:
-    """Lets NumPy draw what these functions of `jax.random` are asked for outside of a program. What
-    is traced, and all other functions, JAX draws."""
+    """Replaces these functions of `jax.random` by NumPy's for calls outside of traced programs."""
     for draw in (normal, uniform, truncated_normal, randint):
-        kind = int if draw is randint else float
-        replaced = _replaced(getattr(jax.random, draw.__name__), draw, kind)
-        # Initialisers read their draws from the module that jax.random takes its own from.
+        default_dtype = int if draw is randint else float
+        replacement = _replacement(getattr(jax.random, draw.__name__), draw, default_dtype)
+        # Initialisers call the functions of the private module that jax.random imports from.
         for module in (jax.random, random):
-            setattr(module, draw.__name__, replaced)
+            setattr(module, draw.__name__, replacement)
 
 
-def _replaced(
-    original: Callable[..., Any], draw: Callable[..., Any], kind: type
+def _replacement(
+    original: Callable[..., Any], draw: Callable[..., Any], default_dtype: type
 ) -> Callable[..., Any]:
-    order = [name for name in original.__annotations__ if name not in ("key", "return")]
+    parameters = [name for name in original.__annotations__ if name not in ("key", "return")]
 
     @functools.wraps(original)
-    def replaced(key: Any, *args: Any, **options: Any) -> Any:
-        given = dict(zip(order, args, strict=False)) | options
-        dtype = jax.dtypes.canonicalize_dtype(given.pop("dtype", None) or kind)
+    def replacement(key: Any, *args: Any, **options: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | options
+        dtype = jax.dtypes.canonicalize_dtype(given.pop("dtype", None) or default_dtype)
         if not core.trace_state_clean() or jax.numpy.issubdtype(dtype, jax.numpy.complexfloating):
             return original(key, *args, **options)
         sharding = given.pop("out_sharding", None)
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
-        return jax.device_put(np.asarray(draw(rng, **given)).astype(dtype), _placed(sharding))
+        values = np.asarray(draw(rng, **given)).astype(dtype)
+        if draw is uniform:
+            # Rounding to `dtype` must not reach maxval: initialisers take erf_inv of the values.
+            low = np.asarray(given.get("minval", 0.0), dtype)
+            high = np.asarray(given.get("maxval", 1.0), dtype)
+            values = np.minimum(values, np.nextafter(high, low))
+        return jax.device_put(values, _sharding(sharding))
 
-    return replaced
+    return replacement
 
 
-def _placed(sharding: Any) -> Any:
-    """Returns where JAX would put what it draws: on all of the mesh, if there is one."""
+def _sharding(sharding: Any) -> Any:
+    """Returns the sharding that JAX would give to a drawn array: over the mesh, if one is set."""
     mesh = jax.sharding.get_mesh()
     if isinstance(sharding, jax.sharding.Sharding) or mesh.empty:
         return sharding

@@ -1,4 +1,4 @@
-"""Judging a layer that is a linear map in disguise: its rows and matrices against the oracle."""
+"""Compares a layer that computes a matrix product, such as a convolution, with the oracle."""
 
 from typing import Any, NamedTuple
 
@@ -8,10 +8,14 @@ from parity import oracle, tolerances
 
 
 class Problem(NamedTuple):
-    """One matrix product, by rows, in Flax layout.
+    """A matrix product in Flax layout, with the results to be checked.
 
-    x [rows, in] and dy [rows, out]; kernel, lora_a, lora_b, magnitude as matrices; y, and the
-    gradients with respect to lora_a, lora_b and magnitude, as found.
+    Attributes:
+      x: [rows, in].
+      dy: [rows, out].
+      kernel, lora_a, lora_b: matrices [in, out], [in, rank] and [rank, out].
+      magnitude, bias: [out].
+      y, d_lora_a, d_lora_b, d_magnitude: the computed result and gradients.
     """
 
     x: Any
@@ -30,8 +34,8 @@ class Problem(NamedTuple):
 def judge(
     problem: Problem, scale: float, dtype: Any, *, extra_d_magnitude: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Asserts that what was found lies within the derived bounds; returns what d_x [rows, in] is,
-    and its bound. `extra_d_magnitude` [out] is added to the magnitude's."""
+    """Asserts that the results are within the derived bounds; returns the exact d_x [rows, in] and
+    its bound. `extra_d_magnitude` [out] is added to the bound of d_magnitude."""
     weights = oracle.from_flax(problem.kernel, problem.lora_a, problem.lora_b)
     arguments = (np.asarray(problem.x, np.float64), *weights, problem.magnitude, scale)
     exact = oracle.dora_linear(*arguments, bias=problem.bias, dtype=dtype)
@@ -39,7 +43,7 @@ def judge(
     bounds = tolerances.dora_linear(problem.dy, *arguments, dtype, bias=problem.bias)
     y_bound = bounds.y
     if problem.bias is not None:
-        # The bias is added to a result that was rounded before.
+        # The bias is added to an already rounded result.
         y_bound = y_bound + tolerances.rounding(exact - oracle.fp64(problem.bias), dtype)
     within(problem.y, exact, y_bound)
     within(problem.d_lora_a, grads.d_lora_a.T, bounds.d_lora_a.T)

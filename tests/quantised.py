@@ -1,4 +1,4 @@
-"""Quantised kernels drawn at random, what NumPy says they stand for, and operands beside them."""
+"""Random quantised kernels, their values in fp64 by NumPy, and operands of DoRA projections."""
 
 from statistics import NormalDist
 from typing import Any
@@ -13,13 +13,13 @@ from jax_dora.ops import dora_linear
 SCALE, RANK = 0.7, 5
 NAMES = ("x", "lora_a", "lora_b", "magnitude", "bias")
 
-# Each format's qvalues, from the least to the greatest.
+# The least and the greatest qvalue of each format.
 RANGES = {"nf4": (0, 15), "int4": (-8, 7), "int8": (-128, 127), "float8_e4m3fn": (-448, 448)}
 _STORED = {"nf4": jnp.uint4, "int4": jnp.int4, "int8": jnp.int8}
 
 
 def nf4_codebook() -> np.ndarray:
-    """The 16 numbers of NF4, of quantiles of the normal distribution (arXiv 2305.14314)."""
+    """Returns the 16 values of NF4, quantiles of the normal distribution (arXiv 2305.14314)."""
 
     def quantiles(count: int) -> list[float]:
         offset = (1 - 1 / (2 * 15) + 1 - 1 / (2 * 16)) / 2
@@ -39,7 +39,7 @@ def draw(
     zero_point: bool = False,
     exact: bool = False,
 ) -> qwix.QArray:
-    """Returns a kernel whose scales have the shape `tiles`; powers of two where `exact`."""
+    """Returns a kernel whose scales have the shape `tiles`, and are powers of two if `exact`."""
     rng = np.random.default_rng(seed)
     low, high = RANGES[qtype]
     dtype = _STORED.get(qtype, jnp.float8_e4m3fn)
@@ -58,7 +58,7 @@ def draw(
 
 
 def meant(kernel: qwix.QArray) -> np.ndarray:
-    """Returns in fp64 what a quantised kernel stands for."""
+    """Returns the values of a quantised kernel in fp64."""
     stored = np.asarray(kernel.qvalue)
     values = stored.astype(np.float64)
     if kernel.qtype == "nf4":
@@ -77,7 +77,7 @@ def meant(kernel: qwix.QArray) -> np.ndarray:
 
 
 def operands(kernel, seed=3, dtype=jnp.float32, rows=(2, 7)):
-    """x, lora_a, lora_b, magnitude and bias beside a kernel, as training leaves them; and dy."""
+    """Returns (x, lora_a, lora_b, magnitude, bias) for a kernel, as after training, and dy."""
     rng = np.random.default_rng(seed)
     n_in, n_out = kernel.shape
     a, b = rng.normal(size=(n_in, RANK)) / n_in**0.5, rng.normal(size=(RANK, n_out)) / RANK**0.5
@@ -90,7 +90,7 @@ def operands(kernel, seed=3, dtype=jnp.float32, rows=(2, 7)):
 
 
 def both(kernel, arrays, dy, **options):
-    """The result and the gradients of all but the kernel."""
+    """Returns the result, and the gradients of all operands but the kernel."""
 
     def call(kernel, x, a, b, magnitude, bias):
         return dora_linear(x, kernel, a, b, magnitude, SCALE, bias=bias, **options)

@@ -1,4 +1,4 @@
-"""Tables of cases of which `make test` takes a few, and `make test-all` the rest."""
+"""Parameters of tests that are mostly slow: `make test` runs a few, `make test-all` all of them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,18 +7,19 @@ import pytest
 
 
 def slow(*case: Any) -> Any:
-    """Returns one case of a table, for `make test-all` alone."""
+    """Returns a case that is marked slow."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def thinned(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
-    """Returns pytest's parameters for `cases`, marked slow but for those that `quick` names.
+    """Returns pytest's parameters for `cases`; all that are not in `quick` are marked slow.
 
-    A case is one value, or a tuple of them. Raises ValueError if `quick` names what is no case.
+    A case is one value or a tuple of values. Raises ValueError if an element of `quick` is not a
+    case.
     """
     cases, quick = list(cases), list(quick)
     for one in quick:
         if one not in cases:
             raise ValueError(f"quick names {one!r}, which is none of the {len(cases)} cases")
-    each = [(one if isinstance(one, tuple) else (one,), one in quick) for one in cases]
-    return [pytest.param(*case) if is_quick else slow(*case) for case, is_quick in each]
+    tuples = [(case if isinstance(case, tuple) else (case,), case in quick) for case in cases]
+    return [pytest.param(*case) if is_quick else slow(*case) for case, is_quick in tuples]

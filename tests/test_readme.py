@@ -1,4 +1,4 @@
-"""README: its snippets run, in order, and what it names exists."""
+"""README: its snippets run in order, and its links, paths and make targets exist."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ def test_snippets_run(tmp_path, monkeypatch):
     snippets = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert snippets
     namespace: dict[str, object] = {}
-    # As a user's process has it.
+    # JAX's defaults, as in a user's process.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for number, snippet in enumerate(snippets, 1):
             exec(compile(snippet, f"README.md, snippet {number}", "exec"), namespace)

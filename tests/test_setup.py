@@ -1,4 +1,4 @@
-"""`tools/setup.sh`: finds an interpreter, installs once, and says what is missing."""
+"""`tools/setup.sh` finds an interpreter, installs once, and reports what is missing."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("sh", "cat", "cksum", "dirname", "mkdir", "cp", "ln", "rm", "grep")
 
-# Says yes to every question about itself, makes environments of copies of itself, logs the rest.
+# A fake interpreter: it passes every check, environments get a copy of it, other calls are logged.
 PYTHON = """\
 #!/bin/sh
 case "$*" in
@@ -22,7 +22,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with a PATH of its own, on which there is no Python."""
+    """A checkout with its own PATH, which has no Python."""
     (tmp_path / "tools").mkdir()
     (tmp_path / "bin").mkdir()
     for name in ("tools/setup.sh", "tools/oldest.txt", "pyproject.toml"):

@@ -1,4 +1,4 @@
-"""What the packages' sources hold to: no foreign import, no long list of parameters."""
+"""Rules for the sources: no foreign imports, few parameters, no accidental public names."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ FOREIGN = {"jax_dora": TORCH, "torch_dora": JAX, "dora_common": JAX | TORCH}
 
 
 def imported(file: Path) -> set[str]:
-    """Returns the top-level names of all that a file imports, wherever in it."""
+    """Returns the top-level names of everything that a file imports, also inside functions."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -39,7 +39,7 @@ def parameters(function: ast.FunctionDef) -> int:
 
 @pytest.mark.parametrize("package", [*FOREIGN, "parity", "benchmarks", "tools"])
 def test_no_private_function_takes_more_than_eight_parameters(package):
-    """But for the kernels of `ops/triton` and `ops/mosaic`, which take what a launch hands over."""
+    """Except kernels in `ops/triton` and `ops/mosaic`, which take the arguments of a launch."""
     found = {
         f"{file.relative_to(ROOT)}: {node.name}": parameters(node)
         for file in (ROOT / package).rglob("*.py")

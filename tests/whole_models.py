@@ -1,6 +1,6 @@
-"""A whole model with a fresh adapter: it computes what its base does, trains, and is merged.
+"""Checks a whole model with a new adapter: it computes the same as its base, trains, and merges.
 
-Twenty steps of training are one compiled program.
+Twenty training steps are one compiled program.
 """
 
 import functools
@@ -21,13 +21,14 @@ _STEPS = 20
 
 
 class Trained(NamedTuple):
-    """What training has made.
+    """The results of training.
 
     Attributes:
-      adapters: after the steps.
-      losses: before the first step, and after each.
-      fresh, logits: before the steps, and after them.
-      dead: paths of what has no gradient after them.
+      adapters: after the last step.
+      losses: before the first step and after each step.
+      fresh: logits before the first step.
+      logits: logits after the last step.
+      dead: paths of parameters whose gradient is 0 after the last step.
     """
 
     adapters: Any
@@ -38,24 +39,24 @@ class Trained(NamedTuple):
 
 
 def trained(logits_of: Callable[[Any], jax.Array], adapters: Any, tokens: jax.Array) -> Trained:
-    """Returns adapters trained to predict the next token.
+    """Trains adapters to predict the next token.
 
     Args:
-      logits_of: the model's logits [batch, length, vocabulary], given its adapters.
+      logits_of: returns the model's logits [batch, length, vocabulary], given its adapters.
     """
     optimizer = optax.adam(1e-2)
 
     def loss_of(adapters: Any) -> tuple[jax.Array, jax.Array]:
         logits = logits_of(adapters)
         scores = logits[:, :-1].astype(jnp.float32)
-        # Products instead of lookups, which explicit axes of a mesh would have to be told about.
+        # One-hot products: a lookup on explicit mesh axes would need an output sharding.
         wanted = jax.nn.one_hot(tokens[:, 1:], scores.shape[-1])
         return -jnp.sum(wanted * jax.nn.log_softmax(scores), -1).mean(), logits
 
     def step(carry: Any, _: None) -> tuple[Any, Any]:
         adapters, state = carry
         (loss, logits), grads = jax.value_and_grad(loss_of, has_aux=True)(adapters)
-        with jax.numpy_dtype_promotion("standard"):  # optax multiplies its count by floats
+        with jax.numpy_dtype_promotion("standard"):  # optax multiplies an integer by floats
             updates, state = optimizer.update(grads, state)
         has_gradient = jax.tree.map(lambda one: jnp.any(one != 0), grads)
         after = optax.apply_updates(adapters, updates)
@@ -76,13 +77,13 @@ def trained(logits_of: Callable[[Any], jax.Array], adapters: Any, tokens: jax.Ar
 def check_nnx(
     model: Any, base: Any, call: Callable[[Any], jax.Array], tokens: jax.Array, close: float
 ) -> Trained:
-    """Trains the fresh adapter of `model`, in place, and asserts that all of it is trained and is
-    merged, and the base left as it is.
+    """Trains the new adapter of `model`, in place. Asserts that all of its parameters are trained,
+    that it can be merged, and that the base does not change.
 
     Args:
-      base: what `model` was adapted from.
-      call: the logits of either.
-      close: the largest `difference` of what is the same but for rounding.
+      base: the model before it was adapted.
+      call: returns the logits of a model.
+      close: the largest `difference` between results that are equal except for rounding.
     """
     logits = nnx.jit(call)(base)
     graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
@@ -105,13 +106,13 @@ def check_linen(
     logits_of: Callable[[Any], jax.Array] = lambda result: result,
     close: float = 2e-5,
 ) -> Any:
-    """Asserts the same of a linen model; returns its adapters, as they were made.
+    """Asserts the same of a linen model; returns its untrained adapters.
 
     Args:
-      adapted: the module that has adapters.
+      adapted: the module with adapters.
       base: the variables of `model`.
-      example: what a call takes, tokens first.
-      logits_of: of what a call returns.
+      example: the arguments of a call, tokens first.
+      logits_of: returns the logits, given the result of a call.
     """
     add = functools.partial(adapted.apply, rngs={"params": jax.random.key(1)}, mutable=["params"])
     _, variables = jax.jit(add)(base, *example)
@@ -142,7 +143,7 @@ def _check(result: Trained, of_base: jax.Array, of_merged: jax.Array, close: flo
 
 
 def drawn(shapes: Any) -> Any:
-    """Returns random parameters of these shapes, of weights and of vectors that scale."""
+    """Returns random parameters of these shapes: weights near 0, vectors near 1."""
     rng = np.random.default_rng(7)
 
     def draw(one: jax.ShapeDtypeStruct) -> jax.Array:
@@ -153,6 +154,6 @@ def drawn(shapes: Any) -> Any:
 
 
 def difference(one: jax.Array, other: jax.Array) -> float:
-    """Returns the largest difference, as a share of the largest number of `other`."""
+    """Returns the largest difference divided by the largest magnitude in `other`."""
     found, wanted = (np.asarray(array, np.float64) for array in (one, other))
     return float(np.abs(found - wanted).max() / np.abs(wanted).max())

@@ -1,20 +1,18 @@
-"""Writes docs/commands.md, every flag of every command, from the parser.
+"""Writes docs/commands.md, all commands with all flags, from the parser of `jax-dora`.
 
 python tools/command_page.py
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from jax_dora.commands import parser
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "commands.md"
+PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 
 
 def page() -> str:
-    """Returns the page."""
+    """Returns the text of the page."""
     text = [
         "# Commands and flags",
         "",
@@ -27,21 +25,21 @@ def page() -> str:
         "| 1 | the run diverged, logits are not finite, the disk is full, or memory is too small |",
         "| 130 | Ctrl-C |",
     ]
-    [commands] = (one.choices for one in parser()._actions if isinstance(one.choices, dict))
+    subparsers = (action.choices for action in parser()._actions)
+    [commands] = (choices for choices in subparsers if isinstance(choices, dict))
     for name, command in commands.items():
         text += ["", f"## {name}", "", *_paragraphs(command.description)]
         for group in command._action_groups:
-            actions = [one for one in group._group_actions if one.dest != "help"]
+            actions = [action for action in group._group_actions if action.dest != "help"]
             if actions:
-                title = (
-                    group.title if group.title not in ("options", "positional arguments") else ""
-                )
+                title = "" if group.title in ("options", "positional arguments") else group.title
                 text += ["", f"| {title} | default | |", "| --- | --- | --- |"]
-                text += [_row(one) for one in actions]
+                text += map(_row, actions)
     return "\n".join(text) + "\n"
 
 
 def _paragraphs(description: str | None) -> list[str]:
+    """Returns the lines of a description; indented paragraphs become blocks of shell commands."""
     text: list[str] = []
     for block in (description or "").strip().split("\n\n"):
         lines = block.splitlines()
@@ -57,15 +55,10 @@ def _row(action: argparse.Action) -> str:
         name += f" {'|'.join(action.choices)}"
     has_default = action.default is not None and action.default is not False
     default = str(action.default) if has_default else ""
-    told = (action.help or "").replace("(%(default)s)", "").replace("%(default)s", "").strip()
-    name, default, told = (one.replace("|", "\\|") for one in (name, default, told))
-    return f"| `{name}` | {f'`{default}`' if default else ''} | {told} |"
-
-
-def main() -> int:
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
+    text = (action.help or "").replace("(%(default)s)", "").replace("%(default)s", "").strip()
+    name, default, text = (cell.replace("|", "\\|") for cell in (name, default, text))
+    return f"| `{name}` | {f'`{default}`' if default else ''} | {text} |"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(), encoding="utf-8")

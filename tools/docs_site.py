@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: MathJax as a part of the site; version and repository in its footer."""
+"""Hooks of mkdocs.yml: MathJax in the site's own files; version and repository in the footer."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 
 from dora_common.version import __version__
 
-# One file, fonts included.
+# MathJax as one file, with its fonts.
 MATHJAX = "static/mathjax/es5/tex-svg.js"
 ORIGIN = re.compile(
     r"(?:https://|ssh://|(?=git@))(?:[^@/]+@)?([^/:]+)(?::\d+)?[:/]+(.+?)(?:\.git)?/?"
@@ -22,19 +22,20 @@ def on_config(config: Any) -> None:
     git = ["git", "config", "remote.origin.url"]
     origin = subprocess.run(git, capture_output=True, text=True, check=False).stdout
     if address := page_of(origin.strip()):
-        # As a footer's link: for the theme's own the site would ask a host for numbers of stars.
+        # A link in the footer, because the theme's own link makes a reader's browser ask the host
+        # for the number of stars.
         config.copyright += f', <a href="{address}">source</a>'
 
 
 def page_of(origin: str) -> str | None:
-    """Returns where a browser finds the repository that git fetches from `origin`, or None of one
-    that is on no host; a user's name or token in `origin` is left out."""
+    """Returns the web address of the repository at the git remote `origin`, without a user's name
+    or token, or None if the remote is not on a host."""
     found = ORIGIN.fullmatch(origin)
     return f"https://{found[1]}/{found[2]}" if found else None
 
 
 def on_files(files: Files, *, config: Any) -> None:
-    """Adds MathJax as the package django-static-mathjax has it; importing Django is not needed."""
+    """Adds MathJax from the package django-static-mathjax; Django is not imported."""
     spec = importlib.util.find_spec("mathjax")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("MathJax is not installed; pip install 'jax-dora[docs]'")

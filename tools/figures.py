@@ -1,4 +1,4 @@
-"""The figures of the pages, from the committed results; and one that is computed."""
+"""The figures of the pages: three from the committed results, and one that is computed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import ml_dtypes
 import numpy as np
 from matplotlib.figure import Figure
 
-from tools import step_parts
-from tools.measurements import row, rows
+from benchmarks.results import row, rows
+from tools import step_tables
 
-# How far g strays from 1 in trained adapters (arXiv 2603.22276).
+# The largest |g - 1| in trained adapters (arXiv 2603.22276).
 NEAR_UNITY = 0.0015
-# Legible on a light and on a dark page.
-INK = "#808080"
+INK = "#808080"  # legible on a light and on a dark page
 STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -25,7 +24,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "savefig.transparent": True,
     "svg.fonttype": "none",
-    "svg.hashsalt": "figures",  # the same file from the same measurements
+    "svg.hashsalt": "figures",  # so that the same measurements give the same file
     **dict.fromkeys(
         ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
     ),
@@ -34,14 +33,14 @@ STYLES = {"base": ":", "LoRA": "o--", "DoRA": "o-"}
 COLORS = {"base": "tab:gray", "LoRA": "tab:blue", "DoRA": "tab:orange"}
 
 
-def panels(count: int) -> tuple[Figure, list[Any]]:
+def panels(count: int, width: float = 5.5) -> tuple[Figure, list[Any]]:
     """Returns a figure, and its axes side by side."""
-    figure = Figure(figsize=(5.5 * count, 4), layout="constrained")
+    figure = Figure(figsize=(width * count, 4), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False).flat)
 
 
 def stability() -> Figure:
-    """Draws the error of ΔY in bf16 over |g - 1|, of three ways to compute it, against fp64."""
+    """Draws the error of ΔY against fp64 over |g - 1|, for three ways to compute it in bf16."""
     bf16: Any = ml_dtypes.bfloat16
     f32 = np.float32
     rng = np.random.default_rng(0)
@@ -54,12 +53,12 @@ def stability() -> Figure:
         exact = wide * base.astype(np.float64) + (1 + wide) * lora.astype(np.float64)
         narrow: Any = g.astype(bf16)
         fp32 = (g - f32(1)) * base.astype(f32) + g * lora.astype(f32)
-        found = {
+        ways = {
             "(g-1)∘base + g∘lora in fp32, rounded once (ours)": fp32.astype(bf16),
             "the same in bf16": (narrow - bf16(1)) * base + narrow * lora,
             "g∘(base + lora) - base in bf16": narrow * (base + lora) - base,
         }
-        for name, value in found.items():
+        for name, value in ways.items():
             error = float(np.abs(np.asarray(value, np.float64) - exact).max())
             errors.setdefault(name, []).append(error)
     figure, (axes,) = panels(1)
@@ -71,49 +70,47 @@ def stability() -> Figure:
 
 
 def step() -> Figure:
-    """Draws the time of a step by operator, for each program."""
-    drawn = Figure(figsize=(7, 4), layout="constrained")
-    axes: Any = drawn.subplots()
-    profiles = [step_parts.profile_of(kind) for kind in step_parts.PROFILED.values()]
+    """Draws the time of a step by operator, for each profiled program."""
+    figure, (axes,) = panels(1, width=7)
+    profiles = [step_tables.profile_of(kind) for kind in step_tables.PROFILED.values()]
     left = [0.0] * len(profiles)
     for operator in profiles[0]:
         times = [profile[operator][1] for profile in profiles]
-        color = "#b0b0b0" if operator == step_parts.GAPS else None
-        axes.barh([*step_parts.PROFILED], times, left=left, label=operator, color=color)
+        color = "#b0b0b0" if operator == step_tables.GAPS else None
+        axes.barh([*step_tables.PROFILED], times, left=left, label=operator, color=color)
         left = [start + ms for start, ms in zip(left, times, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="ms of a step")
-    return drawn
+    return figure
 
 
 def bank_growth() -> Figure:
-    """Draws a layer's time for 64 rows over how many adapters are asked for, and over their rank.
+    """Draws a layer's time for 64 rows over the number of requested adapters, and over their rank.
 
-    Where LoRA's row includes loads that DoRA's does not, it is left out.
+    Measurements that include loads are left out.
     """
     figure, both = panels(2)
     labels = {"adapters": "adapters that requests ask for", "rank": "rank of all 64 adapters"}
     for axes, (name, label) in zip(both, labels.items(), strict=True):
         for kind in STYLES:
-            grown = rows("bank", "h100", mix="growth", kind=kind)
-            found = [one for one in grown if name in one and not one.get("loads")]
-            counts = [one[name] for one in found]
-            _draw(axes, kind, counts, [1e3 * one["ms"] for one in found])
+            lines = rows("bank", "h100", mix="growth", kind=kind)
+            lines = [line for line in lines if name in line and not line.get("loads")]
+            _draw(axes, kind, [line[name] for line in lines], [1e3 * line["ms"] for line in lines])
         axes.set(xlabel=label, ylabel="µs of a layer")
         _from_zero(axes)
     return figure
 
 
 def served() -> Figure:
-    """Draws what the server's engine answers with, and after how long, over how many adapters."""
+    """Draws the throughput and the latency of the server's engine over the number of adapters."""
     figure, both = panels(2)
     labels = {"tokens_per_s": "tokens/s", "first_token_ms": "ms to the first token, median"}
     base = row("serve", "h100", kind="base")
     for axes, (name, label) in zip(both, labels.items(), strict=True):
         axes.axhline(base[name], linestyle=STYLES["base"], color=COLORS["base"], label="base")
         for kind in ("LoRA", "DoRA"):
-            found = rows("serve", "h100", kind=kind)
-            _draw(axes, kind, [one["adapters"] for one in found], [one[name] for one in found])
+            lines = rows("serve", "h100", kind=kind)
+            _draw(axes, kind, [line["adapters"] for line in lines], [line[name] for line in lines])
         axes.set(xlabel="adapters", ylabel=label)
         _from_zero(axes)
     return figure
@@ -127,7 +124,7 @@ def _draw(axes: Any, kind: str, counts: Sequence[int], values: Sequence[float]) 
 
 
 def _from_zero(axes: Any) -> None:
-    """Begins the vertical axis at 0, and leaves room above the highest line."""
+    """Makes the vertical axis begin at 0, with room above the highest line."""
     axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
 
 
@@ -135,7 +132,7 @@ FIGURES: tuple[Callable[[], Figure], ...] = (stability, step, bank_growth, serve
 
 
 def write(folder: Path) -> None:
-    """Writes every figure under its name, its legends below."""
+    """Writes every figure to FUNCTION.svg, with its legends below the axes."""
     folder.mkdir(parents=True, exist_ok=True)
     for make in FIGURES:
         with mpl.rc_context(STYLE):

@@ -1,40 +1,66 @@
-"""Makes the measured parts of the documentation from the committed results: no number is typed.
+"""Writes the measured parts of the documentation from the committed results.
 
-    python tools/measured.py    write the tables that README and pages quote, docs/measured.md and
-                                docs/figures/*.svg
+    python tools/measured.py
 
-mkdocs runs it before it builds the site; docs/measured.md and the figures are not committed.
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`; NAME is the name of a function
+in `TABLES`. The command rewrites these tables, and writes docs/measured.md and docs/figures/*.svg,
+which are not committed: mkdocs calls `on_pre_build` before it builds the site. Tests compare the
+tables of the committed pages with the results.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools import bank_tables, figures, quoted
-from tools.measurements import ROOT
+from tools import figures, performance_tables, serving_tables, small_memory, step_tables
+from tools.performance_tables import ROOT, reports
+
+PAGES = (
+    *("docs/performance.md", "docs/serving.md", "docs/several-gpus.md", "docs/step.md"),
+    *("README.md", "docs/small-memory.md"),
+)
+TABLES = {
+    name: getattr(module, name)
+    for module, names in {
+        performance_tables: "headline norm compose layer layer_times model model_later layer_sizes "
+        "step quantised_step quantised_norm quantised_rows quantised_projection",
+        serving_tables: "bank_bytes bank_decoding bank_prompts bank_loads bank_torch bank_growth "
+        "bank_served served_beside",
+        step_tables: "step_parts step_operators step_torch fsdp_torch devices more_gpus",
+        small_memory: "memory quality",
+    }.items()
+    for name in names.split()
+}
+MARKS = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def updated(page: str) -> str:
+    """Returns the text of a page with its tables made anew from the results."""
+    return MARKS.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", page)
 
 
 def measured() -> str:
-    """Returns the page of everything that was measured."""
+    """Returns the page of all measurements of operators, layers, models and banks."""
     parts = [
         "# Measured",
         "Medians of device time. The floor is the time of the bytes at the copy rate of the same "
         "run, or of the products at its bf16 rate, whichever is longer.",
     ]
-    for name, found in quoted.reports().items():
-        environment = found.header["environment"]
+    for name, report in reports().items():
+        environment = report.header["environment"]
         versions = ", ".join(f"{key} {environment[key]}" for key in ("jax", "torch", "triton"))
         parts.append(f"## {Path(name).stem}")
         parts.append(
             f"`{name}`: {environment['card']}, {versions}, commit {environment['commit']}."
         )
-        parts.append(found.text())
+        parts.append(report.text())
     parts.append("## Many adapters in one batch: `benchmarks/results/h100/bank.jsonl`")
-    parts.append(bank_tables.every_bank())
+    parts.append(serving_tables.every_bank())
     return "\n\n".join(parts) + "\n"
 
 
@@ -45,11 +71,11 @@ def write(docs: Path = ROOT / "docs") -> None:
 
 
 def on_pre_build(config: Any) -> None:
-    """Runs before mkdocs reads the pages: a hook of mkdocs.yml."""
+    """Hook of mkdocs.yml."""
     write()
 
 
 if __name__ == "__main__":
-    for path in (ROOT / name for name in quoted.PAGES):
-        path.write_text(quoted.updated(path.read_text()))
+    for path in (ROOT / name for name in PAGES):
+        path.write_text(updated(path.read_text()))
     write()

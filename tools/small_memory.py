@@ -1,6 +1,9 @@
-"""The tables of docs/small-memory.md: of memory, computed from shapes alone and beside it what was
-measured (`benchmarks/results/h100/quantised.jsonl`), and of what formats cost
-(`benchmarks/results/cpu/quality.jsonl`)."""
+"""The tables of docs/small-memory.md.
+
+One is the memory of fine-tuning, computed from shapes alone, and measured
+(`benchmarks/results/h100/quantised.jsonl`). The other is how much each format changes a model's
+results (`benchmarks/results/cpu/quality.jsonl`).
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -12,59 +15,50 @@ import jax_dora
 from benchmarks import results
 from jax_dora.finetune import estimate
 from jax_dora.models import CausalLM, DecoderConfig
-from tools.measurements import RESULTS, grid, rows, table
+from tools.markdown import gib, grid, table
 
-MEASURED = RESULTS / "cpu" / "quality.jsonl"
+MEASURED = results.FOLDER / "cpu" / "quality.jsonl"
 RANK, TOKENS = 16, 4096
 FORMATS = (None, "int8", "float8_e4m3fn", "nf4")
 
 
-def _config(hidden: int, intermediate: int, layers: int, heads: int, vocab: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        attention="cudnn",
-    )
-
-
-MODELS = {
-    "Llama 3 8B": _config(4096, 14_336, 32, 32, 128_256),
-    "Qwen3 14B": _config(5120, 17_408, 40, 40, 151_936),
-    "Qwen3 32B": _config(5120, 25_600, 64, 64, 151_936),
-    "Llama 3 70B": _config(8192, 28_672, 80, 64, 128_256),
+# vocabulary, hidden, intermediate, layers, heads
+SIZES = {
+    "Llama 3 8B": (128_256, 4096, 14_336, 32, 32),
+    "Qwen3 14B": (151_936, 5120, 17_408, 40, 40),
+    "Qwen3 32B": (151_936, 5120, 25_600, 64, 64),
+    "Llama 3 70B": (128_256, 8192, 28_672, 80, 64),
 }
 
 
 def memory() -> str:
-    """Returns GiB of base models and of all that a step holds, and of the steps measured."""
+    """Returns the GiB of base models, of everything in memory during a step, and of measured
+    steps."""
     rule = jax_dora.DoRARule("model/layers/.*_proj", rank=RANK, alpha=RANK)
 
     def cell(name: str, qtype: str | None) -> str:
-        base, total = _gib(MODELS[name], qtype, rule)
+        config = DecoderConfig(*SIZES[name], 8, 128, attention="cudnn")
+        base, total = _bytes(config, qtype, rule)
         step = {"name": name.removeprefix("Llama 3 "), "qtype": qtype or "bf16", "time": TOKENS}
-        measured = rows("quantised", "h100", work="step", kind="DoRA", keep_inner=None, **step)
-        peaks = (f" / **{one['peak_bytes'] / 2**30:.1f}**" for one in measured)
-        return f"{base:.1f} / {total:.1f}{''.join(peaks)}"
+        fields = {"work": "step", "kind": "DoRA", "keep_inner": None} | step
+        peaks = (one["peak_bytes"] for one in results.rows("quantised", "h100", **fields))
+        return f"{gib(base)} / {gib(total)}{''.join(f' / **{gib(peak)}**' for peak in peaks)}"
 
-    names = {name: name for name in MODELS}
+    names = {name: name for name in SIZES}
     return grid("model", names, {one or "bfloat16": one for one in FORMATS}, cell)
 
 
-def _gib(config: DecoderConfig, qtype: str | None, rule: Any) -> tuple[float, float]:
-    """Returns the GiB of the base model, and of all that a step holds."""
-    one, two = (_shares(config, layers, qtype, rule) for layers in (1, 2))
-    # Every share grows by as much with every layer.
-    steps = config.num_hidden_layers - 1
-    shares = {name: one[name] + steps * (two[name] - one[name]) for name in one}
-    return shares["base model"] / 2**30, sum(shares.values()) / 2**30
+def _bytes(config: DecoderConfig, qtype: str | None, rule: Any) -> tuple[int, int]:
+    """Returns the bytes of the base model, and of everything in memory during a step."""
+    one, two = (_parts(config, layers, qtype, rule) for layers in (1, 2))
+    # Each further layer adds the same number of bytes.
+    further = config.num_hidden_layers - 1
+    parts = {name: one[name] + further * (two[name] - one[name]) for name in one}
+    return parts["base model"], sum(parts.values())
 
 
-def _shares(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) -> dict[str, int]:
+def _parts(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) -> dict[str, int]:
+    """Returns the bytes of each part of the memory of a step with this number of layers."""
     config = dataclasses.replace(config, num_hidden_layers=layers)
 
     def make() -> CausalLM:
@@ -83,7 +77,7 @@ def _shares(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) ->
 
 
 def quality() -> str:
-    """Returns the table of what formats cost, and of the long runs."""
+    """Returns the table of the formats, and the one of the long runs."""
     header, rows = results.read(MEASURED)
     encoder = {row["format"]: row for row in rows if row["model"] == "encoder"}
     long = [row for row in rows if "losses" in row]
@@ -92,8 +86,8 @@ def quality() -> str:
         if row["model"] != "decoder" or row in long:
             continue
         cells = ["–"] * 5
-        if of := encoder.get(row["format"]):
-            cells = [f"{of['weights']:.4f}", f"{of['cosine']:.5f}", f"{of['kl']:.6f}"]
+        if other := encoder.get(row["format"]):
+            cells = [f"{other['weights']:.4f}", f"{other['cosine']:.5f}", f"{other['kl']:.6f}"]
             cells += [f"{row['kl']:.7f}", f"{row['agreement']:.2%}"]
         trained = f"{row['held_out']:.4f}" if "held_out" in row else "–"
         lines.append([row["format"], *cells, trained])

@@ -1,4 +1,16 @@
-"""Level `model`: a Qwen3-8B-shaped decoder of random weights."""
+"""Level `model`: a decoder with the dimensions of Qwen3-8B and random bf16 weights.
+
+DoRA and LoRA on all projections with rank 384, in JAX (`benchmarks.model.jax_model`), compared with
+torch_dora and PEFT on transformers' Qwen3 (`benchmarks.model.torch_model`), on 4096 tokens:
+
+    inference   the logits of the last 1024 tokens
+    gradient    the gradient of the adapters, every layer rematerialised, loss on the same tokens
+    step        the gradient and an AdamW update
+
+"(no Triton)" are variants without XLA's Triton products, "norm kept" computes the norms once and
+not in every call. Two layers are compared with fp32. One line is one variant of one task, with
+device time (cold L2 cache) and wall time; `benchmarks.report` lists its fields.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +32,7 @@ EFFORT: dict[Task, Effort] = {
 
 
 def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
-    """Yields every kind at each of its tasks that is chosen; nothing else is built."""
+    """Yields functions that make the pieces of work, for the chosen tasks of each kind alone."""
     protocol = QUICK if settings.quick else QWEN3
     for kind in KINDS:
         for task in kind.tasks:
@@ -29,9 +41,10 @@ def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
 
 
 def work(kind: Kind, task: Task, protocol: Protocol, device: str, checked: bool = True) -> Work:
-    """Returns one task of a kind as a piece of work with that one variant.
+    """Returns one task of a kind as a piece of work with one variant.
 
-    Without `checked` nothing is held against fp32, and any result passes.
+    Args:
+      checked: whether the result is compared with fp32; otherwise any result passes.
     """
     side = importlib.import_module(f"benchmarks.model.{kind.framework}_model")
     variant = side.variant(kind, task, protocol, device)

@@ -1,4 +1,4 @@
-"""Projections with LoRA, which DoRA is measured beside, and DoRA of the same sizes."""
+"""Projections with LoRA and with DoRA, for the decoders that are compared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class LoRALinear(nnx.Linear):
 
 
 class Dense(LoRALinear):
-    """The reference: W' is formed, and the gradient left to autodiff; no formula of the package."""
+    """LoRA or DoRA with W' formed and gradients by autodiff: a reference without any formula of
+    jax_dora."""
 
     def __init__(self, *sizes: int, dora: bool, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -53,8 +54,8 @@ def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:
     """Returns a function that makes a projection with a scale of 2, called like `nnx.Linear`.
 
     Args:
-      kind: "LoRA", "DoRA", or "dense" for LoRA's weights formed.
-      options: further ones of the class.
+      kind: "LoRA", "DoRA", or "dense" for LoRA with W + sAB formed.
+      options: further options of the class.
     """
     if kind == "DoRA":
         options = {"adapter_dtype": jnp.bfloat16, "lora_b_init": LORA_B_INIT} | options
@@ -65,8 +66,11 @@ def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:
 
 
 def dora_rules(sizes: Protocol, keep_inner: bool = False) -> list[jax_dora.DoRARule]:
-    """Returns rules for DoRA of a decoder's projections, which may keep inner of a layer's last,
-    whose result nothing in the layer reads."""
+    """Returns rules for DoRA on the projections of a decoder.
+
+    Args:
+      keep_inner: whether the last projection of a layer keeps its inner result for the gradient.
+    """
     options = {"adapter_dtype": jnp.bfloat16, "lora_b_init": LORA_B_INIT}
     rule = functools.partial(
         jax_dora.DoRARule, rank=sizes.rank, alpha=sizes.alpha, use_rslora=True, **options

@@ -1,8 +1,8 @@
-"""A decoder of Qwen3's kind as a user of Flax writes it: nothing in it knows of adapters.
+"""A decoder like Qwen3, written as a user of Flax would: no part of it depends on adapters.
 
-Of jax_dora it calls `remat_policy` and, where `fused_swiglu` is set, `swiglu`. It is not
-`jax_dora.models`: `against` runs it with the packages of checkouts that have no models, of which
-LoRA's program must be the same in both, and `scale` lays it out along explicit axes.
+It calls `jax_dora.remat_policy` and, if `fused_swiglu` is set, `jax_dora.swiglu`. It is not a
+decoder of `jax_dora.models`, because `against` needs the same program for LoRA in both checkouts,
+of which one may have no models, and `scale` runs it on explicit mesh axes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Style(NamedTuple):
 
     Attributes:
       linear: makes the seven projections of a layer; called like `nnx.Linear`.
-      attention: as `jax.nn.dot_product_attention`'s `implementation`.
-      rows: the sharding of what goes into projections, or None where XLA finds one.
-      residual: that of what layers add to, which explicit axes ask for; None on automatic ones.
+      attention: the `implementation` of `jax.nn.dot_product_attention`.
+      rows: the sharding of the inputs of projections; None to leave it to XLA.
+      residual: the sharding of the residual stream on explicit axes; None on automatic axes.
     """
 
     dtype: Any = jnp.bfloat16
@@ -46,10 +46,9 @@ class Style(NamedTuple):
     def place(self, x: jax.Array) -> jax.Array:
         return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
 
-    def make(self, n_in: int, n_out: int, rngs: nnx.Rngs, plain: bool = False) -> Any:
+    def projection(self, make: Callable[..., Any], *sizes: int, rngs: nnx.Rngs) -> Any:
         options = {"dtype": self.dtype, "param_dtype": self.dtype, "kernel_init": INIT}
-        kind = nnx.Linear if plain else self.linear
-        return kind(n_in, n_out, use_bias=False, rngs=rngs, **options)
+        return make(*sizes, use_bias=False, rngs=rngs, **options)
 
     def norm(self, features: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
         options = {"dtype": self.dtype, "param_dtype": self.dtype}
@@ -57,7 +56,7 @@ class Style(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm and beside a residual connection."""
+    """Attention and an MLP, each with a norm before it and a residual connection around it."""
 
     q_proj: Any
     k_proj: Any
@@ -73,7 +72,7 @@ class Layer(nnx.Module):
         self.q_norm = style.norm(sizes.head_dim, rngs)
         self.k_norm = style.norm(sizes.head_dim, rngs)
         for name, (n_in, n_out) in sizes.projections().items():
-            setattr(self, name, style.make(n_in, n_out, rngs))
+            setattr(self, name, style.projection(style.linear, n_in, n_out, rngs=rngs))
         self.head_dim, self.style = sizes.head_dim, style
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -99,7 +98,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, a scan over rematerialised layers, and the head."""
+    """An embedding, a scan over rematerialised layers, and a head."""
 
     def __init__(self, sizes: Protocol, style: Style, rngs: nnx.Rngs) -> None:
         def make(key: jax.Array) -> Layer:
@@ -107,12 +106,12 @@ class Decoder(nnx.Module):
 
         keys = jax.random.split(rngs.params(), sizes.layers)
         graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
-        # One layer after the other: together their random numbers would take the memory twice.
+        # Layers are drawn one after another: drawing all at once would need twice the memory.
         self.layers = nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
         options = {"dtype": style.dtype, "param_dtype": style.dtype, "embedding_init": INIT}
         self.embed = nnx.Embed(sizes.vocabulary, sizes.hidden, rngs=rngs, **options)
         self.norm = style.norm(sizes.hidden, rngs)
-        self.head = style.make(sizes.hidden, sizes.vocabulary, rngs, plain=True)
+        self.head = style.projection(nnx.Linear, sizes.hidden, sizes.vocabulary, rngs=rngs)
         self.style = style
 
     def __call__(self, tokens: jax.Array, last: int) -> jax.Array:
@@ -137,18 +136,18 @@ def loss(model: Decoder, tokens: jax.Array, last: int) -> jax.Array:
 
 
 def gradient(graphdef: Any, loss: Loss, trained: Any, frozen: Any, *data: Any) -> tuple[Any, Any]:
-    """Returns the loss of `data`, and gradients like `trained`."""
+    """Returns the loss of `data`, and its gradient with the structure of `trained`."""
 
-    def of_adapters(trained: Any) -> jax.Array:
-        # Dropout counts its draws in what is merged.
+    def adapter_loss(trained: Any) -> jax.Array:
+        # A copy, because dropout counts its draws in the merged model.
         return loss(nnx.merge(graphdef, trained, frozen, copy=True), *data)
 
-    return jax.value_and_grad(of_adapters)(trained)
+    return jax.value_and_grad(adapter_loss)(trained)
 
 
 def update(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *data: Any) -> Any:
-    """Returns the loss of `data` before an optimizer step, and the adapters and the optimizer's
-    state after it."""
+    """Returns the loss of `data` before an optimizer step, and the adapters and the optimizer state
+    after it."""
     value, gradients = gradient(graphdef, loss, trained, frozen, *data)
     updates, state = OPTIMIZER.update(gradients, state, trained)
     return value, optax.apply_updates(trained, updates), state
@@ -160,5 +159,5 @@ def rotate(x: jax.Array) -> jax.Array:
     frequencies = ROPE_THETA ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies[None, :]
     cos, sin = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    one, other = x[..., :half], x[..., half:]
-    return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,4 +1,4 @@
-"""The model in JAX: the plain decoder, adapted by `jax_dora.apply_dora`, or with LoRA."""
+"""The model in JAX: the decoder with `jax_dora.apply_dora`, or with LoRA."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.arrays import to_torch
-from benchmarks.check import judge
 from benchmarks.model import decoder
 from benchmarks.model.adapters import Dense, LoRALinear, dora_rules
 from benchmarks.model.decoder import OPTIMIZER, Decoder, Style
 from benchmarks.model.protocol import (
     CHECKED_LAYERS,
     MAGNITUDE_DEVIATION,
-    SAME_MODEL,
     Kind,
     Protocol,
     Task,
 )
 from benchmarks.results import Row
-from benchmarks.work import Expectation, Variant
+from benchmarks.work import Expectation, Variant, judge
 
 
 def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
-    """Returns a task of `kind`, with a model of its own."""
+    """Returns a task of `kind`, with a new model."""
     model = build(kind, protocol, device)
     norms = nnx.jit(jax_dora.norms)(model) if kind.keeps_norms else None
     if task == "inference" and kind.keeps_norms:
@@ -49,12 +47,12 @@ def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:
         [(trained, frozen, *optimizer, norms, _tokens(protocol))],
         check=functools.partial(_check, kind, protocol, device),
         compiler_options={"xla_gpu_enable_triton_gemm": kind.triton},
-        whole=True,
+        peak_memory=True,
     )
 
 
 def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
-    """Returns a model whose magnitudes stray from their norms, as after training."""
+    """Returns a model whose magnitudes differ from the norms, as after training."""
     attention = "cudnn" if device == "cuda" else "xla"
     style = Style(attention=attention, fused_swiglu=kind.fused_swiglu)
     if kind.method == "LoRA":
@@ -96,7 +94,8 @@ def _loss(model: Decoder, norms: Any, tokens: jax.Array, last: int) -> jax.Array
 
 @functools.cache
 def _check(kind: Kind, protocol: Protocol, device: str) -> Row:
-    """Holds logits and adapters' gradients of a few layers against fp32, DoRA's weights formed."""
+    """Returns the verdict on the logits and the adapters' gradients of a few layers, compared with
+    an fp32 model that forms the adapted weights."""
     protocol = dataclasses.replace(protocol, layers=CHECKED_LAYERS)
     model = build(kind, protocol, device)
     tokens = _tokens(protocol)
@@ -112,16 +111,20 @@ def _check(kind: Kind, protocol: Protocol, device: str) -> Row:
     reference = nnx.merge(nnx.graphdef(reference), nnx.from_flat_state(filled))
 
     norms = nnx.jit(jax_dora.norms)(model) if kind.keeps_norms else None
-    found = _outcome(model, norms, protocol.last, tokens)
+    found = _logits_and_gradients(model, norms, protocol.last, tokens)
     with jax.default_matmul_precision("highest"):
-        wanted = _outcome(reference, None, protocol.last, tokens)
+        wanted = _logits_and_gradients(reference, None, protocol.last, tokens)
     expected = {name: Expectation(value.double()) for name, value in wanted.items()}
-    return judge(found, expected, exact=False, same=SAME_MODEL)
+    return judge(found, expected, exact=False)
 
 
-def _outcome(model: Decoder, norms: Any, last: int, tokens: jax.Array) -> dict[str, torch.Tensor]:
-    """Returns logits, and the gradients of one kind of parameter in one vector, where they were
-    computed: the host takes many seconds for as many numbers."""
+def _logits_and_gradients(
+    model: Decoder, norms: Any, last: int, tokens: jax.Array
+) -> dict[str, torch.Tensor]:
+    """Returns the logits, and one vector of gradients for each kind of parameter.
+
+    All stay on the device: the host would take many seconds for this many numbers.
+    """
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""The decoder on several devices: how each of its arrays lies on a mesh, and such arrays."""
+"""The decoder on several devices: the sharding of each array on a mesh, and random arrays."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from benchmarks.model.adapters import LoRALinear, dora_rules
 from benchmarks.model.decoder import OPTIMIZER, Decoder, Style
 from benchmarks.model.protocol import LORA_B_DEVIATION, PROJECTIONS, Protocol
 
-# The projections whose result is sharded under tensor parallelism; the others take it so.
+# Tensor parallelism shards the columns of these projections, and the rows of the others.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 AXIS = "devices"
-ROWS_OF_A_DEVICE = 2
+ROWS_PER_DEVICE = 2
 DEVIATION = 0.02
 
 
@@ -29,9 +29,10 @@ class Layout(NamedTuple):
     """The shardings of arrays on a mesh of one axis, "devices".
 
     Attributes:
-      rows: a batch's rows are sharded.
-      weights: how a kernel [in, out] is, by whether its columns are what tensor parallelism shards.
-      alone: the mesh is one device.
+      rows: whether the rows of a batch are sharded.
+      weights: returns the axes of a kernel [in, out], given whether tensor parallelism shards its
+        columns.
+      alone: whether the mesh is one device.
     """
 
     rows: bool
@@ -39,7 +40,7 @@ class Layout(NamedTuple):
     alone: bool = False
 
     def mesh(self, axes: str, count: int | None = None) -> Mesh:
-        """Returns the mesh over `count` devices, or all, with "auto" or "explicit" axes."""
+        """Returns the mesh over `count` devices (None: all), with "auto" or "explicit" axes."""
         kind = AxisType.Explicit if axes == "explicit" else AxisType.Auto
         devices = jax.devices()[: 1 if self.alone else count]
         return jax.make_mesh((len(devices),), (AXIS,), axis_types=(kind,), devices=devices)
@@ -54,7 +55,7 @@ LAYOUTS = {
 
 
 class Placed(NamedTuple):
-    """A model, the optimizer's state and a batch, as types with their places on a mesh."""
+    """A model, the optimizer state and a batch, as shapes with shardings."""
 
     graphdef: Any
     trained: Any
@@ -64,13 +65,13 @@ class Placed(NamedTuple):
 
 
 def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) -> Placed:
-    """Returns the decoder of a kind: "base", "LoRA" or "DoRA"."""
+    """Returns the decoder of the kind "base", "LoRA" or "DoRA"."""
     style = Style(attention="cudnn" if device == "cuda" else "xla", fused_swiglu=False)
     rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
     if AxisType.Explicit in mesh.axis_types:
         style = style._replace(residual=rows)
     elif layout.rows:
-        # As in other FSDP models: what XLA finds by itself moves activations instead of weights.
+        # As in other FSDP models; XLA by itself would move activations instead of weights.
         style = style._replace(rows=rows)
     if kind == "LoRA":
         lora = functools.partial(LoRALinear, rank=sizes.rank, scale=sizes.scale)
@@ -84,48 +85,48 @@ def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) 
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
     flat = [
-        (path, variable.replace(_on(mesh, _spec(layout, path, variable.ndim), variable)))
+        (path, variable.replace(_abstract(mesh, _spec(layout, path, variable.ndim), variable)))
         for path, variable in nnx.to_flat_state(state)
     ]
     model = nnx.merge(graphdef, nnx.from_flat_state(flat))
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    count = ROWS_OF_A_DEVICE * (mesh.size if layout.rows else 1)
+    count = ROWS_PER_DEVICE * (mesh.size if layout.rows else 1)
     shape = (count, sizes.tokens + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
     moments = optax.tree.map_params(
         OPTIMIZER,
-        lambda moment, parameter: _on(mesh, parameter.sharding.spec, moment),
+        lambda moment, parameter: _abstract(mesh, parameter.sharding.spec, moment),
         jax.eval_shape(OPTIMIZER.init, trained),
         trained,
-        transform_non_params=lambda count: _on(mesh, P(), count),
+        transform_non_params=lambda count: _abstract(mesh, P(), count),
     )
     return Placed(graphdef, trained, frozen, moments, tokens)
 
 
-def _on(mesh: Mesh, spec: P, array: Any) -> jax.ShapeDtypeStruct:
+def _abstract(mesh: Mesh, spec: P, array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _spec(layout: Layout, path: tuple[Any, ...], rank: int) -> P:
-    """Returns how a parameter is sharded; layers are stacked along its first axis."""
+    """Returns the sharding of a parameter; layers are stacked along its first axis."""
     if path[0] != "layers" or path[1] not in PROJECTIONS:
         return P()
-    into, out = layout.weights(path[1] in COLUMNS)
-    named = {"kernel": (into, out), "lora_a": (into, None), "lora_b": (None, out)}
-    spec = named.get(path[2], (out,))
+    n_in, n_out = layout.weights(path[1] in COLUMNS)
+    specs = {"kernel": (n_in, n_out), "lora_a": (n_in, None), "lora_b": (None, n_out)}
+    spec = specs.get(path[2], (n_out,))
     return P(*(None,) * (rank - len(spec)), *spec)
 
 
 def arrays(placed: Placed, vocabulary: int) -> tuple[Any, ...]:
-    """Returns (trained, frozen, state, tokens): random numbers of a model's size, drawn where they
-    lie; magnitudes are near the norms of such weights."""
+    """Returns (trained, frozen, state, tokens) with random numbers, drawn on their own devices;
+    magnitudes are 1, near the norms of the weights."""
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path)
         if "magnitude" in name or "scale" in name:
             return jnp.ones(leaf.shape, leaf.dtype)
         deviation = LORA_B_DEVIATION if "lora_b" in name else DEVIATION
-        key = jax.random.key(len(name), impl="rbg")  # Quick to compile, and to draw.
+        key = jax.random.key(len(name), impl="rbg")  # quick to compile and to draw
         return deviation * jax.random.normal(key, leaf.shape, leaf.dtype)
 
     def make() -> Any:
@@ -136,7 +137,7 @@ def arrays(placed: Placed, vocabulary: int) -> tuple[Any, ...]:
         return *jax.tree_util.tree_map_with_path(draw, parameters), moments, tokens
 
     wanted = jax.tree.map(lambda leaf: leaf.sharding, tuple(placed[1:]))
-    # Drawn with automatic axes, which every function knows.
+    # Drawn on automatic axes, which every function supports.
     mesh: Any = placed.tokens.sharding.mesh
     auto = Mesh(mesh.devices, mesh.axis_names)
     drawn = jax.jit(

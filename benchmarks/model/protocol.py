@@ -1,5 +1,5 @@
-"""The protocol of the level `model`: what is measured on a whole model, and in which variants
-(arXiv 2603.22276, section 5)."""
+"""The sizes of decoders, and the variants that the level `model` measures (arXiv 2603.22276,
+section 5)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,20 @@ from parity.model import sizes
 Task = Literal["inference", "gradient", "step"]
 Method = Literal["LoRA", "DoRA"]
 
-
-# Two layers and the head, forward and backward, in bf16 where the reference has fp32: some twenty
-# roundings of 2⁻⁸ in a chain, which add up like a root.
-SAME_MODEL = 2.0**-5
 PROJECTIONS = tuple(path.rpartition(".")[2] for path in sizes.PROJECTIONS)
-# Layers of the same width that the correctness check runs through; what it compares with is
-# computed in fp32.
+# The correctness check runs this many layers of the full width, in bf16 and in fp32.
 CHECKED_LAYERS = 2
-# Of lora_b, so that s‖A B‖ is about 0.3 of ‖W‖ in a model whose weights have a deviation of 0.02.
+# With this standard deviation of lora_b, s‖A B‖ is about 0.3 ‖W‖ if that of the weights is 0.02.
 LORA_B_DEVIATION = 0.0035
 MAGNITUDE_DEVIATION = 0.05
 
 
 @dataclass(frozen=True)
 class Protocol(sizes.Sizes):
-    """Sizes of the model and of a step.
+    """The sizes of a model and of a step.
 
     Attributes:
-      last: the loss, and the logits of inference, are of the last tokens only.
+      last: number of tokens at the end of each row that have logits and a loss.
     """
 
     layers: int = 36
@@ -42,7 +37,7 @@ class Protocol(sizes.Sizes):
         return {"layers": self.layers, "tokens": self.tokens, "rank": self.rank}
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Returns in, out of the seven projections of a layer."""
+        """Returns (in, out) of the seven projections of a layer."""
         shapes = zip(PROJECTIONS, self.shapes().values(), strict=True)
         return {name: (n_in, n_out) for name, (n_out, n_in) in shapes}
 
@@ -64,14 +59,15 @@ class Kind:
     """One way to run the model.
 
     Attributes:
-      name: of its variant in a report.
-      tasks: what it is measured at.
+      name: of the variant.
+      tasks: the tasks that are measured.
       triton: whether XLA may choose Triton matrix products.
-      keeps_norms: the norms outlive a step's pass; frozen, for inference.
-      keeps_inner: so does inner of the last projection, from forward to backward pass.
-      fused_swiglu: `jax_dora.swiglu`, or `silu(gate(x)) * up(x)`.
-      peft: which way of PEFT's: fp32 adapters under autocast ("wide"), bf16 ones ("compiled"),
-        or "" for torch_dora.
+      keeps_norms: whether norms are computed once, not in every call; frozen for inference.
+      keeps_inner: whether the last projection of a layer keeps its inner result for the gradient.
+      fused_swiglu: whether to use `jax_dora.swiglu` instead of `silu(gate(x)) * up(x)`.
+      peft: "wide" for PEFT with fp32 adapters under autocast, "compiled" for PEFT with bf16
+        adapters, or "" for torch_dora.
+      baseline: the name of the baseline that this is a candidate for, or "".
     """
 
     framework: Framework
@@ -94,7 +90,7 @@ BEST_LORA = "the best jax LoRA"
 PEFT = "torch PEFT DoRA, defaults"
 BOTH: tuple[Task, ...] = ("inference", "gradient")
 
-# In order of interest.
+# The most interesting kinds come first.
 KINDS = (
     Kind("jax", "LoRA (no Triton)", "LoRA", (*BOTH, "step"), baseline=BEST_LORA),
     Kind("jax", "DoRA (no Triton)", "DoRA", (*BOTH, "step")),

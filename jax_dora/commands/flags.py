@@ -18,13 +18,14 @@ _FLAGS = {
     r"\bact_qtype\b": "--activations",
     r"\bquantize(?= is |=)": "--quantize",
     r"\bqtype(?= ')": "--quantize",
-    r"(give|pass) tile_size=.*": "pass --quantize int8 or float8_e4m3fn, which have no tiles",
+    r"pass tile_size=.*": "pass --quantize int8 or float8_e4m3fn, which have no tiles",
     r"pass that qtype and no tile_size": f"pass --quantize {QTYPE}",
     r"\bmax_length(?= is )": "--max-length",
     r"the bank's max_rank: make the bank with": "--max-rank: start the server with",
     r"rules\[\d+\], path(?= ')": "--target",
-    r"(say which of its|name the contracted) axes.*narrow the rules' paths so that they "
-    r"(leave out|do not match these)": "narrow --target so that it does not match these",
+    r"name the contracted axes.*narrow the rules' paths so that they do not match": (
+        "narrow --target so that it does not match"
+    ),
     r"pass (?=adapter\w*=')": "pass jax_dora.peft.load_adapter ",
 }
 MAX_INTEGER = 2**31 - 1  # the largest index of an array

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jax_dora
 from dora_common.disk import add_path_to_disk_errors
-from jax_dora.adapt.quantize import placed
+from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.models.config import COMPUTATION, DecoderConfig, read_json_object
 from jax_dora.models.decoder import CausalLM
 from jax_dora.models.quantised_folder import (
@@ -113,7 +113,7 @@ def load_model(
     def read_layer(array: StoredArray, sharding: jax.sharding.Sharding | None) -> Any:
         (name,) = array.names
         if name in quantised:
-            return placed(quantised[name].read(), sharding)
+            return shard_kernel(quantised[name].read(), sharding)
         return load_array(array, [tensors[name]], sharding)
 
     flat = dict(nnx.to_flat_state(state))

@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_dora.adapt.quantize import placed
+from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.layers.quantised import LAYERS, compute_quantised
-from jax_dora.layers.stack import fill, room
+from jax_dora.layers.stack import allocate_stack, set_layer
 from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.stored_arrays import StoredArray
 from jax_dora.models.weights import StoredTensor
@@ -106,12 +106,12 @@ def load_quantised(
             tile = tuple(n // m for n, m in zip(shape, scales, strict=True))[-layer.ndim :]
             layer = round_to(layer, quantised.qtype_name(like), tile, like.scale.dtype)
             quantised.check(name, layer)
-            layer = placed(layer, layer_sharding)
+            layer = shard_kernel(layer, layer_sharding)
         if not array.stacked:
             return layer
         if result is None:
-            result = jax.tree.map(lambda x: room(len(array.names), x), layer)
-        result = jax.tree.map(lambda whole, x, n=number: fill(whole, x, n), result, layer)
+            result = jax.tree.map(lambda x: allocate_stack(len(array.names), x), layer)
+        result = jax.tree.map(lambda whole, x, n=number: set_layer(whole, x, n), result, layer)
         # Wait, so that only one layer's float weights are in memory at a time.
         jax.block_until_ready(result)
     return result

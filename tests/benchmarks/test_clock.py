@@ -20,7 +20,7 @@ def test_wall_time_rotates_inputs_and_counts_its_steps() -> None:
 
 
 class RecordedKernels:
-    """Stands for CUPTI: what is launched, with the times that it is told."""
+    """A fake CUPTI: records launches with the times that a test gives them."""
 
     def __init__(self) -> None:
         self.timings: list[tuple[str, float]] = []
@@ -33,7 +33,7 @@ class RecordedKernels:
         self.timings, self.other_thread = [], []
 
     def _cupti_get_timings(self, finalize: bool) -> list[tuple[str, float]]:
-        # A second thread has a buffer of its own.
+        # CUPTI has one buffer for each thread.
         return self.timings + self.other_thread
 
 
@@ -51,11 +51,11 @@ def clock(recorded: RecordedKernels) -> DeviceClock:
     return clock
 
 
-def test_device_time_leaves_out_what_empties_the_cache(clock, recorded) -> None:
+def test_device_time_leaves_out_the_cache_flush(clock, recorded) -> None:
     calls = itertools.count()
 
     def step(extra: float) -> None:
-        # A kernel of the step that bears a flush kernel's name is still the step's.
+        # A kernel of the step may have the name of a flush kernel.
         recorded.launch("sum", 10.0 + extra)
         recorded.launch("compose", 20.0 + next(calls) % 2)
 

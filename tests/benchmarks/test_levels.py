@@ -1,4 +1,4 @@
-"""The levels run as CONTRIBUTING writes it, on tiny shapes and without a GPU."""
+"""The levels run by the commands of CONTRIBUTING.md, on tiny shapes and without a GPU."""
 
 from pathlib import Path
 
@@ -7,17 +7,15 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import against, baselines, results, scale, step_table, step_torch
-from benchmarks.check import judge
+from benchmarks import against, baselines, ops, results, scale, step_table, step_torch
 from benchmarks.model import placed
 from benchmarks.model.protocol import QUICK as QUICK_SIZES
-from benchmarks.ops import compose
-from benchmarks.work import Expectation
+from benchmarks.work import Expectation, judge
 from parity import oracle, tolerances
 from parity.cases import Case, layer_inputs
 
 QUICK = ("--quick", "--device", "cpu")
-# The arguments of a level, the field that tells its rows apart, and what that says.
+# The arguments of a level, a field of its rows, and the expected values of that field.
 LEVELS = {
     "ops": (
         ("--only", "norm 64×48*[adPf]*", "--only", "backward,*[xe]*"),
@@ -60,9 +58,9 @@ LEVELS = {
 }
 
 
-def run(level: str, folder: Path, *given: str) -> tuple[int, dict, list[dict]]:
-    arguments = [*level.split(), "--out", str(folder), *QUICK, "--commit", "abc", *given]
-    # As a user's process has it.
+def run(level: str, folder: Path, *options: str) -> tuple[int, dict, list[dict]]:
+    arguments = [*level.split(), "--out", str(folder), *QUICK, "--commit", "abc", *options]
+    # JAX's defaults, as in a user's process.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         code = command.main(arguments)
     return code, *results.read(folder / f"{level.replace(' --', '_')}.jsonl")
@@ -72,29 +70,29 @@ def run(level: str, folder: Path, *given: str) -> tuple[int, dict, list[dict]]:
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_level_is_measured(level: str, tmp_path: Path) -> None:
-    given, field, told = LEVELS[level]
-    code, header, rows = run(level, tmp_path, *given)
+    options, field, values = LEVELS[level]
+    code, header, rows = run(level, tmp_path, *options)
     assert code == 0, rows
     assert (header["level"], header["quick"]) == (level.split()[0], True)
     assert header["environment"]["commit"] == "abc"
-    assert {row[field] for row in rows} == told
-    # Of several devices: what travels between them.
+    assert {row[field] for row in rows} == values
+    # On several devices there must be collectives.
     assert all(row.get("sent_bytes", 1) > 0 for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [True, False])
-def test_what_is_wrong_or_fails_is_caught(
+def test_wrong_results_and_errors_are_caught(
     wrong: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = compose.torch_ops.compose
+    right = ops.torch_ops.compose
 
     def broken(*arguments, **options):
         if not wrong:
             raise RuntimeError("out of memory")
         return right(*arguments, **options) * 1.02
 
-    monkeypatch.setattr(compose.torch_ops, "compose", broken)
+    monkeypatch.setattr(ops.torch_ops, "compose", broken)
     only = ("--only", "compose 3×64*eager", "--only", "compose 3×64 jax xla")
     code, _, (xla, eager) = run("ops", tmp_path, *only)
     assert code == 1
@@ -109,24 +107,24 @@ def test_what_is_wrong_or_fails_is_caught(
         (["scale", "--rank", "7", *QUICK], "has no rank"),
         (["serve", "--torch", "--rank", "7", *QUICK], "has no rank"),
         (["quality", "--only", "encoder", *QUICK], "has no only"),
-        (["ops", "--out", str(command.RESULTS / "new"), *QUICK], "nothing worth keeping"),
+        (["ops", "--out", str(results.FOLDER / "new"), *QUICK], "nothing worth keeping"),
         (["ops", "--device", "cuda"], "no GPU"),
         (["against", str(against.ROOT / "docs"), *QUICK], "holds no jax_dora"),
         (["against", str(against.ROOT), *QUICK], "this very checkout"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words, message, monkeypatch, capsys) -> None:
+def test_wrong_arguments_are_rejected(words, message, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         command.main(words)
     assert message in capsys.readouterr().err
 
 
-def test_a_step_on_explicit_axes_leaves_what_it_trains_where_it_lay() -> None:
-    """The adapters and the optimizer's state, as the types of its results say."""
+def test_a_step_on_explicit_axes_keeps_shardings() -> None:
+    """The adapters and the optimizer state keep theirs, by the types of the step's results."""
     mesh = placed.LAYOUTS["tp"].mesh("explicit", 2)
     model = placed.placed("DoRA", placed.LAYOUTS["tp"], mesh, QUICK_SIZES, "cpu")
-    # JAX's own attention does not promote strictly.
+    # JAX's own attention needs implicit promotion.
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
         traced = scale.program("step", model, QUICK_SIZES.last).trace(*model[1:])
     _, *found = traced.out_info
@@ -135,7 +133,7 @@ def test_a_step_on_explicit_axes_leaves_what_it_trains_where_it_lay() -> None:
 
 
 def test_the_paper_s_norm_adds_up_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four, of which the last is narrower."""
+    """Four chunks, the last one narrower than the others."""
     case = Case("operator", "float32", n_in=200, n_out=56, rank=12, bias=False)
     drawn = layer_inputs(case, "cpu")
     operands = drawn.weight, drawn.lora_a, drawn.lora_b, case.scale
@@ -176,14 +174,14 @@ def test_torch_steps_beside_peft(level: str, tmp_path: Path) -> None:
     code, _, rows = run(f"{level} --torch", tmp_path)
     assert code == 0
     assert {"PEFT", "torch_dora"} == {row["kind"].split()[0] for row in rows}
-    # A fresh adapter is the base model, whoever's.
+    # Before the first step, every adapter computes the same as the base.
     assert [row["losses"][0] for row in rows] == pytest.approx(
         [rows[0]["losses"][0]] * len(rows), rel=1e-3
     )
     assert all(row["losses"][-1] < row["losses"][0] for row in rows)
 
 
-def test_a_side_that_fails_is_no_other_s_base(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_need_a_first_side_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(side: step_torch.Side, *_: object) -> results.Row:
         if side is step_torch.SIDES[0]:
             raise RuntimeError("out of memory")

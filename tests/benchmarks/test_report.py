@@ -21,7 +21,7 @@ def measured(variant: str, us: float, **fields) -> Row:
     return row | {"device": {"median": us}, "wall": {"median": 2 * us}} | fields
 
 
-def test_a_file_keeps_what_was_measured_before_a_run_was_stopped(tmp_path: Path) -> None:
+def test_a_stopped_run_keeps_its_measurements(tmp_path: Path) -> None:
     path = tmp_path / "new" / "ops.jsonl"
     ours = measured("ours", 1.0)
     writer = results.Writer(path, HEADER)
@@ -35,7 +35,7 @@ def test_a_file_keeps_what_was_measured_before_a_run_was_stopped(tmp_path: Path)
     assert [results.failed(row) for row in rows] == [False, True]
 
 
-def test_a_file_without_a_header_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_header_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "ops.jsonl"
     path.write_text(results.line({"group": "compose"}))
     with pytest.raises(ValueError, match="does not begin with a header"):
@@ -58,22 +58,22 @@ def test_no_ratio_is_stated_while_a_check_is_red(wrong: str) -> None:
         measured(name, 40.0, **fields, **(WRONG if wrong == name else {}))
         for name, fields in (("ours", {}), ("plain", {"baseline": "XLA"}))
     )
-    # Another candidate that is right does not stand in for a wrong one.
+    # A correct candidate does not replace a wrong one.
     tuned = measured("plain, tuned", 80.0, baseline="XLA")
     assert Report(HEADER, [plain, tuned, ours]).ratio(ours) is None
 
 
-def test_what_was_refused_is_no_failure_and_what_failed_is() -> None:
+def test_a_refusal_is_no_failure_and_an_error_is() -> None:
     refused, broken = measured("ours", 1.0, refused="no GPU"), measured("ours", 1.0, failed="Error")
     assert [results.failed(row) for row in (refused, broken)] == [False, True]
-    assert results.shown(refused).endswith("refused: no GPU")
-    assert results.shown(broken).endswith("failed: Error")
-    assert results.shown(refused | {"kernels": {"dora_norm": 1.5}}) == results.shown(refused)
+    assert results.describe(refused).endswith("refused: no GPU")
+    assert results.describe(broken).endswith("failed: Error")
+    assert results.describe(refused | {"kernels": {"dora_norm": 1.5}}) == results.describe(refused)
     del broken["check"], broken["failed"]
     assert not correct(broken)
 
 
-def test_tables_show_no_time_of_what_is_wrong() -> None:
+def test_tables_show_no_times_of_wrong_results() -> None:
     rows = [
         measured("plain", 64.0, baseline="jax plain"),
         measured("ours", 32.0, bytes=4_000_000),

@@ -1,4 +1,4 @@
-"""The formula for more GPUs, held to what two have measured."""
+"""The formula for more GPUs, compared with the measurements on two."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_steps_of_two_gpus_are_predicted(kind, layout):
 
 
 def test_the_link_is_nvlinks():
-    # 450 GB/s each way, of which a measurement may miss or seem to exceed a fifth.
+    # NVLink moves 450 GB/s in each direction; a measurement may be off by a fifth.
     assert 0.8 < Measured.read().link / 450 < 1.2
 
 

@@ -2,8 +2,8 @@
 
 import re
 
+from benchmarks.results import row, rows
 from tests.docs.test_numbers import TEXT, assert_says
-from tools.measurements import row, rows
 
 PAGE = "docs/attempts.md"
 

@@ -2,10 +2,12 @@
 
 import pytest
 
-from benchmarks.report import time
+from benchmarks.model.protocol import BEST_LORA
+from benchmarks.report import Report, time
+from benchmarks.results import row, rows
 from tests.tables import thinned
-from tools.measurements import BEST_LORA, ROOT, WITHOUT_TRITON, one, report, row, rows
-from tools.quoted import PAGES, TABLES, updated
+from tools.measured import PAGES, TABLES, updated
+from tools.performance_tables import NO_TRITON, ROOT
 
 TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md")}
 PERFORMANCE, SERVING, SEVERAL, STEP, README, _ = PAGES
@@ -37,11 +39,11 @@ def assert_says(page, *sentences):
 
 
 def test_what_is_said_of_layers():
-    layers, ops = report("layer"), report("ops")
+    layers, ops = Report.committed("layer"), Report.committed("ops")
     groups = ("layer forward", "layer forward+backward")
     wide = {"in": 8192, "out": 8192}
     narrow, broad = (
-        [one(layers, group, f"jax DoRA{WITHOUT_TRITON}", **wide, rank=rank) for group in groups]
+        [layers.row(group, f"jax DoRA{NO_TRITON}", **wide, rank=rank) for group in groups]
         for rank in (64, 768)
     )
     us, flops = (
@@ -49,9 +51,9 @@ def test_what_is_said_of_layers():
         for of in (time, lambda m: m["flops"])
     )
     assert round(flops[0], 2) == round(flops[1], 2)
-    triton = one(ops, "backward, d_base", "torch triton", rows=4096, out=4096)
+    triton = ops.row("backward, d_base", "torch triton", rows=4096, out=4096)
     compose = [
-        time(one(ops, "compose", "jax xla", **m["shape"])) / time(m)
+        time(ops.row("compose", "jax xla", **m["shape"])) / time(m)
         for m in ops.rows
         if (m["group"], m["variant"]) == ("compose", "mosaic")
         and m["shape"]["rows"] * m["shape"]["out"] >= 4096 * 4096
@@ -65,12 +67,12 @@ def test_what_is_said_of_layers():
         "rate",
     )
     readme = {
-        "DoRA": f"jax DoRA{WITHOUT_TRITON}",
+        "DoRA": f"jax DoRA{NO_TRITON}",
         "PEFT": "torch PEFT DoRA, defaults",
         "compiled": "torch PEFT DoRA, bf16, compiled",
     }
     of_lora = {
-        name: layers.ratio(one(layers, groups[1], label, **wide, rank=384), baseline=BEST_LORA)
+        name: layers.ratio(layers.row(groups[1], label, **wide, rank=384), baseline=BEST_LORA)
         for name, label in readme.items()
     }
     assert_says(
@@ -88,9 +90,9 @@ def test_what_is_said_of_layers():
 
 def test_what_is_said_of_models():
     def ratio(file, group, kept=""):
-        of = report(file)
-        measured = one(of, f"model {group}", f"jax DoRA{kept}{WITHOUT_TRITON}")
-        return f"{of.ratio(measured, baseline=BEST_LORA):.2f}"
+        report = Report.committed(file)
+        measured = report.row(f"model {group}", f"jax DoRA{kept}{NO_TRITON}")
+        return f"{report.ratio(measured, baseline=BEST_LORA):.2f}"
 
     every_call, kept, inner = "model_norm_every_call", ", norm kept", ", norm and inner kept"
     lines = (
@@ -105,7 +107,7 @@ def test_what_is_said_of_models():
 def test_what_is_said_of_rates():
     names = ("ops", "ops_norm_narrow", "ops_swiglu", "layer", "model", "model_gradient")
     names += ("model_accumulation", "model_norm_every_call")
-    found = [report(name).header["ceilings"] for name in names]
+    found = [Report.committed(name).header["ceilings"] for name in names]
     copies = {f"{1e-12 * rates['copy']:.1f}" for rates in found}
     products = [round(1e-12 * rates["matmul"]) for rates in found]
     assert len(copies) == 1
@@ -118,7 +120,7 @@ def test_what_is_said_of_rates():
 
 def test_what_is_said_of_two_states():
     def walls(kind, state, group):
-        fields = {"variant": f"{kind}{WITHOUT_TRITON}", "state": state}
+        fields = {"variant": f"{kind}{NO_TRITON}", "state": state}
         found = [line for line in rows("against", "h200", **fields) if group in line["group"]]
         return [line["wall"]["median"] / 1e3 for line in found]
 
@@ -216,10 +218,10 @@ def test_what_is_said_of_the_newest_jax():
 
 
 def test_what_is_said_of_attempts():
-    ops, swiglu = report("ops"), report("ops_swiglu")
+    ops, swiglu = Report.committed("ops"), Report.committed("ops_swiglu")
 
     def times(of, group, labels, **shape):
-        return [f"{time(one(of, group, f'jax {label}', **shape)):.1f}" for label in labels]
+        return [f"{time(of.row(group, f'jax {label}', **shape)):.1f}" for label in labels]
 
     def dropped(group):
         shape = {"rows": 4096, "in": 8192, "rank": 64}

@@ -1,4 +1,4 @@
-"""`tools/gpu_test_report.py`: pytest's JUnit XML, by module."""
+"""`tools/gpu_test_report.py` summarises pytest's JUnit XML by module."""
 
 import sys
 

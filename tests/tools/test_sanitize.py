@@ -1,4 +1,4 @@
-"""`tools/sanitize.py`: what it makes of compute-sanitizer's words; it leaves no kernel out."""
+"""`tools/sanitize.py` reads compute-sanitizer's output correctly, and runs every kernel."""
 
 import importlib
 import pkgutil
@@ -53,14 +53,16 @@ def test_only_planted_faults_may_be_found_and_must_be(name, errors, sound):
     assert sanitize.as_expected(name, errors) == sound
 
 
-# What each tool finds of what is planted.
+# The planted faults that each tool finds.
 SEEN = {("memcheck", "torch/planted overrun"), ("racecheck", "jax/planted race")}
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """Returns the exit status of a run in which a kernel has so many errors, and a planted fault
-    so many to the tool that sees it."""
+    """Returns a function that runs the command with fake tools, and returns the exit status.
+
+    The tools report `errors` for a kernel, and `planted` for the planted faults that they find.
+    """
 
     def call(errors, planted, *arguments):
         def sanitized(tool, name):
@@ -102,7 +104,7 @@ def test_a_kernel_or_a_tool_that_is_not_there_is_no_success(run, monkeypatch):
 
 @pytest.mark.slow
 def test_every_mosaic_kernel_is_run():
-    """Each kernel's module has a case, which lowers for CUDA to its kernels alone."""
+    """Each kernel module has a case, which lowers for CUDA to its own kernels alone."""
     (folder,) = map(Path, jax_dora.ops.mosaic.__path__)
     modules = {path.stem for path in folder.glob("*.py") if "\ndef wins(" in path.read_text()}
     modules |= {path.stem for path in folder.glob("*.py") if "import wins" in path.read_text()}
@@ -110,7 +112,7 @@ def test_every_mosaic_kernel_is_run():
     for name in KERNELS:
         case = sanitize.jax_kernels()[name]
         text = jax.jit(case).trace().lower(lowering_platforms=("cuda",)).as_text()
-        # "dora" is what sanitize() tells our kernels by.
+        # sanitize() finds our kernels by "dora" in their names.
         found = set(re.findall(r"dora_\w+(?=_mosaic_gpu\\)", text))
         of_bank = dict.fromkeys(("bank_rows", "bank_few_rows"), ("_shrink", "_expand"))
         parts = (of_bank | {"few_rows": ("", "_finish")}).get(name, ("",))
@@ -119,7 +121,7 @@ def test_every_mosaic_kernel_is_run():
 
 @pytest.mark.slow
 def test_every_triton_kernel_is_run(monkeypatch):
-    """Each case runs, interpreted, and one launches each kernel."""
+    """Each case runs in the interpreter, and together they launch every kernel."""
     monkeypatch.setattr(sanitize, "DEVICE", "cpu")
     launched: set[KernelInterface] = set()
     launch = KernelInterface.__getitem__
@@ -130,14 +132,14 @@ def test_every_triton_kernel_is_run(monkeypatch):
 
     monkeypatch.setattr(KernelInterface, "__getitem__", record)
     for name, kernel in sanitize.torch_kernels().items():
-        if "planted" not in name:  # its fault would be one of this process
+        if "planted" not in name:  # A planted fault would crash this process.
             kernel()
     package = torch_dora.ops.triton
     kernels = {
         value
         for module in pkgutil.iter_modules(package.__path__)
         for value in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
-        # What sanitize() tells our kernels by; others are parts of them.
+        # sanitize() finds our kernels by "kernel" in their names; others are parts of kernels.
         if isinstance(value, KernelInterface) and "kernel" in value.__name__
     }
     assert kernels

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from benchmarks.check import SAME_FUNCTION, judge
-from benchmarks.work import Expectation
+from benchmarks.work import SAME_FUNCTION, Expectation, judge
 
 WANT = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
 EXPECTED = {"y": Expectation(WANT, torch.full((3,), 0.01, dtype=torch.float64))}
@@ -17,6 +16,13 @@ def test_exact_results_are_held_to_every_element_s_bound() -> None:
     assert (outside["worst"], outside["exact"]) == ("y", True)
 
 
+def test_a_bound_of_zero_allows_no_error_and_hides_none() -> None:
+    expected = {"y": Expectation(WANT, torch.tensor([0.0, 0.01, 0.01], dtype=torch.float64))}
+    assert judge({"y": WANT}, expected, exact=True)["passed"]
+    for wrong in ([0.001, 0.0, 0.0], [0.0, 0.0, 0.011]):
+        assert not judge({"y": WANT + torch.tensor(wrong)}, expected, exact=True)["passed"]
+
+
 def test_others_must_compute_the_same_function() -> None:
     near = judge({"y": WANT * (1 + 0.9 * SAME_FUNCTION)}, EXPECTED, exact=False)
     assert near["passed"]
@@ -26,10 +32,14 @@ def test_others_must_compute_the_same_function() -> None:
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_nan_never_passes(exact: bool) -> None:
-    assert not judge({"y": torch.tensor([1.0, torch.nan, 4.0])}, EXPECTED, exact)["passed"]
+    nan = torch.tensor([1.0, torch.nan, 4.0], dtype=torch.float64)
+    others = {"x": Expectation(WANT, EXPECTED["y"].bound)}
+    for got, want in ((nan, WANT), (WANT, nan), (nan, nan)):
+        expected = others | {"y": Expectation(want, EXPECTED["y"].bound)}
+        assert not judge({"x": WANT, "y": got}, expected, exact)["passed"]
 
 
-def test_results_that_are_not_the_expected_ones_are_errors() -> None:
+def test_unexpected_results_are_errors() -> None:
     with pytest.raises(ValueError, match="results are"):
         judge({"y": WANT, "inner": WANT}, EXPECTED, exact=True)
     with pytest.raises(ValueError, match="shape"):

@@ -1,0 +1,168 @@
+"""The tables of docs/serving.md: many adapters in one batch, from the committed results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bank import Settings
+from benchmarks.bank_adapters import EXPONENT
+from benchmarks.results import Row, row, rows
+from tools.markdown import grid, table
+
+LINK = 63e9  # bytes a second of 16 lanes of PCI Express 5.0
+
+
+def bank_bytes() -> str:
+    """Returns the expected bytes of a layer's weights and adapters, divided by the weights'."""
+    settings = Settings()
+    sizes = settings.sizes.projections().values()
+    weights = 2 * sum(n_in * n_out for n_in, n_out in sizes)
+    rank = sum(settings.ranks) / len(settings.ranks)
+    adapter = sum(2 * rank * (n_in + n_out) + 4 * n_out for n_in, n_out in sizes)
+
+    def cell(count: int, exponent: float) -> str:
+        shares = np.arange(1, settings.slots + 1) ** -exponent
+        used = np.sum(1 - (1 - shares / shares.sum()) ** count)
+        return f"{1 + used * adapter / weights:.2f}"
+
+    # With an infinite exponent, all rows have the first adapter.
+    columns = {"one adapter": np.inf, f"Zipf {EXPONENT}": EXPONENT, "evenly": 0.0}
+    return grid("rows", {f"{count}": count for count in settings.decoding}, columns, cell)
+
+
+def bank_decoding() -> str:
+    """Returns the times of rows of one token, divided by those of the base and of LoRA."""
+    columns = {
+        "base, µs": ("zipf", "base", "ms"),
+        "least": ("zipf", "DoRA", "bound"),
+        "DoRA": ("zipf", "DoRA", "over_base"),
+        "over LoRA": ("zipf", "DoRA", "over_lora"),
+        "one-hot": ("zipf", "one-hot", "over_base"),
+        "least, evenly": ("uniform", "DoRA", "bound"),
+        "DoRA, evenly": ("uniform", "DoRA", "over_base"),
+        "over LoRA, evenly": ("uniform", "DoRA", "over_lora"),
+    }
+
+    def cell(count: int, column: tuple[str, str, str]) -> str:
+        mix, kind, field = column
+        line = rows("bank", "h100", rows=count, tokens=1, mix=mix, kind=kind)[0]
+        if field not in line:
+            return "–"
+        return f"{1e3 * line[field]:.0f}" if field == "ms" else f"{line[field]:.2f}"
+
+    counts = sorted({line["rows"] for line in rows("bank", "h100", task="decode")})
+    return grid("rows", {f"{count}": count for count in counts}, columns, cell)
+
+
+def bank_growth() -> str:
+    """Returns the times of 64 rows by the rank of all adapters, and by their number."""
+    grown = rows("bank", "h100", mix="growth")
+    ranks = sorted({line["rank"] for line in grown if "rank" in line})
+    counts = sorted({line["adapters"] for line in grown if "adapters" in line})
+    lines = {f"64 adapters of rank {rank}": {"rank": rank} for rank in ranks}
+    lines |= {f"{count:,} adapters": {"adapters": count} for count in counts}
+
+    def cell(fields: dict[str, int], kind: str) -> str:
+        line = row("bank", "h100", mix="growth", kind=kind, **fields)
+        loads = f", {line['loads']} loads" if line.get("loads") else ""
+        return f"{1e3 * line['ms']:.0f}{loads}"
+
+    kinds = {f"{kind}, µs": kind for kind in ("base", "LoRA", "DoRA")}
+    return grid("asked for", lines, kinds, cell)
+
+
+def bank_served() -> str:
+    """Returns the tokens per second that the server's engine answers with."""
+    base = row("serve", "h100", kind="base")["tokens_per_s"]
+
+    def cell(count: int, column: tuple[str, str]) -> str:
+        kind, field = column
+        value = row("serve", "h100", kind=kind, adapters=count)[field]
+        return f"{value:,.0f}" if field == "tokens_per_s" else f"{value:.2f}"
+
+    columns = {
+        f"{kind}, {name}": (kind, field)
+        for kind in ("LoRA", "DoRA")
+        for name, field in (("tokens/s", "tokens_per_s"), ("of the base's", "of_base"))
+    }
+    counts = [line["adapters"] for line in rows("serve", "h100", kind="DoRA")]
+    lines = {f"{count}": count for count in counts}
+    return grid(f"adapters (base: {base:,.0f} tokens/s)", lines, columns, cell)
+
+
+def served_beside() -> str:
+    """Returns the tokens per second of the server's engine and of transformers' `generate`."""
+    servers = {
+        "`jax-dora serve`, DoRA": ("serve", "DoRA"),
+        "transformers, torch_dora's bank of DoRA": ("serve_torch", "torch_dora DoRA"),
+        "transformers, PEFT's LoRA by `adapter_names`": ("serve_torch", "PEFT LoRA"),
+        "transformers, PEFT's DoRA, adapter by adapter": ("serve_torch", "PEFT DoRA"),
+    }
+    bases = {"serve": "base", "serve_torch": "transformers"}
+
+    def cell(server: tuple[str, str], adapters: int) -> str:
+        file, kind = server
+        found = rows(file, "h100", kind=kind if adapters else bases[file], adapters=adapters)
+        return f"{found[0]['tokens_per_s']:,.0f}" if found else "–"
+
+    counts = {"base, tokens/s": 0, "1 adapter": 1, "8 adapters": 8, "64 adapters": 64}
+    return grid("by", servers, counts, cell)
+
+
+def bank_prompts() -> str:
+    """Returns the times of prompts divided by those of the base."""
+
+    def cell(mix: str, kind: str) -> str:
+        return f"{row('bank', 'h100', task='prefill', kind=kind, mix=mix)['over_base']:.2f}"
+
+    mixes = {f"Zipf {EXPONENT}": "zipf", "evenly": "uniform"}
+    return grid("adapters by", mixes, {kind: kind for kind in ("LoRA", "DoRA", "one-hot")}, cell)
+
+
+def bank_loads() -> str:
+    """Returns the size of a whole model's adapter, the least time to move it, and the measured
+    time of loading it."""
+    settings = Settings()
+    layers, sizes = settings.load_layers, settings.sizes.projections().values()
+    lines = []
+    for rank in settings.ranks:
+        moved = layers * sum(2 * rank * (n_in + n_out) + 4 * n_out for n_in, n_out in sizes)
+        found = rows("bank", "h100", task="load", layers=layers, rank=rank)
+        times = {line["kind"]: f"{line['ms']:.1f}" for line in found}
+        cells = [f"{rank}", f"{moved / 1e6:.0f}", f"{1e3 * moved / LINK:.1f}"]
+        lines.append([*cells, times["first"], times["again"]])
+    return table(["rank", "MB", "by PCIe 5, ms", "first, ms", "again, ms"], lines)
+
+
+def bank_torch() -> str:
+    """Returns the times of torch_dora's bank and of PEFT's mixed batches, divided by the base's."""
+    columns = {
+        "DoRA, Zipf 1.5": ("DoRA", "zipf"),
+        "DoRA, evenly": ("DoRA", "uniform"),
+        "LoRA, Zipf 1.5": ("LoRA", "zipf"),
+        "PEFT's LoRA, Zipf 1.5": ("PEFT LoRA", "zipf"),
+    }
+    shapes = sorted({(line["tokens"], line["rows"]) for line in rows("bank_torch", "h200")})
+    lines = {f"{count} × {tokens}": {"rows": count, "tokens": tokens} for tokens, count in shapes}
+
+    def cell(shape: dict[str, Any], column: tuple[str, str]) -> str:
+        kind, mix = column
+        return f"{row('bank_torch', 'h200', kind=kind, mix=mix, **shape)['over_base']:.2f}"
+
+    return grid("rows × tokens", lines, columns, cell)
+
+
+def every_bank() -> str:
+    """Returns a line for each batch of the level `bank`."""
+    facts = ("task", "rows", "tokens", "mix", "distinct", "kind")
+    numbers = {"bound": "least over base, by bytes", "ms": "ms a layer"}
+    numbers |= {"over_base": "over base", "over_lora": "over LoRA"}
+
+    def cells(line: Row) -> list[str]:
+        values = [f"{line[name]:.3f}" if name in line else "–" for name in numbers]
+        return [*(str(line[name]) for name in facts), *values]
+
+    lines = [line for line in rows("bank", "h100") if line["task"] != "load" and "ms" in line]
+    return table((*facts, *numbers.values()), map(cells, lines))
