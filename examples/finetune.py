@@ -1,4 +1,4 @@
-"""Fine-tunes a Llama, Mistral or Qwen with DoRA: the same as `jax-dora finetune`."""
+"""Fine-tunes a Llama, Mistral or Qwen model with DoRA, like `jax-dora finetune`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Adapts a small flax.linen network with DoRA: a base learns code, its adapter English.
+"""Adapts a small flax.linen network with DoRA: the base learns code, then the adapter English.
 
     python examples/linen_train.py --steps 200
 
-Shows how a pretrained network is adapted, and how the adapter alone is differentiated.
+Shows how to adapt a pretrained network, and how to differentiate by the adapter only.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROWS = 64
 
 
 class NextByte(nn.Module):
-    """Predicts logits of the next byte from the last `CONTEXT` ones."""
+    """Predicts the logits of the next byte from the previous `CONTEXT` bytes."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -34,7 +34,7 @@ class NextByte(nn.Module):
 
 
 def fit(loss_fn, params, learning_rate: float, text: np.ndarray, steps: int, what: str):
-    """Runs Adam on `loss_fn(params, tokens)`; returns the params and the loss of every step."""
+    """Minimises `loss_fn(params, tokens)` with Adam. Returns params and the loss of every step."""
     tx = optax.adam(learning_rate)
 
     @jax.jit
@@ -57,7 +57,7 @@ def cross_entropy(model: nn.Module, params, tokens: jax.Array) -> jax.Array:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200, help="of each of the two phases")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each of the two phases")
     parser.add_argument("--rank", type=int, default=8)
     options = parser.parse_args()
 
@@ -73,7 +73,7 @@ def main() -> None:
         "base, on code",
     )
 
-    # Whatever the pretrained tree lacks is made: lora_a, lora_b, magnitude.
+    # Applying the model adds the params that the pretrained tree lacks: lora_a, lora_b, magnitude.
     adapted = apply_dora(base, DoRARule("all-linear", options.rank, alpha=2 * options.rank))
     _, variables = adapted.apply(
         {"params": pretrained}, tokens, rngs={"params": jax.random.key(1)}, mutable=["params"]
@@ -88,8 +88,8 @@ def main() -> None:
         "adapter, on English",
     )
     tenth = max(1, options.steps // 10)
-    print(f"adapter's loss, mean of the first {tenth} steps: {np.mean(losses[:tenth]):.3f}")
-    print(f"adapter's loss, mean of the last {tenth} steps: {np.mean(losses[-tenth:]):.3f}")
+    print(f"mean loss of the adapter's first {tenth} steps: {np.mean(losses[:tenth]):.3f}")
+    print(f"mean loss of the adapter's last {tenth} steps: {np.mean(losses[-tenth:]):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Adapts a small transformer (flax.nnx) with DoRA: a base learns code, its adapter English.
+"""Adapts a small flax.nnx transformer with DoRA: the base learns code, then the adapter English.
 
     python examples/train.py --steps 200 --output loss.png
 
-Trains the adapter alone, in a jitted optax step, and saves both loss curves as a picture.
+Trains only the adapter, in a jitted optax step, and saves a figure of both loss curves.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROWS = 16
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP."""
+    """A transformer block with pre-norm attention and MLP."""
 
     def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs) -> None:
         self.heads = heads
@@ -45,7 +45,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes to logits of the next byte."""
+    """Predicts the logits of the next byte at every position."""
 
     def __init__(self, width: int, heads: int, depth: int, *, rngs: nnx.Rngs) -> None:
         self.token = nnx.Embed(VOCABULARY, width, rngs=rngs)
@@ -67,7 +67,7 @@ def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
 
 
 def fit(model, trained, learning_rate: float, text: np.ndarray, steps: int, what: str):
-    """Trains `model`'s variables of type `trained`; returns the loss of every step."""
+    """Trains the variables of type `trained`. Returns the loss of every step."""
     optimizer = nnx.Optimizer(model, optax.adamw(learning_rate), wrt=trained)
     rng = np.random.default_rng(0)
 
@@ -84,6 +84,7 @@ def fit(model, trained, learning_rate: float, text: np.ndarray, steps: int, what
 
 
 def plot(curves: dict[str, list[float]], path: Path) -> None:
+    """Saves a figure of loss curves, one after another."""
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     first = 0
@@ -97,7 +98,7 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200, help="of each of the two phases")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each of the two phases")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--alpha", type=float, default=16)
     parser.add_argument("--output", type=Path, default=Path("loss.png"))
@@ -107,7 +108,7 @@ def main() -> None:
     code = fit(
         model, nnx.Param, 3e-3, corpus.source_code(1_000_000), options.steps, "base, on code"
     )
-    # Every projection of every block; the embedding, to which the head is tied, stays as it is.
+    # The rule adapts all projections, but not the embedding, which is tied to the head.
     rule = jax_dora.DoRARule("all-linear", options.rank, options.alpha)
     model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1))
     english = fit(
@@ -116,8 +117,8 @@ def main() -> None:
     plot({"base, on code": code, "adapter, on English": english}, options.output)
 
     tenth = max(1, options.steps // 10)
-    print(f"adapter's loss, mean of the first {tenth} steps: {np.mean(english[:tenth]):.3f}")
-    print(f"adapter's loss, mean of the last {tenth} steps: {np.mean(english[-tenth:]):.3f}")
+    print(f"mean loss of the adapter's first {tenth} steps: {np.mean(english[:tenth]):.3f}")
+    print(f"mean loss of the adapter's last {tenth} steps: {np.mean(english[-tenth:]):.3f}")
     print(f"loss curve: {options.output}")
 
 

@@ -1,4 +1,4 @@
-"""The command `jax-dora`: fine-tunes a Llama, Mistral or Qwen, and what goes with it."""
+"""The command `jax-dora`, with its subcommands finetune, generate, merge, inspect and serve."""
 
 from jax_dora.commands.main import main as main
 from jax_dora.commands.main import parser as parser

@@ -1,16 +1,19 @@
-"""Fine-tunes a Llama, Mistral or Qwen with DoRA: examples in, an adapter out.
+"""Fine-tune a Llama, Mistral or Qwen model with DoRA.
 
     jax-dora finetune --model FOLDER --data FILE.jsonl --rank 384 --output RUN
-    jax-dora finetune --tiny --output RUN        # its own model and data, on a laptop
+    jax-dora finetune --tiny --output RUN        # makes its own model and data, runs on a laptop
 
-The model is a Hugging Face folder (config.json, safetensors, tokenizer.json). An example of the
-data is {"messages": ...}, {"prompt": ..., "completion": ...}, {"instruction": ..., "output": ...}
-or {"text": ...}, in JSON Lines, a JSON list, parquet, or a folder that datasets wrote. RUN gets
-checkpoints, metrics.jsonl, a figure of the losses and, at the end, the adapter as a PEFT folder;
-with --eval-data the best one so far, and with --merge the merged model as a Hugging Face folder.
-Ctrl-C saves; --resume takes up where a run has stopped, and comes to the same result bit for bit;
-more --steps prolong the run. On several GPUs, --mesh says how they share the work; of several
-processes, each is started with --coordinator.
+The model is a Hugging Face folder with config.json, safetensors files and tokenizer.json. The data
+is JSON Lines, a JSON list, parquet, or a folder written by datasets. A record is {"messages": ...},
+{"prompt": ..., "completion": ...}, {"instruction": ..., "output": ...} or {"text": ...}.
+
+RUN gets checkpoints, metrics.jsonl, a figure of the losses and, at the end, the adapter as a PEFT
+folder. With --eval-data it also gets the adapter with the lowest evaluation loss. --merge also
+writes the merged model as a Hugging Face folder.
+
+Ctrl-C saves a checkpoint and stops. --resume continues the run; the result is the same, bit for
+bit, as without the stop. With more --steps, --resume extends a finished run. --mesh splits the work
+among several GPUs. With several processes, start each process with --coordinator.
 """
 
 import argparse
@@ -24,14 +27,14 @@ from dora_common.disk import locked
 from jax_dora.commands.flags import (
     UsageError,
     add_formats,
-    corrections,
     folder,
+    integer,
     mesh,
     not_negative,
     pattern,
     positive,
     rate,
-    whole,
+    usage_errors,
 )
 from jax_dora.finetune import processes, tiny
 from jax_dora.finetune.estimate import report
@@ -40,116 +43,163 @@ from jax_dora.finetune.run import Run
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
+    count = integer(1)
     add = parser.add_argument_group("model and data").add_argument
-    add("--model", type=Path, help="a Hugging Face folder")
-    add("--tiny", action="store_true", help="make a small model, and data unless --data is given")
-    add("--data", type=Path, help="what to train on")
-    add("--eval-data", type=Path, help="what to evaluate on")
-    add("--output", type=folder, default=Path("finetuned"), help="folder of the run (%(default)s)")
-    length = whole(1, 2**24)
-    add("--length", type=length, default=1024, help="tokens of a packed row (%(default)s)")
+    add("--model", type=Path, metavar="FOLDER", help="Hugging Face folder of the base model")
+    add("--tiny", action="store_true", help="make a tiny model, and its data without --data")
+    add("--data", type=Path, metavar="FILE", help="examples to train on")
+    add("--eval-data", type=Path, metavar="FILE", help="examples to evaluate on")
+    output = Path("finetuned")
+    add("--output", type=folder, default=output, metavar="FOLDER", help="folder of the run")
+    length = integer(1, 2**24)
+    add("--length", type=length, default=1024, metavar="N", help="tokens in a packed row")
     add_formats(add, activations=True)
 
     add = parser.add_argument_group("devices").add_argument
-    add("--mesh", type=mesh, help="dp=N,fsdp=N,tp=N of all devices, or auto; without it, one")
-    add("--coordinator", help="HOST:PORT of the first of several processes, or auto")
-    add("--processes", type=whole(1), help="how many there are; auto finds out")
-    add("--process", type=whole(0), help="which one this is, from 0; auto finds out")
+    add(
+        "--mesh",
+        type=mesh,
+        help="use all devices, as dp=N,fsdp=N,tp=N or auto; one device by default",
+    )
+    add("--coordinator", metavar="ADDRESS", help="HOST:PORT of the first process, or auto")
+    add("--processes", type=count, metavar="N", help="number of processes; not with auto")
+    add(
+        "--process",
+        type=integer(0),
+        metavar="N",
+        help="number of this process, from 0; not with auto",
+    )
 
     add = parser.add_argument_group("adapter").add_argument
-    add("--rank", type=whole(1, 2**20), default=64, help="columns of A (%(default)s)")
-    add("--alpha", type=positive, help="half the rank by default")
-    add("--rslora", action="store_true", help="scale by alpha/sqrt(rank)")
-    add("--dropout", type=rate, default=0.0, help="of the adapter's input (%(default)s)")
+    small = integer(1, 2**20)
+    add("--rank", type=small, default=64, metavar="N", help="rank of the adapter")
+    add(
+        "--alpha",
+        type=positive,
+        metavar="X",
+        help="numerator of the scale alpha/rank; rank/2 by default",
+    )
+    add("--rslora", action="store_true", help="use the scale alpha/sqrt(rank) instead")
+    add("--dropout", type=rate, default=0.0, metavar="X", help="dropout rate of adapter inputs")
     target = "model/layers/.*_proj"
-    add("--target", type=pattern, default=target, help="regular expression (%(default)s)")
+    add(
+        "--target",
+        type=pattern,
+        default=target,
+        metavar="REGEX",
+        help="regular expression for the paths of layers to adapt",
+    )
 
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=whole(1), help="optimizer steps; those of --epochs by default")
-    add("--epochs", type=positive, default=1.0, help="times through the data (%(default)s)")
-    add("--batch", type=whole(1, 2**20), default=1, help="rows of a micro-batch (%(default)s)")
-    add(
-        "--accumulate",
-        type=whole(1, 2**20),
-        default=8,
-        help="micro-batches of a step (%(default)s)",
-    )
-    add("--learning-rate", type=positive, default=1e-4, help="its highest (%(default)s)")
+    add("--steps", type=count, metavar="N", help="optimizer steps; set by --epochs by default")
+    add("--epochs", type=positive, default=1.0, metavar="X", help="passes over the data")
+    add("--batch", type=small, default=1, metavar="N", help="rows in a micro-batch")
+    add("--accumulate", type=small, default=8, metavar="N", help="micro-batches in a step")
+    add("--learning-rate", type=positive, default=1e-4, metavar="X", help="peak learning rate")
     schedules = ("cosine", "linear", "constant")
-    add("--schedule", choices=schedules, default="cosine", help="after warmup (%(default)s)")
-    add("--warmup", type=whole(0), default=0, help="steps (%(default)s)")
-    add("--weight-decay", type=not_negative, default=0.0, help="of A and B (%(default)s)")
-    add("--clip", type=positive, default=1.0, help="global norm of the gradient (%(default)s)")
-    add("--unroll", action="store_true", help="layers apart: faster, and longer to compile")
-    seed = whole(0, 2**32 - 1)
-    add("--seed", type=seed, default=0, help="of adapter, data order and dropout (%(default)s)")
+    add("--schedule", choices=schedules, default="cosine", help="learning rate after warmup")
+    add("--warmup", type=integer(0), default=0, metavar="N", help="warmup steps")
+    add(
+        "--weight-decay",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="weight decay of A and B; magnitudes have none",
+    )
+    add("--clip", type=positive, default=1.0, metavar="X", help="maximum norm of the gradient")
+    add("--unroll", action="store_true", help="unroll the layers: faster steps, longer compilation")
+    add(
+        "--seed",
+        type=integer(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="random seed of the adapter, data order and dropout",
+    )
 
-    add = parser.add_argument_group("what is kept").add_argument
-    add("--resume", action="store_true", help="go on from the last checkpoint in the output")
-    add("--checkpoint-every", type=whole(1), default=50, help="steps (%(default)s)")
-    add("--keep", type=whole(1), default=3, help="so many checkpoints (%(default)s)")
-    add("--eval-every", type=whole(1), help="steps; 50 by default")
-    add("--patience", type=whole(1), help="stop after so many evaluations without a lower loss")
-    add("--samples", type=whole(0), default=3, help="prompts to answer at the end (%(default)s)")
-    add("--tensorboard", action="store_true", help="write TensorBoard's files too")
-    add("--dry-run", action="store_true", help="tell what the run would take, and stop")
-    add("--merge", type=folder, help="write the merged model to this Hugging Face folder")
+    add = parser.add_argument_group("checkpoints and results").add_argument
+    add("--resume", action="store_true", help="continue from the latest checkpoint in --output")
+    add("--checkpoint-every", type=count, default=50, metavar="N", help="steps between checkpoints")
+    add("--keep", type=count, default=3, metavar="N", help="number of checkpoints to keep")
+    add("--eval-every", type=count, metavar="N", help="steps between evaluations; 50 by default")
+    add(
+        "--patience",
+        type=count,
+        metavar="N",
+        help="stop after N evaluations without a lower loss",
+    )
+    add(
+        "--samples",
+        type=integer(0),
+        default=3,
+        metavar="N",
+        help="prompts of the data to complete at the end",
+    )
+    add("--tensorboard", action="store_true", help="also write TensorBoard files")
+    add("--dry-run", action="store_true", help="print an estimate of the run and stop")
+    add("--merge", type=folder, metavar="FOLDER", help="also write the merged model to this folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; returns the exit status."""
-    with corrections():
+    """Trains, and returns the exit status."""
+    with usage_errors():
         processes.join(args.coordinator, args.processes, args.process)
     console = Console(quiet=not processes.is_first())
-    lifeline, is_whole = processes.lifeline(args.coordinator)
-    if not is_whole:
-        console.print("The processes cannot reach the first on a port of its own choice; whether")
-        console.print("one of them is killed is known when JAX notices, after a minute or more")
-    with lifeline.held(), _held(args.output):
-        with corrections():
-            # But for where files lie, which may differ.
+    monitor, is_connected = processes.monitor_peers(args.coordinator)
+    if not is_connected:
+        console.print(
+            "Warning: some processes cannot reach a free port of the first process. If a process "
+            "is killed, the others will notice only after a minute or more.",
+            soft_wrap=True,
+        )
+    with monitor.reporting(), _locked_output(args.output):
+        with usage_errors():
+            # Paths can differ between processes.
             own = ("run", "coordinator", "process")
-            flags = {name: one for name, one in vars(args).items() if name not in own}
-            processes.compare({n: isinstance(one, Path) or one for n, one in flags.items()})
-        with corrections(), _tiny(args):
+            flags = {name: value for name, value in vars(args).items() if name not in own}
+            processes.check_equal(
+                {name: isinstance(value, Path) or value for name, value in flags.items()}
+            )
+        with usage_errors(), _tiny_inputs(args):
             plan = Plan(args, console)
             console.print(report(plan))
             if args.dry_run:
                 return 0
-            one = Run(plan)
-            one.take_up()
-            lifeline.advice = one.way_on
+            finetuning = Run(plan)
+            finetuning.resume()
+            monitor.advice = finetuning.how_to_resume
         try:
-            return one.train()
+            return finetuning.train()
         except (Exception, KeyboardInterrupt) as error:
-            error.add_note(one.way_on())
+            error.add_note(finetuning.how_to_resume())
             raise
 
 
 @contextlib.contextmanager
-def _held(output: Path) -> Iterator[None]:
-    """Makes the run's folder, and holds it against another run."""
+def _locked_output(output: Path) -> Iterator[None]:
+    """Makes the run's folder, and locks it against other runs."""
     with contextlib.ExitStack() as stack:
 
-        def hold() -> None:
+        def lock() -> None:
             output.mkdir(parents=True, exist_ok=True)
             try:
                 stack.enter_context(locked(output, wait=False))
             except BlockingIOError:
                 raise UsageError(
-                    f"--output {output} is in use by another run; wait for it, or choose another"
+                    f"--output {output} is in use by another run; wait for it, or choose another "
+                    "folder"
                 ) from None
 
-        with corrections():
-            processes.first_does(hold)
+        with usage_errors():
+            processes.run_on_first(lock)
         yield
 
 
 @contextlib.contextmanager
-def _tiny(args: argparse.Namespace) -> Iterator[None]:
-    """Makes what --tiny asks for, which goes again where the run cannot begin."""
+def _tiny_inputs(args: argparse.Namespace) -> Iterator[None]:
+    """Makes the inputs for --tiny, and removes them again if the run cannot start."""
     with contextlib.ExitStack() as stack:
         if args.tiny:
-            made = tiny.made(args.output, data=args.data is None)
-            processes.first_does(lambda: stack.enter_context(made))
+            inputs = tiny.make_tiny_inputs(args.output, data=args.data is None)
+            processes.run_on_first(lambda: stack.enter_context(inputs))
         yield

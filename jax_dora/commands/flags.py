@@ -1,4 +1,4 @@
-"""Parsers of flags with ranges, whose errors take one line."""
+"""Parsers for the values of flags, and errors about flags in one line."""
 
 import argparse
 import contextlib
@@ -13,36 +13,47 @@ from jax_dora.ops.quantised import FORMATS
 from jax_dora.ops.row_wise import QTYPE
 
 AXES = ("dp", "fsdp", "tp")
-# Patterns of the library's errors, and what stands in their place: flags.
+# Patterns in error messages of the library, and their replacements, which name flags.
 _FLAGS = {
     r"\bact_qtype\b": "--activations",
     r"\bquantize(?= is |=)": "--quantize",
     r"\bqtype(?= ')": "--quantize",
-    r"give tile_size=.*": "give --quantize int8 or float8_e4m3fn, which have no tiles",
+    r"pass tile_size=.*": "pass --quantize int8 or float8_e4m3fn, which have no tiles",
+    r"pass that qtype and no tile_size": f"pass --quantize {QTYPE}",
     r"\bmax_length(?= is )": "--max-length",
     r"the bank's max_rank: make the bank with": "--max-rank: start the server with",
     r"rules\[\d+\], path(?= ')": "--target",
-    r"say which of its axes.*narrow the rules' paths so that they leave": (
-        "narrow --target so that it leaves"
+    r"name the contracted axes.*narrow the rules' paths so that they do not match": (
+        "narrow --target so that it does not match"
     ),
     r"pass (?=adapter\w*=')": "pass jax_dora.peft.load_adapter ",
 }
-MOST = 2**31 - 1  # what an index into an array may be
+MAX_INTEGER = 2**31 - 1  # the largest index of an array
 
 
 class UsageError(Exception):
-    """A flag, a file or a folder that the person who gave it can correct."""
+    """An error in a flag, a file or a folder that the user can correct."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse prints the usage and exits."""
+    """Raises UsageError where argparse would print the usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} ({self.prog} --help lists all)")
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def whole(least: int, most: int = MOST) -> Callable[[str], int]:
-    """Returns a parser of whole numbers from `least` to `most`."""
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the layout of descriptions, and adds defaults to the help of flags."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default is None or default is False or default == argparse.SUPPRESS:
+            return action.help
+        return f"{action.help} [default: %(default)s]"
+
+
+def integer(least: int, most: int = MAX_INTEGER) -> Callable[[str], int]:
+    """Returns a parser of integers from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -51,28 +62,32 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
             value = least - 1
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is out of range: expected a whole number from {least:,} to {most:,}"
+                f"{text!r} is out of range: expected an integer from {least:,} to {most:,}"
             )
         return value
 
     return parse
 
 
-def number(told: str, is_right: Callable[[float], bool]) -> Callable[[str], float]:
-    """Returns a parser of the numbers of float32 for which `is_right`; `told` describes them in its
-    error."""
+def number(expected: str, is_valid: Callable[[float], bool]) -> Callable[[str], float]:
+    """Returns a parser of float32 numbers for which `is_valid` is true.
+
+    `expected` describes these numbers in the error message.
+    """
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not is_right(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is out of range: expected a number {told}")
+        if not is_valid(value):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is out of range: expected a number {expected}"
+            )
         if value and not LEAST <= abs(value) <= LARGEST:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is out of range: expected a number {told}; float32 holds 0 and sizes "
-                f"from {LEAST:.1e} to {LARGEST:.1e}"
+                f"{text!r} is out of range: expected a number {expected} that is 0 or has a "
+                f"magnitude from {LEAST:.1e} to {LARGEST:.1e}, the range of float32"
             )
         return value
 
@@ -82,22 +97,29 @@ def number(told: str, is_right: Callable[[float], bool]) -> Callable[[str], floa
 positive = number("above 0", lambda value: value > 0)
 not_negative = number("of at least 0", lambda value: value >= 0)
 rate = number("from 0 to below 1", lambda value: 0 <= value < 1)
-share = number("above 0, to 1", lambda value: 0 < value <= 1)
+share = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def add_formats(add: Callable[..., object], *, activations: bool = False) -> None:
-    """Adds --dtype and --quantize, and --activations where that is asked for."""
-    add("--dtype", choices=("bfloat16", "float32"), help="of the base; config.json's by default")
-    add("--quantize", choices=FORMATS, help="the base's projections, as they are read")
+    """Adds the flags --dtype and --quantize, and --activations if `activations` is True."""
+    add(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="dtype of the base model; config.json's by default",
+    )
+    add("--quantize", choices=FORMATS, help="quantize the base model's projections on loading")
     if activations:
-        told = "what they take; beside --quantize of that format"
-        add("--activations", choices=(QTYPE,), help=told)
+        add(
+            "--activations",
+            choices=(QTYPE,),
+            help="also quantize the inputs of projections; needs weights in the same format",
+        )
 
 
 def folder(text: str) -> Path:
-    """Parses the path of a folder to write; an empty one would be the current folder."""
+    """Parses the path of an output folder. An empty path would mean the current folder."""
     if not text:
-        raise argparse.ArgumentTypeError("it is empty; expected a folder, . for the current one")
+        raise argparse.ArgumentTypeError("it is empty; expected a folder, or . for the current one")
     return Path(text)
 
 
@@ -110,42 +132,45 @@ def mesh(text: str) -> dict[str, int] | Literal["auto"]:
         name, _, size = part.partition("=")
         if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no mesh: expected auto, or sizes of {', '.join(AXES)} of at least 1, "
-                "as in fsdp=4,tp=2"
+                f"{text!r} is not a mesh: expected auto, or sizes of {', '.join(AXES)} of at least "
+                "1, as in fsdp=4,tp=2"
             )
         sizes[name] = int(size)
     return sizes
 
 
 def pattern(text: str) -> str:
+    """Parses a regular expression."""
     try:
         re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a regular expression: {error}"
+        ) from error
     return text
 
 
-def with_flags(told: str) -> str:
-    """Returns an error's text with flags in the place of the library's arguments."""
+def with_flag_names(message: str) -> str:
+    """Returns an error message of the library with flags instead of the library's arguments."""
     for argument, flag in _FLAGS.items():
-        told = re.sub(argument, flag, told)
-    return told
+        message = re.sub(argument, flag, message)
+    return message
 
 
 @contextlib.contextmanager
-def corrections() -> Iterator[None]:
-    """Turns errors about flags and files into `UsageError`, which names flags, while it lasts."""
+def usage_errors() -> Iterator[None]:
+    """Turns errors about flags and files inside the block into `UsageError`, which names flags."""
     try:
         yield
     except FileExistsError as error:
-        told = str(error)
+        message = str(error)
         if error.filename is not None:
-            told = f"{error.filename} is a file; expected a folder, or none"
-        raise UsageError(told) from error
+            message = f"{error.filename} is a file; expected a folder, or no file of that name"
+        raise UsageError(message) from error
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        raise UsageError(with_flags(str(error))) from error
+        raise UsageError(with_flag_names(str(error))) from error
     except OSError as error:
-        wrong = FileNotFoundError | PermissionError | NotADirectoryError
-        if error.errno is None or isinstance(error, wrong):
+        is_path_error = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
+        if error.errno is None or is_path_error:
             raise UsageError(str(error)) from error
         raise

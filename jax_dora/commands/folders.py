@@ -1,4 +1,4 @@
-"""A base model's folder and an adapter on it: what several commands begin with."""
+"""Loads the base model of --model with the adapter of --adapter, for several commands."""
 
 import argparse
 from pathlib import Path
@@ -11,28 +11,35 @@ from jax_dora.models import CausalLM, load_model
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds --model, --adapter, --dtype and --quantize."""
+    """Adds the flags --model, --adapter, --dtype and --quantize."""
     add = parser.add_argument_group("model").add_argument
-    add("--model", type=Path, help="a Hugging Face folder; the one the adapter names by default")
-    add("--adapter", type=Path, help="a PEFT folder, or a folder that finetune made")
+    add(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="Hugging Face folder of the base model; the adapter's base model by default",
+    )
+    add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder, or output folder of finetune")
     add_formats(add)
 
 
 def adapter_folder(folder: Path) -> Path:
-    """Returns the PEFT folder that `folder` is, or that the run in it has exported."""
+    """Returns the PEFT folder: `folder` itself, or the adapter in the run `folder`."""
     if (found := find_adapter_folder(folder)) is None:
-        raise FileNotFoundError(f"{folder} has no {CONFIG}; expected a PEFT folder, or a run's")
+        raise FileNotFoundError(
+            f"{folder} has no {CONFIG}; expected a PEFT folder, or an output folder of finetune"
+        )
     return found
 
 
 def adapter_config(folder: Path) -> AdapterConfig:
-    """Returns what a PEFT folder's adapter_config.json says."""
+    """Returns the contents of a PEFT folder's adapter_config.json."""
     with named_in_errors(folder / CONFIG):
         return AdapterConfig.from_json((folder / CONFIG).read_text("utf-8"))
 
 
 def base_folder(args: argparse.Namespace) -> Path:
-    """Returns the folder of --model, or else the one that the adapter was trained on."""
+    """Returns the folder of --model, or by default the folder that the adapter was trained on."""
     if args.model is not None:
         return args.model
     if args.adapter is None:
@@ -40,13 +47,13 @@ def base_folder(args: argparse.Namespace) -> Path:
     folder = adapter_config(adapter_folder(args.adapter)).base_model_name_or_path
     if folder is None or not Path(folder).is_dir():
         raise FileNotFoundError(
-            f"{args.adapter} was trained on {folder!r}, which is no folder here; pass --model"
+            f"{args.adapter} was trained on {folder!r}, which is not a folder here; pass --model"
         )
     return Path(folder)
 
 
 def adapted_model(args: argparse.Namespace, folder: Path) -> CausalLM:
-    """Returns the model of `folder`, with the adapter of --adapter if it is given."""
+    """Returns the model in `folder`, with the adapter of --adapter if it is given."""
     model = load_model(folder, quantize=args.quantize, dtype=args.dtype)
     if args.adapter is None:
         return model

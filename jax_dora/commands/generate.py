@@ -1,10 +1,11 @@
-"""Generates text with a model, with or without an adapter.
+"""Generate text with a model, with or without an adapter.
 
     jax-dora generate --adapter RUN --prompt "12+30="
     jax-dora generate --model FOLDER --chat --prompt "Why is the sky blue?" --temperature 0.7
 
-One prompt's answer is printed as it comes. Several are answered together, and printed as JSON Lines
-of "prompt" and "completion". Without --prompt, standard input is the prompt.
+The completion of a single prompt is printed while it is generated. Several prompts are completed as
+one batch, and printed as JSON Lines with "prompt" and "completion". Without --prompt, the prompt is
+read from standard input.
 """
 
 import argparse
@@ -12,64 +13,88 @@ import json
 import sys
 
 import jax_dora
-from jax_dora.commands.flags import corrections, not_negative, share, whole
+from jax_dora.commands.flags import integer, not_negative, share, usage_errors
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
 from jax_dora.models import Sampling, generate, generate_steps, read_config
 from jax_dora.models.text import TextStream
-from jax_dora.models.tokenizer import Texts
+from jax_dora.models.tokenizer import TextSettings
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
     add_model_flags(parser)
     add = parser.add_argument_group("text").add_argument
-    add("--prompt", action="append", help="what to go on from; may be given several times")
-    add("--chat", action="store_true", help="put each prompt into the model's chat template")
-    add("--system", help="with --chat: the system's message")
-    add("--tokens", type=whole(1, 2**24), default=128, help="at most so many new (%(default)s)")
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
+    add("--chat", action="store_true", help="format each prompt with the model's chat template")
+    add("--system", metavar="TEXT", help="system message; needs --chat")
+    tokens = integer(1, 2**24)
+    add("--tokens", type=tokens, default=128, metavar="N", help="maximum number of new tokens")
 
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=not_negative, default=0.0, help="0 takes the likeliest (%(default)s)")
-    add("--top-k", type=whole(0), default=0, help="of so many likeliest; 0 for all (%(default)s)")
-    add("--top-p", type=share, default=1.0, help="of the likeliest of this share (%(default)s)")
-    add("--seed", type=whole(0, 2**32 - 1), default=0, help="of the draws (%(default)s)")
+    add(
+        "--temperature",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="sampling temperature; 0 chooses the most likely token",
+    )
+    add(
+        "--top-k",
+        type=integer(0),
+        default=0,
+        metavar="N",
+        help="sample from the N most likely tokens only; 0 for all",
+    )
+    add(
+        "--top-p",
+        type=share,
+        default=1.0,
+        metavar="X",
+        help="sample from the most likely tokens with this total probability only",
+    )
+    add("--seed", type=integer(0, 2**32 - 1), default=0, metavar="N", help="random seed")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the model says; returns the exit status."""
-    with corrections():
+    """Prints the completions, and returns the exit status."""
+    with usage_errors():
         if args.system is not None and not args.chat:
-            raise ValueError("--system is given without --chat, whose template has a place for it")
-        for flag, changes in {"top-k": args.top_k != 0, "top-p": args.top_p != 1}.items():
-            if changes and args.temperature == 0:
-                raise ValueError(f"--{flag} is given without --temperature above 0, which samples")
+            raise ValueError("--system is given without --chat; expected both")
+        for flag, is_given in {"top-k": args.top_k != 0, "top-p": args.top_p != 1}.items():
+            if is_given and args.temperature == 0:
+                raise ValueError(
+                    f"--{flag} is given without --temperature; expected a temperature above 0"
+                )
         folder = base_folder(args)
-        texts = Texts.of(folder, read_config(folder))
+        texts = TextSettings.of(folder, read_config(folder))
         prompts = args.prompt or [sys.stdin.read()]
         tokens = [_tokens(args, texts, prompt) for prompt in prompts]
         if not all(tokens):
             raise ValueError(
-                "--prompt is empty, and the model's tokenizer begins texts with nothing"
+                "--prompt is empty, and the model's tokenizer adds no token at the beginning; "
+                "expected a text"
             )
         longest = max(map(len, tokens))
-        together = longest + args.tokens
-        told = f"--prompt has {longest} tokens and --tokens is {args.tokens}, together {together}"
-        texts.check(together, told)
+        total = longest + args.tokens
+        texts.check_length(
+            total, f"--prompt has {longest} tokens and --tokens is {args.tokens}, together {total}"
+        )
         model = adapted_model(args, folder)
         if args.adapter is not None:
             model = jax_dora.freeze(model)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    # The answer in a conversation is a text of its own.
-    streams = [TextStream(texts.tokenizer, before=() if args.chat else one) for one in tokens]
+    # A reply in a chat is a separate text. Otherwise, the completion continues the prompt.
+    streams = [TextStream(texts.tokenizer, before=() if args.chat else ids) for ids in tokens]
     if len(prompts) == 1:
         [stream] = streams
         for (drawn,) in generate_steps(model, tokens, args.tokens, sampling):
-            if drawn in texts.ends:
+            if drawn in texts.end_tokens:
                 break
             print(stream.add(int(drawn)), end="", flush=True)
         print(stream.end())
         return 0
     prints_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    answers = generate(model, tokens, args.tokens, sampling, ends=texts.ends)
+    answers = generate(model, tokens, args.tokens, sampling, ends=texts.end_tokens)
     for prompt, stream, answer in zip(prompts, streams, answers, strict=True):
         completion = "".join([*map(stream.add, answer), stream.end()])
         line = {"prompt": prompt, "completion": completion}
@@ -77,16 +102,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokens(args: argparse.Namespace, texts: Texts, prompt: str) -> list[int]:
-    """Returns the tokens of a prompt, or of the conversation that --chat makes of it."""
+def _tokens(args: argparse.Namespace, texts: TextSettings, prompt: str) -> list[int]:
+    """Returns the tokens of a prompt, formatted as a chat with --chat."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"--prompt {prompt!r} is no text: {error}") from error
+        raise ValueError(f"--prompt {prompt!r} is not valid text: {error}") from error
     if not args.chat:
         return texts.tokenizer.encode(prompt).ids
     if texts.template is None:
-        raise ValueError(f"--chat: {texts.folder} has no chat template")
+        raise ValueError(f"--chat is given, but {texts.folder} has no chat template")
     messages = [{"role": "user", "content": prompt}]
     if args.system is not None:
         messages = [{"role": "system", "content": args.system}, *messages]

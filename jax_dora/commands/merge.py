@@ -1,40 +1,46 @@
-"""Merges an adapter into its base model, and writes the result as a Hugging Face folder.
+"""Merge an adapter into its base model, and write the result as a Hugging Face folder.
 
     jax-dora merge --adapter RUN --output MERGED
 
-Each kernel becomes W + ((g-1)∘W + g∘(s·A B)) in fp32, cast once; what that cast costs is printed.
+Each merged kernel is W + ((g-1)∘W + g∘(s·A B)), computed in fp32 and rounded once to the model's
+dtype. The rounding errors are printed.
 """
 
 import argparse
 
 import jax_dora
 from jax_dora.commands import flags
-from jax_dora.commands.flags import corrections
+from jax_dora.commands.flags import usage_errors
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
 from jax_dora.models import read_config, save_model
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
     add_model_flags(parser)
-    parser.add_argument("--output", type=flags.folder, required=True, help="the folder to be made")
+    parser.add_argument(
+        "--output", type=flags.folder, required=True, metavar="FOLDER", help="folder to create"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder; returns the exit status."""
-    with corrections():
+    """Writes the merged model, and returns the exit status."""
+    with usage_errors():
         if args.adapter is None:
-            raise ValueError("--adapter is missing; expected a PEFT folder, or a run's")
+            raise ValueError(
+                "--adapter is missing; expected a PEFT folder, or an output folder of finetune"
+            )
         if args.output.exists():
-            raise FileExistsError(f"--output {args.output} exists; expected a folder to be made")
+            raise FileExistsError(f"--output {args.output} exists already; expected a new folder")
         folder = base_folder(args)
         model = adapted_model(args, folder)
         if model.lm_head is None and isinstance(model.model.embed_tokens, jax_dora.DoRALayer):
             raise NotImplementedError(
                 f"--adapter {args.adapter} adapts the embedding, to which this model's head is "
-                "tied; expected an adapter without it: PEFT leaves the head as it is, and a merged "
-                "folder of a tied model has one array for both"
+                "tied; expected an adapter without it: PEFT does not adapt the head, but a merged "
+                "folder has one array for both"
             )
         merged, report = jax_dora.merge_dora(model, return_report=True)
         save_model(merged, args.output, read_config(folder), tokenizer_from=folder)
-    print(f"The merged model is in {args.output}; what rounding cost:\n{report}")
+    print(f"Saved the merged model to {args.output}. Rounding errors of merging:\n{report}")
     return 0

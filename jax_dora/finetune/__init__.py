@@ -1,1 +1,1 @@
-"""Fine-tunes a Llama, Mistral or Qwen with DoRA: `jax-dora finetune --help`."""
+"""Fine-tunes a Llama, Mistral or Qwen model with DoRA. See `jax-dora finetune --help`."""

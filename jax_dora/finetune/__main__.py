@@ -1,4 +1,4 @@
-"""Runs `python -m jax_dora.finetune`, the same as `jax-dora finetune`."""
+"""Runs `jax-dora finetune` as `python -m jax_dora.finetune`."""
 
 import sys
 

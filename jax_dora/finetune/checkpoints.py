@@ -1,8 +1,8 @@
-"""Checkpoints of what training changes; the base model is in its folder.
+"""Checkpoints of a run: adapter, optimizer state and dropout streams, without the base model.
 
-Each is a folder of a safetensors file, facts in JSON, and the checksums of both, written by plain
-file calls: on a full disk a writer of many files at once would leave tasks behind that report for
-themselves.
+A checkpoint is a folder with a safetensors file, a JSON file with facts about the run, and the
+checksums of both. They are written with plain file operations. A library that writes many files in
+background tasks would report a full disk from those tasks, after `save` has returned.
 """
 
 import dataclasses
@@ -19,53 +19,56 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from dora_common.disk import add_path_to_disk_errors, fsync
-from jax_dora.models.sharding import put
+from jax_dora.models.sharding import to_devices
 
 ARRAYS, FACTS = "arrays.safetensors", "facts.json"
-SUMS = "SHA256SUMS"  # written last, in the form of `sha256sum --check`
+SUMS = "SHA256SUMS"  # written last, in the format of `sha256sum --check`
 
 
 @dataclasses.dataclass
 class Checkpoints:
-    """The checkpoints of one run, by their steps. Each appears whole or not at all."""
+    """The checkpoints of one run, by step. A checkpoint becomes visible once it is complete.
 
-    folder: Path  # made with the first
-    keep: int = 1  # so many of the newest stay
+    Attributes:
+      folder: the folder of all checkpoints. The first checkpoint creates it.
+      keep: how many of the latest checkpoints to keep.
+    """
+
+    folder: Path
+    keep: int = 1
 
     def steps(self) -> list[int]:
-        """Returns the steps of all checkpoints in order, sound or not."""
-        names = [one.name for one in self.folder.glob("*")]
+        """Returns the steps of all checkpoints in ascending order, including damaged ones."""
+        names = [path.name for path in self.folder.glob("*")]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def unfinished(self) -> list[Path]:
-        """Returns the unfinished checkpoints of writers that were killed; the next `save` removes
-        them."""
+        """Returns incomplete checkpoints of killed processes. The next `save` removes them."""
         return sorted(self.folder.glob(".*.partial"))
 
     def damage(self, step: int) -> str | None:
-        """Returns what is wrong with the files of a checkpoint, or None."""
+        """Returns a description of the damage to a checkpoint's files, or None."""
         folder = self.folder / str(step)
         for name in (SUMS, ARRAYS, FACTS):
             if not (folder / name).is_file():
                 return f"{folder / name} is missing"
-        told = (folder / SUMS).read_text("utf-8", errors="replace").splitlines()
+        expected = (folder / SUMS).read_text("utf-8", errors="replace").splitlines()
         for line, name in zip(_sums(folder).splitlines(), (ARRAYS, FACTS), strict=True):
-            if line not in told:
-                return f"{folder / name} is damaged: it is not what {SUMS} says"
+            if line not in expected:
+                return f"{folder / name} is damaged: its checksum differs from {SUMS}"
         return None
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Returns the `facts` that `save` was given."""
+        """Returns the `facts` that were saved with a checkpoint."""
         return json.loads((self.folder / str(step) / FACTS).read_text("utf-8"))
 
     def restore(self, step: int, like: Any) -> Any:
-        """Returns the tree of arrays of a step, in the structure and with the shardings of
-        `like`."""
+        """Returns the arrays of a checkpoint, with the tree structure and shardings of `like`."""
         with safe_open(self.folder / str(step) / ARRAYS, framework="numpy") as file:
-            # A step compiled for arrays that are committed to a device would be compiled again for
-            # what it returns, where the frozen weights are not committed.
+            # Restored arrays are committed to devices only if those of `like` are. Otherwise the
+            # step would be compiled once for the restored arrays and again for its own results.
             leaves = [
-                put(file.get_tensor(name), leaf.sharding)
+                to_devices(file.get_tensor(name), leaf.sharding)
                 if leaf.committed
                 else jnp.asarray(file.get_tensor(name))
                 for name, leaf in _by_name(like).items()
@@ -73,11 +76,14 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def save(self, step: int, arrays: Any, facts: dict[str, Any]) -> None:
-        """Writes a checkpoint, and removes those that are too old, and later ones, which are
-        damaged, or of steps that the run has gone back from."""
+        """Writes a checkpoint, and removes old ones.
+
+        Checkpoints of later steps are removed as well: they are damaged, or the run has gone back
+        to an earlier step.
+        """
         folder, partial = self.folder / str(step), self.folder / f".{step}.partial"
-        for left in self.unfinished():
-            shutil.rmtree(left)
+        for unfinished in self.unfinished():
+            shutil.rmtree(unfinished)
         for later in self.steps():
             if later >= step:
                 self._remove(later)
@@ -99,7 +105,7 @@ class Checkpoints:
             self._remove(old)
 
     def _remove(self, step: int) -> None:
-        # It counts no longer, at whatever file the removal is stopped.
+        # Renamed first, so that an interrupted removal leaves no checkpoint that looks complete.
         partial = self.folder / f".{step}.partial"
         (self.folder / str(step)).rename(partial)
         shutil.rmtree(partial)

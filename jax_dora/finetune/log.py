@@ -1,4 +1,4 @@
-"""metrics.jsonl, a line a step, and the same for TensorBoard."""
+"""Writes the metrics of a run to metrics.jsonl, one line per step, and to TensorBoard."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, NotRequired, Self, TypedDict, cast
 
 
 class Line(TypedDict):
-    """The metrics of a step; losses in nats a token."""
+    """The metrics of a step. Losses are in nats per token."""
 
     step: int
     loss: float
@@ -17,15 +17,19 @@ class Line(TypedDict):
 
 
 class Log:
-    """The metrics of a run, as far as its steps are done."""
+    """The metrics of a run's finished steps.
+
+    Attributes:
+      lines: the lines of metrics.jsonl.
+    """
 
     def __init__(self, folder: Path | None, done: int, *, tensorboard: bool = False) -> None:
         """
         Args:
-          folder: the run's; None writes nothing.
-          done: steps; what the file says of later ones, or has begun to say, is cut off, and
-            what follows a line that is damaged.
-          tensorboard: write its files too.
+          folder: the run's folder; None writes nothing.
+          done: the number of finished steps. Lines of later steps are removed from the file, and
+            also everything from the first damaged line on.
+          tensorboard: whether to write TensorBoard files as well.
         """
         self.lines: list[Line] = []
         self._writer: Any = None
@@ -35,13 +39,13 @@ class Log:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            # TensorBoard forgets what it was told of later steps before.
+            # TensorBoard discards earlier values of the steps from purge_step on.
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
         self._stream = (folder / "metrics.jsonl").open("a+b")
         self._stream.seek(0)
         end = 0
         for raw in self._stream:
-            line, last = _parsed(raw), self.lines[-1]["step"] if self.lines else 0
+            line, last = _parse(raw), self.lines[-1]["step"] if self.lines else 0
             if line is None or not last < line["step"] <= done:
                 break
             self.lines.append(line)
@@ -58,6 +62,7 @@ class Log:
             self._writer.close()
 
     def add(self, line: Line) -> None:
+        """Writes the metrics of a step."""
         self.lines.append(line)
         if self._stream is not None:
             self._stream.write(json.dumps(line).encode() + b"\n")
@@ -68,14 +73,14 @@ class Log:
                     self._writer.add_scalar(name, value, line["step"])
 
 
-def _parsed(raw: bytes) -> Line | None:
-    """Returns a line, or None where it is damaged."""
+def _parse(raw: bytes) -> Line | None:
+    """Returns a line of metrics.jsonl, or None if it is damaged."""
     try:
         line = json.loads(raw)
     except ValueError:
         return None
-    is_whole = raw.endswith(b"\n") and isinstance(line, dict)
-    if not is_whole or line.keys() - Line.__optional_keys__ != Line.__required_keys__:
+    is_complete = raw.endswith(b"\n") and isinstance(line, dict)
+    if not is_complete or line.keys() - Line.__optional_keys__ != Line.__required_keys__:
         return None
-    is_sound = all(type(value) in (int, float) for value in line.values())
-    return cast(Line, line) if is_sound and isinstance(line["step"], int) else None
+    is_valid = all(type(value) in (int, float) for value in line.values())
+    return cast(Line, line) if is_valid and isinstance(line["step"], int) else None

@@ -1,6 +1,6 @@
-"""Several processes that train one model, each with devices of its own.
+"""Several processes that train one model together, each with its own devices.
 
-All of them run the same steps on the same settings; the first alone prints and writes.
+All processes run the same steps with the same settings. Only the first process prints and writes.
 """
 
 import contextlib
@@ -13,117 +13,134 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_dora.finetune.lifeline import Lifeline, connect, open_to
+from jax_dora.finetune.peers import PeerMonitor, connect, listen_for_peers
 
-_REACHED = 10.0  # seconds to reach the first process in
+_CONNECT_TIMEOUT = 10.0  # seconds
 
 
 class FirstStoppedError(RuntimeError):
-    """The first of several processes cannot go on."""
+    """Raised in the other processes when the first process has stopped with an error."""
 
 
 def join(coordinator: str | None, count: int | None, index: int | None) -> None:
-    """Joins the other processes; before JAX has looked for devices.
+    """Joins the other processes. This has to happen before JAX initialises its devices.
 
     Args:
-      coordinator: "HOST:PORT" of the first process; "auto" for what the cluster says; None for a
-        process alone.
-      count, index: how many there are, and which this one is; None under "auto".
+      coordinator: "HOST:PORT" of the first process; "auto" to ask the cluster manager; None for a
+        single process.
+      count: the number of processes; None with "auto".
+      index: the number of this process, from 0; None with "auto".
+
+    Raises:
+      ValueError: the arguments do not fit together, or the processes cannot connect.
     """
-    told = (
-        "expected --coordinator HOST:PORT, --processes and --process of each, or --coordinator "
-        "auto under SLURM, Open MPI or Kubernetes"
+    expected = (
+        "expected --coordinator HOST:PORT, --processes and --process for each process, or "
+        "--coordinator auto under SLURM, Open MPI or Kubernetes"
     )
     if coordinator is None or coordinator == "auto":
         if count is not None or index is not None:
-            raise ValueError(f"--processes or --process is given without HOST:PORT; {told}")
+            raise ValueError(f"--processes or --process is given without HOST:PORT; {expected}")
     elif count is None or index is None or index >= count:
-        raise ValueError(f"--process is {index} of --processes {count}; {told}")
+        raise ValueError(f"--process is {index} and --processes is {count}; {expected}")
     if coordinator is None:
         return
-    # Of CPUs; it has to be said before their devices are made.
+    # For processes on CPU. It has no effect once JAX has initialised its devices.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         address = None if coordinator == "auto" else coordinator
         jax.distributed.initialize(address, count, index)
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"the processes do not find each other: {error}; {told}") from error
+        raise ValueError(f"the processes cannot connect: {error}; {expected}") from error
 
 
-def lifeline(coordinator: str | None) -> tuple[Lifeline, bool]:
-    """Connects the processes that have joined by `coordinator`, so that each hears when another is
-    gone; returns the connections, and whether all of them could be made."""
+def monitor_peers(coordinator: str | None) -> tuple[PeerMonitor, bool]:
+    """Connects the processes that have joined, so that each notices when another one ends.
+
+    Returns:
+      The monitor, and whether all processes could connect. If not, the monitor has no connections.
+    """
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
-        return Lifeline(index, {}), True
+        return PeerMonitor(index, {}), True
     host = (coordinator or "").rpartition(":")[0].strip("[]") or socket.gethostname()
     address, accept = "", None
     if index == 0:
-        with contextlib.suppress(OSError):  # Without it a run is as good as JAX is.
-            address, accept = open_to(count, host)
-    address = _of_the_first(address)
-    others = accept(2 * _REACHED) if accept else connect(address, index, _REACHED)
-    is_whole = not anywhere(len(others) < (count - 1 if index == 0 else 1))
-    if not is_whole:
+        with contextlib.suppress(OSError):  # Without connections, JAX notices after a while.
+            address, accept = listen_for_peers(count, host)
+    address = _broadcast_json(address)
+    others = accept(2 * _CONNECT_TIMEOUT) if accept else connect(address, index, _CONNECT_TIMEOUT)
+    is_complete = not any_process(len(others) < (count - 1 if index == 0 else 1))
+    if not is_complete:
         for connection in others.values():
             connection.close()
         others = {}
-    return Lifeline(index, others), is_whole
+    return PeerMonitor(index, others), is_complete
 
 
 def is_first() -> bool:
-    """Returns whether this process is the one that prints and writes."""
+    """Returns whether this process is the first, which prints and writes."""
     return jax.process_index() == 0
 
 
-def first_does(action: Callable[[], Any]) -> None:
-    """Runs `action` in the first process alone, while the others wait for it."""
+def run_on_first(action: Callable[[], Any]) -> None:
+    """Runs `action` in the first process only. The other processes wait.
+
+    Raises:
+      FirstStoppedError: in the other processes, if `action` raised an error in the first.
+    """
     failed = None
     if is_first():
         try:
             action()
         except Exception as error:
             failed = error
-    told = multihost_utils.broadcast_one_to_all(np.int32(failed is not None))
+    has_failed = multihost_utils.broadcast_one_to_all(np.int32(failed is not None))
     if failed is not None:
         raise failed
-    if told:
-        raise FirstStoppedError("the first process has stopped, and says why")
+    if has_failed:
+        raise FirstStoppedError("the first process has stopped and printed the reason")
 
 
-def compare(given: Mapping[str, Any]) -> None:
-    """Compares what the processes were given with what the first was, as JSON: each would compute
-    something else without an error, or wait for ever."""
-    here = json.loads(json.dumps(given))
-    first = _of_the_first(here)
-    told = [
+def check_equal(settings: Mapping[str, Any]) -> None:
+    """Checks that all processes have the same settings as the first process.
+
+    With different settings, processes would compute different results without an error, or wait
+    forever. Settings are compared as JSON.
+
+    Raises:
+      ValueError: the settings of a process differ.
+    """
+    here = json.loads(json.dumps(settings))
+    first = _broadcast_json(here)
+    differences = [
         f"{name} is {here.get(name)!r} here and {first.get(name)!r} there"
         for name in sorted(here | first)
         if here.get(name) != first.get(name)
     ]
-    if anywhere(bool(told)):
+    if any_process(bool(differences)):
         index = jax.process_index()
         raise ValueError(
-            f"process {index} was not given what process 0 was: {', '.join(told)}; start all of "
-            "them with the same flags and files"
-            if told
-            else "another process was not given what this one was, and says what"
+            f"process {index} has other settings than process 0: {', '.join(differences)}; start "
+            "all processes with the same flags and files"
+            if differences
+            else "another process has other settings than this one, and prints the differences"
         )
 
 
-def _of_the_first(value: Any) -> Any:
-    """Returns the first process's value, which JSON can hold."""
+def _broadcast_json(value: Any) -> Any:
+    """Returns the value of the first process in all processes, sent as JSON."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     text = text if is_first() else np.zeros(size, np.uint8)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8).tobytes())
 
 
-def anywhere(is_so: bool) -> bool:
-    """Returns whether it is so in any of the processes."""
-    return bool(np.any(multihost_utils.process_allgather(np.bool_(is_so))))
+def any_process(value: bool) -> bool:
+    """Returns whether `value` is true in at least one process."""
+    return bool(np.any(multihost_utils.process_allgather(np.bool_(value))))
 
 
-def least(number: float) -> float:
-    """Returns the least of the processes' numbers."""
+def minimum(number: float) -> float:
+    """Returns the minimum of `number` over all processes."""
     return float(np.min(multihost_utils.process_allgather(np.float32(number))))

@@ -1,5 +1,7 @@
-"""Records of a data file, each with where it stands: JSON Lines, a JSON list, parquet, a folder
-that Hugging Face's datasets wrote."""
+"""Reads the records of a data file.
+
+The file can be JSON Lines, a JSON list, parquet, or a folder written by Hugging Face's datasets.
+"""
 
 import codecs
 import json
@@ -13,12 +15,20 @@ FORMS = 'JSON Lines, a JSON list, parquet, or a folder of datasets\' "save_to_di
 
 
 class Record(NamedTuple):
-    where: str  # the file and the line or row, for messages
+    """A record, and its location for error messages."""
+
+    where: str  # the file with the line, row or number
     fields: dict[str, Any]
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yields the records of a file or folder."""
+    """Yields the records of a file or folder.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged, has no record, or has a record that is not an object.
+      ImportError: pyarrow is needed but not installed.
+    """
     count = 0
     for where, record in _read(path):
         if not isinstance(record, dict):
@@ -26,14 +36,14 @@ def read_records(path: Path) -> Iterator[Record]:
         yield Record(where, record)
         count += 1
     if not count:
-        raise ValueError(f"{path} has no record; expected {FORMS}")
+        raise ValueError(f"{path} has no records; expected {FORMS}")
 
 
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
     if path.is_dir():
         return _arrow(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file; expected {FORMS}")
+        raise FileNotFoundError(f"{path} does not exist; expected {FORMS}")
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
     if start.startswith(b"PAR1"):
@@ -48,29 +58,30 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 where = f"{path}, line {number}"
-                yield where, _parsed(line, where)
+                yield where, _parse_json(line, where)
 
 
 def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
-        records = _parsed(text, str(path))
+        records = _parse_json(text, str(path))
     except ValueError:
-        # JSON Lines whose first record is a list say better what is wrong.
+        # Perhaps the file is JSON Lines with a list in its first line. Then the error names a line.
         yield from _json_lines(path)
         return
     for number, record in enumerate(records, 1):
         yield f"{path}, record {number}", record
 
 
-def _parsed(text: bytes, where: str) -> Any:
+def _parse_json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=reject_duplicate_fields)
     except UnicodeDecodeError as error:
-        told = f"{where} is not UTF-8: {error.reason} at byte {error.start}"
-        raise ValueError(f"{told}; the data may be {FORMS}") from error
+        raise ValueError(
+            f"{where} is not UTF-8: {error.reason} at byte {error.start}; expected {FORMS}"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {error}; the data may be {FORMS}") from error
+        raise ValueError(f"{where} is not valid JSON: {error}; expected {FORMS}") from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -79,28 +90,28 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         batches = parquet.ParquetFile(path).iter_batches()
         yield from _rows(path, batches)
     except (OSError, _pyarrow("lib").ArrowException) as error:
-        raise ValueError(f"{path} is no sound parquet: {error}") from error
+        raise ValueError(f"{path} is not a valid parquet file: {error}") from error
 
 
 def _arrow(folder: Path) -> Iterator[tuple[str, Any]]:
     if (folder / "dataset_dict.json").is_file():
-        splits = sorted(one.name for one in folder.iterdir() if one.is_dir())
-        raise ValueError(f"{folder} has the splits {', '.join(splits)}; expected one of them")
+        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        raise ValueError(f"{folder} has the splits {', '.join(splits)}; expected the folder of one")
     state = folder / "state.json"
     if not state.is_file():
         raise ValueError(f"{folder} is a folder without state.json; expected {FORMS}")
     ipc = _pyarrow("ipc")
     try:
-        names = [one["filename"] for one in json.loads(state.read_text("utf-8"))["_data_files"]]
+        names = [entry["filename"] for entry in json.loads(state.read_text("utf-8"))["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{state} names no data files: {error!r}") from error
+        raise ValueError(f"{state} does not list the data files: {error!r}") from error
     for name in names:
         file = folder / name
         try:
             with file.open("rb") as stream, ipc.open_stream(stream) as batches:
                 yield from _rows(file, batches)
         except (OSError, _pyarrow("lib").ArrowException) as error:
-            raise ValueError(f"{file} is no sound arrow file: {error}") from error
+            raise ValueError(f"{file} is not a valid arrow file: {error}") from error
 
 
 def _rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
@@ -110,15 +121,20 @@ def _rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns what was put into a table, which has every column in every row, and every field of a
-    message in every message."""
+    """Returns a record without null fields, at any depth.
+
+    A table has every column in every row, and every field of a message in every message. The fields
+    that a record did not have are null.
+    """
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _pyarrow(module: str) -> Any:
     try:
         return __import__(f"pyarrow.{module}", fromlist=[module])
     except ImportError as error:
-        raise ImportError("parquet and datasets need: pip install 'jax-dora[data]'") from error
+        raise ImportError(
+            "reading parquet and datasets needs pyarrow: pip install 'jax-dora[data]'"
+        ) from error

@@ -1,20 +1,20 @@
-"""Writes what a run leaves for people to look at: a figure of the losses, samples, a model card."""
+"""Writes the results of a run: a figure of the losses, samples, and a model card."""
 
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 import jax_dora
-from jax_dora.finetune.data import Example
 from jax_dora.finetune.log import Line
-from jax_dora.finetune.plan import BINDING, Plan
+from jax_dora.finetune.packing import Example
+from jax_dora.finetune.plan import FIXED_FLAGS, Plan
 from jax_dora.models import CausalLM, generate
 
 SAMPLE_TOKENS = 64
 
 
 class Sample(NamedTuple):
-    """A prompt of the data, what follows there, and what the model makes of it."""
+    """A prompt of the data, its completion in the data, and the completion by the model."""
 
     prompt: str
     expected: str
@@ -23,7 +23,7 @@ class Sample(NamedTuple):
 
 def draw_losses(lines: list[Line], file: Path) -> None:
     """Draws the losses of metrics.jsonl."""
-    from matplotlib.figure import Figure  # it takes a while, and only the end needs it
+    from matplotlib.figure import Figure  # imported late, since the import is slow
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
@@ -32,20 +32,20 @@ def draw_losses(lines: list[Line], file: Path) -> None:
     if evaluated:
         steps, losses = zip(*((one["step"], one["eval_loss"]) for one in evaluated), strict=True)
         axes.plot(steps, losses, marker="o", label="evaluation")
-    axes.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, metadata={"Date": None})
 
 
 def take_samples(plan: Plan, model: CausalLM) -> list[Sample]:
-    """Lets the model answer the first prompts of the data, by the likeliest tokens."""
-    pairs = [_cut(example) for example in plan.examples_to_show]
+    """Returns the model's greedy completions of the first prompts of the data."""
+    pairs = [_split(example) for example in plan.examples_to_show]
     pairs = [(prompt, answer) for prompt, answer in pairs if prompt]
     if not pairs:
         return []
     prompts = [prompt for prompt, _ in pairs]
-    answers = generate(jax_dora.freeze(model), prompts, SAMPLE_TOKENS, ends=plan.texts.ends)
+    answers = generate(jax_dora.freeze(model), prompts, SAMPLE_TOKENS, ends=plan.texts.end_tokens)
     decode = plan.texts.tokenizer.decode
     return [
         Sample(decode(prompt), decode(expected), decode(answer))
@@ -54,9 +54,9 @@ def take_samples(plan: Plan, model: CausalLM) -> list[Sample]:
 
 
 def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path) -> None:
-    """Writes the model card of the adapter: what it was trained on, how, and to which loss."""
+    """Writes the model card of the adapter, with its losses, settings and samples."""
     evaluated = [one["eval_loss"] for one in lines if "eval_loss" in one]
-    settings = {name: getattr(plan.args, name) for name in BINDING}
+    settings = {name: getattr(plan.args, name) for name in FIXED_FLAGS}
     settings |= {"steps": lines[-1]["step"], "rows of a step": plan.settings["rows of a step"]}
     text = [
         "---",
@@ -69,7 +69,7 @@ def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path)
         f"# A DoRA adapter for {plan.folder.name}",
         "",
         f"Trained by `jax-dora finetune` for {lines[-1]['step']} steps to a loss of "
-        f"{lines[-1]['loss']:.4f} nats a token"
+        f"{lines[-1]['loss']:.4f} nats per token"
         + (f", {evaluated[-1]:.4f} on evaluation data." if evaluated else "."),
         "",
         "![losses](loss.svg)",
@@ -84,8 +84,8 @@ def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path)
     file.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
-def _cut(example: Example) -> tuple[list[int], list[int]]:
-    """Returns the text before the first tokens to learn, and those tokens."""
+def _split(example: Example) -> tuple[list[int], list[int]]:
+    """Returns the tokens before the first learned span, and the tokens of that span."""
     if True not in example.learned:
         return [], []
     start = example.learned.index(True)

@@ -1,4 +1,4 @@
-"""A model small enough for a laptop, its byte-level tokenizer, and sums for it to learn."""
+"""Makes a tiny model with a byte-level tokenizer, and training data: sums of two numbers."""
 
 import contextlib
 import json
@@ -40,9 +40,11 @@ CONFIG = {
 
 
 @contextlib.contextmanager
-def made(output: Path, *, data: bool) -> Iterator[None]:
-    """Makes the model of a run in its folder, and its data if these are wanted; removes them again
-    where the block, which is to check all else that the run was given, raises."""
+def make_tiny_inputs(output: Path, *, data: bool) -> Iterator[None]:
+    """Makes the tiny model in a run's folder, and the data if `data` is True.
+
+    If the block raises an error, what was made is removed again.
+    """
     folder, file = output / MODEL, output / DATA
     with contextlib.ExitStack() as undo:
         if not folder.exists():
@@ -57,24 +59,30 @@ def made(output: Path, *, data: bool) -> Iterator[None]:
 
 
 def make_tiny_model(folder: Path) -> None:
-    """Makes a Hugging Face folder with a Qwen3 of random weights, whole or not at all."""
+    """Makes a Hugging Face folder with a Qwen3 of random weights.
+
+    The folder appears once it is complete.
+    """
     config = DecoderConfig.from_hf(CONFIG)
     model = make_model(config)
-    # Embeddings of 0.02 under a head tied to them could not tell any token from another.
+    # The embeddings have a standard deviation of 0.02. With a tied head, logits would be almost
+    # equal without this factor.
     model.model.norm.scale[...] = 10 * model.model.norm.scale[...]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "chat_template": CHAT_TEMPLATE,
     }
-    with tempfile.TemporaryDirectory() as beside:
-        byte_level_tokenizer().save(str(Path(beside) / "tokenizer.json"))
-        (Path(beside) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        save_model(model, folder, CONFIG, tokenizer_from=beside)
+    with tempfile.TemporaryDirectory() as temporary:
+        byte_level_tokenizer().save(str(Path(temporary) / "tokenizer.json"))
+        (Path(temporary) / "tokenizer_config.json").write_text(
+            json.dumps(settings, indent=2) + "\n"
+        )
+        save_model(model, folder, CONFIG, tokenizer_from=temporary)
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Returns a tokenizer of one token a byte, and one more that ends a text."""
+    """Returns a tokenizer with one token per byte, and one more that ends a text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -84,7 +92,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def make_tiny_data(file: Path) -> None:
-    """Writes sums of two numbers, as prompts and completions."""
+    """Writes 500 sums of two numbers, as prompts and completions."""
     rng = np.random.default_rng(0)
     sums = rng.integers(0, 50, (500, 2)).tolist()
     records = ({"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in sums)

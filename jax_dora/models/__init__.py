@@ -1,4 +1,4 @@
-"""A decoder of the Llama and Qwen families in Flax NNX, and its Hugging Face folders."""
+"""A decoder for Llama, Mistral and Qwen models in Flax NNX, loaded from Hugging Face folders."""
 
 from jax_dora.models.cache import Cache as Cache
 from jax_dora.models.cache import make_cache as make_cache

@@ -1,4 +1,4 @@
-"""A model's own chat template, rendered by jinja2's sandbox as transformers does it."""
+"""Chat templates of models, rendered in jinja2's sandbox the way transformers renders them."""
 
 import datetime
 import json
@@ -12,63 +12,63 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jax_dora.models.config import read_object
-from jax_dora.models.folder import MORE_TEMPLATES
+from jax_dora.models.config import read_json_object
+from jax_dora.models.folder import EXTRA_TEMPLATES
 
 Messages = Sequence[dict[str, Any]]
 
-# What a message's content may be.
+# Describes the content of a message, for error messages.
 CONTENT = 'a text, or parts of the form {"type": "text", "text": …}'
 
 
 def text_of(content: Any) -> str | None:
-    """Returns a message's content in one text; None where it is not as `CONTENT` says."""
+    """Returns the content of a message as one text, or None if it is not of the form `CONTENT`."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
             return None
     texts = [part.get("text") for part in content]
-    return "".join(texts) if all(isinstance(one, str) for one in texts) else None
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
 
 
 class ChatTemplate:
-    """Renders conversations as the model was trained to read them."""
+    """Renders conversations in the format that a model was trained on."""
 
     def __init__(
         self, source: str, special_tokens: dict[str, str], *, with_tools: str | None = None
     ) -> None:
         """
         Args:
-          source: the template.
-          special_tokens: what it may name: bos_token, eos_token, and others.
-          with_tools: the template of conversations that have tools, if it is another.
+          source: the jinja2 template.
+          special_tokens: variables for the template: bos_token, eos_token, and others.
+          with_tools: a separate template for conversations with tools, if the model has one.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {
-            "raise_exception": _refuse,
+            "raise_exception": _raise_exception,
             "strftime_now": lambda form: datetime.datetime.now().strftime(form),
         }
         try:
             self._template = environment.from_string(source)
             self._with_tools = environment.from_string(with_tools or source)
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template is no jinja2: {error}") from error
+            raise ValueError(f"the chat template is not valid jinja2: {error}") from error
         self._special_tokens = special_tokens
 
     @classmethod
     def of(cls, folder: Path) -> Self | None:
-        """Returns the template of a model's folder, or None where it has none."""
+        """Returns the template in a model's folder, or None if the folder has none."""
         settings = _read(folder / "tokenizer_config.json")
         sources = _sources(folder, settings)
         if not sources:
             return None
         if "default" not in sources:
             raise ValueError(
-                f"{folder} has the chat templates {', '.join(sources)}; expected a default"
+                f"{folder} has the chat templates {', '.join(sources)}; expected one named default"
             )
         if odd := [source for source in sources.values() if not isinstance(source, str)]:
             raise ValueError(
@@ -87,24 +87,24 @@ class ChatTemplate:
         """Returns the text of a conversation.
 
         Args:
-          reply: end with what goes before the assistant's next message.
-          **more: what the template may read besides, such as `tools`.
+          reply: end with the prefix of the assistant's next message.
+          **more: further variables for the template, such as `tools`.
         """
-        # Templates ask whether these are none.
-        given = {"tools": None, "documents": None} | more
-        given |= {"messages": list(map(_plain, messages)), "add_generation_prompt": reply}
-        template = self._template if given["tools"] is None else self._with_tools
+        # Templates test these variables with "is none", so they have to be defined.
+        variables = {"tools": None, "documents": None} | more
+        variables |= {"messages": list(map(_plain, messages)), "add_generation_prompt": reply}
+        template = self._template if variables["tools"] is None else self._with_tools
         try:
-            return template.render(**self._special_tokens, **given)
-        except Exception as error:  # a template computes, and may fail as any program does
-            raise ValueError(f"the chat template refuses: {error}") from error
+            return template.render(**self._special_tokens, **variables)
+        except Exception as error:  # a template is a program and can raise any error
+            raise ValueError(f"the chat template failed: {error}") from error
 
     def turns(self, messages: Messages, **more: Any) -> list[list[tuple[str, bool]]]:
-        """Returns texts to train on: each a list of pieces, and whether it is to be learned.
+        """Returns texts to train on. Each text is a list of pairs (piece, whether it is learned).
 
-        One text has every reply of the assistant, if the template writes a message the same way
-        whatever follows it. Some do not (Qwen3's leaves out the thoughts of earlier replies); then
-        each reply gets a text that ends with it, as the model will read and write it.
+        If the template renders a message the same way whatever follows, one text holds all replies
+        of the assistant. Some templates do not: Qwen3's omits the reasoning of earlier replies.
+        Then there is one text for each reply, which ends with that reply.
         """
         texts: list[list[tuple[str, bool]]] = []
         for end, message in enumerate(messages, 1):
@@ -114,22 +114,23 @@ class ChatTemplate:
             whole = self.render(messages[:end], **more)
             if not whole.startswith(before):
                 raise ValueError(
-                    f"the chat template begins message {end} otherwise than the prompt that it "
-                    "makes for a reply; expected the same text, since what follows it is learned"
+                    f"the chat template renders message {end} without the prompt that it renders "
+                    "for a reply; expected the message to begin with that prompt, since the rest "
+                    "is learned"
                 )
             reply = (whole[len(before) :], True)
-            said = "".join(piece for piece, _ in texts[-1]) if texts else ""
-            if texts and before.startswith(said):
-                texts[-1] += [(before[len(said) :], False), reply]
+            previous = "".join(piece for piece, _ in texts[-1]) if texts else ""
+            if texts and before.startswith(previous):
+                texts[-1] += [(before[len(previous) :], False), reply]
             else:
                 texts.append([(before, False), reply])
         return texts
 
 
 class _Generation(Extension):
-    """The block that marks the assistant's words in some templates, which says nothing itself."""
+    """The block `{% generation %}`, which marks replies in some templates and renders nothing."""
 
-    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it this way
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
@@ -137,8 +138,11 @@ class _Generation(Extension):
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without fields of null, which some templates write as "None", and with its
-    reasoning under the names by which templates ask for it."""
+    """Returns a message in the form that templates expect.
+
+    Fields that are None are removed, since some templates would render them as "None". Reasoning is
+    stored under each name that templates use for it.
+    """
     message = {name: value for name, value in message.items() if value is not None}
     for name in ("reasoning_content", "thinking", "reasoning"):
         if name in message:
@@ -147,20 +151,20 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the templates of a folder by their names: those of files alone, if there are any."""
-    files = {one.stem: one for one in (folder / MORE_TEMPLATES).glob("*.jinja")}
+    """Returns the templates of a folder by name. Template files replace tokenizer_config.json's."""
+    files = {file.stem: file for file in (folder / EXTRA_TEMPLATES).glob("*.jinja")}
     if (file := folder / "chat_template.jinja").is_file():
         files["default"] = file
     if files:
         return {name: file.read_text("utf-8") for name, file in sorted(files.items())}
-    given = settings.get("chat_template")
-    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
-        return {str(one.get("name")): one.get("template") for one in given}
-    return {} if given is None else {"default": given}
+    template = settings.get("chat_template")
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        return {str(entry.get("name")): entry.get("template") for entry in template}
+    return {} if template is None else {"default": template}
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _to_json(
@@ -169,5 +173,5 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)

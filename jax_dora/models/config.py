@@ -1,4 +1,4 @@
-"""The sizes and switches of a decoder, and their form in Hugging Face's config.json."""
+"""The configuration of a decoder, and how it is read from Hugging Face's config.json."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from jax_dora.models.sharding import DecoderSharding
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3")
-# Fields of a `DecoderConfig` that config.json does not decide.
+# Fields of a `DecoderConfig` that say how to compute and are not determined by config.json.
 COMPUTATION = ("dtype", "attention", "segments", "remat", "memory", "unroll", "sharding")
 DTYPES = {
     "bfloat16": jnp.bfloat16,
@@ -23,17 +23,17 @@ DTYPES = {
     "half": jnp.float16,
     "float": jnp.float32,
 }
-# The window that transformers takes where a family has windows and config.json names none.
+# The sliding window that transformers assumes if config.json does not give one.
 DEFAULT_WINDOW = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: the base, and how its frequencies are stretched.
+    """Rotary position embedding: its base, and how its frequencies are scaled.
 
-    Kind "linear" divides every frequency by `factor`; "llama3" (Llama 3.1) divides those whose
-    wavelength exceeds original_length / low_freq_factor, keeps those below original_length /
-    high_freq_factor, and interpolates between.
+    Kind "linear" divides every frequency by `factor`. Kind "llama3" (Llama 3.1) divides the
+    frequencies whose wavelength exceeds original_length / low_freq_factor, keeps the frequencies
+    whose wavelength is below original_length / high_freq_factor, and interpolates in between.
     """
 
     theta: float = 10_000.0
@@ -45,62 +45,68 @@ class Rope:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        # transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling`.
-        # Where both are given it takes the older. A null is as if it were not there.
+        # transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`.
+        # If both are given, transformers uses the older fields. It ignores fields that are null.
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        given = {name: value for name, value in scaling.items() if value is not None}
-        theta = given.pop("rope_theta", None) or config.get("rope_theta") or cls.theta
-        kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-        given.pop("type", None)
-        if given.get("partial_rotary_factor") == 1:
-            del given["partial_rotary_factor"]
+        parameters = {name: value for name, value in scaling.items() if value is not None}
+        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or cls.theta
+        kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+        parameters.pop("type", None)
+        if parameters.get("partial_rotary_factor") == 1:
+            del parameters["partial_rotary_factor"]
         if kind not in ROPE_KINDS:
             raise NotImplementedError(
-                f"config.json asks for rope_type {kind!r}; expected one of {', '.join(ROPE_KINDS)}"
+                f"config.json has rope_type {kind!r}; expected one of {', '.join(ROPE_KINDS)}"
             )
         names = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
         names["original_max_position_embeddings"] = "original_length"
-        unknown = sorted(set(given) - set(names))
+        unknown = sorted(set(parameters) - set(names))
         if unknown:
             raise NotImplementedError(
                 f"config.json has rope parameters {', '.join(unknown)}; expected only "
                 f"{', '.join(names)}"
             )
         if kind == "default":
-            given = {}
-        elif "factor" not in given:
+            parameters = {}
+        elif "factor" not in parameters:
             raise ValueError(
-                f"config.json asks for rope_type {kind!r} without a factor; expected one, by which "
-                "wavelengths grow"
+                f"config.json has rope_type {kind!r} without a factor; expected the factor that "
+                "wavelengths are multiplied by"
             )
         if kind == "llama3":
             name = "original_max_position_embeddings"
-            # A length beside the rope's parameters goes before the one among them.
-            own = config.get(name) or given.get(name)
-            given[name] = own or config.get("max_position_embeddings")
-        stretched = {names[name]: _positive(name, value) for name, value in given.items()}
-        return cls(theta=_positive("rope_theta", theta), kind=kind, **stretched)
+            # As in transformers, a top-level length overrides the one in the rope parameters.
+            length = config.get(name) or parameters.get(name)
+            parameters[name] = length or config.get("max_position_embeddings")
+        fields = {names[name]: _positive(name, value) for name, value in parameters.items()}
+        return cls(theta=_positive("rope_theta", theta), kind=kind, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Names as in config.json; what the model families differ in stands as plain switches.
+    """The configuration of a decoder. Fields have their names in config.json.
+
+    Differences between model families are separate boolean fields, such as `qk_norm`.
 
     Attributes:
-      dtype: of parameters and activations. Norms, rotations and losses compute in fp32.
-      attention: `implementation` of `jax.nn.dot_product_attention`; "cudnn" is the fast one on a
-        GPU, for bf16 and fp16.
-      segments: the most texts that a packed row may hold, padding counted as one, for which cuDNN
-        computes within each; a row with more is NaN. None takes a mask.
-      remat: recompute in the backward pass what a layer has not kept: kept are its input, what
-        `jax_dora.remat_policy` says, and what `memory` has room for. False keeps all.
-      memory: the GiB of activations to keep beyond that, over all layers and in equal shares; those
-        are chosen whose recomputation takes longest. "auto" takes what the device has free when
-        the program is traced, None nothing.
-      unroll: put the layers one after the other into the program, instead of one into a loop, which
-        copies each layer's weights out of their stack: some per cent faster in training, far more
-        where a token is generated, and longer to compile by as many layers.
-      sharding: how arrays and activations lie on several devices; left to XLA if None.
+      dtype: the dtype of parameters and activations. Norms, rotations and losses are computed in
+        fp32.
+      attention: `implementation` of `jax.nn.dot_product_attention`. On a GPU, "cudnn" is the fast
+        choice for bf16 and fp16.
+      segments: the maximum number of texts in a packed row, counting padding as one text. With
+        "cudnn", attention is then computed within each text only, and the result is NaN in rows
+        with more texts. None uses a mask instead.
+      remat: whether the backward pass recomputes activations. A layer then keeps its input, the
+        values that `jax_dora.remat_policy` names, and what fits into `memory`. False keeps all
+        activations.
+      memory: GiB of further activations to keep, for all layers together, split equally among the
+        layers. The activations that take longest to recompute are kept first. "auto" uses the
+        device memory that is free while the program is traced; None keeps no more.
+      unroll: whether the program contains each layer separately instead of a loop over the layers.
+        A loop copies each layer's weights out of the stacked array. Without the loop training is a
+        few percent faster and generation much faster, but compile time grows with the number of
+        layers.
+      sharding: the sharding of arrays and activations on several devices; None leaves it to XLA.
     """
 
     vocab_size: int
@@ -127,7 +133,7 @@ class DecoderConfig:
 
     @property
     def row_shards(self) -> int:
-        """The parts that the rows of a batch are in."""
+        """The number of parts that the rows of a batch are split into."""
         return 1 if self.sharding is None else self.sharding.row_shards
 
     @classmethod
@@ -137,29 +143,27 @@ class DecoderConfig:
         """Returns the config that the contents of a config.json describe.
 
         Args:
-          config: the parsed file. One that names no dtype means float32 here; `read_config`
-            gives it that of the weights.
-          dtype: in place of the file's, if given.
-          **changes: fields to set otherwise, such as attention, segments, remat, memory, unroll and
+          config: the parsed file. Without a dtype in it, the model is float32. (`read_config` adds
+            the dtype of the weights to files without one.)
+          dtype: replaces the dtype of the file.
+          **changes: values for other fields, such as attention, segments, remat, memory, unroll and
             sharding.
 
         Raises:
-          NotImplementedError: the model is of another family, or uses what this decoder has not.
-          ValueError: a size is missing, or a field has another type than expected.
-          TypeError: `changes` has a name that is no field.
+          NotImplementedError: the model family or a feature of the model is not supported.
+          ValueError: a size is missing, or a field has an unexpected type.
+          TypeError: a name in `changes` is not a field.
         """
         try:
             fields = cls._fields(config)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"config.json has a field of another type than expected: {error}"
-            ) from error
+            raise ValueError(f"config.json has a field of an unexpected type: {error}") from error
         if dtype is not None:
             changes["dtype"] = jnp.dtype(dtype)
         elif fields["dtype"] is None:
             raise ValueError(
                 f"config.json has dtype {config.get('dtype') or config['torch_dtype']!r}; expected "
-                "bfloat16, float16 or float32: correct it, or load the model in another dtype"
+                "bfloat16, float16 or float32: correct it, or load the model with another dtype"
             )
         return cls(**fields | changes)
 
@@ -170,19 +174,19 @@ class DecoderConfig:
             raise NotImplementedError(
                 f"config.json has model_type {kind!r}; expected one of {', '.join(MODEL_TYPES)}"
             )
-        _refuse(config)
+        _check_supported(config)
 
-        def size(name: str, otherwise: int | None = None) -> int:
+        def size(name: str, default: int | None = None) -> int:
             value = config.get(name)
             if value is None:
-                value = otherwise
+                value = default
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"config.json has {name} {value!r}; expected a positive integer")
             return value
 
         heads = size("num_attention_heads")
         hidden = size("hidden_size")
-        # Where other families have these fields, transformers does not read them.
+        # transformers ignores these fields for other families.
         attention_bias = kind in ("llama", "qwen3") and bool(config.get("attention_bias"))
         kv_heads = size("num_key_value_heads", heads if kind == "llama" else None)
         if heads % kv_heads:
@@ -214,25 +218,25 @@ class DecoderConfig:
         }
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Returns the object that a file holds."""
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file."""
     try:
         value = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} holds a {type(value).__name__}; expected a JSON object")
     return value
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Returns the tokens of the longest text that a config.json is for; None if it does not say."""
-    most = config.get("max_position_embeddings")
-    if most is not None and (type(most) is not int or most < 2):
+    """Returns the maximum number of tokens of a text, or None if config.json does not give it."""
+    limit = config.get("max_position_embeddings")
+    if limit is not None and (type(limit) is not int or limit < 2):
         raise ValueError(
-            f"config.json has max_position_embeddings {most!r}; expected a whole number above 1"
+            f"config.json has max_position_embeddings {limit!r}; expected an integer above 1"
         )
-    return most
+    return limit
 
 
 def _positive(name: str, value: Any, *, or_zero: bool = False) -> float:
@@ -243,38 +247,41 @@ def _positive(name: str, value: Any, *, or_zero: bool = False) -> float:
     return float(value)
 
 
-def _refuse(config: Mapping[str, Any]) -> None:
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """Raises an error if the model uses a feature that the decoder does not compute."""
     layers = config.get("num_hidden_layers") or 0
-    # Mistral has the window alone; Qwen has a switch beside it, and Llama no window.
+    # Llama has no sliding window. Mistral uses sliding_window if it is set. Qwen also has the
+    # switch use_sliding_window.
     kind = config["model_type"]
-    is_on = kind == "mistral" or (kind != "llama" and config.get("use_sliding_window"))
-    if is_on and "sliding_window" not in config:
+    uses_window = kind == "mistral" or (kind != "llama" and config.get("use_sliding_window"))
+    if uses_window and "sliding_window" not in config:
         config = {**config, "sliding_window": DEFAULT_WINDOW}
-    window, most = config.get("sliding_window"), max_positions(config)
-    spans_all = window is not None and most is not None and window >= most
-    kinds = {"full_attention", "sliding_attention"} if spans_all else {"full_attention"}
-    slides = window is not None and is_on
+    window, limit = config.get("sliding_window"), max_positions(config)
+    covers_all = window is not None and limit is not None and window >= limit
+    kinds = {"full_attention", "sliding_attention"} if covers_all else {"full_attention"}
+    slides = window is not None and uses_window
     if slides and kind != "mistral":
-        # Those of Qwen's layers that layer_types names, or all from max_window_layers on.
+        # In Qwen, layer_types says which layers slide. Without layer_types, all layers from
+        # max_window_layers on do.
         slides = not config.get("layer_types") and layers > config.get("max_window_layers", 28)
     wrong = {
         "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
-        "sliding_window": slides and not spans_all,
+        "sliding_window": slides and not covers_all,
         "layer_types": layers and set(config.get("layer_types") or ()) - kinds,
-        "quantization_config": not _is_read(config.get("quantization_config")),
+        "quantization_config": not _is_supported_quantization(config.get("quantization_config")),
         "partial_rotary_factor": config.get("partial_rotary_factor") not in (None, 1),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise NotImplementedError(
-                f"config.json has {name} {config[name]!r}, which this decoder does not compute; "
-                "expected full attention, SiLU, whole rotations, and weights that are float, "
-                "bitsandbytes NF4 or FP8"
+                f"config.json has {name} {config[name]!r}, which this decoder does not support; "
+                "expected full attention, SiLU, rotations of whole heads, and weights that are "
+                "float, bitsandbytes NF4 or FP8"
             )
 
 
-def _is_read(quantization: Mapping[str, Any] | None) -> bool:
-    """Returns whether weights so quantised may be such as `QuantisedTensor` reads."""
+def _is_supported_quantization(quantization: Mapping[str, Any] | None) -> bool:
+    """Returns whether `QuantisedTensor` can read weights with this quantization_config."""
     if quantization is None:
         return True
     method = quantization.get("quant_method")

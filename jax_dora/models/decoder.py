@@ -1,8 +1,8 @@
-"""A decoder-only transformer of the Llama and Qwen families.
+"""A decoder-only transformer for the Llama, Mistral and Qwen families.
 
-Attributes are named as Hugging Face names its modules, so that a torch path
-`model.layers.7.self_attn.q_proj` is `model/layers/self_attn/q_proj` here; all layers are one module
-whose arrays have a leading layer axis, and the forward pass scans over it.
+Attributes have the names of Hugging Face's modules: the torch path
+`model.layers.7.self_attn.q_proj` is `model/layers/self_attn/q_proj` here. All layers are one
+module. Its arrays have a leading layer axis, and the forward pass scans over that axis.
 """
 
 import math
@@ -15,7 +15,8 @@ from flax import nnx
 from jax import lax
 
 from jax_dora.bank.layers import BankArray
-from jax_dora.models import activations, rope, segments
+from jax_dora.models import activations, rope
+from jax_dora.models.attention import Segments, find_segments
 from jax_dora.models.cache import Cache, LayerCache
 from jax_dora.models.config import DecoderConfig
 from jax_dora.models.layer import INIT, DecoderLayer, MakeLinear, RMSNorm, linear_options
@@ -23,7 +24,7 @@ from jax_dora.ops.quantised import is_quantised
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers and the last norm: everything but the head."""
+    """The decoder without its head: embedding, layers and final norm."""
 
     def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
         self.embed_tokens = nnx.Embed(
@@ -44,13 +45,13 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns [batch, time, hidden] of tokens, positions and segments i32[batch, time]."""
+        """Returns the hidden states [batch, time, hidden]; see `CausalLM.__call__`."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         mask = None
-        most = self.config.segments
-        if segment_ids is not None and most and self.config.attention == "cudnn":
-            mask = segments.segments_of(segment_ids, most)
+        count = self.config.segments
+        if segment_ids is not None and count and self.config.attention == "cudnn":
+            mask = find_segments(segment_ids, count)
         elif segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         angles = rope.angles(self.config.rope, self.config.head_dim, positions)
@@ -61,10 +62,10 @@ class Decoder(nnx.Module):
         self,
         x: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        mask: jax.Array | segments.Segments | None,
+        mask: jax.Array | Segments | None,
     ) -> jax.Array:
-        # Dropout streams count their calls; everything else a layer only reads.
-        # A bank stays whole: a part of it for each layer would be a copy.
+        # A layer only changes its dropout streams, which count their calls. The arrays of an
+        # adapter bank are not sliced by layer, since each slice would be a copy.
         graphdef, streams, bank, arrays = nnx.split(self.layers, nnx.RngState, BankArray, ...)
 
         def one_layer(x, state):
@@ -75,11 +76,11 @@ class Decoder(nnx.Module):
         if config.remat:
             batch = math.ceil(x.shape[0] / config.row_shards)
             kept = activations.policy(activations.plan(config, batch, x.shape[1]))
-            # Inside a scan no common subexpressions can undo the rematerialisation.
+            # Inside a scan, common-subexpression elimination cannot undo the rematerialisation.
             one_layer = jax.checkpoint(one_layer, policy=kept, prevent_cse=config.unroll)
         if config.unroll:
             layers = unstacked((streams, arrays), config.num_hidden_layers)
-            x, streams = _one_after_the_other(one_layer, x, layers)
+            x, streams = _unrolled_scan(one_layer, x, layers)
         else:
             x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)
@@ -92,36 +93,35 @@ class Decoder(nnx.Module):
         counts: jax.Array | None = None,
         rows: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Returns [batch, time, hidden] of tokens that follow those in `cache`, and the cache with
-        them; see `CausalLM.extend`."""
+        """Returns the hidden states [batch, time, hidden] of `tokens`, which follow the tokens in
+        `cache`, and the updated cache; see `CausalLM.extend`."""
         positions = cache.positions(tokens.shape[1], rows)
         angles = rope.angles(self.config.rope, self.config.head_dim, positions)
         graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
-
         lengths = positions[:, 0]
 
         def one_layer(x, layer_and_state):
             number, state = layer_and_state
-            memory = LayerCache(cache.keys, cache.values, number, lengths, rows)
-            return nnx.merge(graphdef, bank, state)(x, angles, None, memory)
+            layer_cache = LayerCache(cache.keys, cache.values, number, lengths, rows)
+            return nnx.merge(graphdef, bank, state)(x, angles, None, layer_cache)
 
         x, count = self.embed_tokens(tokens), self.config.num_hidden_layers
         if self.config.unroll:
             layers = enumerate(unstacked(arrays, count))
-            x, added = _one_after_the_other(one_layer, x, layers)
+            x, added = _unrolled_scan(one_layer, x, layers)
         else:
             x, added = lax.scan(one_layer, x, (jnp.arange(count), arrays))
-        # Written when all layers have read, or XLA writes into a copy.
+        # The cache is written after all layers have read it. Otherwise XLA would copy the cache.
         x, (keys, values) = lax.optimization_barrier((x, added))
         return self.norm(x), cache.with_tokens(keys, values, positions, counts, rows)
 
 
 class CausalLM(nnx.Module):
-    """The decoder and its head.
+    """A decoder with its head, which computes the logits of the next token.
 
     Attributes:
       model: the `Decoder`.
-      lm_head: an `nnx.Linear`, or None where the head is the embedding's transpose.
+      lm_head: an `nnx.Linear`, or None if the head is the transpose of the embedding.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class CausalLM(nnx.Module):
     ) -> None:
         """
         Args:
-          config: sizes and switches.
-          linear: makes the seven projections of every layer; called like `nnx.Linear`.
-          rngs: its `params` stream makes parameters.
+          config: the configuration.
+          linear: makes the seven projections of every layer. It is called like `nnx.Linear`.
+          rngs: has a `params` stream, which initialises the parameters.
         """
         self.model = Decoder(config, linear, rngs)
         self.lm_head = nnx.data(None)
@@ -147,16 +147,16 @@ class CausalLM(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the logits of the next token, for every token.
+        """Returns the logits of the token that follows each token.
 
         Args:
           tokens: i32[batch, time].
-          positions: i32[batch, time]; 0, 1, 2, … if not given.
-          segment_ids: i32[batch, time], for several texts packed in one row: a token attends to
-            tokens of its own segment only.
+          positions: i32[batch, time]; 0, 1, 2, … by default.
+          segment_ids: i32[batch, time], for several texts packed into one row. A token attends only
+            to tokens of its own segment.
 
         Returns:
-          [batch, time, vocab] in config.dtype.
+          Logits [batch, time, vocab] in config.dtype.
         """
         return self.logits(self.model(tokens, positions, segment_ids))
 
@@ -167,9 +167,9 @@ class CausalLM(nnx.Module):
         counts: jax.Array | None = None,
         rows: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Reads more tokens of each row, after those that `cache` holds.
+        """Reads more tokens of each row, which follow the tokens in `cache`.
 
-        Rows may hold different numbers of tokens, and be given different numbers:
+        Rows can hold different numbers of tokens, and get different numbers of new tokens:
 
             cache = make_cache(model.config, batch, capacity)
             hidden, cache = model.extend(prompts, cache, lengths_of_prompts)
@@ -177,45 +177,50 @@ class CausalLM(nnx.Module):
 
         Args:
           tokens: i32[batch, time].
-          cache: the rows so far; what does not fit into its capacity is forgotten.
-          counts: i32[batch]: so many of the first tokens of each row are its own, and the others
-            padding; all of them if not given. A row of 0 stays as it is.
-          rows: i32[batch], different: the rows of the cache that `tokens` are of, where it has
-            more; one that it does not have is padding, and read nowhere. All of them if not given.
+          cache: the tokens read so far. Tokens beyond its capacity are dropped.
+          counts: i32[batch], the number of new tokens in each row; later tokens of the row are
+            padding. A row with count 0 is unchanged. By default, all tokens count.
+          rows: i32[batch], the row of the cache that each row of `tokens` belongs to, without
+            duplicates. Rows with an index outside of the cache are padding. By default, `tokens`
+            has all rows of the cache, in order.
 
         Returns:
-          [batch, time, hidden], which `logits` takes; and the cache with the tokens in it.
+          The hidden states [batch, time, hidden], from which `logits` computes logits, and the
+          updated cache.
         """
         return self.model.extend(tokens, cache, counts, rows)
 
     def head(self) -> nnx.Module:
-        """Returns the layer that `logits_of` makes logits with."""
+        """Returns the layer that computes logits: `lm_head`, or the embedding."""
         return self.model.embed_tokens if self.lm_head is None else self.lm_head
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Applies the head: [..., hidden] to [..., vocab]."""
+        """Returns the logits [..., vocab] of hidden states [..., hidden]."""
         return logits_of(self.head(), hidden)
 
 
 def logits_of(head: Any, hidden: jax.Array) -> jax.Array:
-    """Returns the logits [..., vocab] of hidden [..., hidden]; an embedding's transpose is a head
-    too."""
+    """Returns the logits [..., vocab] of hidden states [..., hidden].
+
+    `head` is a linear layer, or an embedding, whose transpose is applied.
+    """
     return head.attend(hidden) if isinstance(head, nnx.Embed) else head(hidden)
 
 
 def for_inference(model: CausalLM) -> tuple[nnx.GraphDef[CausalLM], nnx.State]:
-    """Returns a model without dropout, taken apart; `model` itself stays as it is."""
+    """Returns the graphdef and state of `model` without dropout. `model` itself is unchanged."""
     model = nnx.merge(*nnx.split(model))
     model.eval()
     return nnx.split(model)
 
 
 def loop_options(state: nnx.State) -> tuple[tuple[str, bool | int], ...]:
-    """Returns items of `jax.jit`'s `compiler_options` for few tokens in a loop over the layers.
+    """Returns `compiler_options` of `jax.jit`, as items, for few tokens in a loop over the layers.
 
-    XLA's Triton products, and one product of several kernels, have every layer's kernels copied out
-    of their stack first, which moves three times their bytes; cuBLAS reads a kernel where it lies.
-    Codes are left to Triton, which makes numbers of them on the way.
+    The options disable XLA's Triton matrix products and the merging of several products. Both copy
+    each layer's kernels out of the stacked array, which moves three times the bytes of the kernels.
+    cuBLAS reads the kernels in place. Quantised kernels keep Triton, which dequantises them inside
+    the product.
     """
     if any(map(is_quantised, jax.tree.leaves(state, is_leaf=is_quantised))):
         return ()
@@ -225,9 +230,10 @@ def loop_options(state: nnx.State) -> tuple[tuple[str, bool | int], ...]:
 def make_model(
     config: DecoderConfig, *, linear: MakeLinear = nnx.Linear, seed: int = 0
 ) -> CausalLM:
-    """Makes a model of random weights on the device under jit, layer by layer.
+    """Makes a model with random weights on the default device.
 
-    Besides the model itself, one layer's temporaries are all that it takes. With adapters:
+    The layers are made one after another under jit. Besides the model itself, this needs memory
+    only for the temporaries of one layer. With adapters:
 
         make_model(config, linear=functools.partial(jax_dora.DoRALinear, rank=384, alpha=192))
     """
@@ -248,17 +254,20 @@ def _stacked_layers(config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -
     return nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
 
 
-def _one_after_the_other(function: Any, x: jax.Array, layers: Iterable[Any]) -> tuple[Any, Any]:
-    """Does as `lax.scan`, without a loop."""
+def _unrolled_scan(function: Any, x: jax.Array, layers: Iterable[Any]) -> tuple[Any, Any]:
+    """Returns the result of `lax.scan(function, x, layers)`, without a loop in the program."""
     results = []
     for layer in layers:
         x, result = function(x, layer)
         results.append(result)
-    return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
+    return x, jax.tree.map(lambda *arrays: jnp.stack(arrays), *results)
 
 
 def unstacked(tree: Any, count: int) -> list[Any]:
-    """Returns the layers of a stack. Their gradients are put together again by one copy."""
+    """Returns the layers of a stack as a list.
+
+    `lax.split` needs only one copy to stack the gradients again.
+    """
     leaves, structure = jax.tree.flatten(tree)
     parts = [[part[0] for part in lax.split(leaf, [1] * count)] for leaf in leaves]
     return [structure.unflatten(layer) for layer in zip(*parts, strict=True)]

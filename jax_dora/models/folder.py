@@ -1,4 +1,4 @@
-"""Hugging Face model folders: config.json and safetensors, to a `CausalLM` and back."""
+"""Loads a `CausalLM` from a Hugging Face model folder, and saves one."""
 
 import functools
 import json
@@ -16,42 +16,50 @@ from flax import nnx
 import jax_dora
 from dora_common.disk import add_path_to_disk_errors
 from jax_dora.adapt.quantize import shard_kernel
-from jax_dora.models.config import COMPUTATION, DecoderConfig, read_object
+from jax_dora.models.config import COMPUTATION, DecoderConfig, read_json_object
 from jax_dora.models.decoder import CausalLM
 from jax_dora.models.quantised_folder import (
-    as_in_folder,
-    compute_by_rows,
     load_quantised,
+    quantise_activations,
     quantised_tensors,
+    use_stored_formats,
 )
 from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.sharding import DecoderSharding
-from jax_dora.models.targets import Target, equal, fetch, load, nbytes, targets
+from jax_dora.models.stored_arrays import (
+    StoredArray,
+    layer_tensor,
+    load_array,
+    stored_arrays,
+    tensors_equal,
+)
 from jax_dora.models.weights import StoredTensor, stored_tensors, write_files
 from jax_dora.ops.quantised import is_quantised
 from jax_dora.ops.row_wise import columns_in_one_piece
 
 TIED = "lm_head.weight", "model.embed_tokens.weight"
-# A folder of chat templates beside the default one, by their names.
-MORE_TEMPLATES = "additional_chat_templates"
+# The subfolder with named chat templates, in addition to the default template.
+EXTRA_TEMPLATES = "additional_chat_templates"
 
-# Says where an array goes: called with its path, such as "model/layers/mlp/up_proj/kernel", and its
-# shape.
+# Returns the sharding of an array, given its path, such as "model/layers/mlp/up_proj/kernel", and
+# its shape.
 ChooseSharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
 def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
-    """Returns the contents of config.json; of one that names no dtype with that of the weights,
-    their embedding's, as transformers loads them.
+    """Returns the contents of config.json.
+
+    If the file has no dtype, the result has the dtype of the embedding's weights, as in
+    transformers.
 
     Raises:
-      FileNotFoundError, ValueError: it is not there, or no JSON object; or it names no dtype, and
-        there are no weights.
+      FileNotFoundError: config.json is missing, or it has no dtype and there are no weights.
+      ValueError: config.json is not a JSON object.
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: expected a Hugging Face model folder")
-    config = read_object(file)
+        raise FileNotFoundError(f"{file} does not exist; expected a Hugging Face model folder")
+    config = read_json_object(file)
     if config.get("dtype") or config.get("torch_dtype"):
         return config
     embedding = stored_tensors(Path(folder)).get(TIED[1])
@@ -68,55 +76,59 @@ def load_model(
 ) -> CausalLM:
     """Returns the model of a Hugging Face folder.
 
-    Weights that are quantised already, by bitsandbytes to NF4 or to FP8 with scales for a tensor,
-    an output feature or a block, are read as they are; others are quantised as they are read if
-    asked.
+    Weights can be quantised in the folder: by bitsandbytes to NF4, or to FP8 with one scale per
+    tensor, output feature or block. They are loaded in that format. `quantize` quantises other
+    weights while they are loaded.
 
-    Every array is made on its devices at once and filled block by block, so that the host holds no
-    copy of the weights: on CPU the peak is the model and one block.
+    Each array is allocated on its devices and filled block by block, so the host never holds a copy
+    of the weights. On CPU, the peak is the size of the model and one block.
 
     Args:
-      folder: config.json with model.safetensors, or several files and their index.
-      sharding: of every array, or a function of its path and shape; the default device if not
-        given. Each device reads only its part. A `DecoderSharding` shards activations too.
-      quantize: "nf4", "int4", "int8" or "float8_e4m3fn", as `jax_dora.quantize` takes it, for the
-        projections of the layers: tensor by tensor, on the device.
-      act_qtype: "float8_e4m3fn", as `jax_dora.quantize` takes it beside that format, has the
-        projections quantise their activations too; also of a folder that is in it already.
-      **changes: fields of `DecoderConfig` to set otherwise than config.json: dtype, attention,
-        remat, memory, unroll.
+      folder: a folder with config.json and model.safetensors, or several safetensors files and
+        their index.
+      sharding: the sharding of every array, or a function that returns the sharding for a path and
+        a shape. By default, arrays are on the default device. Each device reads only its part. A
+        `DecoderSharding` also shards activations.
+      quantize: "nf4", "int4", "int8" or "float8_e4m3fn": the format, as for `jax_dora.quantize`, in
+        which the projections of the layers are loaded. They are quantised on the device, one tensor
+        at a time.
+      act_qtype: "float8_e4m3fn", as for `jax_dora.quantize`: the projections quantise their
+        activations as well. The weights must have that format, by `quantize` or in the folder.
+      **changes: values for fields of `DecoderConfig`, instead of config.json's: dtype, attention,
+        segments, remat, memory, unroll.
 
     Raises:
-      FileNotFoundError, ValueError: a file or a tensor is missing, damaged, of another shape than
-        config.json says, or has no place in the model; `act_qtype` does not go with its format.
-      NotImplementedError: a model that this decoder does not compute.
+      FileNotFoundError: a file is missing.
+      ValueError: a tensor is missing, damaged, not part of the model, or has another shape than
+        config.json says; or `act_qtype` does not fit the format of the weights.
+      NotImplementedError: the decoder does not support the model.
     """
     folder = Path(folder)
-    abstract, stored, found = _abstract(folder, sharding, quantize, act_qtype, changes)
+    abstract, tensors, quantised = _abstract(folder, sharding, quantize, act_qtype, changes)
     config = abstract.config
     graphdef, state = nnx.split(abstract)
-    wanted = list(targets(state, config))
-    _check(folder, config, wanted, stored, found)
+    arrays = list(stored_arrays(state, config))
+    _check_tensors(folder, config, arrays, tensors, quantised)
 
-    def read(target: Target, sharding: jax.sharding.Sharding | None) -> Any:
-        (name,) = target.names
-        if name in found:
-            return shard_kernel(found[name].read(), sharding)
-        return load(target, [stored[name]], sharding)
+    def read_layer(array: StoredArray, sharding: jax.sharding.Sharding | None) -> Any:
+        (name,) = array.names
+        if name in quantised:
+            return shard_kernel(quantised[name].read(), sharding)
+        return load_array(array, [tensors[name]], sharding)
 
     flat = dict(nnx.to_flat_state(state))
-    for target in wanted:
+    for array in arrays:
         if sharding is None or isinstance(sharding, jax.sharding.Sharding):
-            chosen = sharding
+            array_sharding = sharding
         else:
-            chosen = sharding("/".join(target.path), target.shape)
-        like = flat[target.path].get_value()
+            array_sharding = sharding("/".join(array.path), array.shape)
+        like = flat[array.path].get_value()
         if is_quantised(like):
-            value = load_quantised(target, like, read, chosen)
+            value = load_quantised(array, like, read_layer, array_sharding)
             value = columns_in_one_piece(value) if act_qtype else value
         else:
-            value = load(target, [stored[name] for name in target.names], chosen)
-        flat[target.path] = flat[target.path].replace(value)
+            value = load_array(array, [tensors[name] for name in array.names], array_sharding)
+        flat[array.path] = flat[array.path].replace(value)
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
@@ -128,8 +140,10 @@ def abstract_model(
     act_qtype: str | None = None,
     **changes: Any,
 ) -> CausalLM:
-    """Returns the model that `load_model` would return, of shapes alone; arguments and errors as
-    its."""
+    """Returns the model that `load_model` would return, with shapes and dtypes instead of arrays.
+
+    It takes the same arguments and raises the same errors as `load_model`.
+    """
     return _abstract(Path(folder), sharding, quantize, act_qtype, changes)[0]
 
 
@@ -140,27 +154,27 @@ def _abstract(
     act_qtype: str | None,
     changes: dict[str, Any],
 ) -> tuple[CausalLM, dict[str, StoredTensor], dict[str, QuantisedTensor]]:
-    """Returns the abstract model, the folder's tensors, and its weights that are quantised."""
-    contents, stored = read_config(folder), stored_tensors(folder)
+    """Returns the abstract model, the folder's tensors, and the folder's quantised weights."""
+    contents, tensors = read_config(folder), stored_tensors(folder)
     if isinstance(sharding, DecoderSharding):
         changes = {"sharding": sharding} | changes
     config = DecoderConfig.from_hf(contents, **changes)
     model = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
-    wanted = list(targets(nnx.state(model), config))
-    names = [name for target in wanted for name in target.names]
-    found = quantised_tensors(names, stored, contents)
-    if found and quantize is not None:
+    arrays = list(stored_arrays(nnx.state(model), config))
+    names = [name for array in arrays for name in array.names]
+    quantised = quantised_tensors(names, tensors, contents)
+    if quantised and quantize is not None:
         raise ValueError(
-            f"quantize is {quantize!r} and {folder} is quantised already, {next(iter(found))} for "
-            "one; expected None: it is read as it is"
+            f"quantize is {quantize!r}, but {folder} is quantised already, for example "
+            f"{next(iter(quantised))}; expected None: its weights are loaded in their own format"
         )
     if quantize is not None:
         make = functools.partial(jax_dora.quantize, qtype=quantize, act_qtype=act_qtype)
         model = nnx.eval_shape(lambda: make(CausalLM(config, rngs=nnx.Rngs(0))))
-    as_in_folder(model, wanted, found)
+    use_stored_formats(model, arrays, quantised)
     if quantize is None and act_qtype is not None:
-        compute_by_rows(model, act_qtype)
-    return model, stored, found
+        quantise_activations(model, act_qtype)
+    return model, tensors, quantised
 
 
 def save_model(
@@ -171,23 +185,25 @@ def save_model(
     tokenizer_from: str | PathLike[str] | None = None,
     max_file_bytes: int = 2 << 30,
 ) -> None:
-    """Writes the model as a Hugging Face folder, which appears only once it is complete.
+    """Writes a model as a Hugging Face folder. The folder appears once it is complete.
 
-    Of a model whose arrays lie with several processes, all of them call this, and the first writes.
+    If the model's arrays are spread over several processes, every process has to call this
+    function. The first process writes.
 
     Args:
-      model: without adapters: merge them first. Quantised kernels are written as floats.
-      folder: must not exist, or be empty.
-      config: contents of config.json, as `read_config` gives them; its dtype is set to the model's.
-      tokenizer_from: a folder whose other files (tokenizer, generation settings, chat template) are
-        copied.
-      max_file_bytes: a file holds more only if a single tensor does. The host holds one file's
-        tensors at a time.
+      model: a model without adapters; merge them first. Quantised kernels are written as floats.
+      folder: the folder to create. It must not exist, or be empty.
+      config: the contents of config.json, as returned by `read_config`. Its dtype is replaced with
+        the model's.
+      tokenizer_from: a folder to copy all other files from, such as the tokenizer, the generation
+        settings and the chat template.
+      max_file_bytes: the maximum size of a safetensors file, unless a single tensor is larger. The
+        host holds the tensors of one file at a time.
 
     Raises:
-      FileExistsError: `folder` has something in it.
-      ValueError: the model has arrays that the format has no place for, such as adapters, or is
-        not the one that `config` describes.
+      FileExistsError: `folder` is not empty.
+      ValueError: the model has arrays that the format cannot store, such as adapters; or `config`
+        describes a different model.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -203,14 +219,15 @@ def save_model(
     tensors = [
         (
             name,
-            nbytes(target),
-            functools.partial(fetch, arrays[target.path].get_value(), target, layer),
+            array.tensor_bytes,
+            functools.partial(layer_tensor, arrays[array.path].get_value(), array, layer),
         )
-        for target in targets(state, model.config)
-        for layer, name in enumerate(target.names)
+        for array in stored_arrays(state, model.config)
+        for layer, name in enumerate(array.names)
     ]
     leaves = jax.tree.leaves(state)
     if jax.process_index() and not all(array.is_fully_addressable for array in leaves):
+        # Gathering an array is a collective operation, so every process has to take part.
         for _, _, value in tensors:
             value()
         return
@@ -222,12 +239,12 @@ def save_model(
             write_files(partial, tensors, max_file_bytes)
         if tokenizer_from is not None:
             _copy_other_files(Path(tokenizer_from), partial)
-        named = config.keys() & {"dtype", "torch_dtype"} or {"dtype"}
+        dtype_names = config.keys() & {"dtype", "torch_dtype"} or {"dtype"}
         config = {name: value for name, value in config.items() if name != "quantization_config"}
-        text = json.dumps(config | dict.fromkeys(named, dtype.name), indent=2, sort_keys=True)
+        text = json.dumps(config | dict.fromkeys(dtype_names, dtype.name), indent=2, sort_keys=True)
         config_file = partial / "config.json"
         config_file.write_text(text + "\n")
-        # Temporary folders and safetensors files are private to their owner; a model need not be.
+        # Temporary folders and safetensors files are created with private permissions.
         for file in filter(Path.is_file, partial.iterdir()):
             shutil.copymode(config_file, file)
         partial.chmod(0o755)
@@ -239,50 +256,52 @@ def save_model(
         raise
 
 
-def _check(
+def _check_tensors(
     folder: Path,
     config: DecoderConfig,
-    targets: list[Target],
-    stored: dict[str, StoredTensor],
+    arrays: list[StoredArray],
+    tensors: dict[str, StoredTensor],
     quantised: dict[str, QuantisedTensor],
 ) -> None:
-    expected = {name: target.tensor_shape() for target in targets for name in target.names}
-    missing = sorted(set(expected) - set(stored))
+    expected = {name: array.tensor_shape for array in arrays for name in array.names}
+    missing = sorted(set(expected) - set(tensors))
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors of the model: {missing[:5]}")
+        raise ValueError(
+            f"{folder} lacks {len(missing)} tensors of the model in config.json: {missing[:5]}"
+        )
     for name, shape in expected.items():
-        found = quantised.get(name, stored[name])
-        if found.shape != shape:
+        tensor = quantised.get(name, tensors[name])
+        if tensor.shape != shape:
             raise ValueError(
-                f"{name} in {folder} has shape {found.shape}; config.json says {shape}"
+                f"{name} in {folder} has shape {tensor.shape}; config.json says {shape}"
             )
-        if name not in quantised and stored[name].dtype.itemsize == 1:
+        if name not in quantised and tensors[name].dtype.itemsize == 1:
             raise NotImplementedError(
-                f"{name} in {folder} has dtype {stored[name].dtype}; expected a float dtype"
+                f"{name} in {folder} has dtype {tensors[name].dtype}; expected a float dtype"
             )
-    # Computed from the config, and stored by old versions only.
-    # Scales of activations are for products in FP8, of which there are none here.
-    known = (".rotary_emb.inv_freq", ".input_scale", ".input_scale_ub")
-    surplus = {name for name in stored if not name.endswith(known)} - set(expected)
+    # Old versions of transformers stored the rotary frequencies, which follow from the config.
+    # Static scales of activations are not used: activations are quantised with their own scales.
+    ignored = (".rotary_emb.inv_freq", ".input_scale", ".input_scale_ub")
+    surplus = {name for name in tensors if not name.endswith(ignored)} - set(expected)
     surplus -= set().union(*(one.names for one in quantised.values()))
     if config.tie_word_embeddings and TIED[0] in surplus:
-        if not equal(stored[TIED[0]], stored[TIED[1]]):
+        if not tensors_equal(tensors[TIED[0]], tensors[TIED[1]]):
             raise ValueError(
-                f"{folder} has an {TIED[0]} that differs from {TIED[1]}, though config.json ties "
-                "them: set tie_word_embeddings to false in it to use both"
+                f"{folder} has an {TIED[0]} that differs from {TIED[1]}, but config.json ties "
+                "them: set tie_word_embeddings to false in config.json to use both"
             )
         surplus.discard(TIED[0])
     if surplus:
         raise ValueError(
-            f"{folder} has {len(surplus)} tensors that the model of its config.json has no place "
-            f"for: {sorted(surplus)[:5]}"
+            f"{folder} has {len(surplus)} tensors that are not part of the model in config.json: "
+            f"{sorted(surplus)[:5]}"
         )
 
 
 def _copy_other_files(source: Path, folder: Path) -> None:
     for file in source.iterdir():
-        weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".gguf")
-        if file.is_file() and not weights and file.name != "config.json":
+        is_weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".gguf")
+        if file.is_file() and not is_weights and file.name != "config.json":
             shutil.copy2(file, folder)
-    if (templates := source / MORE_TEMPLATES).is_dir():
-        shutil.copytree(templates, folder / MORE_TEMPLATES)
+    if (templates := source / EXTRA_TEMPLATES).is_dir():
+        shutil.copytree(templates, folder / EXTRA_TEMPLATES)

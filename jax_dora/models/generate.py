@@ -1,4 +1,4 @@
-"""Texts, token by token: the likeliest, or sampled."""
+"""Generates text token by token, greedily or by sampling."""
 
 import dataclasses
 import functools
@@ -19,18 +19,20 @@ _BLOCK = 64
 
 
 class NotFiniteError(ArithmeticError):
-    """Logits that are NaN or infinite, of which no token can be drawn."""
+    """Raised when logits are NaN or infinite, so that no token can be drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The settings by which the next token is drawn; by default the likeliest is taken.
+    """Settings for drawing the next token. By default, the most likely token is chosen.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k: of the so many likeliest tokens alone; 0 for all.
-      top_p: of the likeliest tokens alone that have this probability together (arXiv 1904.09751).
-      seed: of the draws. A row's draws depend on the seed and its place in the batch alone.
+      temperature: the number that logits are divided by; 0 chooses the most likely token.
+      top_k: draws only from the `top_k` most likely tokens; 0 draws from all tokens.
+      top_p: draws only from the smallest set of most likely tokens with at least this total
+        probability (arXiv 1904.09751).
+      seed: the random seed. The draws of a row depend only on the seed and on the row's index in
+        the batch.
 
     Raises:
       ValueError: a number is out of range.
@@ -45,20 +47,20 @@ class Sampling:
         ranges = {
             "temperature": (self.temperature >= 0, "at least 0"),
             "top_k": (self.top_k >= 0, "at least 0"),
-            "top_p": (0 < self.top_p <= 1, "above 0, to 1"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "seed": (0 <= self.seed < 2**32, "from 0 to 2**32 - 1"),
         }
-        for name, (is_right, told) in ranges.items():
+        for name, (is_valid, expected) in ranges.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and is_right):
-                raise ValueError(f"{name} is {value}; expected a number {told}")
+            if not (math.isfinite(value) and is_valid):
+                raise ValueError(f"{name} is {value}; expected a number {expected}")
 
     def draw(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
-        """Returns tokens i32[batch] from logits [batch, vocab], for these places i32[batch]."""
+        """Draws the tokens i32[batch] at `positions` i32[batch] from logits [batch, vocab]."""
         logits = logits.astype(jnp.float32)
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        # Of equal logits the first comes first.
+        # The sort is stable: of equal logits, the token with the lower id ranks first.
         order = jnp.argsort(-logits, axis=-1, stable=True)
         logits = jnp.take_along_axis(logits, order, axis=-1) / self.temperature
         ranks = jnp.arange(logits.shape[-1])[None, :]
@@ -69,7 +71,9 @@ class Sampling:
         logits = jnp.where((before < self.top_p) | (ranks == 0), logits, -jnp.inf)
         key = jax.random.key(self.seed)
         rows = jnp.arange(logits.shape[0])
-        keys = jax.vmap(lambda row, place: jax.random.fold_in(jax.random.fold_in(key, row), place))
+        keys = jax.vmap(
+            lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position)
+        )
         drawn = jax.vmap(jax.random.categorical)(keys(rows, positions), logits)
         return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
@@ -80,20 +84,23 @@ def generate_steps(
     """Yields the next token of every row, i32[batch], `count` times.
 
     Args:
-      model: with or without adapters; dropout plays no part.
-      prompts: the tokens of each row, at least one.
+      model: a model with or without adapters. Dropout is disabled.
+      prompts: the tokens of each row, at least one per row.
+      count: the number of tokens to generate.
+      sampling: how to draw tokens; greedy by default.
 
     Raises:
-      ValueError: there is no prompt, an empty one, or one of tokens that the model does not know.
-      NotFiniteError: a row's logits are not finite.
+      ValueError: there is no prompt, a prompt is empty, or a token is outside of the vocabulary.
+      NotFiniteError: the logits of a row are not finite.
     """
     if not prompts or not all(prompts):
         raise ValueError(
-            f"prompts have {[len(one) for one in prompts]} tokens; expected one or more of each row"
+            f"prompts have {[len(prompt) for prompt in prompts]} tokens; expected at least one in "
+            "each row"
         )
     size = model.config.vocab_size
-    if odd := [token for prompt in prompts for token in prompt if not 0 <= token < size]:
-        raise ValueError(f"prompts have token {odd[0]}; expected 0 to {size - 1}")
+    if invalid := [token for prompt in prompts for token in prompt if not 0 <= token < size]:
+        raise ValueError(f"prompts have token {invalid[0]}; expected 0 to {size - 1}")
     sampling = sampling or Sampling()
     graphdef, state = for_inference(model)
     program = _program(graphdef, loop_options(state))
@@ -104,17 +111,17 @@ def generate_steps(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     capacity = math.ceil((longest + count) / _BLOCK) * _BLOCK
     cache = make_cache(model.config, len(prompts), max(capacity, padded.shape[1]))
-    tokens, given = jnp.asarray(padded), jnp.asarray(lengths)
+    tokens, counts = jnp.asarray(padded), jnp.asarray(lengths)
     for number in range(count):
-        drawn, finite, cache = program(sampling, state, cache, tokens, given)
+        drawn, finite, cache = program(sampling, state, cache, tokens, counts)
         if not np.asarray(finite).all():
             raise NotFiniteError(
-                f"the logits of row {np.argmin(finite)} at its new token {number} are not finite; "
-                "expected numbers to draw from: look for NaN in the model's weights and its "
-                f"adapter, and for overflows in {jnp.dtype(model.config.dtype).name}"
+                f"the logits of row {np.argmin(finite)} are not finite at new token {number}; "
+                "expected finite logits: check the weights of the model and its adapter for NaN, "
+                f"and the activations for overflow in {jnp.dtype(model.config.dtype).name}"
             )
         yield np.asarray(drawn)
-        tokens, given = drawn[:, None], jnp.ones_like(given)
+        tokens, counts = drawn[:, None], jnp.ones_like(counts)
 
 
 def generate(
@@ -125,28 +132,30 @@ def generate(
     *,
     ends: Collection[int] = (),
 ) -> list[list[int]]:
-    """Returns the continuation of each prompt: up to `count` tokens, without the one that ends it.
+    """Returns the continuation of each prompt: up to `count` tokens, without the end token.
 
     Args:
-      model, prompts, sampling: as in `generate_steps`.
+      model, prompts, count, sampling: the same as in `generate_steps`.
       ends: tokens that end a text.
+
+    Raises the same errors as `generate_steps`.
     """
     texts: list[list[int]] = [[] for _ in prompts]
-    going = set(range(len(prompts)))
+    active = set(range(len(prompts)))
     for tokens in generate_steps(model, prompts, count, sampling):
-        for row in sorted(going):
+        for row in sorted(active):
             if tokens[row] in ends:
-                going.discard(row)
+                active.discard(row)
             else:
                 texts[row].append(int(tokens[row]))
-        if not going:
+        if not active:
             break
     return texts
 
 
 @functools.cache
 def _program(graphdef: nnx.GraphDef[CausalLM], options: tuple[tuple[str, Any], ...]) -> Any:
-    """Returns `_step` for one model."""
+    """Returns `_step`, compiled for one model."""
     step = functools.partial(_step, graphdef)
     return jax.jit(step, static_argnums=0, donate_argnums=2, compiler_options=dict(options))
 
@@ -157,13 +166,17 @@ def _step(
     state: nnx.State,
     cache: Cache,
     tokens: jax.Array,
-    given: jax.Array,
+    counts: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Cache]:
-    """Reads `given` i32[batch] tokens of each row, and draws the next; returns these, whether each
-    row's logits are finite, and the cache."""
+    """Reads the first `counts` i32[batch] tokens of each row and draws the next token.
+
+    Returns:
+      The drawn tokens i32[batch], whether the logits of each row are finite bool[batch], and the
+      updated cache.
+    """
     model = nnx.merge(graphdef, state)
-    hidden, cache = model.extend(tokens, cache, given)
-    last = jnp.take_along_axis(hidden, (given - 1)[:, None, None], axis=1)[:, 0]
+    hidden, cache = model.extend(tokens, cache, counts)
+    last = jnp.take_along_axis(hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
     logits = model.logits(last)
     drawn, finite = sampling.draw(logits, cache.lengths), jnp.isfinite(logits).all(axis=-1)
     if model.config.sharding is not None:

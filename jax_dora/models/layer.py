@@ -1,4 +1,4 @@
-"""One layer of the decoder: attention and a gated MLP, each after a norm, with residuals."""
+"""One layer of the decoder: attention and a gated MLP, each with a norm and a residual."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
 from jax_dora.bank.layers import BankLayer, apply_together
-from jax_dora.models import activations, attention, rope, segments
+from jax_dora.models import activations, rope
+from jax_dora.models.attention import Segments, attend, attend_segments
 from jax_dora.models.cache import LayerCache
 from jax_dora.models.config import DecoderConfig
 from jax_dora.ops.projection import RESULT_NAME
 
-# Called like nnx.Linear, which it is unless a model is defined with adapters in it.
+# Makes a projection: nnx.Linear, or a callable with its arguments that returns an adapted layer.
 MakeLinear = Callable[..., Any]
 INIT = nnx.initializers.normal(0.02)
 
@@ -36,7 +37,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
+    """Grouped-query attention (arXiv 2305.13245) with rotary position embedding."""
 
     def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
         hidden, head_dim = config.hidden_size, config.head_dim
@@ -57,10 +58,10 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        mask: jax.Array | segments.Segments | None,
-        memory: LayerCache | None = None,
+        mask: jax.Array | Segments | None,
+        cache: LayerCache | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Returns [batch, time, hidden], and the keys and values of x's tokens."""
+        """Returns the result [batch, time, hidden], and the keys and values of x's tokens."""
         config = self.config
         per_head = (*x.shape[:2], -1, config.head_dim)
         layers = self.q_proj, self.k_proj, self.v_proj
@@ -71,15 +72,14 @@ class Attention(nnx.Module):
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
-        if memory is not None:
-            attended = memory.attend(q, k, v)
-        elif isinstance(mask, segments.Segments):
-            attended = segments.attend(q, k, v, mask)
+        if cache is not None:
+            attended = cache.attend(q, k, v)
+        elif isinstance(mask, Segments):
+            attended = attend_segments(q, k, v, mask)
         else:
-            attended = attention.attend(
-                q, k, v, mask=mask, is_causal=True, implementation=config.attention
-            )
-        return _project(self.o_proj, attended.reshape(*x.shape[:2], -1)), (k, v)
+            attended = attend(q, k, v, mask=mask, is_causal=True, implementation=config.attention)
+        attended = attended.reshape(*x.shape[:2], -1)
+        return _named(self.o_proj, self.o_proj(attended)), (k, v)
 
 
 class MLP(nnx.Module):
@@ -99,11 +99,12 @@ class MLP(nnx.Module):
             gated = nnx.silu(gate) * up
         else:
             gated = jax_dora.swiglu(*layers, x)
-        return _project(self.down_proj, checkpoint_name(gated, activations.GATED))
+        gated = checkpoint_name(gated, activations.GATED)
+        return _named(self.down_proj, self.down_proj(gated))
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), and then x + mlp(norm(x))."""
+    """Computes x + attention(norm(x)), and then x + mlp(norm(x))."""
 
     def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config)
@@ -116,33 +117,32 @@ class DecoderLayer(nnx.Module):
         self,
         x: jax.Array,
         angles: tuple[jax.Array, jax.Array],
-        mask: jax.Array | segments.Segments | None,
-        memory: LayerCache | None = None,
+        mask: jax.Array | Segments | None,
+        cache: LayerCache | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Returns [batch, time, hidden], and the keys and values of x's tokens."""
-        normed = checkpoint_name(self._placed(self.input_layernorm(x)), activations.NORMED)
-        attended, keys_and_values = self.self_attn(normed, angles, mask, memory)
-        x = self._placed(x + attended)
-        normed = checkpoint_name(self._placed(self.post_attention_layernorm(x)), activations.NORMED)
-        return self._placed(x + self.mlp(normed)), keys_and_values
+        """Returns the result [batch, time, hidden], and the keys and values of x's tokens."""
+        normed = checkpoint_name(self._sharded(self.input_layernorm(x)), activations.NORMED)
+        attended, keys_and_values = self.self_attn(normed, angles, mask, cache)
+        x = self._sharded(x + attended)
+        normed = self._sharded(self.post_attention_layernorm(x))
+        normed = checkpoint_name(normed, activations.NORMED)
+        return self._sharded(x + self.mlp(normed)), keys_and_values
 
-    def _placed(self, x: jax.Array) -> jax.Array:
-        # Otherwise XLA may move activations to weights that are in parts, and not the weights.
+    def _sharded(self, x: jax.Array) -> jax.Array:
+        # Without the constraint XLA may gather activations instead of the sharded weights.
         return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
 
 
-def _project(layer: Any, x: jax.Array) -> jax.Array:
-    return _named(layer, layer(x))
-
-
 def _named(layer: Any, y: jax.Array) -> jax.Array:
-    """Returns a layer's result, which carries `RESULT_NAME`; a DoRA layer gives that name
-    itself."""
+    """Returns the result `y` of `layer` with the checkpoint name `RESULT_NAME`.
+
+    DoRA layers name their results themselves.
+    """
     return y if isinstance(layer, jax_dora.DoRALayer) else checkpoint_name(y, RESULT_NAME)
 
 
 def linear_options(config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs) -> dict[str, Any]:
-    """Returns the options that every projection and the head are made with."""
+    """Returns the keyword arguments for a projection or the head."""
     return {
         "use_bias": use_bias,
         "dtype": config.dtype,

@@ -1,4 +1,4 @@
-"""A model's arrays that are quantised as they are read from a folder, or were quantised in it."""
+"""Loads arrays that are quantised in a folder, or that are quantised while they are loaded."""
 
 import dataclasses
 import functools
@@ -13,35 +13,38 @@ from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.layers.quantised import LAYERS, compute_quantised
 from jax_dora.layers.stack import allocate_stack, set_layer
 from jax_dora.models.quantised_weights import QuantisedTensor
+from jax_dora.models.stored_arrays import StoredArray
 from jax_dora.models.weights import StoredTensor
 from jax_dora.ops import quantised, row_wise
 from jax_dora.ops.rounding import round_to
 
 
 def quantised_tensors(
-    names: Iterable[str], stored: Mapping[str, StoredTensor], config: Mapping[str, Any]
+    names: Iterable[str], tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> dict[str, QuantisedTensor]:
-    """Returns the weights among `names` that a folder holds quantised."""
-    found = {name: QuantisedTensor.of(name, stored, config) for name in names}
-    return {name: one for name, one in found.items() if one is not None}
+    """Returns those of the weights `names` that are quantised in the folder."""
+    found = {name: QuantisedTensor.of(name, tensors, config) for name in names}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def as_in_folder(model: Any, targets: Iterable[Any], found: Mapping[str, QuantisedTensor]) -> None:
-    """Gives an abstract model, in place, quantised kernels where a folder has them."""
-    for target in targets:
-        its = [found.get(name) for name in target.names]
-        if not any(its):
+def use_stored_formats(
+    model: Any, arrays: Iterable[StoredArray], tensors: Mapping[str, QuantisedTensor]
+) -> None:
+    """Gives an abstract model, in place, quantised kernels where the folder has such weights."""
+    for array in arrays:
+        layers = [tensors.get(name) for name in array.names]
+        if not any(layers):
             continue
-        kinds = {None if one is None else _shapes(one) for one in its}
-        if len(kinds) > 1 or target.path[-1] != "kernel":
+        formats = {None if one is None else _format(one) for one in layers}
+        if len(formats) > 1 or array.path[-1] != "kernel":
             raise ValueError(
-                f"{'/'.join(target.path)} is quantised in {sum(map(bool, its))} of its {len(its)} "
-                f"tensors, {target.names[0]} and so on; expected all layers of a stack alike, and "
-                "kernels alone"
+                f"{'/'.join(array.path)} is quantised in {sum(map(bool, layers))} of its "
+                f"{len(layers)} tensors, which begin with {array.names[0]}; expected quantised "
+                "weights of projections only, in the same format in all layers"
             )
-        module = functools.reduce(getattr, target.path[:-1], model)
-        kernel = its[0].abstract if its[0] is not None else None
-        count = (len(its),) if target.stacked else ()
+        module = functools.reduce(getattr, array.path[:-1], model)
+        kernel = layers[0].abstract if layers[0] is not None else None
+        count = (len(layers),) if array.stacked else ()
         kernel = jax.tree.map(
             lambda one, count=count: jax.ShapeDtypeStruct((*count, *one.shape), one.dtype), kernel
         )
@@ -49,8 +52,8 @@ def as_in_folder(model: Any, targets: Iterable[Any], found: Mapping[str, Quantis
         compute_quantised(module)
 
 
-def compute_by_rows(model: Any, act_qtype: str) -> None:
-    """Has the projections of a model that is quantised quantise their activations too, in place."""
+def quantise_activations(model: Any, act_qtype: str) -> None:
+    """Makes the projections of a quantised model quantise their activations as well, in place."""
     quantised_layers = [
         ("/".join(map(str, path)), module)
         for path, module in nnx.iter_modules(model)
@@ -58,53 +61,57 @@ def compute_by_rows(model: Any, act_qtype: str) -> None:
     ]
     if not quantised_layers:
         raise ValueError(
-            f"act_qtype is {act_qtype!r} and the model is not quantised; expected "
-            f"quantize={row_wise.QTYPE!r} beside it, or a folder in that format"
+            f"act_qtype is {act_qtype!r}, but the model is not quantised; expected "
+            f"quantize={row_wise.QTYPE!r} as well, or a folder in that format"
         )
     for name, module in quantised_layers:
         row_wise.check_act_qtype(act_qtype, name, module.kernel.get_value())
         compute_quantised(module, act_qtype)
 
 
-def _shapes(tensor: QuantisedTensor) -> Any:
-    """Returns the shapes and formats that layers in a stack have to share."""
-    parts = ((name, part.shape, part.dtype) for name, part in tensor.parts.items())
-    held = tuple(sorted((one for one in parts if "quant_state" not in one[0]), key=str))
-    return tensor.weight.dtype, tensor.shape, held
+def _format(tensor: QuantisedTensor) -> Any:
+    """Returns the shapes and dtypes that all layers of a stack must have in common."""
+    parts = [
+        (name, part.shape, part.dtype)
+        for name, part in tensor.parts.items()
+        if "quant_state" not in name
+    ]
+    return tensor.weight.dtype, tensor.shape, tuple(sorted(parts, key=str))
 
 
 def load_quantised(
-    target: Any,
+    array: StoredArray,
     like: Any,
-    read: Callable[[Any, jax.sharding.Sharding | None], Any],
+    read_layer: Callable[[StoredArray, jax.sharding.Sharding | None], Any],
     sharding: jax.sharding.Sharding | None,
 ) -> Any:
-    """Returns a quantised array of a model, layer by layer.
+    """Returns a quantised array of a model, loaded layer by layer.
 
     Args:
-      target: the `Target`.
-      like: the `qwix.QArray` that it is to be, of shapes alone.
-      read: (the target of one layer, its sharding) to that layer's array, quantised or not.
-      sharding: of the whole array; its scales are sharded alike where they can be.
+      array: the array to load.
+      like: the abstract `qwix.QArray` to return.
+      read_layer: returns the array of one layer, quantised or not, given its `StoredArray` and
+        sharding.
+      sharding: the sharding of the whole array. Scales are sharded alike where possible.
     """
-    one_layer, its_sharding, arrays = target, sharding, None
-    if target.stacked:
-        one_layer = dataclasses.replace(target, shape=target.shape[1:], stacked=False)
+    one_layer, layer_sharding, result = array, sharding, None
+    if array.stacked:
+        one_layer = dataclasses.replace(array, shape=array.shape[1:], stacked=False)
         if isinstance(sharding, NamedSharding):
-            its_sharding = NamedSharding(sharding.mesh, PartitionSpec(*tuple(sharding.spec)[1:]))
-    for number, name in enumerate(target.names):
-        layer = read(dataclasses.replace(one_layer, names=(name,)), its_sharding)
+            layer_sharding = NamedSharding(sharding.mesh, PartitionSpec(*tuple(sharding.spec)[1:]))
+    for number, name in enumerate(array.names):
+        layer = read_layer(dataclasses.replace(one_layer, names=(name,)), layer_sharding)
         if not quantised.is_quantised(layer):
             shape, scales = like.shape, like.scale.shape
             tile = tuple(n // m for n, m in zip(shape, scales, strict=True))[-layer.ndim :]
             layer = round_to(layer, quantised.qtype_name(like), tile, like.scale.dtype)
             quantised.check(name, layer)
-            layer = shard_kernel(layer, its_sharding)
-        if not target.stacked:
+            layer = shard_kernel(layer, layer_sharding)
+        if not array.stacked:
             return layer
-        if arrays is None:
-            arrays = jax.tree.map(lambda x: allocate_stack(len(target.names), x), layer)
-        arrays = jax.tree.map(lambda whole, x, n=number: set_layer(whole, x, n), arrays, layer)
-        # The next layer's float copy is made when this one's has gone.
-        jax.block_until_ready(arrays)
-    return arrays
+        if result is None:
+            result = jax.tree.map(lambda x: allocate_stack(len(array.names), x), layer)
+        result = jax.tree.map(lambda whole, x, n=number: set_layer(whole, x, n), result, layer)
+        # Wait, so that only one layer's float weights are in memory at a time.
+        jax.block_until_ready(result)
+    return result

@@ -1,15 +1,19 @@
-"""Weights that a Hugging Face folder holds quantised already, read as they are.
+"""Reads quantised weights of a Hugging Face folder in their own format.
 
-    bitsandbytes NF4   weight U8 [out·in / 2, 1], two codes a byte, the first in the upper half, or
-                       the same bytes as numbers of another dtype (bnb_4bit_quant_storage);
-                       weight.absmax, a scale for each run of 64 inputs; weight.quant_state…, JSON.
-                       Of doubly quantised scales, absmax is U8 and
-                       scale = nested_quant_map[absmax]·nested_absmax + nested_offset
-    FP8                weight F8_E4M3 [out, in] with weight_scale, for all of it ([], [1]) or for
-                       each output feature ([out], [out, 1]); or with weight_scale_inv
-                       [⌈out / 128⌉, ⌈in / 128⌉], which is multiplied by too
+A weight [out, in] becomes a `qwix.QArray` [in, out] with fp32 scales. Two formats are supported.
 
-A weight [out, in] becomes a `qwix.QArray` [in, out], with scales in fp32.
+bitsandbytes NF4:
+  weight: U8 [out·in / 2, 1]. Each byte holds two codes, the first in the upper half. The bytes can
+    be stored as another dtype (bnb_4bit_quant_storage).
+  weight.absmax: one scale for each block of 64 inputs. With double quantisation, absmax is U8 and
+    scale = nested_quant_map[absmax]·nested_absmax + nested_offset.
+  weight.quant_state.bitsandbytes__nf4: JSON with the shape and the block sizes.
+
+FP8, where value = weight · scale:
+  weight: F8_E4M3 [out, in].
+  weight_scale: one scale for the tensor, [] or [1], or one per output feature, [out] or [out, 1].
+  weight_scale_inv: instead of weight_scale, one scale for each block of 128 x 128,
+    [⌈out / 128⌉, ⌈in / 128⌉]. Despite the name, it is multiplied by as well.
 """
 
 import functools
@@ -27,17 +31,18 @@ from jax_dora.ops.quantised import NF4
 from jax_dora.ops.rounding import make
 
 STATE = ".quant_state.bitsandbytes__"
-BLOCK = 128  # where config.json does not say
+BLOCK = 128  # the block size if config.json has none
 
 
 class QuantisedTensor(NamedTuple):
-    """A quantised weight of a folder.
+    """A quantised weight in a folder.
 
     Attributes:
-      weight: its qvalues, as stored.
-      parts: what else it takes, by the part of their names that follows the weight's.
-      shape: [out, in].
-      block: the rows and columns that share a `weight_scale_inv`.
+      weight: the tensor of quantised values, as stored.
+      parts: the tensors with its scales and metadata. Keys are the part of the tensor's name that
+        follows the weight's name, such as ".absmax" or "_scale".
+      shape: the shape of the weight, (out, in).
+      block: the numbers of rows and columns that share an element of `weight_scale_inv`.
     """
 
     weight: StoredTensor
@@ -49,39 +54,44 @@ class QuantisedTensor(NamedTuple):
     def of(
         cls, name: str, stored: Mapping[str, StoredTensor], config: Mapping[str, Any]
     ) -> Self | None:
-        """Returns the quantised weight `name`, or None where it is a float one.
+        """Returns the quantised weight `name`, or None if the weight is not quantised.
 
         Args:
-          stored: the folder's tensors.
+          name: the name of the tensor.
+          stored: all tensors of the folder.
           config: the contents of its config.json.
+
+        Raises:
+          NotImplementedError: the format is not supported.
+          ValueError: the tensors do not have the shapes of the format, or scales are not finite.
         """
         weight = stored.get(name)
         if weight is None:
             return None
         parts = {
-            one.removeprefix(name): tensor
-            for one, tensor in stored.items()
-            if one.startswith((f"{name}.", f"{name}_scale"))
+            part.removeprefix(name): tensor
+            for part, tensor in stored.items()
+            if part.startswith((f"{name}.", f"{name}_scale"))
         }
-        if weight.dtype == np.uint8 or any(one.startswith(STATE) for one in parts):
+        if weight.dtype == np.uint8 or any(part.startswith(STATE) for part in parts):
             return cls._nf4(name, weight, parts)
         if weight.dtype.itemsize > 1:
             return None
         if len(weight.shape) != 2 or not {"_scale", "_scale_inv"} & parts.keys():
             raise NotImplementedError(
                 f"{name} in {weight.file} is {weight.dtype} {weight.shape} with "
-                f"{sorted(parts) or 'nothing beside it'}; expected [out, in] with a weight_scale "
+                f"{sorted(parts) or 'no scales'}; expected [out, in] with a weight_scale "
                 "or weight_scale_inv"
             )
         settings = config.get("quantization_config") or {}
         rows, columns = settings.get("weight_block_size") or (BLOCK, BLOCK)
-        found = cls(weight, parts, (weight.shape[0], weight.shape[1]), (rows, columns))
-        found._fp8_scales()
-        return found
+        tensor = cls(weight, parts, (weight.shape[0], weight.shape[1]), (rows, columns))
+        tensor._fp8_scales()  # raises an error if the scales are not valid
+        return tensor
 
     @classmethod
     def _nf4(cls, name: str, weight: StoredTensor, parts: dict[str, StoredTensor]) -> Self:
-        kinds = [one.removeprefix(STATE) for one in parts if one.startswith(STATE)]
+        kinds = [part.removeprefix(STATE) for part in parts if part.startswith(STATE)]
         if kinds != ["nf4"] or ".absmax" not in parts or ".quant_map" not in parts:
             raise NotImplementedError(
                 f"{name} in {weight.file} is {weight.dtype} with {sorted(parts)}; expected "
@@ -92,9 +102,9 @@ class QuantisedTensor(NamedTuple):
         if state["blocksize"] != 64 or in_features % 64:
             raise NotImplementedError(
                 f"{name} in {weight.file} has blocks of {state['blocksize']} along {in_features} "
-                "input features; expected blocks of 64 that divide them"
+                "input features; expected blocks of 64 and a multiple of 64 features"
             )
-        if not np.allclose(parts[".quant_map"].whole(), NF4, atol=1e-6):
+        if not np.allclose(parts[".quant_map"].read(), NF4, atol=1e-6):
             raise NotImplementedError(f"{name} in {weight.file} has a quant_map other than NF4's")
         size = math.prod(weight.shape) * weight.dtype.itemsize
         if size * 2 != out * in_features:
@@ -110,12 +120,12 @@ class QuantisedTensor(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """Returns the names of all tensors that it is made of."""
-        return {self.weight.name, *(one.name for one in self.parts.values())}
+        """The names of the weight and of all its parts."""
+        return {self.weight.name, *(part.name for part in self.parts.values())}
 
     @property
     def abstract(self) -> Any:
-        """Returns the `qwix.QArray` [in, out], of shapes alone."""
+        """The abstract `qwix.QArray` [in, out]."""
         (out, in_features), f32 = self.shape, jnp.dtype(jnp.float32)
         if self.is_nf4:
             stored, scales, qtype = jnp.uint4, (in_features // 64, out), "nf4"
@@ -126,29 +136,33 @@ class QuantisedTensor(NamedTuple):
         return make(qvalue, jax.ShapeDtypeStruct(scales, f32), qtype)
 
     def read(self) -> Any:
-        """Returns the `qwix.QArray` [in, out] on the default device; the host holds this tensor."""
+        """Returns the `qwix.QArray` [in, out] on the default device.
+
+        The host holds the whole tensor while it is read.
+        """
         if self.is_nf4:
-            packed = self.weight.whole().reshape(-1).view(np.uint8)
-            codes, scale = _unpacked(packed, self._absmax(), self.shape)
+            packed = self.weight.read().reshape(-1).view(np.uint8)
+            codes, scale = _unpack_nf4(packed, self._absmax(), self.shape)
             return make(codes, scale, "nf4")
-        qvalue = jnp.asarray(self.weight.whole()).T
+        qvalue = jnp.asarray(self.weight.read()).T
         return make(qvalue, jnp.asarray(self._fp8_scales().T), "float8_e4m3fn")
 
     def _absmax(self) -> np.ndarray:
         part = self.parts[".absmax"]
-        absmax = part.whole().reshape(-1)
+        absmax = part.read().reshape(-1)
         if absmax.dtype == np.uint8:
             state = _state(self.parts)
-            size = state["nested_blocksize"]
-            tops = np.repeat(self.parts[".nested_absmax"].whole().reshape(-1), size)[: absmax.size]
-            levels = self.parts[".nested_quant_map"].whole().reshape(-1)[absmax]
-            absmax = levels * tops + np.float32(state["nested_offset"])
-        # Tiles of zeros have 0 there, or when it is quantised too a small number of either sign.
+            scales = self.parts[".nested_absmax"].read().reshape(-1)
+            scales = np.repeat(scales, state["nested_blocksize"])[: absmax.size]
+            levels = self.parts[".nested_quant_map"].read().reshape(-1)[absmax]
+            absmax = levels * scales + np.float32(state["nested_offset"])
+        # Scales are not always positive: blocks of zeros have scale 0, and with double quantisation
+        # a small number of either sign.
         _check_scales(part, np.isfinite(absmax), absmax, "finite numbers")
         return absmax.astype(np.float32)
 
     def _fp8_scales(self) -> np.ndarray:
-        """Returns f32 scales that tile [out, in]."""
+        """Returns f32 scales of a shape that divides [out, in], one for each tile."""
         out, in_features = self.shape
         if "_scale" in self.parts:
             part = self.parts["_scale"]
@@ -160,17 +174,18 @@ class QuantisedTensor(NamedTuple):
                 )
             return self._positive(part).reshape(count, 1)
         part = self.parts["_scale_inv"]
-        wanted = tuple(
+        expected = tuple(
             -(-size // width) for size, width in zip(self.shape, self.block, strict=True)
         )
-        if tuple(part.shape) != wanted:
+        if tuple(part.shape) != expected:
             raise ValueError(
-                f"{part.name} in {part.file} has shape {part.shape}; expected {wanted}, for blocks "
-                f"of {self.block} of {self.shape}"
+                f"{part.name} in {part.file} has shape {part.shape}; expected {expected}, for "
+                f"blocks of {self.block} in a weight of shape {self.shape}"
             )
         scales = self._positive(part)
         for axis, (size, width) in enumerate(zip((out, in_features), self.block, strict=True)):
-            # Blocks that stand over the edge are cut into tiles that do not.
+            # A block can extend beyond the edge of the weight. Blocks are split into tiles that
+            # divide the weight.
             tile = math.gcd(size, width)
             scales = np.repeat(scales, width // tile, axis)
             scales = np.take(scales, range(size // tile), axis)
@@ -178,16 +193,14 @@ class QuantisedTensor(NamedTuple):
 
     @staticmethod
     def _positive(part: StoredTensor) -> np.ndarray:
-        scales = part.whole().astype(np.float32)
-        are_right = np.isfinite(scales) & (scales > 0)
-        _check_scales(part, are_right, scales, "positive finite numbers")
+        scales = part.read().astype(np.float32)
+        valid = np.isfinite(scales) & (scales > 0)
+        _check_scales(part, valid, scales, "positive finite numbers")
         return scales
 
 
-def _check_scales(
-    part: StoredTensor, are_right: np.ndarray, scales: np.ndarray, expected: str
-) -> None:
-    if not are_right.all():
+def _check_scales(part: StoredTensor, valid: np.ndarray, scales: np.ndarray, expected: str) -> None:
+    if not valid.all():
         raise ValueError(
             f"{part.name} in {part.file} has scales from {scales.min()} to {scales.max()}; "
             f"expected {expected}: copy the folder again, or quantise the model again"
@@ -195,12 +208,13 @@ def _check_scales(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _unpacked(
+def _unpack_nf4(
     packed: jax.Array, absmax: jax.Array, shape: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes uint4[in, out] and the scales [in / 64, out] of a weight [out, in]."""
     codes = jnp.stack([packed >> 4, packed & 15], axis=1).astype(jnp.uint4)
     return codes.reshape(shape).T, absmax.reshape(shape[0], -1).T
 
 
 def _state(parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    return json.loads(bytes(parts[f"{STATE}nf4"].whole()))
+    return json.loads(bytes(parts[f"{STATE}nf4"].read()))

@@ -1,25 +1,27 @@
-"""The text of an answer as its tokens come: whole letters only, and nothing of a stop string."""
+"""Decodes generated tokens to text as they arrive."""
 
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-# So many of the last tokens are decoded with each new one, and twice as many for a while: decoders
-# look back. Only a text that is no letters, however long it becomes, is cut anywhere.
+# Decoders look back, so each new token is decoded together with the last `_WINDOW` tokens. The
+# window grows to 2 * _WINDOW before it is shortened between two whole characters. If there is no
+# such place, because the bytes are not valid UTF-8, it grows to `_LONGEST` and is cut anywhere.
 _WINDOW, _LONGEST = 16, 256
-# What stands for the bytes of a letter that is not whole yet, of which there may be three.
+# Tokenizers decode the bytes of an incomplete character to this; there can be up to three of them.
 _INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Turns tokens into text, one at a time.
+    """Decodes tokens to text, one at a time.
 
-    What `add` and `end` return, put together, is what the tokenizer makes of all tokens, up to the
-    first stop string. Only where bytes that are no letter follow others, for which SentencePiece's
-    decoder takes back the letters that those were, these stay as they were said.
+    The texts returned by `add` and `end` together are the text that the tokenizer decodes from all
+    tokens, up to the first stop string. The stream never returns a part of a character or of a stop
+    string. There is one exception: SentencePiece's decoder replaces characters it has decoded
+    before if invalid bytes follow. Characters that were returned already stay as they are.
 
     Attributes:
-      stopped: whether a stop string has come; `add` says nothing any more.
+      stopped: whether a stop string was found; `add` then returns nothing more.
     """
 
     def __init__(
@@ -27,78 +29,82 @@ class TextStream:
     ) -> None:
         """
         Args:
-          before: tokens that the text goes on from, none of whose own text is said: at a text's
-            beginning some decoders take a space away.
+          tokenizer: decodes the tokens.
+          stops: the stop strings.
+          before: tokens that the text continues. Their own text is not returned. They matter since
+            some decoders remove a space at the beginning of a text.
         """
         self.stopped = False
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._window = list(before[-_WINDOW:])
         text = tokenizer.decode(self._window)
-        self._said = _certain(text)  # of the window's text
-        # Where in the window all was said.
-        self._ends = [len(self._window)] if self._said == text else []
-        self._held = ""  # what may begin a stop string
+        self._emitted = _complete_part(text)  # the part of the window's text that was emitted
+        # Lengths of prefixes of the window that ended with a complete character.
+        self._boundaries = [len(self._window)] if self._emitted == text else []
+        self._withheld = ""  # text that may be the beginning of a stop string
 
     def add(self, token: int) -> str:
-        """Returns the text that is certain with this token."""
+        """Returns the text that is complete with this token."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
-        if not _certain(text).startswith(self._said):
-            # Letters are taken back: what comes after them is a text of its own.
-            start = self._ends[-1] if self._ends else len(self._window) - 1
-            self._window, self._ends, self._said = self._window[start:], [], ""
+        if not _complete_part(text).startswith(self._emitted):
+            # The decoder has changed text that was emitted before. Start over after that text.
+            start = self._boundaries[-1] if self._boundaries else len(self._window) - 1
+            self._window, self._boundaries, self._emitted = self._window[start:], [], ""
             text = self._tokenizer.decode(self._window)
-        certain = _certain(text)
-        new = certain[len(self._said) :]
-        self._said = certain
-        if self._said == text:
-            self._ends.append(len(self._window))
-        self._shorten(is_whole=self._said == text)
-        return self._before_stop(new)
+        complete = _complete_part(text)
+        new = complete[len(self._emitted) :]
+        self._emitted = complete
+        if self._emitted == text:
+            self._boundaries.append(len(self._window))
+        self._shorten_window(is_complete=self._emitted == text)
+        return self._cut_at_stop(new)
 
-    def _shorten(self, *, is_whole: bool) -> None:
-        """Forgets the beginning of a long window, between two letters."""
+    def _shorten_window(self, *, is_complete: bool) -> None:
+        """Removes the beginning of a long window, at a boundary between two characters."""
         size = len(self._window)
         if size > _LONGEST:
             cut = size - _WINDOW
-        elif is_whole and size > 2 * _WINDOW:
-            cut = max((end for end in self._ends if end <= size - _WINDOW), default=0)
+        elif is_complete and size > 2 * _WINDOW:
+            cut = max((end for end in self._boundaries if end <= size - _WINDOW), default=0)
         else:
             return
         self._window = self._window[cut:]
-        self._ends = [end - cut for end in self._ends if end > cut]
-        self._said = _certain(self._tokenizer.decode(self._window))
+        self._boundaries = [end - cut for end in self._boundaries if end > cut]
+        self._emitted = _complete_part(self._tokenizer.decode(self._window))
 
     def end(self) -> str:
-        """Returns the text that was held back."""
+        """Returns the remaining text, after the last token."""
         if self.stopped:
             return ""
-        new = self._tokenizer.decode(self._window)[len(self._said) :]
-        self._window, self._said = [], ""
-        text = self._before_stop(new)
+        new = self._tokenizer.decode(self._window)[len(self._emitted) :]
+        self._window, self._emitted = [], ""
+        text = self._cut_at_stop(new)
         if not self.stopped:
-            text, self._held = text + self._held, ""
+            text, self._withheld = text + self._withheld, ""
         return text
 
-    def _before_stop(self, new: str) -> str:
+    def _cut_at_stop(self, new: str) -> str:
+        """Returns the text up to a stop string, or up to what may become one."""
         if self.stopped:
             return ""
-        text = self._held + new
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self.stopped, self._held = True, ""
-            return text[: min(places)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        text = self._withheld + new
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self.stopped, self._withheld = True, ""
+            return text[: min(starts)]
+        length = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._withheld = text[len(text) - length :]
+        return text[: len(text) - length]
 
 
-def _certain(text: str) -> str:
+def _complete_part(text: str) -> str:
+    """Returns the text without an incomplete character at its end."""
     return text[:-3] + text[-3:].rstrip(_INCOMPLETE)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that `stop` begins with."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,5 +1,4 @@
-"""Reads what a Hugging Face folder says of texts: its tokenizer, the tokens that end one, chats,
-the longest."""
+"""Reads a Hugging Face folder's settings for text: tokenizer, end tokens, chat template, length."""
 
 import dataclasses
 import functools
@@ -9,77 +8,77 @@ from typing import Any, Self
 from tokenizers import Tokenizer
 
 from jax_dora.models.chat import ChatTemplate
-from jax_dora.models.config import max_positions, read_object
+from jax_dora.models.config import max_positions, read_json_object
 
 
 @dataclasses.dataclass(frozen=True)
-class Texts:
-    """Makes tokens of a model's texts, and knows how long they may be.
+class TextSettings:
+    """How a model reads and writes text.
 
     Attributes:
-      folder: the model's.
-      tokenizer: neither cuts nor pads.
-      ends: the tokens that end a text.
-      most: tokens of the longest text; None where config.json does not say.
+      folder: the model's folder.
+      tokenizer: the tokenizer, without truncation and padding.
+      end_tokens: the tokens that end a text.
+      max_tokens: the maximum number of tokens of a text; None if config.json does not give it.
     """
 
     folder: Path
     tokenizer: Tokenizer
-    ends: list[int]
-    most: int | None
+    end_tokens: list[int]
+    max_tokens: int | None
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any]) -> Self:
-        """Returns what a model's folder says, whose config.json holds `config`.
+        """Returns the settings of a model's folder with the config.json `config`.
 
         Raises:
-          FileNotFoundError, ValueError: a file is missing or damaged.
+          FileNotFoundError, ValueError: a file is missing or invalid.
         """
         tokenizer = read_tokenizer(folder)
-        return cls(folder, tokenizer, read_ends(folder, config), max_positions(config))
+        return cls(folder, tokenizer, read_end_tokens(folder, config), max_positions(config))
 
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
-        """The template of chats; None where the folder has none."""
+        """The chat template; None if the folder has none."""
         return ChatTemplate.of(self.folder)
 
-    def check(self, tokens: int, told: str, remedy: str = "") -> None:
-        """Raises a ValueError that begins with `told` if a text may not have so many tokens."""
-        if self.most is not None and tokens > self.most:
+    def check_length(self, tokens: int, subject: str, remedy: str = "") -> None:
+        """Raises a ValueError if a text of `tokens` tokens is too long for the model.
+
+        The message begins with `subject` and ends with `remedy`.
+        """
+        if self.max_tokens is not None and tokens > self.max_tokens:
             raise ValueError(
-                f"{told}; expected at most config.json's max_position_embeddings {self.most}"
-                f"{remedy}"
+                f"{subject}; expected at most config.json's max_position_embeddings "
+                f"{self.max_tokens}{remedy}"
             )
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Returns the tokenizer of a model's folder, which neither cuts nor pads."""
+    """Returns the tokenizer of a model's folder, without truncation and padding."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: expected the tokenizer's fast form there")
+        raise FileNotFoundError(f"{file} does not exist; expected a fast tokenizer there")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ValueError(f"{file} is no tokenizer: {error}") from error
-    # A file may say how its maker cut and padded.
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise ValueError(f"{file} is not a valid tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def read_ends(folder: Path, config: dict[str, Any]) -> list[int]:
-    """Returns the tokens that end a text: those of config.json first, then those that
-    generation_config.json adds.
-    """
+def read_end_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
+    """Returns the tokens that end a text: first config.json's, then generation_config.json's."""
     file = folder / "generation_config.json"
-    generation = read_object(file) if file.is_file() else {}
-    ends: list[int] = []
-    for name, given in (("config.json", config), (file.name, generation)):
-        one = given.get("eos_token_id")
-        its = one if isinstance(one, list) else [] if one is None else [one]
-        if not all(type(one) is int and one >= 0 for one in its):
-            raise ValueError(f"{name} has eos_token_id {its!r}; expected the number of a token")
-        ends += its
-    if not ends:
-        raise ValueError("config.json has no eos_token_id; expected the number of a token")
-    return ends
+    generation = read_json_object(file) if file.is_file() else {}
+    tokens: list[int] = []
+    for name, fields in (("config.json", config), (file.name, generation)):
+        value = fields.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise ValueError(f"{name} has eos_token_id {ids!r}; expected a token id")
+        tokens += ids
+    if not tokens:
+        raise ValueError("config.json has no eos_token_id; expected a token id")
+    return tokens

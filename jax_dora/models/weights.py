@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, read piecewise and written one file at a time."""
+"""Reads a Hugging Face folder's safetensors files block by block, and writes them file by file."""
 
 import hashlib
 import json
@@ -26,8 +26,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's place in a file. It is read with plain file calls: pages of a memory map would
-    stay resident and count as a second copy of the weights."""
+    """The location of a tensor in a safetensors file.
+
+    The tensor is read with plain file operations. With a memory map, its pages would stay resident
+    and count as a second copy of the weights.
+    """
 
     file: Path
     name: str
@@ -35,17 +38,20 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
 
-    def whole(self) -> np.ndarray:
-        """Returns all of it."""
+    def read(self) -> np.ndarray:
+        """Returns the whole tensor."""
         flat = replace(self, shape=(1, math.prod(self.shape)))
-        ((_, found),) = flat.blocks(slice(0, 1), slice(None), 1)
-        return found.reshape(self.shape)
+        ((_, values),) = flat.blocks(slice(0, 1), slice(None), 1)
+        return values.reshape(self.shape)
 
     def blocks(
         self, rows: slice, columns: slice, block_bytes: int
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields (first row, a block of whole rows cut to `columns`), of at most `block_bytes` if
-        one row is; a vector is a matrix of one-element rows."""
+        """Yields pairs (index of the first row, block) that cover `rows` and `columns`.
+
+        A block has as many rows as fit into `block_bytes`, before it is cut to `columns`, and at
+        least one row. The rows of a vector are its elements.
+        """
         row_elements = math.prod(self.shape[1:])
         step = max(1, block_bytes // (row_elements * self.dtype.itemsize))
         with self.file.open("rb") as file:
@@ -54,19 +60,27 @@ class StoredTensor:
                 block = np.empty((stop - start, *self.shape[1:]), self.dtype)
                 file.seek(self.offset + start * row_elements * self.dtype.itemsize)
                 if file.readinto(block.reshape(-1).view(np.uint8).data) != block.nbytes:
-                    raise ValueError(f"{self.file} ends inside {self.name}: it was cut short")
+                    raise ValueError(f"{self.file} ends inside {self.name}: the file is truncated")
                 yield start, block if block.ndim == 1 else block[:, columns]
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns every tensor of the folder's safetensors files, by name; reads only their headers."""
+    """Returns all tensors of a folder's safetensors files, by name. Reads only the headers.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or the index does not match the files.
+      NotImplementedError: a tensor has an unsupported dtype.
+    """
     index = folder / INDEX
     if index.exists():
         try:
             mapping = json.loads(index.read_text())["weight_map"]
             files = {folder / name for name in mapping.values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is no index of safetensors files: {error}") from error
+            raise ValueError(
+                f"{index} is not a valid index of safetensors files: {error}"
+            ) from error
     elif (folder / SINGLE).exists():
         mapping, files = None, {folder / SINGLE}
     else:
@@ -75,20 +89,26 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(files):
         if not file.is_file() or file.parent != folder:
-            raise FileNotFoundError(f"{index} names {file}, which is no file of {folder}")
+            raise FileNotFoundError(f"{index} names {file}, which is not a file in {folder}")
         tensors |= _header(file)
     if mapping is not None:
         listed = {name: folder / file for name, file in mapping.items()}
         found = {name: tensor.file for name, tensor in tensors.items()}
         wrong = sorted(name for name in listed | found if listed.get(name) != found.get(name))
         if wrong:
-            raise ValueError(f"{index} and the files beside it disagree about {_some(wrong)}")
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise ValueError(
+                f"{index} does not match the tensors in its files: {', '.join(wrong[:5])}{more}"
+            )
     return tensors
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns a checksum of every tensor's name, dtype, shape and first bytes: folders of models
-    that differ by training differ in it, however their files are cut."""
+    """Returns a checksum of the names, dtypes, shapes and first bytes of all tensors.
+
+    Two models that were trained differently have different fingerprints. The fingerprint does not
+    depend on how tensors are split into files.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
@@ -100,11 +120,11 @@ def fingerprint(folder: Path) -> str:
 
 def _header(file: Path) -> dict[str, StoredTensor]:
     try:
-        # Checks that the header is sound and the file as long as it says.
+        # This checks that the header is valid and that the file has the length in the header.
         with safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise ValueError(f"{file} is no sound safetensors file: {error}") from error
+        raise ValueError(f"{file} is not a valid safetensors file: {error}") from error
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
@@ -125,12 +145,15 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-# A tensor to be written: its name, its bytes, and what returns it.
-type Written = tuple[str, int, Callable[[], np.ndarray]]
+# A tensor to write: its name, its size in bytes, and a function that returns its values.
+type TensorToWrite = tuple[str, int, Callable[[], np.ndarray]]
 
 
-def write_files(folder: Path, tensors: Sequence[Written], max_file_bytes: int) -> None:
-    """Writes model.safetensors, or several files and their index, one file's tensors at a time."""
+def write_files(folder: Path, tensors: Sequence[TensorToWrite], max_file_bytes: int) -> None:
+    """Writes model.safetensors, or several files with an index.
+
+    The values of one file's tensors are in memory at a time.
+    """
     groups = list(_groups(tensors, max_file_bytes))
     names = [SINGLE]
     if len(groups) > 1:
@@ -149,7 +172,8 @@ def write_files(folder: Path, tensors: Sequence[Written], max_file_bytes: int) -
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _groups(tensors: Iterable[Written], max_bytes: int) -> Iterator[list[Written]]:
+def _groups(tensors: Iterable[TensorToWrite], max_bytes: int) -> Iterator[list[TensorToWrite]]:
+    """Splits tensors into groups of at most `max_bytes`, or of a single larger tensor."""
     group, size = [], 0
     for tensor in tensors:
         if group and size + tensor[1] > max_bytes:
@@ -158,8 +182,3 @@ def _groups(tensors: Iterable[Written], max_bytes: int) -> Iterator[list[Written
         group.append(tensor)
         size += tensor[1]
     yield group
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

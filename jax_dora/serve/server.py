@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jax_dora.models import DecoderConfig, DecoderSharding, load_model, read_config
-from jax_dora.models.tokenizer import Texts
+from jax_dora.models.tokenizer import TextSettings
 from jax_dora.serve.adapters import Adapters
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.http import make_app
@@ -136,11 +136,11 @@ class Server:
                 f"{settings.adapters} is no folder; expected a folder of adapters"
             )
         config = read_config(folder)
-        texts = Texts.of(folder, config)
+        texts = TextSettings.of(folder, config)
         length = settings.max_length
         if length is None:
-            length = min(2048, texts.most or 2048)
-        texts.check(length, f"max_length is {length}")
+            length = min(2048, texts.max_tokens or 2048)
+        texts.check_length(length, f"max_length is {length}")
         model = load_model(
             folder,
             sharding=_sharding(settings, config),
@@ -158,7 +158,7 @@ class Server:
         )
         tokenizer = texts.tokenizer
         options = {"queue": settings.queue, "metrics": metrics}
-        self.engine = Engine(runner, bank, tokenizer, texts.ends, **options)
+        self.engine = Engine(runner, bank, tokenizer, texts.end_tokens, **options)
         vocab = min(tokenizer.get_vocab_size(), model.config.vocab_size)
         self.service = Service(name, self.engine, self.adapters, tokenizer, texts.template, vocab)
         # In another thread, like the engine's: JAX settings of this thread, such as a context

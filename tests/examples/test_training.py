@@ -27,7 +27,7 @@ def run(name: str, *options: str, cwd: Path) -> str:
 @pytest.mark.slow
 def test_layer(tmp_path):
     output = run("layer.py", cwd=tmp_path)
-    assert "the fresh layer is its base: True" in output
+    assert "the new layer equals its base: True" in output
     assert "'magnitude': (256,)" in output
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.models import CausalLM, DecoderConfig, rope
-from jax_dora.models.targets import targets
+from jax_dora.models.stored_arrays import stored_arrays
 from parity.model.sizes import Run
 from parity.model.weights import Result, Weights, rope_frequencies
 from parity.sides.jax.operators import interpreted, to_jax, to_torch
@@ -106,11 +106,11 @@ def _transposed(array: Any) -> Any:
 
 def _with_weights(state: Any, config: DecoderConfig, weights: Weights) -> Any:
     flat: dict[Any, Any] = dict(nnx.to_flat_state(state))
-    for target in targets(state, config):
-        tensors = [weights.base[name] for name in target.names]
-        tensors = [tensor.T for tensor in tensors] if target.transposed else tensors
-        array = to_jax(torch.stack(tensors) if target.stacked else tensors[0])
-        flat[target.path] = flat[target.path].replace(array)
+    for stored in stored_arrays(state, config):
+        tensors = [weights.base[name] for name in stored.names]
+        tensors = [tensor.T for tensor in tensors] if stored.transposed else tensors
+        array = to_jax(torch.stack(tensors) if stored.stacked else tensors[0])
+        flat[stored.path] = flat[stored.path].replace(array)
     return nnx.from_flat_state(flat)
 
 

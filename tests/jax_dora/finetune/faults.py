@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from dora_common import start
-from jax_dora.finetune import data
+from jax_dora.finetune import packing
 
 WRITING = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate")
 
@@ -140,14 +140,14 @@ def limit_files(size: int) -> Iterator[None]:
 @contextlib.contextmanager
 def lack_memory(at: int) -> Iterator[None]:
     """There is too little for one step, from 0."""
-    original = data.batch
+    original = packing.batch
 
-    def batch(rows: data.Rows, step: int, *rest: Any) -> data.Rows:
+    def batch(rows: packing.Rows, step: int, *rest: Any) -> packing.Rows:
         if step == at:
             raise MemoryError("8 GiB asked for")
         return original(rows, step, *rest)
 
-    with mock.patch.object(data, "batch", batch):
+    with mock.patch.object(packing, "batch", batch):
         yield
 
 

@@ -86,7 +86,7 @@ class Soak:
             story.append(f"{fault.name}{' --resume' * bool(resume)}: {status}")
             # A run that is there is refused without --resume, one with nothing sound too, and one
             # that has gone further than it is to go.
-            refused = ("holds a run already", "none of the checkpoints", "after the last of")
+            refused = ("already contains a run", "none of the checkpoints", "after the last of")
             may_refuse = status == 2 and any(one in told for one in refused)
             assert status in fault.statuses or may_refuse, f"seed {seed}: {story}\n{told}"
             if chance.random() < 0.3 and (files := files_of(command.folder)):

@@ -17,7 +17,7 @@ import jax_dora
 import jax_dora.peft
 from dora_common.slots import check_room
 from jax_dora.commands import main
-from jax_dora.commands.flags import UsageError, corrections
+from jax_dora.commands.flags import UsageError, usage_errors
 from jax_dora.models import generate, load_model
 from jax_dora.models.tokenizer import read_tokenizer
 from parity import tolerances
@@ -95,7 +95,7 @@ def test_generate_for_several(model, adapter, capsys):
 def test_merge(model, adapter, tmp_path, capsys):
     command = ["merge", "--adapter", str(adapter), "--output", str(tmp_path / "merged")]
     assert main(command) == 0
-    assert "what rounding cost" in capsys.readouterr().out
+    assert "Rounding errors of merging" in capsys.readouterr().out
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens)
@@ -108,7 +108,7 @@ def test_merge(model, adapter, tmp_path, capsys):
     )
     assert (tmp_path / "merged" / "tokenizer.json").exists()
     assert main(command) == 2
-    assert "exists; expected a folder to be made" in capsys.readouterr().err
+    assert "exists already; expected a new folder" in capsys.readouterr().err
 
 
 def row_of_up_proj(kernel, adapter):
@@ -131,7 +131,7 @@ def test_inspect(model, adapter, tmp_path, capsys):
     output = " ".join(capsys.readouterr().out.split())
     assert "DoRA, rank 3, alpha 5" in output
     assert "tensors 42 of F32" in output
-    assert f"It fits {model}, a qwen3" in output.replace("\n", "")
+    assert f"The adapter fits {model} (qwen3)" in output.replace("\n", "")
     layer = load_model(model).model.layers.mlp.up_proj
     assert row_of_up_proj(np.float64(layer.kernel[...]), adapter) in output
     assert " model/layers/self_attn/q_proj │ 3 " in output
@@ -145,7 +145,7 @@ def test_inspect(model, adapter, tmp_path, capsys):
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": "gone"}
     config.write_text(json.dumps(fields))
     assert main(["inspect", str(elsewhere)]) == 0
-    assert "Without its base: " in capsys.readouterr().out
+    assert "The base model was not found: " in capsys.readouterr().out
     (elsewhere / "adapter_model.safetensors").write_bytes(b"cut off")
     assert main(["inspect", str(elsewhere)]) == 2
     assert "adapter_model.safetensors: not a whole safetensors" in capsys.readouterr().err
@@ -170,9 +170,9 @@ def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
         ("generate --model MODEL --prompt x --system y", "--system is given without --chat"),
         ("generate --model MODEL --prompt x --top-k 5", "--top-k is given without --temperature"),
         ("generate --model MODEL --prompt x --top-p .5", "--top-p is given without --temperature"),
-        ("generate --model MODEL --prompt x\udcff", "--prompt 'x\\udcff' is no text: "),
+        ("generate --model MODEL --prompt x\udcff", "--prompt 'x\\udcff' is not valid text: "),
         ("generate --model MODEL --prompt x --top-p 0", "'0' is out of range"),
-        ("generate --model MODEL --prompt x --top-p 1e-50", "holds 0 and sizes from 1.2e-38 to"),
+        ("generate --model MODEL --prompt x --top-p 1e-50", "magnitude from 1.2e-38 to"),
         ("generate --model MODEL --prompt x --top-p nan", "'nan' is out of range"),
         ("generate --model MODEL --prompt x --tokens 0", "'0' is out of range"),
         ("generate --model MODEL --prompt x --tokens 512", "together 513; expected at most"),
@@ -234,12 +234,12 @@ def _another_adapter_s_name() -> None:
 @pytest.mark.parametrize(
     ("fail", "message"),
     [
-        (_tiles_that_do_not_divide, "expected a multiple: give --quantize int8 or float8_e4m3fn"),
+        (_tiles_that_do_not_divide, "expected a multiple: pass --quantize int8 or float8_e4m3fn"),
         (_too_large_a_rank, "at most 8, --max-rank: start the server with a larger one"),
-        (_layers_that_cannot_be_adapted, "has named: narrow --target so that it leaves out"),
+        (_layers_that_cannot_be_adapted, "has named: narrow --target so that it does not match"),
         (_another_adapter_s_name, "pass jax_dora.peft.load_adapter adapter='b'"),
     ],
 )
 def test_errors_of_the_library_name_flags(fail, message):
-    with pytest.raises(UsageError, match=message), corrections():
+    with pytest.raises(UsageError, match=message), usage_errors():
         fail()

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dora_common.disk import locked
-from jax_dora.finetune import data, guard, training
+from jax_dora.finetune import packing, stopping, training
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.run import Run
 from tests.jax_dora.finetune.runs import (
@@ -28,14 +28,14 @@ from tests.tables import thinned
 
 
 def interrupt_at(monkeypatch, step):
-    original = data.batch
+    original = packing.batch
 
     def batch(rows, place, *rest):
         if place == step - 1:
             signal.raise_signal(signal.SIGINT)
         return original(rows, place, *rest)
 
-    monkeypatch.setattr(data, "batch", batch)
+    monkeypatch.setattr(packing, "batch", batch)
 
 
 @pytest.mark.slow
@@ -45,12 +45,12 @@ def test_ctrl_c_and_resume_are_bitwise_the_same_run(
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3)
         assert finetune(command) == 130
-    assert "Interrupted after step 3; Step 3 is saved" in told(capsys)
+    assert "Interrupted after step 3. Step 3 is saved" in told(capsys)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
     assert not (tmp_path / "run" / "adapter").exists()
 
     assert finetune(command) == 2
-    assert "holds a run already; pass --resume" in told(capsys)
+    assert "already contains a run; pass --resume" in told(capsys)
     assert finetune([*command, "--resume", "--rank", "5"]) == 2
     assert "rank was 4 and is 5" in told(capsys)
 
@@ -83,7 +83,7 @@ def test_nan_stops_and_leaves_the_last_checkpoint(command, monkeypatch, capsys, 
     )
     assert found, output
     assert 4 < float(found[1]) < 12
-    assert "Step 2 is saved: the same command with --resume" in output
+    assert "Step 2 is saved; run the same command with --resume" in output
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoints.steps() == [2]
@@ -97,17 +97,19 @@ def test_guard():
         metrics = training.Metrics(np.float32(loss), np.float32(1), np.bool_(finite))
         one.check(7, metrics, lambda: base)
 
-    calm = guard.LossGuard()
+    calm = stopping.DivergenceCheck()
     for loss in (2.0, 2.5, 1.8, 3.5, 0.01, 0.02):
         check(calm, loss)
-    check(guard.LossGuard(0.01), 1.5)  # a noisy end is no explosion
-    with pytest.raises(guard.DivergedError, match="step 7: the loss is 9, over 6"):
-        check(guard.LossGuard(2.0), 9.0)
-    with pytest.raises(guard.DivergedError, match=r"the loss is not finite .* rows is 2\.5$"):
+    check(stopping.DivergenceCheck(0.01), 1.5)  # a noisy end is no explosion
+    with pytest.raises(
+        stopping.DivergedError, match="step 7: the loss has diverged: it is 9, above the limit of 6"
+    ):
+        check(stopping.DivergenceCheck(2.0), 9.0)
+    with pytest.raises(stopping.DivergedError, match=r"the loss is not finite .* rows is 2\.5$"):
         check(calm, np.nan, finite=False)
-    with pytest.raises(guard.DivergedError, match="rows is nan, not finite either: check its"):
+    with pytest.raises(stopping.DivergedError, match="rows is nan, not finite either: check its"):
         check(calm, np.inf, finite=False, base=np.nan)
-    with pytest.raises(guard.DivergedError, match="the gradient or the updated adapter is not"):
+    with pytest.raises(stopping.DivergedError, match="the gradient or the updated adapter is not"):
         check(calm, 1.0, finite=False)
 
 
@@ -115,7 +117,7 @@ def test_second_ctrl_c_interrupts():
     # What started these tests may have told its children to ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with guard.Interruption() as interruption:
+        with stopping.Interruption() as interruption:
             signal.raise_signal(signal.SIGINT)
             assert interruption.requested
             with pytest.raises(KeyboardInterrupt):
@@ -137,7 +139,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, command
     assert finetune([*command, "--resume"]) == 0
     output = told(capsys)
     assert f"--resume: {largest} is damaged" in output
-    assert "--resume: going on after step 4 of 6" in output
+    assert "--resume: continuing after step 4 of 6" in output
     assert without_speed(metrics(run)) == without_speed(metrics(finished))
     same_adapter(run, finished)
 
@@ -161,9 +163,9 @@ def test_nothing_to_resume_is_said_and_a_run_is_prolonged(finished, command, cap
     weights["model.layers.0.mlp.up_proj.weight"] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     assert finetune([*command, "--resume", "--model", str(other)]) == 2
-    assert "the same run only, but weights was " in told(capsys)
+    assert "only continues the same run, but weights was " in told(capsys)
     assert finetune([*command, "--resume"]) == 0
-    assert "the run had 4 steps and has 6" in told(capsys)
+    assert "the run had 4 steps and now has 6" in told(capsys)
     assert finetune([*command, "--output", str(tmp_path / "whole")]) == 0
     assert without_speed(metrics(tmp_path / "run")) == without_speed(metrics(tmp_path / "whole"))
     same_adapter(tmp_path / "run", tmp_path / "whole")
@@ -203,7 +205,7 @@ def test_what_stops_a_run_is_told_in_one_line(reason, inputs, tmp_path, monkeypa
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(data, "batch", fail)
+    monkeypatch.setattr(packing, "batch", fail)
     assert finetune(command) == status
     assert_one_line(capsys, message)
     # The corrected command is accepted.

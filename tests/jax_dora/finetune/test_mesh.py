@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 import jax_dora
 import jax_dora.peft
 from jax_dora.commands import main, parser
-from jax_dora.finetune import data, estimate, training
+from jax_dora.finetune import estimate, packing, training
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
 from jax_dora.models import DecoderSharding, load_model, read_config, save_model
@@ -49,7 +49,7 @@ def rows():
     """Two micro-batches of four packed rows, of which tokens of any number count."""
     rng = np.random.default_rng(0)
     shape = (2, 4, 24)
-    return data.Rows(
+    return packing.Rows(
         rng.integers(0, 257, shape).astype(np.int32),
         rng.integers(0, 257, shape).astype(np.int32),
         (rng.random(shape) < rng.random((2, 4, 1))).astype(np.float32),
@@ -76,7 +76,7 @@ def gradient(folder, sharding=None, quantize=None):
     """Returns (loss, gradients by path) of a step, and the model's parts."""
     parts, given = training.Parts.of(adapted(folder, sharding, quantize)), rows()
     if sharding is not None:
-        parts = parts._replace(moving=sharding.placed(parts.moving))
+        parts = parts._replace(streams=sharding.placed(parts.streams))
         given = given.placed(sharding.micro_batches)
     loss, gradients, _ = training.accumulate(*parts, given)
     flat = nnx.to_flat_state(gradients)
@@ -124,13 +124,13 @@ def trained(folder, sharding=None):
     optimizer = training.make_optimizer(lambda _: 1e-3, clip=1.0, weight_decay=0.01)
     state = optimizer.init(parts.adapters)
     if sharding is not None:
-        parts = parts._replace(moving=sharding.placed(parts.moving))
+        parts = parts._replace(streams=sharding.placed(parts.streams))
         state, given = sharding.placed(state), given.placed(sharding.micro_batches)
     losses = []
     for _ in range(200):
-        loss, gradients, moving = training.accumulate(*parts, given)
+        loss, gradients, streams = training.accumulate(*parts, given)
         adapters, state, _ = training.update(optimizer, parts.adapters, state, gradients, loss)
-        parts = parts._replace(adapters=adapters, moving=moving)
+        parts = parts._replace(adapters=adapters, streams=streams)
         losses.append(float(loss))
     return np.array(losses)
 
@@ -213,12 +213,12 @@ def test_a_run_goes_on_on_other_devices(inputs, four, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "fsdp=3"], "the mesh dp=1,fsdp=3,tp=1 takes 3 devices, and there are 4"),
-        (["--mesh", "tp=4"], "the model's num_key_value_heads is 2, and tp of the mesh is 4"),
-        (["--mesh", "auto", "--batch", "2"], "--batch is 2, and dp×fsdp of the mesh is 4"),
-        (["--mesh", "ep=4"], "'ep=4' is no mesh: expected auto, or sizes of dp, fsdp, tp"),
-        (["--mesh", "fsdp=0"], "'fsdp=0' is no mesh"),
-        (["--mesh", "fsdp=2,fsdp=2"], "'fsdp=2,fsdp=2' is no mesh"),
+        (["--mesh", "fsdp=3"], "the mesh dp=1,fsdp=3,tp=1 has 3 devices, but there are 4"),
+        (["--mesh", "tp=4"], "the model's num_key_value_heads is 2, but tp of the mesh is 4"),
+        (["--mesh", "auto", "--batch", "2"], "--batch is 2, but dp×fsdp of the mesh is 4"),
+        (["--mesh", "ep=4"], "'ep=4' is not a mesh: expected auto, or sizes of dp, fsdp, tp"),
+        (["--mesh", "fsdp=0"], "'fsdp=0' is not a mesh"),
+        (["--mesh", "fsdp=2,fsdp=2"], "'fsdp=2,fsdp=2' is not a mesh"),
     ],
 )
 def test_meshes_that_do_not_fit(options, message, inputs, four, tmp_path, capsys):
@@ -260,7 +260,7 @@ def test_the_estimate_knows_the_mesh(inputs, four, tmp_path):
 def test_memory_is_about_what_xla_takes(mesh, inputs, four, tmp_path):
     sizes = ("--length", "256", "--batch", "8", "--rank", "8", "--dropout", "0")
     run = Run(plan_of(inputs, tmp_path, *sizes, *(("--mesh", mesh) if mesh else ())))
-    given = data.batch(run.plan.rows, 0, (2, 8), 0)
+    given = packing.batch(run.plan.rows, 0, (2, 8), 0)
     if mesh:
         given = given.placed(run.plan.sharding.micro_batches)
     compiled = training.accumulate.lower(*run.parts, given).compile().memory_analysis()

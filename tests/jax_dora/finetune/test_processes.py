@@ -68,7 +68,7 @@ def assert_one_run(finished, command, tmp_path, environment):
     """Of two processes that took two steps, which one process goes on with."""
     (status, told), (other_status, other_told) = finished
     assert (status, other_status) == (0, 0), told + other_told
-    assert told.count("The adapter is in") == 1
+    assert told.count("Saved the adapter to") == 1
     assert "rows of 24 tokens" in told
     assert "rows" not in other_told
     assert "adapter" not in other_told
@@ -98,8 +98,8 @@ def test_processes_that_were_given_other_flags_or_data_are_stopped(what, inputs,
     command = [*inputs, *OPTIONS, "--steps", "2", "--output", str(tmp_path / "run")]
     (status, told), (other_status, other_told) = start(command, [ON_CPU] * 2, last)
     assert (status, other_status) == (2, 2), told + other_told
-    assert "another process was not given what this one was" in told
-    assert f"process 1 was not given what process 0 was: {what} is " in other_told
+    assert "another process has other settings than this one" in told
+    assert f"process 1 has other settings than process 0: {what} is " in other_told
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -134,9 +134,9 @@ def test_when_one_process_is_killed_the_other_says_so_and_the_run_goes_on(inputs
         assert "Traceback" not in told
         last = told.strip().splitlines()[-1]
         saved = max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*"))
-        stopped = f"Stopped: process {victim} is gone: killed, or lost. Step {saved} "
+        stopped = f"Stopped: process {victim} was killed or lost. Step {saved} "
         assert last.startswith(stopped), told
-        assert last.endswith("is saved: the same command with --resume goes on from there")
+        assert last.endswith("is saved; run the same command with --resume to continue")
         command = [*flags, str(run), "--resume"]
     shutil.copytree(run, alone)
     for finished in (start(command, [ON_CPU] * 2), start([*flags, str(whole)], [ON_CPU] * 2)):
@@ -161,7 +161,7 @@ JOIN = """
 from jax_dora.finetune import processes
 processes.join("auto", None, None)
 import jax
-print(jax.process_index(), jax.process_count(), jax.device_count(), processes.anywhere(True))
+print(jax.process_index(), jax.process_count(), jax.device_count(), processes.any_process(True))
 """
 
 
@@ -192,10 +192,13 @@ def test_slurm_says_who_takes_part():
     [
         (["--processes", "2"], "--processes or --process is given without HOST:PORT"),
         (["--coordinator", "auto", "--process", "0"], "is given without HOST:PORT"),
-        (["--coordinator", "localhost:1", "--process", "0"], "--process is 0 of --processes None"),
+        (
+            ["--coordinator", "localhost:1", "--process", "0"],
+            "--process is 0 and --processes is None",
+        ),
         (
             ["--coordinator", "localhost:1", "--processes", "2", "--process", "2"],
-            "--process is 2 of --processes 2; expected --coordinator HOST:PORT",
+            "--process is 2 and --processes is 2; expected --coordinator HOST:PORT",
         ),
     ],
 )

@@ -59,13 +59,13 @@ def test_a_flag_may_be_as_large_as_float32_holds():
     [
         ([], "--model or --data is missing"),
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
-        (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
+        (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl does not exist"),
         (["--target", "nothing"], "--target 'nothing', matches no layer"),
         (["--target", ".*"], "the rules match modules or weights that cannot be adapted"),
-        (["--tiny", "--target", "("], "'(' is no regular expression"),
-        (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
-        (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),
-        (["--activations", FP8], f"--activations is {FP8!r} and the model is not quantised"),
+        (["--tiny", "--target", "("], "'(' is not a regular expression"),
+        (["--steps", "5", "--warmup", "5"], "--warmup is 5, but the run has 5 steps"),
+        (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json does not exist"),
+        (["--activations", FP8], f"--activations is {FP8!r}, but the model is not quantised"),
         (["--tiny", "--activations", FP8], "is not quantised; expected --quantize="),
         (["--activations", FP8, "--quantize", "nf4"], f"{FP8!r} with --quantize 'nf4'"),
         (["--tiny", "--patience", "2"], "--patience needs --eval-data"),
@@ -94,7 +94,7 @@ def test_bad_options(options, message, inputs, tmp_path, capsys):
 def test_a_merged_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, capsys):
     run = tmp_path / "run"
     assert finetune([*inputs, "--output", str(run), "--merge", str(run / name)]) == 2
-    assert "or is the run's own; expected a folder to be made" in told(capsys)
+    assert "or is a folder of the run; expected a new folder" in told(capsys)
 
 
 @pytest.mark.parametrize("name", ["", "best"])
@@ -103,7 +103,9 @@ def test_a_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, capsys):
     shutil.copytree(inputs[1], model)
     files = sorted(run.rglob("*"))
     assert finetune([*inputs, "--model", str(model), "--output", str(run)]) == 2
-    assert f"--output {run} writes into --model {model}; expected a folder" in told(capsys)
+    assert f"--output {run} would write into --model {model}; expected a separate folder" in told(
+        capsys
+    )
     assert sorted(run.rglob("*")) == files
 
 
@@ -115,7 +117,7 @@ def test_what_the_end_needs_is_asked_for_at_the_start(
 ):
     monkeypatch.setitem(sys.modules, package, None)
     assert finetune([*inputs, "--tensorboard", "--output", str(tmp_path / "run")]) == 2
-    assert f"{package} is missing; expected: pip install 'jax-dora[{extra}]'" in told(capsys)
+    assert f"{package} is not installed; run: pip install 'jax-dora[{extra}]'" in told(capsys)
 
 
 @pytest.mark.parametrize(
@@ -124,18 +126,22 @@ def test_what_the_end_needs_is_asked_for_at_the_start(
         ("config.json", [], "config.json holds a list; expected a JSON object"),
         ("config.json", {"hidden_size": "a"}, "hidden_size 'a'; expected a positive integer"),
         ("config.json", {"vocab_size": None}, "vocab_size None; expected a positive integer"),
-        ("config.json", {"eos_token_id": -1}, "eos_token_id [-1]; expected the number of a token"),
-        ("config.json", {"eos_token_id": True}, "eos_token_id [True]; expected the number"),
-        ("config.json", {"rms_norm_eps": None}, "config.json has a field of another type"),
-        ("config.json", {"rope_scaling": 3}, "config.json has a field of another type"),
-        ("config.json", {"quantization_config": "x"}, "config.json has a field of another type"),
+        ("config.json", {"eos_token_id": -1}, "eos_token_id [-1]; expected a token id"),
+        ("config.json", {"eos_token_id": True}, "eos_token_id [True]; expected a token id"),
+        ("config.json", {"rms_norm_eps": None}, "config.json has a field of an unexpected type"),
+        ("config.json", {"rope_scaling": 3}, "config.json has a field of an unexpected type"),
+        (
+            "config.json",
+            {"quantization_config": "x"},
+            "config.json has a field of an unexpected type",
+        ),
         (
             "config.json",
             {"max_position_embeddings": "x"},
-            "embeddings 'x'; expected a whole",
+            "embeddings 'x'; expected an integer",
         ),
-        ("config.json", {"max_position_embeddings": True}, "embeddings True; expected a whole"),
-        ("config.json", {"max_position_embeddings": 0}, "embeddings 0; expected a whole number"),
+        ("config.json", {"max_position_embeddings": True}, "embeddings True; expected an integer"),
+        ("config.json", {"max_position_embeddings": 0}, "embeddings 0; expected an integer"),
         ("generation_config.json", [], "generation_config.json holds a list"),
         ("generation_config.json", {"eos_token_id": "x"}, "n_config.json has eos_token_id ['x']"),
         ("tokenizer_config.json", 3, "tokenizer_config.json holds a int"),
@@ -166,7 +172,7 @@ def test_an_example_longer_than_the_model_s_positions(flag, inputs, tmp_path, ca
         assert finetune([*command, "--dry-run"]) == status
     assert "an example of 513 tokens; expected at most config.json's" in told(capsys)
     assert finetune([*command, "--length", "512", "--dry-run"]) == 0
-    assert "1 cut to 512 tokens" in told(capsys)
+    assert "1 truncated to 512 tokens" in told(capsys)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tensorboardX.proto import event_pb2
 import jax_dora
 import jax_dora.peft
 from jax_dora.commands import parser
-from jax_dora.finetune import data, training
+from jax_dora.finetune import packing, training
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
@@ -120,7 +120,7 @@ def test_patience(command, capsys, tmp_path):
     other.write_text('{"prompt": "3+4=", "completion": "8"}\n')
     more = ["--resume", "--eval-data", str(other), "--learning-rate", "1e-9"]
     assert finetune([*command, *more, "--steps", str(STEPS + 1)]) == 0
-    assert "--eval-data is another" in told(capsys)
+    assert "--eval-data has changed" in told(capsys)
     found = [line["eval_loss"] for line in metrics(tmp_path / "run")]
     facts = checkpoints.facts(len(found))
     assert facts["best"] == min(found[len(losses) :])
@@ -145,7 +145,7 @@ def test_dry_run(inputs, tmp_path, capsys):
     features = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
     trained = 2 * sum(4 * (a + b) + b for a, b in features)
     assert f"of which {trained:,} are trained" in output
-    assert "81.4% of the base's, by --target model/layers/.*_proj" in output
+    assert "81.4% of the base parameters (--target model/layers/.*_proj)" in output
     assert "6 of 4 rows, 0.19 epochs" in output
     assert "MiB base model" in output
     assert list((tmp_path / "run").iterdir()) == []
@@ -166,7 +166,7 @@ def test_dry_run(inputs, tmp_path, capsys):
 def test_over_a_quantised_base(formats, others, message, inputs, tmp_path, capsys):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
     assert finetune([*command, *formats, "--steps", "3"]) == 0
-    assert "MiB a kernel, dequantised" in told(capsys)
+    assert "MiB one dequantised kernel" in told(capsys)
     assert [math.isfinite(line["loss"]) for line in metrics(tmp_path / "run")] == [True] * 3
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
     assert finetune([*command, *others, "--steps", "4", "--resume"]) == 2
@@ -190,8 +190,8 @@ def test_accumulation_is_one_large_batch(inputs, tmp_path):
     args = parser().parse_args(["finetune", *inputs, *OPTIONS])
     args.output, args.dropout, args.target = tmp_path / "run", 0.0, ".*/(up|o)_proj"
     run = Run(Plan(args, Console()))
-    rows = data.batch(run.plan.rows, 0, (2, 2), seed=1)
-    large = data.Rows(*(array.reshape(1, 4, -1) for array in rows))
+    rows = packing.batch(run.plan.rows, 0, (2, 2), seed=1)
+    large = packing.Rows(*(array.reshape(1, 4, -1) for array in rows))
     (loss, gradients, _), (large_loss, large_gradients, _) = (
         training.accumulate(*run.parts, one) for one in (rows, large)
     )

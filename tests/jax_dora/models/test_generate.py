@@ -186,7 +186,7 @@ def test_logits_that_are_not_finite(make_folder):
     model = models.load_model(make_folder("llama"))
     embedding = model.model.embed_tokens.embedding
     embedding.set_value(embedding[...].at[9].set(jnp.nan))
-    with pytest.raises(models.NotFiniteError, match="row 1 at its new token 0 are not finite"):
+    with pytest.raises(models.NotFiniteError, match="row 1 are not finite at new token 0"):
         generate(model, [[7], [7, 9]], 1)
 
 
@@ -195,7 +195,7 @@ def test_logits_that_are_not_finite(make_folder):
     [
         ({"temperature": -1}, "temperature is -1; expected a number at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0}, "top_p is 0; expected a number above 0, to 1"),
+        ({"top_p": 0}, "top_p is 0; expected a number above 0 and at most 1"),
         ({"top_k": -1}, "top_k is -1"),
         ({"seed": 2**32}, "seed is 4294967296"),
     ],
@@ -208,8 +208,8 @@ def test_bad_sampling(changes, message):
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([], "expected one or more of each row"),
-        ([[1], []], "expected one or more of each row"),
+        ([], "expected at least one in each row"),
+        ([[1], []], "expected at least one in each row"),
         ([[1], [2, 10**6]], "prompts have token 1000000; expected 0 to "),
         ([[-1]], "prompts have token -1; expected 0 to "),
     ],

@@ -197,7 +197,7 @@ def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
         save_model(model, tmp_path / "floats", read_config(folder))
         written = load_file(tmp_path / "floats" / "model.safetensors")[Q_PROJ]
         np.testing.assert_allclose(written, MEANT[Q_PROJ], rtol=2e-6)
-        with pytest.raises(ValueError, match=r"quantize is 'int8' and .* is quantised already"):
+        with pytest.raises(ValueError, match=r"quantize is 'int8', but .* is quantised already"):
             load_model(tmp_path / "model", quantize="int8")
 
 
@@ -258,7 +258,7 @@ def with_a_scale(value, make, part):
             lambda n, w: {n: w.astype(ml_dtypes.float8_e4m3fn)},
             None,
             NotImplementedError,
-            "float8_e4m3fn .* with nothing beside it; expected",
+            "float8_e4m3fn .* with no scales; expected",
         ),
         (lambda n, w: {n: w}, {"quant_method": "gptq"}, NotImplementedError, "'gptq'"),
         (lambda n, w: {n: w}, NF4 | {"bnb_4bit_quant_type": "fp4"}, NotImplementedError, "fp4"),

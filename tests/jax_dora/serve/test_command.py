@@ -115,7 +115,7 @@ def test_a_key_is_asked_for(model, settings):
         ("--max-length 600", "--max-length is 600; expected at most config.json"),
         ("--port 70000", "'70000' is out of range"),
         ("--api-key @nowhere", "No such file"),
-        ("--api-key @MODEL/model.safetensors", "model.safetensors' holds no text"),
+        ("--api-key @MODEL/model.safetensors", "model.safetensors' is not a text file"),
         ("--api-key=", "the key is empty"),
         ("--name= --batch 0", "argument --name: it is empty; expected a name"),
         ("--max-length 0", "'0' is out of range"),
@@ -126,8 +126,8 @@ def test_a_key_is_asked_for(model, settings):
         ("--max-rank 8", "--max-rank needs --adapters"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
         ("--mesh dp=2", "--mesh has {'dp': 2}; expected only tp"),
-        ("--mesh tp=3", "the mesh dp=1,fsdp=1,tp=3 takes 3 devices"),
-        ("--mesh auto", "num_attention_heads is 4, and tp of the mesh is 8"),
+        ("--mesh tp=3", "the mesh dp=1,fsdp=1,tp=3 has 3 devices"),
+        ("--mesh auto", "num_attention_heads is 4, but tp of the mesh is 8"),
     ],
 )
 def test_bad_flags(model, flags, message, capsys):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.models import segments
+from jax_dora.models import attention
 from parity import tolerances
 
 LENGTHS = ((5, 1, 42, 16), (64,), (3, 61))
@@ -39,11 +39,11 @@ def with_gradient(function, q, k, v, dy):
 
 
 def test_where_texts_begin_and_how_long_they_are():
-    found = segments.segments_of(ids(), 4)
+    found = attention.find_segments(ids(), 4)
     assert found.lengths.tolist() == [[5, 1, 42, 16], [64, -1, -1, -1], [3, 61, -1, -1]]
     assert found.starts.tolist() == [[0, 5, 6, 48, -1], [0, -1, -1, -1, -1], [0, 3, -1, -1, -1]]
     assert found.complete.tolist() == [True, True, True]
-    assert segments.segments_of(ids(), 2).complete.tolist() == [False, True, True]
+    assert attention.find_segments(ids(), 2).complete.tolist() == [False, True, True]
 
 
 @pytest.mark.gpu
@@ -51,8 +51,8 @@ def test_agrees_with_fp64():
     """As near as cuDNN's own causal attention of one text is, by flash-attention's rule."""
     q, k, v, dy = drawn()
     numbers = np.stack([np.repeat(np.arange(len(one)), one) for one in LENGTHS])
-    texts = segments.segments_of(ids(), 4)
-    found = with_gradient(lambda q, k, v: segments.attend(q, k, v, texts), q, k, v, dy)
+    texts = attention.find_segments(ids(), 4)
+    found = with_gradient(lambda q, k, v: attention.attend_segments(q, k, v, texts), q, k, v, dy)
     plain = with_gradient(lambda *qkv: by_definition(*qkv, numbers), q, k, v, dy)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(one, np.float64)) for one in (q, k, v, dy)]
@@ -67,6 +67,6 @@ def test_agrees_with_fp64():
 @pytest.mark.gpu
 def test_a_row_of_more_texts_than_were_told_is_nan():
     q, k, v, _ = drawn()
-    y = segments.attend(q, k, v, segments.segments_of(ids(), 2))
+    y = attention.attend_segments(q, k, v, attention.find_segments(ids(), 2))
     assert jnp.isnan(y[0]).all()
     assert jnp.isfinite(y[1:]).all()

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from jax_dora.finetune import tiny
-from jax_dora.finetune.examples import Encoder
+from jax_dora.finetune.encoding import Encoder
 from jax_dora.finetune.records import read_records
 from jax_dora.models.chat import ChatTemplate
 
@@ -111,7 +111,7 @@ def test_a_table_s_messages_have_the_fields_that_were_given(tmp_path):
 def test_splits_are_named(tmp_path):
     data = datasets.Dataset.from_list(RECORDS)
     datasets.DatasetDict(train=data, test=data).save_to_disk(tmp_path / "both")
-    with pytest.raises(ValueError, match=r"has the splits test, train; expected one of them"):
+    with pytest.raises(ValueError, match=r"has the splits test, train; expected the folder of one"):
         list(read_records(tmp_path / "both"))
     assert len(list(read_records(tmp_path / "both" / "train"))) == 2
 
@@ -119,17 +119,17 @@ def test_splits_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a"', "line 2 is no JSON"),
-        ("prompt,completion", "line 2 is no JSON: .*; the data may be JSON Lines, a JSON list"),
+        ('{"prompt": "a"', "line 2 is not valid JSON"),
+        ("prompt,completion", "line 2 is not valid JSON: .*; expected JSON Lines, a JSON list"),
         ('{"prompt": "a"}', r'line 2: it has prompt \(str\); expected a list "messages"'),
-        ('{"messages": []}', 'line 2: it has "messages", and the model has no chat template'),
+        ('{"messages": []}', 'line 2: it has "messages", but the model has no chat template'),
         ('{"prompt": "a", "completion": 4}', r"line 2: it has .* completion \(int\); expected"),
         ('{"text": "\\ud800"}', "line 2: .*surrogates"),
         ('{"instruction": "a", "output": "b", "input": [1]}', 'line 2: "input" is a list'),
-        ('{"text": "a", "text": "b"}', "line 2 is no JSON: text given twice"),
+        ('{"text": "a", "text": "b"}', "line 2 is not valid JSON: text given twice"),
         ("[]", "line 2 is a list; expected a JSON object"),
         ("\udcff", "line 2 is not UTF-8: invalid start byte at byte 0"),
-        ("[" * 100_000, "line 2 is no JSON"),
+        ("[" * 100_000, "line 2 is not valid JSON"),
     ],
 )
 def test_bad_line(tmp_path, encoder, line, message):
@@ -144,8 +144,8 @@ def test_bad_files(tmp_path):
     (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "folder").mkdir()
     for name, message in (
-        ("empty", "has no record"),
-        ("cut.parquet", "is no sound parquet"),
+        ("empty", "has no records"),
+        ("cut.parquet", "is not a valid parquet file"),
         ("folder", "is a folder without state.json"),
     ):
         with pytest.raises(ValueError, match=f"{tmp_path / name} {message}"):
@@ -279,14 +279,14 @@ def test_a_template_that_rewrites_replies_gives_one_text_each(tokenizer):
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        ("{{ raise_exception('no system') }}", TALK, "here: the chat template refuses: no system"),
-        ("{{ messages[9].role }}", TALK, "here: the chat template refuses: .*has no element 9"),
-        ("{{ ''.__class__.__mro__ }}", TALK, "here: the chat template refuses: .*unsafe"),
+        ("{{ raise_exception('no system') }}", TALK, "here: the chat template failed: no system"),
+        ("{{ messages[9].role }}", TALK, "here: the chat template failed: .*has no element 9"),
+        ("{{ ''.__class__.__mro__ }}", TALK, "here: the chat template failed: .*unsafe"),
         (CHATML, [{"role": "user", "content": "a"}], 'here: no message has the role "assistant"'),
         (CHATML, [{"content": "a"}], 'here: message 1 has no "role"'),
         (CHATML, [{"role": "user", "content": [1]}], r"here: message 1 has content '\[1\]'; exp"),
-        ("{{ messages | length }}", TALK, "begins message 3 otherwise"),
-        (CHATML, [*TALK, {**TALK[-1], "weight": 0}], '"weight" 0; expected 1, or none'),
+        ("{{ messages | length }}", TALK, "renders message 3 without the prompt"),
+        (CHATML, [*TALK, {**TALK[-1], "weight": 0}], '"weight" 0; expected 1, or no weight'),
     ],
 )
 def test_bad_conversations(template, messages, message, tokenizer):
@@ -307,7 +307,7 @@ def test_contents_in_parts_are_joined(tokenizer):
 
 def test_marks_of_generation_say_nothing():
     template = "{% generation %}{{ messages[0].content }}{% endgeneration %}{% break %}"
-    with pytest.raises(ValueError, match="is no jinja2"):
+    with pytest.raises(ValueError, match="is not valid jinja2"):
         ChatTemplate("{% if %}", {})
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
     assert ChatTemplate(template + "{% break %}{% endfor %}", {}).render(TALK) == " S "

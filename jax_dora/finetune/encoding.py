@@ -1,4 +1,4 @@
-"""Records of any of the usual forms as tokens, with what of them is to be learned."""
+"""Turns records of the usual forms into tokens, and marks which tokens are learned."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from jax_dora.finetune.data import Example
+from jax_dora.finetune.packing import Example
 from jax_dora.finetune.records import Record
 from jax_dora.models.chat import CONTENT, ChatTemplate, text_of
 
@@ -14,24 +14,37 @@ FORMS = (
     'a list "messages", strings "prompt" and "completion", strings "instruction" and "output" '
     '(and "input"), or a string "text"'
 )
-MARK = "\x01"  # a token of its own, which is in no text: in SentencePiece's models a byte
-# The words that Stanford Alpaca was trained with.
+# A character that is a token of its own (a byte token in SentencePiece models) and not in any text.
+MARK = "\x01"
+# The prompt that Stanford Alpaca was trained with.
 ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately "
-    "completes the request.\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
+    "completes the request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 
 
 @dataclasses.dataclass
 class Encoder:
-    """Makes examples of records, as one model reads them."""
+    """Turns records into examples for one model.
 
-    tokenizer: Tokenizer  # whose special tokens, such as that of a beginning, go before a prompt
-    end: int  # the token that ends a completion; a chat template writes its own
-    template: ChatTemplate | None  # of "messages"
+    Attributes:
+      tokenizer: the model's tokenizer. Its special tokens, such as the one that begins a text, are
+        put before a prompt.
+      end: the token that ends a completion. Chat templates write their own end token.
+      template: the chat template for records with "messages"; None if the model has none.
+    """
+
+    tokenizer: Tokenizer
+    end: int
+    template: ChatTemplate | None
 
     def examples(self, records: Iterable[Record]) -> Iterator[Example]:
-        """Yields one example for each record, or several for a conversation."""
+        """Yields one example for each record, or several for some conversations.
+
+        Raises:
+          ValueError: a record has an unknown form or invalid contents; the message has its
+          location.
+        """
         for where, fields in records:
             try:
                 yield from self._examples(fields)
@@ -39,7 +52,7 @@ class Encoder:
                 raise ValueError(f"{where}: {error}") from error
 
     def _tokens(self, text: str, *, special: bool = False) -> list[int]:
-        text.encode()  # tokenizers does not say what is wrong with half a surrogate pair
+        text.encode()  # raises a clear error for unpaired surrogates; tokenizers does not
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def _examples(self, fields: dict[str, Any]) -> Iterator[Example]:
@@ -49,32 +62,37 @@ class Encoder:
             case {"prompt": str(prompt), "completion": str(completion)}:
                 yield self._answer(prompt, completion)
             case {"instruction": str(instruction), "output": str(output)}:
-                given = fields.get("input") or ""
-                if not isinstance(given, str):
-                    raise ValueError(f'"input" is a {type(given).__name__}; expected a string')
+                text = fields.get("input") or ""
+                if not isinstance(text, str):
+                    raise ValueError(f'"input" is a {type(text).__name__}; expected a string')
                 prompt = ALPACA.format(
-                    paired=", paired with an input that provides further context" * bool(given),
+                    paired=", paired with an input that provides further context" * bool(text),
                     instruction=instruction,
-                    given=f"### Input:\n{given}\n\n" * bool(given),
+                    input=f"### Input:\n{text}\n\n" * bool(text),
                 )
                 yield self._answer(prompt, output)
             case {"text": str(text)}:
                 yield self._answer("", text)
             case _:
-                told = [f"{name} ({type(value).__name__})" for name, value in fields.items()]
-                raise ValueError(f"it has {', '.join(told) or 'nothing'}; expected {FORMS}")
+                found = [f"{name} ({type(value).__name__})" for name, value in fields.items()]
+                raise ValueError(f"it has {', '.join(found) or 'no fields'}; expected {FORMS}")
 
     def _following(self, before: str, text: str) -> list[int]:
-        """Returns the tokens of `text` after `before`: at the beginning of a text some tokenizers
-        put a space, and others take it away."""
+        """Returns the tokens of `text` when it follows `before`.
+
+        They can differ from the tokens of `text` alone: at the beginning of a text, some tokenizers
+        add a space and others remove one.
+        """
         first, both = self._tokens(before), self._tokens(before + text)
         if both[: len(first)] == first:
             return both[len(first) :]
-        # A token stands across. Alone the text may get a space, but not after what is one token.
+        # A token spans the boundary. Tokenize `text` alone, or after a mark if it gets a space
+        # alone.
         mark, after_mark = self._tokens(MARK), self._tokens(MARK + text)
-        ways = [self._tokens(text), after_mark[len(mark) :]]
+        candidates = [self._tokens(text), after_mark[len(mark) :]]
         decode = self.tokenizer.decode
-        return next((one for one in ways if decode([*first, *one]) == decode(both)), ways[0])
+        matching = (ids for ids in candidates if decode([*first, *ids]) == decode(both))
+        return next(matching, candidates[0])
 
     def _answer(self, prompt: str, completion: str) -> Example:
         before, after = self._tokens(prompt, special=True), self._following(prompt, completion)
@@ -84,24 +102,24 @@ class Encoder:
     def _chat(self, messages: Sequence[Any], tools: Any) -> Iterator[Example]:
         if self.template is None:
             raise ValueError(
-                'it has "messages", and the model has no chat template; expected one in its '
+                'it has "messages", but the model has no chat template; expected one in its '
                 "tokenizer_config.json or chat_template.jinja"
             )
         messages = list(messages)
-        for number, one in enumerate(messages, 1):
-            if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ValueError(f'message {number} has no "role"; expected a string')
-            if one.get("content") is not None:
-                if (content := text_of(one["content"])) is None:
-                    told = str(one["content"])[:100]
-                    raise ValueError(f"message {number} has content {told!r}; expected {CONTENT}")
-                messages[number - 1] = one | {"content": content}
-            if one.get("weight") not in (None, 1):
+            if message.get("content") is not None:
+                if (content := text_of(message["content"])) is None:
+                    shown = str(message["content"])[:100]
+                    raise ValueError(f"message {number} has content {shown!r}; expected {CONTENT}")
+                messages[number - 1] = message | {"content": content}
+            if message.get("weight") not in (None, 1):
                 raise ValueError(
-                    f'message {number} has "weight" {one["weight"]!r}; expected 1, or none: every '
-                    "reply is learned"
+                    f'message {number} has "weight" {message["weight"]!r}; expected 1, or no '
+                    "weight: every reply is learned"
                 )
-        if tools is not None and not _is_objects(tools):
+        if tools is not None and not _are_objects(tools):
             raise ValueError(f'"tools" is {str(tools)[:100]!r}; expected a list of objects')
         turns = self.template.turns(messages, tools=tools)
         if not turns:
@@ -117,5 +135,5 @@ class Encoder:
             yield Example(tokens, learned)
 
 
-def _is_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jax_dora.finetune import data, tiny
+from jax_dora.finetune import packing, tiny
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def test_tokenizer_has_one_token_a_byte(tokenizer):
 
 def example(tokens, prompt):
     """The first `prompt` tokens are read, the others learned."""
-    return data.Example(tokens, [place >= prompt for place in range(len(tokens))])
+    return packing.Example(tokens, [place >= prompt for place in range(len(tokens))])
 
 
 def unpack(rows):
@@ -50,7 +50,7 @@ def test_packing_keeps_every_example():
         tokens = rng.integers(0, 99, size).tolist()
         # Without a prompt the first token is never predicted, so it counts as one of it.
         examples.append(example(tokens, int(rng.integers(1, size))))
-    packed = data.pack(examples, 32)
+    packed = packing.pack(examples, 32)
     expected = [(one.tokens, one.learned.count(False)) for one in examples]
     assert sorted(unpack(packed.rows)) == sorted(expected)
     assert (packed.examples, packed.truncated, packed.dropped) == (200, 0, 0)
@@ -64,23 +64,23 @@ def test_long_examples_are_cut_and_counted():
         example(list(range(20)), 12),
         example([1, 2, 3], 1),
     ]
-    packed = data.pack(examples, 10)
+    packed = packing.pack(examples, 10)
     assert (packed.examples, packed.truncated, packed.dropped) == (2, 2, 1)
     assert unpack(packed.rows) == [(list(range(11)), 3), ([1, 2, 3], 1)]
     with pytest.raises(ValueError, match="none of 3 examples has a completion within 0 tokens"):
-        data.pack(examples, 0)
+        packing.pack(examples, 0)
 
 
 def test_order_is_a_permutation_of_each_epoch():
     count, shape = 7, (2, 2)
     column = np.arange(count, dtype=np.int32)[:, None]
-    rows = data.Rows(column, column, np.float32(column), column, column)
+    rows = packing.Rows(column, column, np.float32(column), column, column)
     seen = []
     for step in range(7):
-        batch = data.batch(rows, step, shape, seed=3)
+        batch = packing.batch(rows, step, shape, seed=3)
         assert all(array.shape == (2, 2, 1) for array in batch)
         seen.extend(batch.tokens.ravel().tolist())
     epochs = np.array(seen).reshape(4, count)
     np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(count), (4, 1)))
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    np.testing.assert_array_equal(data.batch(rows, 4, shape, 3).tokens.ravel(), seen[16:20])
+    np.testing.assert_array_equal(packing.batch(rows, 4, shape, 3).tokens.ravel(), seen[16:20])
