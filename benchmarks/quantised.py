@@ -147,7 +147,7 @@ def _projections(settings: Settings) -> Iterator[tuple[Row, tuple[Callable[..., 
             static = functools.partial(row_wise.linear, None)
             base = jax.jit(lambda x, kernel, base=static: base(row_wise.Product(x, kernel)))
         if in_one_piece:
-            kernel = row_wise.columns_in_one_piece(kernel)
+            kernel = row_wise.with_contiguous_columns(kernel)
         yield row | {"kind": "base"}, (base, (x, kernel))
         operands = (x, kernel, lora_a, lora_b)
         yield row | {"kind": "DoRA"}, (_frozen(n, act_qtype=activations), operands)

@@ -157,7 +157,7 @@ class BankLayer(nnx.Module):
         mesh = meshes.explicit(*jax.tree.leaves(operands))
         if mesh is None:
             return mixed(operands)
-        return meshes.left_to_xla(mixed, mesh, jax.P(*meshes.spec(base)))(operands)
+        return meshes.with_auto_axes(mixed, mesh, jax.P(*meshes.spec(base)))(operands)
 
 
 def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:

@@ -72,7 +72,7 @@ def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = 
     kernel = stored(arrays[0])
     if mesh := meshes.explicit(kernel):
         names = its.adapter_axes(meshes.spec(kernel))["magnitude"]
-        return meshes.left_to_xla(of_matrices, mesh, jax.P(*names))(tuple(arrays))
+        return meshes.with_auto_axes(of_matrices, mesh, jax.P(*names))(tuple(arrays))
     return of_matrices(arrays)
 
 
@@ -228,4 +228,4 @@ def sharded_as(
         )
     if AxisType.Explicit not in mesh.axis_types:
         return function(operands)
-    return meshes.left_to_xla(function, mesh, jax.P(*spec))(operands)
+    return meshes.with_auto_axes(function, mesh, jax.P(*spec))(operands)

@@ -78,7 +78,7 @@ class DoRAProjection(DoRAProduct):
             return jnp.einsum(f"{its.x},{its.kernel}->{its.y}", x, kernel.astype(x.dtype))
 
         spec = meshes.result_spec(plain, x, kernel)
-        return meshes.left_to_xla(self._by_matrices, mesh, spec)(operands)
+        return meshes.with_auto_axes(self._by_matrices, mesh, spec)(operands)
 
     def _by_matrices(self, operands: Mapping[str, Any]) -> jax.Array:
         """Computes one plain product for each batch index."""

@@ -29,7 +29,7 @@ from jax_dora.models.sharding import DecoderSharding
 from jax_dora.models.targets import Target, equal, fetch, load, nbytes, targets
 from jax_dora.models.weights import StoredTensor, stored_tensors, write_files
 from jax_dora.ops.quantised import is_quantised
-from jax_dora.ops.row_wise import columns_in_one_piece
+from jax_dora.ops.row_wise import with_contiguous_columns
 
 TIED = "lm_head.weight", "model.embed_tokens.weight"
 # A folder of chat templates beside the default one, by their names.
@@ -113,7 +113,7 @@ def load_model(
         like = flat[target.path].get_value()
         if is_quantised(like):
             value = load_quantised(target, like, read, chosen)
-            value = columns_in_one_piece(value) if act_qtype else value
+            value = with_contiguous_columns(value) if act_qtype else value
         else:
             value = load(target, [stored[name] for name in target.names], chosen)
         flat[target.path] = flat[target.path].replace(value)

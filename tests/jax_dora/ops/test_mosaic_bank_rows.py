@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_dora.ops.bank import bank_linear
-from jax_dora.ops.bank_slots import Slots, composed, rows_of
+from jax_dora.ops.bank_slots import Slots, compose_rows, rows_of
 from jax_dora.ops.mosaic import bank_few_rows, bank_rows, bank_rows_sizes
 from jax_dora.ops.mosaic.bank_rows import refuses
 from jax_dora.ops.mosaic.bank_rows_sizes import Member
@@ -56,7 +56,7 @@ def run(arrays, layer, *, slots=SLOTS, with_bias=True, kernel=bank_rows):
     without = (np.asarray(ids) < 0) | (np.asarray(ids) >= slots)
     assert not np.any(np.asarray(lora, np.float32)[without])
     rows = rows_of(bank, ids, first, slots, jnp.float32)
-    y = composed(base[:, None], lora[:, None], rows, bias if with_bias else None)
+    y = compose_rows(base[:, None], lora[:, None], rows, bias if with_bias else None)
     return jax.block_until_ready(y[:, 0])
 
 

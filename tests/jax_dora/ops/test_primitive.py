@@ -15,7 +15,7 @@ from jax_dora.ops import choose, primitive
 from jax_dora.ops.choose import Target
 from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM
-from jax_dora.ops.operands import Adapted, Projection, Static
+from jax_dora.ops.operands import AdaptedKernel, Projection, Static
 from jax_dora.ops.products import BACK, FORWARD, Back
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
@@ -162,14 +162,14 @@ def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkey
     operands = Back(aval(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
     of_device(BACK, static, operands, automatic(2), [result, kernel, z, a, b], [x])
     wanted = {
-        module: choose.ANY_NUMBER if name in names else choose.HOPPER_SM_COUNT
+        module: choose.UNLIMITED_BLOCKS if name in names else choose.HOPPER_SM_COUNT
         for module, names in ((project, ["fsdp"]), (project_back, ["data", "fsdp"]))
     }
     assert used == wanted
 
 
 def test_the_norm_sums_only_vectors(on_hopper):
-    operands = Adapted(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
+    operands = AdaptedKernel(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
     mesh = automatic(2, 2)
     specs = [("data", "model"), ("data",), (N, "model"), ()]
     text, _ = of_device(NORM, Static("factored_norm", None), operands, mesh, specs, [("model",)])

@@ -278,7 +278,7 @@ def test_a_kernel_alone_is_quantised():
     for index, name in enumerate(("x", "kernel", "lora_a", "lora_b", "magnitude")):
         if name != "kernel":
             bad = (*given[:index], GOOD, *given[index + 1 :])
-            with pytest.raises(TypeError, match=f"^{name} is quantised as nf4, which a kernel"):
+            with pytest.raises(TypeError, match=f"^{name} is quantised as nf4, but only a kernel"):
                 dora_linear(*bad)
 
 
