@@ -31,7 +31,7 @@ def refuses(
     if time % rows:
         return f"each row of the batch has {time} tokens, which is not a multiple of {rows}"
     if rank == 0 or rank % hopper.ALIGNMENT:
-        return f"the bank's maximum rank is {rank}, not a positive multiple of {hopper.ALIGNMENT}"
+        return f"the bank's maximum rank {rank} is not a positive multiple of {hopper.ALIGNMENT}"
     return product_tiling.refuses(groups * time, in_features, out, dtype)
 
 

@@ -84,8 +84,8 @@ def two_part_product(
     blocks = min(sm_count, tiles)
     consumer_rows, consumer_cols = c.consumer_tile
     chunks = outputs * consumer_rows * consumer_cols // (CHUNK_ROWS * CHUNK_COLS)
-    lefts, tails = _split_tail(lefts, (row_tiles - 1) * c.tile_rows)
-    arguments = [*lefts, *tails, *rights]
+    bodies, tails = _split_tail(lefts, (row_tiles - 1) * c.tile_rows)
+    arguments = [*bodies, *tails, *rights]
     if vectors:
         stacked = jnp.stack([v.astype(jnp.float32) for v in vectors], axis=-2)
         arguments.append(hopper.pad(stacked, *stacked.shape[:-1], col_tiles * c.tile_cols))
@@ -279,11 +279,10 @@ def two_part_product(
 def _split_tail(
     lefts: tuple[jax.Array, jax.Array], start: int
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns (lefts, tails): the left operands with numbers of rows that TMA supports.
+    """Returns (bodies, tails): the left operands, with numbers of rows that TMA supports.
 
-    If it supports the operands' number of rows, or if they have a single tile, `tails` is empty.
-    Otherwise `lefts` are the rows before `start`, the last tile's first row, and `tails` are the
-    last tile's rows, padded with zeros.
+    If the last tile's rows need padding, `tails` are these rows, from `start` on, padded with
+    zeros, and `bodies` are the rows before. Otherwise, or with a single tile, `tails` is empty.
     """
     rows = lefts[0].shape[0]
     if rows % hopper.ROW_ALIGNMENT == 0:

@@ -100,7 +100,7 @@ def test_what_overflows_in_another_slot_stays_there():
 
 
 def test_what_mosaic_refuses_is_told():
-    with pytest.raises(NotImplementedError, match="has 3 tokens, which is no multiple of 64"):
+    with pytest.raises(NotImplementedError, match="has 3 tokens, which is not a multiple of 64"):
         bank_linear(*operands(0, 3), implementation="mosaic")
 
 

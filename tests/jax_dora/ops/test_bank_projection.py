@@ -141,7 +141,7 @@ def test_rows_that_are_no_whole_tiles_keep_the_second_product():
 
 
 def test_what_mosaic_refuses_is_told():
-    with pytest.raises(NotImplementedError, match="has 3 tokens, which is no multiple of 64"):
+    with pytest.raises(NotImplementedError, match="has 3 tokens, which is not a multiple of 64"):
         bank_projection(*prompts(0, 3), implementation="mosaic")
 
 
