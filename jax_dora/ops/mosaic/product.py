@@ -89,17 +89,17 @@ def two_part_product(
     if vectors:
         stacked = jnp.stack([v.astype(jnp.float32) for v in vectors], axis=-2)
         arguments.append(hopper.pad(stacked, *stacked.shape[:-1], col_tiles * c.tile_cols))
-        vector_buffer = {
+        feature_vectors = {
             "smem": plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32),
             "ready": plgpu.Barrier(),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS),
         }
     else:
-        vector_buffer = {}
+        feature_vectors = {}
     if groups is not None:
         arguments.append(groups.indices)
 
-    def body(*refs, left_smem, right_smem, ready, free, chunk_smem, vector_buffer):
+    def body(*refs, left_smem, right_smem, ready, free, chunk_smem, feature_vectors):
         lefts_gmem, tails_gmem = refs[:2], refs[2 : 2 + len(tails)]
         others_gmem, out_gmem = refs[2 + len(tails) : -outputs], refs[-outputs:]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
@@ -158,11 +158,11 @@ def two_part_product(
                 if vectors:
                     # Fetched last: their buffer is free only after the previous tile has been
                     # stored, while the buffers of its slices are free long before.
-                    plgpu.barrier_wait(vector_buffer["free"])
+                    plgpu.barrier_wait(feature_vectors["free"])
                     plgpu.copy_gmem_to_smem(
                         tile_vectors_gmem[0].at[:, at_cols],
-                        vector_buffer["smem"],
-                        vector_buffer["ready"],
+                        feature_vectors["smem"],
+                        feature_vectors["ready"],
                     )
 
             lax.fori_loop(0, my_tiles, fetch_tile, None)
@@ -171,7 +171,7 @@ def two_part_product(
             for stage in range(c.stages):
                 plgpu.barrier_wait(free.at[stage])
             if vectors:
-                plgpu.barrier_wait(vector_buffer["free"])
+                plgpu.barrier_wait(feature_vectors["free"])
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
@@ -179,7 +179,7 @@ def two_part_product(
             for stage in range(c.stages):
                 plgpu.barrier_arrive(free.at[stage])
             if vectors:
-                plgpu.barrier_arrive(vector_buffer["free"])
+                plgpu.barrier_arrive(feature_vectors["free"])
             my_row = warpgroup * consumer_rows if c.split_rows else 0
             my_col = 0 if c.split_rows else warpgroup * consumer_cols
             my_rows = pl.ds(my_row, consumer_rows)
@@ -215,7 +215,7 @@ def two_part_product(
                 )
                 plgpu.barrier_arrive(free.at[lax.rem((index + 1) * sum(steps) - 1, c.stages)])
                 if vectors:
-                    plgpu.barrier_wait(vector_buffer["ready"])
+                    plgpu.barrier_wait(feature_vectors["ready"])
                 stores = 0
                 if chunks % CHUNK_BUFFERS:
                     # The previous tile's last chunk used the buffer of this tile's first chunk.
@@ -225,7 +225,7 @@ def two_part_product(
                         chunk = inner = acc[r : r + CHUNK_ROWS, j : j + CHUNK_COLS]
                         for i in range(len(vectors)):
                             vector = lax.broadcast_in_dim(
-                                vector_buffer["smem"][i, pl.ds(my_col + j, CHUNK_COLS)],
+                                feature_vectors["smem"][i, pl.ds(my_col + j, CHUNK_COLS)],
                                 chunk.shape,
                                 (1,),
                             )
@@ -245,7 +245,7 @@ def two_part_product(
                             plgpu.copy_smem_to_gmem(buffer_smem, out.at[at])
                 if vectors:
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(vector_buffer["free"])
+                    plgpu.barrier_arrive(feature_vectors["free"])
 
             lax.fori_loop(0, my_tiles, consume_tile, None)
             plgpu.wait_smem_to_gmem(0)
@@ -268,7 +268,7 @@ def two_part_product(
             "chunk_smem": hopper.swizzled(
                 (CONSUMERS * CHUNK_BUFFERS, CHUNK_ROWS, CHUNK_COLS), dtype
             ),
-            "vector_buffer": vector_buffer,
+            "feature_vectors": feature_vectors,
         },
         kernel_name=name if groups is None else "dora_bank_project",
     )(*arguments)
