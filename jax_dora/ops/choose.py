@@ -98,7 +98,7 @@ class Choice(NamedTuple):
     sm_count: int
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def launch_options(self) -> dict[str, Any]:
         """Returns the keyword arguments of `launch` that the choice determines."""
         return {"config": self.config, "sm_count": self.sm_count}
 
@@ -150,8 +150,8 @@ def choose(
             return Choice(kernel, kernel.config(*call), device.sm_count)
     if implementation == "mosaic" and not optional:
         raise NotImplementedError(
-            f"{op}: implementation 'mosaic' cannot take this call: {reason}; pass "
-            "implementation=None to let another one take it"
+            f"{op}: implementation 'mosaic' does not support this call: {reason}; pass "
+            "implementation=None to use another implementation"
         )
     return None
 
@@ -160,6 +160,6 @@ def check_name(implementation: str | None) -> None:
     """Raises ValueError unless `implementation` is None or one of `IMPLEMENTATIONS`."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation is {implementation!r}; expected None (the best that takes the call) "
-            f"or one of {', '.join(map(repr, IMPLEMENTATIONS))}"
+            f"implementation is {implementation!r}; expected None (the fastest that supports the "
+            f"call) or one of {', '.join(map(repr, IMPLEMENTATIONS))}"
         )

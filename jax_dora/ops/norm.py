@@ -109,7 +109,7 @@ def _run(static: Static, shard: Shard, operands: AdaptedKernel) -> tuple[jax.Arr
     choice = choose.choose(static.op, implementation, candidate)
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
-        squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.knobs)
+        squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.launch_options)
         return (jnp.sqrt(shard.sum(squared)),)
     define = _define_quantised if quantised.is_quantised(kernel) else _define
     return (define(shard, static.scale_is_zero, operands),)

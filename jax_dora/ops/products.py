@@ -72,19 +72,21 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
     a = None if lora_a is None else lora_a.astype(x.dtype)
     if choice is not None and a is not None and choice.kernel is few_rows:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
-        return few_rows.launch(x, *w, a, lora_b, g, scale, bias, **choice.knobs), None
+        return few_rows.launch(x, *w, a, lora_b, g, scale, bias, **choice.launch_options), None
     # The dense copy of a quantised kernel lives only as long as this product.
     kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
-        knobs = choice.during_collectives(shard.gathered).knobs
-        return project.launch(x, kernel, z, lora_b, g, bias, **options, **knobs)
+        choice = choice.during_collectives(shard.gathered)
+        return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.launch_options)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
         z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
-        return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.knobs), None
+        return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.launch_options), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g
-        return expand_compose.launch(base, z, lora_b, g, one, bias, **options, **choice.knobs)
+        return expand_compose.launch(
+            base, z, lora_b, g, one, bias, **options, **choice.launch_options
+        )
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
 
 
@@ -127,7 +129,7 @@ def _forward_with_quantised_rows(
         g = jnp.ones(out, jnp.float32) if g is None else g
         scales = base.rows, base.columns
         return expand_compose.launch(
-            base.total, z, lora_b, g, one, bias, scales, **options, **choice.knobs
+            base.total, z, lora_b, g, one, bias, scales, **options, **choice.launch_options
         )
     lora = dot_general(static.precision, z, lora_b, (-1, 0))
     y, inner = forward(None, base.scaled, lora, g, one, bias, **options)
@@ -175,8 +177,9 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     call = (d.size // max(out, 1), in_features, out, d.dtype)
     choice = choose.choose(static.op, static.implementation, (project_back, call), optional=True)
     if choice is not None:
-        knobs = choice.during_collectives(shard.gathered or shard.shares_rows).knobs
-        return (shard.sum(project_back.launch(d, kernel, dz, lora_a, **knobs)),)
+        choice = choice.during_collectives(shard.gathered or shard.shares_rows)
+        dx = project_back.launch(d, kernel, dz, lora_a, **choice.launch_options)
+        return (shard.sum(dx),)
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 
 

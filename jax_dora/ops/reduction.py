@@ -96,7 +96,7 @@ def _with_kernel(
         jnp.stack([jnp.asarray(index, jnp.uint32) for index in start]),
         rate=static.rate,
         transposed=kernel is dropped_product_back,
-        **choice.knobs,
+        **choice.launch_options,
     )
     return product * jnp.float32(1 / kept_share(static.rate))
 

@@ -137,7 +137,7 @@ def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]
             gate_bias,
             up_bias,
             want_bias=static.want_bias,
-            **choice.knobs,
+            **choice.launch_options,
         )
         d_gate_bias, d_up_bias = d_biases or (None, None)
         gradients = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
