@@ -79,8 +79,8 @@ def _dense(
     )
     z = lax.dot_general(x, lora_a, (((1,), (1,)), ((), ())), precision=precision)
     # Selected, not multiplied by 0: 0 times inf of another slot would be NaN.
-    own = ids[:, None] == jnp.repeat(jnp.arange(count, dtype=jnp.int32), rank)[None]
-    return jnp.matmul(jnp.where(own, z, jnp.zeros_like(z)), lora_b, precision=precision)
+    is_own = ids[:, None] == jnp.repeat(jnp.arange(count, dtype=jnp.int32), rank)[None]
+    return jnp.matmul(jnp.where(is_own, z, jnp.zeros_like(z)), lora_b, precision=precision)
 
 
 def _by_tiles(

@@ -37,17 +37,17 @@ def spec(array: jax.Array) -> tuple[Any, ...]:
 
 
 def elementwise(
-    function: Callable[[Any], jax.Array], one: jax.Array, other: jax.Array
+    function: Callable[[Any], jax.Array], first: jax.Array, second: jax.Array
 ) -> Callable[[Any], jax.Array]:
     """Returns `function` such that it can be called on a mesh with explicit axes.
 
     The operands of `function` include the two arrays [..., out]; its result is sharded like their
     sum.
     """
-    mesh = explicit(one, other)
+    mesh = explicit(first, second)
     if mesh is None:
         return function
-    pairs = list(zip(spec(one), spec(other), strict=True))
+    pairs = list(zip(spec(first), spec(second), strict=True))
     result = [a or b for a, b in pairs]
     axes = jax.tree.leaves(result)
     if len(axes) > len(set(axes)) or any(a and b and a != b for a, b in pairs):

@@ -44,6 +44,7 @@ def launch(
     operands = [[getattr(m, name) for m in members] for name in ("first", "rank", "lora_b")]
 
     def kernel(parts_gmem, plan_gmem, *rest, smem, ready):
+        # Of each member: [1], [slots], [slots, r, out], [rows, out].
         first_gmem, rank_gmem, b_gmem, y_gmem = itertools.batched(rest, count)
         member, strip = locate_strip(lax.axis_index("strip"), strips)
         cols = pl.ds(strip * COLS, COLS)

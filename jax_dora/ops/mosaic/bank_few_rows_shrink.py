@@ -44,6 +44,7 @@ def launch(
 
     def kernel(x_gmem, plan_gmem, *rest, smem, ready, planned):
         *rest, parts_gmem = rest
+        # Of each member: [1], [slots], [slots, r, in].
         first_gmem, rank_gmem, a_gmem = itertools.batched(rest, count)
         split, member, index = (lax.axis_index(name) for name in ("split", "member", "index"))
         # These loads are all issued before the first of them is waited for.

@@ -43,6 +43,7 @@ def launch(
     operands = [[getattr(m, name) for m in members] for name in ("first", "rank", "lora_b")]
 
     def kernel(z_gmem, plan_gmem, *rest, **smem):
+        # Of each member: [1], [slots], [slots, r, out], [rows, out].
         first_gmem, ranks_gmem, b_gmem, y_gmem = itertools.batched(rest, count)
         z_smem, b_smem, y_smem = (smem[k] for k in ("z", "b", "y"))
         ready, free, rows_ready = smem["ready"], smem["free"], smem["rows_ready"]

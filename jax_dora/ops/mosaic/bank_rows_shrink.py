@@ -45,6 +45,7 @@ def launch(
 
     def kernel(x_gmem, plan_gmem, *rest, **smem):
         *rest, parts_gmem = rest
+        # Of each member: [1], [slots], [slots, r, in].
         first_gmem, ranks_gmem, a_gmem = itertools.batched(rest, count)
         x_smem, a_smem, out_smem = (smem[k] for k in ("x", "a", "out"))
         ready, free = smem["ready"], smem["free"]

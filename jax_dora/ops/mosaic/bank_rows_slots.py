@@ -180,7 +180,7 @@ def mask_rows(tile, mask, buffer_smem) -> Any:
     @plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)
     def apply(_, tile, mask):
         # Pinned, so that the compiler does not move this before the wait for the tensor cores.
-        masks = ptx.pinned([vector.extract(one, [], [0]) for one in mask.registers.flat])
+        masks = ptx.pinned([vector.extract(value, [], [0]) for value in mask.registers.flat])
         word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         registers = np.empty_like(tile.registers)
         for index, pair in enumerate(tile.registers.flat):

@@ -103,6 +103,7 @@ def launch(
     )
     parts = pl.cdiv(steps, part)
 
+    # x_gmem [rows, in], a_gmem [slots, r, in], slot_gmem [groups], parts_gmem [parts, rows, r]
     def body(x_gmem, a_gmem, slot_gmem, parts_gmem, *, x_smem, a_smem, out_smem, ready, free):
         unit, warpgroup = lax.axis_index("unit"), lax.axis_index("warpgroup")
         my_part, row = lax.rem(unit, parts), lax.div(unit, parts) * TILE_ROWS

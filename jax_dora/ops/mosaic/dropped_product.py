@@ -119,6 +119,7 @@ def launch(
     right = hopper.pad(right, x.shape[0] if transposed else k, hopper.padded_rank(cols))
     padded_rows, padded_cols = row_tiles * TILE_ROWS, col_tiles * tile_cols
 
+    # seed_gmem: uint32[4], the seed and the start; out_gmem: [parts · padded_rows, padded_cols].
     def body(x_gmem, right_gmem, seed_gmem, out_gmem, **buffers):
         x_smem, right_smem, out_smem = (buffers[n] for n in ("x_smem", "right_smem", "out_smem"))
         unit, warpgroup = lax.axis_index("unit"), lax.axis_index("warpgroup")

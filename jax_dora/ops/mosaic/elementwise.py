@@ -102,8 +102,10 @@ def row_kernel(
     row_blocks = min(row_tiles, max(1, sm_count * config.blocks_per_sm // column_blocks))
 
     def kernel(*refs):
+        # [rows, out/lane, lane] each; [vectors, out/lane, lane], [1]
         inputs_gmem, (vectors_gmem, scale_gmem) = refs[:count], refs[count : count + 2]
         *results_gmem, vectors_smem, out_smem, barrier = refs[count + 2 :]
+        # [rows, out/lane, lane] each; [sums, row_blocks, padded out/lane, lane]
         outputs_gmem, sums_gmem = results_gmem[:outputs], results_gmem[outputs:]
         row_block, column = lax.axis_index("row"), lax.axis_index("column")
         columns = pl.ds(column * block[0], block[0])

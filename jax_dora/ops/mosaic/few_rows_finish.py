@@ -115,8 +115,9 @@ def finish(
 
     def kernel(b_gmem, scale_gmem, *rest, smem, ready):
         *rest, y_gmem = rest
+        # Of each pass: [splits, rows, out], [z_splits, rows, r].
         parts_gmem, zs_gmem = rest[: len(passes)], rest[len(passes) : 2 * len(passes)]
-        vectors_gmem = rest[2 * len(passes) :]
+        vectors_gmem = rest[2 * len(passes) :]  # [out] each
         strip, tile = lax.axis_index("strip"), lax.axis_index("tile")
         cols = pl.ds(strip * COLS, COLS)
         # The starts are traced (`tile * 0`), because a static slice must not exceed the array. Past

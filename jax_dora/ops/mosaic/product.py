@@ -100,7 +100,9 @@ def two_part_product(
         arguments.append(groups.indices)
 
     def body(*refs, left_smem, right_smem, ready, free, chunk_smem, feature_vectors):
-        lefts_gmem, tails_gmem = refs[:2], refs[2 : 2 + len(tails)]
+        lefts_gmem, tails_gmem = refs[:2], refs[2 : 2 + len(tails)]  # [rows, k₁], [rows, k₂] each
+        # others_gmem: right₁ [k₁, cols], right₂ [k₂, cols], and perhaps vectors [1 or 2, cols] and
+        # the groups' indices. out_gmem: [rows, cols] each.
         others_gmem, out_gmem = refs[2 + len(tails) : -outputs], refs[-outputs:]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         my_tiles = lax.div(tiles - block + blocks - 1, blocks)

@@ -87,6 +87,7 @@ def launch(x: jax.Array, *, config: Config, sm_count: int) -> tuple[jax.Array, j
     chunks = [pl.ds(start, chunk_width) for start in range(0, width, chunk_width)]
     inverse_bound = 1 / bound(QTYPE)  # XLA multiplies by the same number.
 
+    # x_gmem, codes_gmem [rows, width, lane]; scales_gmem [all tiles' rows]
     def kernel(x_gmem, codes_gmem, scales_gmem, codes_smem):
         block = lax.axis_index("block")
 
