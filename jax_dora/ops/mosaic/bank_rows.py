@@ -1,4 +1,4 @@
-"""The low-rank products of rows of one token with one adapter per row: y[n] = (x[n] Aᵀ[id]) B[id].
+"""The low-rank products of rows of one token with one adapter per row: y[n] = x[n] A[id]ᵀ B[id].
 
     x  [rows, in]       bf16 or fp16, 1 to 256 rows     id    i32[rows], the slot of each row
     A  [slots, r, in]   x's dtype; r is the bank's maximum rank
