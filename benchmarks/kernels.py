@@ -36,6 +36,7 @@ from jax_dora.ops.mosaic import (
     project_back,
     quantised_norm,
     row_codes,
+    stationary_norm,
     swiglu_backward,
 )
 from jax_dora.ops.mosaic.bank_rows_sizes import Member
@@ -143,6 +144,17 @@ KERNELS = {
         LOW_RANK,
         ("in out rank",),
         kinds=(TILED, BF16),
+        scaled=True,
+    ),
+    "stationary_norm": Kernel(
+        stationary_norm,
+        definitions.norm,
+        "in rank out",
+        ("in out", "in rank", "rank out"),
+        [s | {"in": s["out"]} for s in _grid(out=(1024, 2048, 8192), rank=(64, 256, 384))],
+        [low_rank_tiling.Config(stages=stages, slots=2) for stages in (3, 4)],
+        ("in out rank",),
+        kinds=(BF16, BF16),
         scaled=True,
     ),
     "few_rows": Kernel(

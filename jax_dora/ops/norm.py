@@ -21,6 +21,7 @@ The temporaries are a block of W, the same rows of A B, and their sum, each of a
 """
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import norm as kernel_norm
 from jax_dora.ops.mosaic import quantised_norm as kernel_quantised_norm
+from jax_dora.ops.mosaic import stationary_norm
 from jax_dora.ops.mosaic.norm import cut
 from jax_dora.ops.operands import AdaptedKernel, Static
 from jax_dora.ops.shard import Op, Shard
@@ -101,18 +103,32 @@ def _run(static: Static, shard: Shard, operands: AdaptedKernel) -> tuple[jax.Arr
     if static.scale_is_zero and implementation is None:
         implementation = "xla"
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
-    if quantised.is_quantised(kernel):
-        call = (in_features, rank, out, quantised.format_of(kernel), lora_a.dtype)
-        candidate = (kernel_quantised_norm, call)
-    else:
-        candidate = (kernel_norm, (in_features, rank, out, kernel.dtype, lora_a.dtype))
-    choice = choose.choose(static.op, implementation, candidate)
+    is_quantised = quantised.is_quantised(kernel)
+    stored = quantised.format_of(kernel) if is_quantised else kernel.dtype
+    kernels = candidates(in_features, rank, out, stored, lora_a.dtype)
+    choice = choose.choose(static.op, implementation, *kernels)
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
         squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.launch_options)
         return (jnp.sqrt(shard.sum(squared)),)
-    define = _define_quantised if quantised.is_quantised(kernel) else _define
+    define = _define_quantised if is_quantised else _define
     return (define(shard, static.scale_is_zero, operands),)
+
+
+def candidates(
+    in_features: int, rank: int, out: int, stored: Any, adapter_dtype: Any
+) -> list[tuple[ModuleType, tuple[Any, ...]]]:
+    """Returns the (kernel, call) pairs of a norm for `choose.choose`, the fastest first.
+
+    Args:
+      in_features, rank, out: the sizes.
+      stored: the kernel's dtype, or its `Format` if it is quantised.
+      adapter_dtype: the dtype of lora_a.
+    """
+    is_quantised = isinstance(stored, quantised.Format)
+    other = kernel_quantised_norm if is_quantised else kernel_norm
+    call = (in_features, rank, out, stored, adapter_dtype)
+    return [(kernel, call) for kernel in (stationary_norm, other)]
 
 
 NORM = Op("norm", _run, AdaptedKernel("i o", "i r", "r o", ""), ("o",), contracted="i")

@@ -161,19 +161,9 @@ def squares(
 ) -> jax.Array:
     """Returns f32[padded_out], Σ_in (matrix + scale · lora_a lora_b)², an adapter cut into `count`
     pieces."""
-    in_features, c = matrix.elements.shape[0], tiling.config
-    slices = hopper.slices(lora_a.shape[1])
-    width = hopper.padded_rank(lora_a.shape[1]) if count == 1 else slices * hopper.TILE_K
-    lora_a = jnp.concatenate(
-        [hopper.pad(piece, in_features, width) for piece in cut(lora_a, count)], axis=1
-    )
-    lora_b = jnp.concatenate(
-        [hopper.pad(piece, width, tiling.padded_out) for piece in cut(lora_b, count)], axis=0
-    )
-    # Piece i of A meets the pieces of B that together are not beyond the last bit kept.
-    products = [
-        tuple(j * slices + k for j in range(count - i)) for i in range(count) for k in range(slices)
-    ]
+    c = tiling.config
+    lora_a, lora_b, products = cut_adapter(lora_a, lora_b, count)
+    lora_b = hopper.pad(lora_b, len(lora_b), tiling.padded_out)
     chunk = min(CHUNK, c.tile_cols)
     chunks = [pl.ds(start, chunk) for start in range(0, c.tile_cols, chunk)]
 
@@ -221,6 +211,24 @@ def squares(
         kernel_name=matrix.kernel_name,
     )(lora_a, lora_b, matrix.elements, jnp.reshape(scale, 1).astype(jnp.float32), *tables, *scales)
     return jnp.sum(partials, axis=0)
+
+
+def cut_adapter(
+    lora_a: jax.Array, lora_b: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, list[tuple[int, ...]]]:
+    """Returns lora_a [in, k] and lora_b [k, out] cut into `count` pieces that lie side by side,
+    padded to what the copy engine addresses, and for each slice of `TILE_K` columns of lora_a the
+    slices of rows of lora_b that it multiplies."""
+    slices = hopper.slices(lora_a.shape[1])
+    width = hopper.padded_rank(lora_a.shape[1]) if count == 1 else slices * hopper.TILE_K
+    (in_features, _), (_, out) = lora_a.shape, lora_b.shape
+    pieces_of_a = [hopper.pad(piece, in_features, width) for piece in cut(lora_a, count)]
+    pieces_of_b = [hopper.pad(piece, width, out) for piece in cut(lora_b, count)]
+    # Piece i of A meets the pieces of B that together are not beyond the last bit kept.
+    products = [
+        tuple(j * slices + k for j in range(count - i)) for i in range(count) for k in range(slices)
+    ]
+    return jnp.concatenate(pieces_of_a, axis=1), jnp.concatenate(pieces_of_b, axis=0), products
 
 
 def cut(x: jax.Array, count: int) -> list[jax.Array]:

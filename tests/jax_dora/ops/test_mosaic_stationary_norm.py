@@ -1,0 +1,177 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dora import ops
+from jax_dora.ops.mosaic import norm, quantised_norm, stationary_norm
+from jax_dora.ops.mosaic.low_rank_tiling import Config
+from jax_dora.ops.mosaic.stationary_norm import refuses
+from jax_dora.ops.quantised import Format, format_of
+from parity import oracle
+from parity.oracle import fp64
+from tests.jax_dora.ops.test_mosaic_norm import SCALE, adapter, check
+from tests.jax_dora.ops.test_mosaic_quantised_norm import STORED, draw
+from tests.jax_dora.ops.test_mosaic_quantised_norm import check as check_quantised
+from tests.jax_dora.programs import aval, for_cuda
+from tests.tables import slow, thinned
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+NF4 = Format("nf4", (64, 1), jnp.float32, False)
+
+
+def run(kernel, lora_a, lora_b, config=None, *, sm_count=2):
+    stored = format_of(kernel) if hasattr(kernel, "qvalue") else kernel.dtype
+    call = (kernel.shape[0], lora_a.shape[1], kernel.shape[1], stored, lora_a.dtype)
+    assert refuses(*call) is None
+    config = config or stationary_norm.config(*call)
+    arrays = (*jax.tree.leaves(kernel), lora_a, lora_b, jnp.float32(SCALE))
+    squared = stationary_norm.launch(*arrays, sm_count=sm_count, config=config)
+    return jax.block_until_ready(jnp.sqrt(squared))
+
+
+@pytest.mark.parametrize(
+    ("n_in", "rank", "out", "dtype", "adapter_dtype"),
+    [
+        # Rows, columns and ranks that are no whole tiles; several runs of a thread block.
+        (200, 96, 136, BF16, BF16),
+        (136, 24, 72, BF16, F32),
+        slow(40, 4, 24, jnp.float16, jnp.float16),
+        slow(320, 384, 264, BF16, BF16),
+        slow(136, 136, 72, jnp.float16, F32),
+    ],
+)
+def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, adapter_dtype):
+    arrays = adapter(0, n_in, rank, out, dtype, adapter_dtype)
+    with on_mosaic():
+        found = run(*arrays)
+    check(arrays, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(stages=3, slots=1, splits=1),
+        Config(stages=2, slots=3, splits=3),
+        Config(stages=5, slots=2, splits=2),
+    ],
+)
+def test_every_kind_of_config_agrees(on_mosaic, config):
+    arrays = adapter(1, 520, 72, 264, BF16, BF16)
+    with on_mosaic():
+        found = run(*arrays, config)
+    check(arrays, found)
+
+
+@pytest.mark.parametrize(
+    ("qtype", "tiles"),
+    [("nf4", (4, 160)), slow("int4", (1, 160)), ("int8", (2, 160)), slow("float8_e4m3fn", (4, 5))],
+)
+def test_codes_agree_with_the_materialised_norm(on_mosaic, qtype, tiles):
+    arrays = draw(qtype, 256, 136, 160, tiles, BF16)
+    with on_mosaic():
+        found = run(*arrays)
+    check_quantised(arrays, found)
+
+
+def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
+    """Features where s·AB undoes the kernel, where both are zero, and where the kernel is NaN."""
+    kernel, lora_a, lora_b = adapter(3, 128, 16, 64, BF16, BF16)
+    undone = (-SCALE * fp64(lora_a) @ fp64(lora_b)).astype(BF16)
+    kernel = kernel.at[:, :8].set(undone[:, :8])
+    kernel, lora_b = kernel.at[:, 8].set(0), lora_b.at[:, 8].set(0)
+    kernel = kernel.at[5, 9].set(jnp.nan)
+    with on_mosaic():
+        found = np.asarray(run(kernel, lora_a, lora_b, sm_count=1))
+    exact = oracle.norm(*oracle.from_flax(kernel, lora_a, lora_b), SCALE)
+    # What is left of the kernel is its own rounding, which fp32 sees to 16 bits.
+    np.testing.assert_allclose(found[:8], exact[:8], rtol=2**-14)
+    assert found[8] == 0
+    np.testing.assert_array_equal(np.isnan(found), np.arange(64) == 9)
+
+
+@pytest.mark.parametrize(
+    ("qtype", "rank", "adapter_dtype"),
+    thinned(
+        [*itertools.product([None, *STORED], [16, 384], [BF16]), (None, 192, F32), (None, 8, F32)],
+        [(None, 384, BF16), ("nf4", 384, BF16), ("int8", 16, BF16), (None, 192, F32)],
+    ),
+)
+def test_lowers_for_hopper_at_full_size(qtype, rank, adapter_dtype):
+    stored, given = BF16, [aval(8192, 8192)]
+    if qtype is not None:
+        scales = 128 if "4" in qtype[-1] else 1
+        stored = Format(qtype, (8192 // scales, 1), F32, False)
+        given = [aval(8192, 8192, dtype=STORED[qtype]), aval(scales, 8192, dtype=F32)]
+    call = (8192, rank, 8192, stored, adapter_dtype)
+    assert refuses(*call) is None
+    given += [aval(*shape, dtype=adapter_dtype) for shape in ((8192, rank), (rank, 8192))]
+    given.append(aval(dtype=F32))
+    config = stationary_norm.config(*call)
+    text = for_cuda(stationary_norm.launch, *given, config=config, sm_count=132)
+    assert "dora_norm_stationary" in text
+    assert "8192x8192xf32" not in text
+
+
+def test_refuses_with_a_reason():
+    assert refuses(8192, 384, 8200, BF16, BF16) is None
+    assert refuses(8192, 192, 8200, BF16, F32) is None
+    assert "registers" in refuses(8192, 392, 8192, BF16, BF16)
+    assert "registers" in refuses(8192, 200, 8192, BF16, F32)
+    assert "float32" in refuses(64, 8, 64, F32, F32)
+    assert "int8" in refuses(64, 8, 64, BF16, jnp.int8)
+    assert "is 0" in refuses(64, 0, 64, BF16, BF16)
+    assert "in = 60" in refuses(60, 8, 64, BF16, BF16)
+    assert "out = 60" in refuses(64, 8, 60, BF16, BF16)
+    assert "in = 64" in refuses(64, 8, 64, NF4, BF16)
+    assert "out = 48" in refuses(128, 8, 48, NF4, BF16)
+    assert "32×1" in refuses(128, 8, 64, NF4._replace(tile=(32, 1)), BF16)
+    assert "zero points" in refuses(128, 8, 64, NF4._replace(has_zero_point=True), BF16)
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        ((8192, 384, 8192, BF16, BF16), stationary_norm),
+        ((4096, 16, 4096, BF16, F32), stationary_norm),
+        ((8192, 768, 8192, BF16, BF16), norm),
+        ((8192, 16, 8192, F32, F32), norm),
+        ((8192, 384, 8192, NF4, BF16), stationary_norm),
+        ((8192, 64, 8192, NF4, BF16), quantised_norm),
+        ((4096, 64, 4096, NF4._replace(qtype="int8"), BF16), stationary_norm),
+        ((192, 8, 64, BF16, BF16), None),
+    ],
+)
+def test_an_unnamed_call_takes_the_fastest(monkeypatch, call, kernel):
+    choose = ops.norm.choose
+    monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
+    choice = choose.choose("factored_norm", None, *ops.norm.candidates(*call))
+    assert (choice and choice.kernel) is kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n_in", "rank", "out", "dtype", "adapter_dtype"),
+    [
+        (8192, 384, 8192, BF16, BF16),
+        (4096, 16, 14336, BF16, F32),
+        (14336, 192, 4096, BF16, F32),
+        (1000, 72, 1032, jnp.float16, jnp.float16),
+        (768, 64, 776, jnp.float16, F32),
+    ],
+)
+def test_agrees_at_full_size(n_in, rank, out, dtype, adapter_dtype):
+    arrays = adapter(4, n_in, rank, out, dtype, adapter_dtype)
+    check(arrays, run(*arrays, sm_count=132))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", STORED)
+@pytest.mark.parametrize(("n_in", "rank", "out"), [(8192, 384, 8192), (1920, 64, 1056)])
+def test_codes_agree_at_full_size(n_in, rank, out, qtype):
+    tiles = (n_in // 64, out) if "4" in qtype[-1] else (1, out)
+    arrays = draw(qtype, n_in, rank, out, tiles, BF16)
+    check_quantised(arrays, run(*arrays, sm_count=132))
