@@ -22,6 +22,7 @@ from jax_dora.ops.mosaic import (
     product_tiling,
     project,
     project_back,
+    stationary_norm,
     swiglu_backward,
 )
 from tests.jax_dora.programs import aval, for_cuda
@@ -234,7 +235,7 @@ def test_every_kernel_is_launched_with_its_config(monkeypatch):
 
         monkeypatch.setattr(module, "launch", run)
 
-    for module in (norm, project, project_back, compose_backward):
+    for module in (stationary_norm, project, project_back, compose_backward):
         recorded(module)
     x, w = jnp.ones((128, 64), BF16), jnp.ones((64, 128), BF16)
     a, b, m = jnp.ones((64, 16), BF16), jnp.ones((16, 128), BF16), jnp.ones(128)
@@ -248,7 +249,7 @@ def test_every_kernel_is_launched_with_its_config(monkeypatch):
         jax.eval_shape(jax.grad(run, (0, 4)), x, w, a, b, m)
     projection = product_tiling.config(128, 64, 128, BF16)
     assert used == [
-        (norm, norm.config(64, 16, 128, BF16, BF16)),
+        (stationary_norm, stationary_norm.config(64, 16, 128, BF16, BF16)),
         (project, projection),
         (compose_backward, elementwise.Config()),
         (project_back, projection),
