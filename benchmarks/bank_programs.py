@@ -12,7 +12,7 @@ from jax import lax
 
 import jax_dora
 from benchmarks.model.protocol import Protocol
-from jax_dora.bank.layers import BankArray, called_together
+from jax_dora.bank.layers import BankArray, apply_together
 from jax_dora.models.decoder import unstacked
 from jax_dora.ops.bank_slots import Slots
 
@@ -43,7 +43,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def by(x: jax.Array, *names: str) -> list[jax.Array]:
-            return called_together([getattr(self, name) for name in names], x)
+            return apply_together([getattr(self, name) for name in names], x)
 
         return layer(x, by)
 

@@ -23,14 +23,14 @@ from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.bank_programs import without_g
 from benchmarks.results import Row, over
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
-from jax_dora.bank.residents import Residents
+from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from jax_dora.models import CausalLM, DecoderConfig, make_model
-from jax_dora.serve.adapters import Served
+from jax_dora.serve.adapters import ServedAdapter
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Piece, Request
-from jax_dora.serve.slots import Slots, make_bank, warm_up
+from jax_dora.serve.runner import ModelRunner, make_bank, warm_up
 
 
 class Settings(NamedTuple):
@@ -69,19 +69,19 @@ TINY = Settings(
 class WithoutG:
     """A bank's slots, whose g no row is multiplied by."""
 
-    def __init__(self, residents: Residents) -> None:
-        self._residents = residents
+    def __init__(self, bank: SlotCache) -> None:
+        self._slot_cache = bank
 
     @property
     def bank(self) -> Any:
-        return without_g(self._residents.bank)
+        return without_g(self._slot_cache.bank)
 
 
 class Server(NamedTuple):
     """A kind's rows and bank, and what compiling it took."""
 
-    slots: Slots
-    bank: Residents | None
+    runner: ModelRunner
+    bank: SlotCache | None
     compiled: Row
 
 
@@ -106,32 +106,34 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     values = [random_adapter(bank.bank, rank, rank) for rank in settings.ranks]
     for count in settings.adapters:
         for kind, server in zip(kinds, servers, strict=True):
-            served = [Served(str(one), values[one % len(values)]) for one in range(count)]
+            served = [ServedAdapter(str(one), values[one % len(values)]) for one in range(count)]
             found = row | {"kind": kind, "adapters": count} | server.compiled
             found |= _served(settings, model, server, served)
             yield over(found, base, "of_base", "tokens_per_s")
 
 
-def _server(settings: Settings, model: CausalLM, bank: Residents | None, kind: str) -> Server:
+def _server(settings: Settings, model: CausalLM, bank: SlotCache | None, kind: str) -> Server:
     """Returns a server with the programs that requests take: prompts are read in one piece each,
     and only the program for that is compiled."""
     length = settings.prompt + settings.answer
     of_rows: Any = WithoutG(bank) if bank is not None and kind == "LoRA" else bank
-    slots = Slots(model, of_rows, settings.rows, length, settings.chunk)
-    slots.widths = (slots.width(settings.prompt),)
+    runner = ModelRunner(model, of_rows, settings.rows, length, settings.chunk)
+    runner.widths = (runner.width(settings.prompt),)
     begin = time.monotonic()
-    slots.read((), slots.widths[0])
+    runner.prefill((), runner.widths[0])
     read = time.monotonic() - begin
-    slots.warm_up()
-    return Server(slots, bank, {"read_compile_s": read, "compile_s": time.monotonic() - begin})
+    runner.warm_up()
+    return Server(runner, bank, {"read_compile_s": read, "compile_s": time.monotonic() - begin})
 
 
-def _served(settings: Settings, model: CausalLM, server: Server, served: list[Served]) -> Row:
+def _served(
+    settings: Settings, model: CausalLM, server: Server, served: list[ServedAdapter]
+) -> Row:
     """Returns the measurements of the clients, in `settings.rounds` answers each."""
     rng = np.random.default_rng(0)
     metrics = Metrics()
     engine = Engine(
-        server.slots,
+        server.runner,
         server.bank,
         byte_level_tokenizer(),
         (),

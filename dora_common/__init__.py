@@ -1,4 +1,4 @@
-"""Holds what `jax_dora` and `torch_dora` say alike, and no framework owns.
+"""Code that `jax_dora` and `torch_dora` share: PEFT files, rules, merge reports, hyperparameters.
 
-PEFT's files, rules, merge reports and hyperparameters; nothing here imports JAX or PyTorch.
+Nothing here imports JAX or PyTorch.
 """

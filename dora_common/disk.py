@@ -1,4 +1,4 @@
-"""Folders held against other processes, files written to the disk, and what a full one says."""
+"""Folder locks, flushing files to the disk, and disk errors that name a path."""
 
 import contextlib
 import errno
@@ -17,10 +17,10 @@ except ImportError:  # Windows: no lock
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], *, wait: bool = True) -> Iterator[None]:
-    """Holds the folder against other processes and threads of this host.
+    """Locks a folder against other processes and threads on this host.
 
     Raises:
-      BlockingIOError: another holds it, and `wait` is False.
+      BlockingIOError: another process or thread holds the lock, and `wait` is False.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -28,7 +28,7 @@ def locked(folder: str | os.PathLike[str], *, wait: bool = True) -> Iterator[Non
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except OSError as error:
-                # Some network file systems have no locks.
+                # Some network file systems do not support locks.
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
         yield
@@ -37,8 +37,11 @@ def locked(folder: str | os.PathLike[str], *, wait: bool = True) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def named_in_disk_errors(path: Path) -> Iterator[None]:
-    """Names `path` in an OSError that names no file, and makes one of safetensors' errors."""
+def add_path_to_disk_errors(path: Path) -> Iterator[None]:
+    """Adds `path` to every OSError that names no file.
+
+    A SafetensorError is raised again as an OSError with the same error number.
+    """
     try:
         yield
     except SafetensorError as error:
@@ -51,8 +54,8 @@ def named_in_disk_errors(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def to_disk(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
+def fsync(path: Path) -> None:
+    """Waits until a file or folder has been written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,14 +1,16 @@
-"""Fields of JSON objects."""
+"""Strict parsing of JSON objects."""
 
 from typing import Any
 
 
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the object of these fields, as the ``object_pairs_hook`` of ``json.loads``, which
-    would take the last of several.
+def reject_duplicate_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a JSON object as a dict.
+
+    Pass this function to ``json.loads`` as ``object_pairs_hook``. Without it, ``json.loads`` keeps
+    only the last of several fields with the same name.
 
     Raises:
-      ValueError: a field is given twice.
+      ValueError: two fields have the same name.
     """
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):

@@ -1,25 +1,26 @@
-"""Rank, alpha and dropout of an adapter: what they mean and which values they may have."""
+"""Rank, alpha and dropout of an adapter: their meaning and their valid ranges."""
 
 import math
 import numbers
 from typing import Any, Literal, get_args
 
 DropoutMode = Literal["adapter", "input"]
-"""What dropout acts on: what lora_a reads, or what the whole correction reads."""
+"""The input that dropout is applied to: only that of lora_a, or that of the whole correction."""
 
 ADAPTER_NAMES = ("lora_a", "lora_b", "magnitude")
-"""The parameters of an adapter, in every layer that has one."""
+"""The names of an adapter's parameters, the same in every adapted layer."""
 
-LEAST, LARGEST = 2.0**-126, 2.0**127  # of float32, in which a scale is applied
-LARGEST_SCALE = 2.0**60  # float32 holds its square
+# Bounds of normal float32 numbers: scales are applied in float32.
+LEAST, LARGEST = 2.0**-126, 2.0**127
+LARGEST_SCALE = 2.0**60  # its square still fits into float32
 
 
 def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
     """Returns s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732).
 
     Raises:
-        TypeError: rank is no integer, alpha no real number, or use_rslora no bool.
-        ValueError: rank is below 1, alpha is not finite, or s is no number that float32 can square.
+        TypeError: rank is not an integer, alpha is not a real number, or use_rslora is not a bool.
+        ValueError: rank is below 1, alpha is not finite, or float32 cannot hold the square of s.
     """
     check_rank(rank)
     check_alpha(alpha)
@@ -28,9 +29,9 @@ def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
     scale = float(alpha) / (math.sqrt(rank) if use_rslora else int(rank))
     if scale and not LEAST <= abs(scale) <= LARGEST_SCALE:
         raise ValueError(
-            f"alpha is {alpha}, a scale of {scale:.2g} at rank {rank}; expected an alpha, often "
-            f"rank or 2 * rank, whose scale is 0 or from {LEAST:.1e} to {LARGEST_SCALE:.1e} in "
-            "size: float32 squares it"
+            f"alpha is {alpha}, a scale of {scale:.2g} at rank {rank}; expected a scale of 0, or "
+            f"with an absolute value from {LEAST:.1e} to {LARGEST_SCALE:.1e}, so that its square "
+            "fits into float32: alpha is often rank or 2 * rank"
         )
     return scale
 
@@ -44,8 +45,8 @@ def check_rank(rank: Any) -> None:
         )
     if rank < 1:
         raise ValueError(
-            f"rank is {rank}; expected at least 1: leave a layer unadapted instead of giving it "
-            "rank 0"
+            f"rank is {rank}; expected at least 1: to leave a layer without an adapter, do not "
+            "match it with a rule"
         )
 
 
@@ -70,10 +71,10 @@ def check_dropout(dropout: Any, mode: Any) -> None:
     if not 0 <= float(dropout) < 1:
         raise ValueError(
             f"dropout is {dropout}; expected a probability in [0, 1): 0.05 drops one input in "
-            "twenty, 0 none"
+            "twenty, and 0 drops none"
         )
     if mode not in get_args(DropoutMode):
         raise ValueError(
-            f"dropout_mode is {mode!r}; expected 'adapter' (drop what the adapter reads, as LoRA "
-            "does) or 'input' (drop what the whole correction reads, as PEFT's DoRA does)"
+            f"dropout_mode is {mode!r}; expected 'adapter' (drops inputs of lora_a only, as LoRA "
+            "does) or 'input' (drops inputs of the whole correction, as PEFT's DoRA does)"
         )

@@ -1,4 +1,4 @@
-"""Reports what merging an adapter into the weights changed, layer by layer."""
+"""Reports how much merging an adapter changed the weights, layer by layer."""
 
 import dataclasses
 from typing import Self
@@ -6,16 +6,16 @@ from typing import Self
 
 @dataclasses.dataclass(frozen=True)
 class MergedLayer:
-    """The change of one layer by merging; all norms are Frobenius norms.
+    """How much merging changed one layer. All norms are Frobenius norms.
 
     Attributes:
-        path: the layer's path; the first of them where it is shared.
-        dtype: the dtype of its weight.
-        change: ‖merged - weight‖ / ‖weight‖, before rounding: how much the adapter does.
-        rounding: ‖rounded - merged‖ / ‖merged‖: what the cast to ``dtype`` costs.
-        lost: ‖rounded - merged‖ / ‖merged - weight‖: that cost as a part of the adapter's work; at
-            1 the rounding is as large as all that training changed.
-        max_abs: the largest difference that the cast makes to an element.
+        path: the layer's path; the first path if the layer is shared.
+        dtype: the dtype of the layer's weight.
+        change: ‖merged - weight‖ / ‖weight‖ before rounding, the relative effect of the adapter.
+        rounding: ‖rounded - merged‖ / ‖merged‖, the relative error of the cast to ``dtype``.
+        lost: ‖rounded - merged‖ / ‖merged - weight‖, the rounding error relative to the adapter's
+            effect. At 1 the rounding error is as large as everything that training changed.
+        max_abs: the largest absolute rounding error of an element.
     """
 
     path: str
@@ -37,8 +37,14 @@ class MergedLayer:
         error: float,
         max_abs: float,
     ) -> Self:
-        """Returns the row of a layer from the norms of its weight, of the merged weight before
-        rounding, of their difference, and of the error that rounding makes."""
+        """Returns the report of one layer, computed from norms.
+
+        Args:
+            weight: the norm of the weight.
+            merged: the norm of the merged weight, before rounding.
+            change: the norm of their difference.
+            error: the norm of the rounding error.
+        """
         return cls(
             path=path,
             dtype=dtype,
@@ -51,7 +57,7 @@ class MergedLayer:
 
 @dataclasses.dataclass(frozen=True)
 class MergeReport:
-    """The rounding that merging caused, layer by layer; ``print`` shows a table."""
+    """The effect and the rounding error of merging, layer by layer. ``print`` shows a table."""
 
     layers: tuple[MergedLayer, ...]
 

@@ -1,4 +1,4 @@
-"""Rules: which layer of a model gets which adapter."""
+"""Rules, which say which layer of a model gets which adapter."""
 
 import dataclasses
 import re
@@ -8,30 +8,32 @@ from typing import Any
 from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
 
 ALL_LINEAR = "all-linear"
-"""The path of a rule that matches every linear projection but embeddings and the output head."""
+"""The path of a rule that matches every linear projection except embeddings and the output head."""
 
 OUTPUT_HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
-"""The last components of the paths that "all-linear" takes for output heads."""
+"""A layer is an output head for "all-linear" if its path ends in one of these names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Describes the adapter of every layer whose path ``path`` matches; packages add
-    fields of their own.
+    """Describes the adapter of every layer with a matching path. The packages add fields of their
+    own.
 
     Attributes:
-        path: a regular expression that the whole path has to match, as in ``re.fullmatch``; or
+        path: a regular expression for the whole path, matched with ``re.fullmatch``; or
             "all-linear", which matches every linear projection except embeddings and the output
             head (a path that ends in one of :data:`OUTPUT_HEADS`).
         rank: the rank r of the adapter, at least 1.
-        alpha: the scale s of the adapter is alpha / rank,
-        use_rslora: or alpha / sqrt(rank).
-        dropout: probability of dropping an input in training; 0 for embeddings, which read no
-            activation.
-        dropout_mode: "adapter" drops what lora_a reads, "input" what the whole correction reads.
+        alpha: the numerator of the adapter's scale s = alpha / rank.
+        use_rslora: whether the scale is alpha / sqrt(rank) instead.
+        dropout: the probability of dropping an input in training; 0 for embeddings, since their
+            inputs are tokens and not activations.
+        dropout_mode: "adapter" drops inputs of lora_a only, "input" drops inputs of the whole
+            correction.
 
     Raises:
-        TypeError, ValueError: an attribute is out of range, or ``path`` is no regular expression.
+        TypeError, ValueError: an attribute is out of range, or ``path`` is not a valid regular
+            expression.
     """
 
     path: str
@@ -48,8 +50,8 @@ class Rule:
             re.compile(self.path)
         except re.error as error:
             raise ValueError(
-                f"path is {self.path!r}, which is no regular expression ({error}); write a '.' or "
-                "'*' that stands for itself with a backslash before it"
+                f"path is {self.path!r}, which is not a valid regular expression ({error}); put a "
+                "backslash before a '.' or '*' that stands for itself"
             ) from error
         adapter_scale(self.rank, self.alpha, self.use_rslora)
         check_dropout(self.dropout, self.dropout_mode)
@@ -64,22 +66,27 @@ class Rule:
 
         Args:
             path: the whole path of the layer.
-            linear: whether the layer is a linear projection and not the model's output head.
+            linear: whether the layer is a linear projection other than the model's output head.
         """
         if self.path == ALL_LINEAR:
             return linear and re.split(r"[./]", path)[-1] not in OUTPUT_HEADS
         return re.fullmatch(self.path, path) is not None
 
     def options(self) -> dict[str, Any]:
-        """Returns the keyword arguments that the DoRA layers take: every attribute but ``path``,
-        without those that are None."""
+        """Returns the keyword arguments for a DoRA layer: all attributes except ``path`` and those
+        that are None."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del values["path"]
         return {name: value for name, value in values.items() if value is not None}
 
 
 def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
-    """Returns ``rules``, one or several of class ``kind``, as a tuple."""
+    """Returns one rule or several rules of class ``kind`` as a tuple.
+
+    Raises:
+        TypeError: an element is not a ``kind``.
+        ValueError: there are no rules.
+    """
     if isinstance(rules, str) or not isinstance(rules, kind | Iterable):
         raise TypeError(
             f"rules is a {type(rules).__name__}; expected a {kind.__name__}, or a list of them"
@@ -98,12 +105,15 @@ def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
 def assign[R: Rule](
     rules: Sequence[R], paths: Sequence[Sequence[str]], linear: Sequence[bool]
 ) -> list[R | None]:
-    """Returns the rule of each layer: the first that matches one of its paths, or None.
+    """Returns for each layer the first rule that matches one of its paths, or None.
 
     Args:
         rules: the rules, in order of precedence.
         paths: all paths of each layer; a shared layer has several.
-        linear: for each layer, as in :meth:`Rule.matches`.
+        linear: the argument of :meth:`Rule.matches`, for each layer.
+
+    Raises:
+        ValueError: a rule applies to no layer.
     """
 
     def matched(rule: R, index: int) -> bool:
@@ -114,20 +124,21 @@ def assign[R: Rule](
     for index, rule in enumerate(rules):
         if any(rule is one for one in chosen):
             continue
-        taken = any(matched(rule, at) for at in layers)
         reason = (
             "matches only layers that earlier rules take (the first match wins)"
-            if taken
+            if any(matched(rule, at) for at in layers)
             else "matches no layer"
         )
         raise ValueError(
-            f"rules[{index}], path {rule.path!r}, {reason}; a path is matched as a whole. The "
-            f"layers with parameters are:{listing({path for names in paths for path in names})}"
+            f"rules[{index}], path {rule.path!r}, {reason}; a rule's path has to match the whole "
+            "path of a layer. The layers with parameters are:"
+            f"{listing({path for names in paths for path in names})}"
         )
     return chosen
 
 
 def listing(lines: Iterable[str]) -> str:
-    """Returns the lines in order, each on a line of its own and indented, to end a message with;
-    of an empty one, the path of a model itself, its quotes."""
+    """Returns the sorted lines for the end of an error message, each indented on a line of its own.
+
+    An empty line, which is the path of the model itself, is shown as ''."""
     return "".join(f"\n  {line or repr(line)}" for line in sorted(lines))

@@ -1,5 +1,8 @@
-"""The installed command, which ends in one line also where Ctrl-C comes before JAX is imported, and
-where a package that it needs is not installed."""
+"""The entry point of the installed command `jax-dora`.
+
+This module imports little, so that Ctrl-C during the import of JAX, or a missing package, ends the
+command with one line instead of a traceback.
+"""
 
 import importlib
 import os
@@ -7,28 +10,28 @@ import signal
 import sys
 from typing import NoReturn
 
-# Shows the cursor, which a progress bar hides.
-_TOLD = b"\x1b[?25h\nInterrupted.\n" if os.isatty(2) else b"\nInterrupted.\n"
+# The escape sequence shows the cursor again, which a progress bar hides.
+_INTERRUPTED = b"\x1b[?25h\nInterrupted.\n" if os.isatty(2) else b"\nInterrupted.\n"
 
-# What every command imports, and a plain pip install jax-dora leaves out.
-_OF_EXTRAS = ("rich", "tokenizers")
+# Packages that every command imports, but that a plain `pip install jax-dora` does not install.
+_EXTRA_PACKAGES = ("rich", "tokenizers")
 
 
-def _stop(*_: object) -> NoReturn:
-    # Nothing is cleaned up, as under a kill, for which every file has to be written anyway.
-    os.write(2, _TOLD)
+def _exit_on_interrupt(*_: object) -> NoReturn:
+    # No cleanup is needed: files are written so that even a kill leaves no partial file.
+    os.write(2, _INTERRUPTED)
     os._exit(130)
 
 
 def jax_dora() -> NoReturn:
-    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGINT, _exit_on_interrupt)
     try:
         commands = importlib.import_module("jax_dora.commands")
     except ModuleNotFoundError as error:
-        if error.name not in _OF_EXTRAS:
+        if error.name not in _EXTRA_PACKAGES:
             raise
         sys.exit(
-            f"jax-dora needs {error.name}; install it by pip install 'jax-dora[finetune]', or "
-            "'jax-dora[serve]' for jax-dora serve"
+            f"jax-dora needs {error.name}; install it with pip install 'jax-dora[finetune]', or "
+            "pip install 'jax-dora[serve]' for jax-dora serve"
         )
     sys.exit(commands.main())

@@ -1,4 +1,4 @@
-"""The version that is installed; apart, since looking it up imports much."""
+"""The installed version. It has a module of its own since the lookup imports many modules."""
 
 from importlib import metadata as _metadata
 

@@ -1,12 +1,12 @@
-"""A server on every device of a cluster, behind Ray Serve: requests go to where their adapter lies.
+"""Serves a model and its adapters on every device of a cluster with Ray Serve.
 
     pip install 'jax-dora[serve,ray]'
     python examples/serve_ray.py --model FOLDER --adapters DIR --replicas 2
 
-Each replica is a whole `jax_dora.serve` server at an address of its own host that nobody else
-knows; the ingress speaks OpenAI's interface and hands bodies on. A request whose replica dies is
-asked of another one, unless it is a stream that has begun. FOLDER and DIR lie at the same path
-everywhere.
+Each replica runs a complete `jax_dora.serve` server at a local address of its host. The ingress has
+OpenAI's interface and forwards requests, preferably to a replica that has used their adapter
+before. If a replica dies, its requests are sent to another one, except streams that have already
+begun. FOLDER and DIR have to be at the same path on all hosts.
 """
 
 import argparse
@@ -39,11 +39,11 @@ class Replica:
 
     @serve.multiplexed(max_num_models_per_replica=64)
     async def adapter(self, name: str) -> str:
-        """Tells Ray that this replica has met an adapter; its own server loads it."""
+        """Tells Ray that this replica has used an adapter; the replica's server loads it."""
         return name
 
     async def ask(self, method: str, path: str, body: bytes) -> AsyncIterator[Any]:
-        """Yields the status, the type, and then the answer as it comes."""
+        """Yields the status and the content type, and then the parts of the answer."""
         if name := serve.get_multiplexed_model_id():
             await self.adapter(name)
         headers = {"content-type": "application/json"}
@@ -53,12 +53,12 @@ class Replica:
                 yield part
 
     async def process(self) -> int:
-        """Returns the number of its process."""
+        """Returns the id of its process."""
         return os.getpid()
 
 
 class Ingress:
-    """Hands requests on, by the adapter that they name."""
+    """Forwards requests to replicas, according to the adapter that they name."""
 
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas.options(stream=True)
@@ -68,9 +68,9 @@ class Ingress:
         try:
             name = (await request.json())["model"] if body else ""
         except (ValueError, TypeError, KeyError):
-            name = ""  # the replica says what is wrong
+            name = ""  # the replica will respond with an error
         handle = self._replicas.options(multiplexed_model_id=name if isinstance(name, str) else "")
-        status, kind, first, rest = await self._begun(handle, request, body)
+        status, kind, first, rest = await self._ask(handle, request, body)
 
         async def answer() -> AsyncIterator[bytes]:
             yield first
@@ -79,11 +79,14 @@ class Ingress:
 
         return StreamingResponse(answer(), status, media_type=kind)
 
-    async def _begun(
+    async def _ask(
         self, handle: Any, request: Request, body: bytes
     ) -> tuple[int, str, bytes, AsyncIterator[bytes]]:
-        """Returns an answer's status, type and beginning, from the first replica that lives; all
-        of one that is no stream."""
+        """Returns an answer's status, content type, first part and remaining parts.
+
+        Tries again if a replica dies. If the answer is not a stream, the first part is the whole
+        answer.
+        """
         tries = 0
         while True:
             try:
@@ -101,7 +104,13 @@ class Ingress:
 
 
 def application(settings: Settings, replicas: int, devices: float) -> Any:
-    """Returns the application for `ray.serve.run`: `replicas` servers, each with so many GPUs."""
+    """Returns an application for `ray.serve.run` with `replicas` servers.
+
+    Args:
+        settings: the settings of each server.
+        replicas: the number of servers.
+        devices: the number of GPUs of each server.
+    """
     replica = serve.deployment(
         num_replicas=replicas,
         max_ongoing_requests=settings.batch + settings.queue,
@@ -117,7 +126,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--adapters", type=Path, required=True)
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--gpus", type=float, default=1.0, help="of a replica")
+    parser.add_argument("--gpus", type=float, default=1.0, help="GPUs of a replica")
     args = parser.parse_args()
     settings = Settings(args.model.resolve(), args.adapters.resolve(), port=0)
     serve.run(application(settings, args.replicas, args.gpus), blocking=True)

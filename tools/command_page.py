@@ -18,11 +18,14 @@ def page() -> str:
     text = [
         "# Commands and flags",
         "",
-        "`pip install 'jax-dora[finetune,serve]'` installs `jax-dora`; `python -m jax_dora` is the",
-        "same.",
-        "A flag's value that is out of its range ends in one line and with exit status 2. Status 1",
-        "is for runs that diverge, logits that are not finite, full disks and too little memory,",
-        "and 130 for Ctrl-C.",
+        "This page lists every command of `jax-dora` and all its flags. Install it with",
+        "`pip install 'jax-dora[finetune,serve]'`; `python -m jax_dora` runs the same commands.",
+        "",
+        "| exit status | meaning |",
+        "| --- | --- |",
+        "| 2 | a flag has a value that is not allowed; one line says why |",
+        "| 1 | the run diverged, logits are not finite, the disk is full, or memory is too small |",
+        "| 130 | Ctrl-C |",
     ]
     [commands] = (one.choices for one in parser()._actions if isinstance(one.choices, dict))
     for name, command in commands.items():

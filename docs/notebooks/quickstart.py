@@ -13,15 +13,16 @@
 # %% [markdown]
 # # From a Flax model to a PEFT adapter and back
 #
-# This notebook adapts a Flax NNX model with DoRA, trains it for a few steps, exports the adapter as
-# a Hugging Face PEFT folder, and loads that folder in PEFT on the same model in PyTorch. It runs
-# in seconds on a CPU, and every time that this site is built.
+# This notebook is for people who want to see the whole way of an adapter once. It adapts a Flax NNX
+# model with DoRA, trains it for a few steps, exports the adapter as a Hugging Face PEFT folder, and
+# loads that folder in PEFT, with the same model in PyTorch. It takes seconds on a CPU, and is run
+# every time this site is built.
 
 # %% [markdown]
 # ## A pretrained model
 #
-# A small network in Flax stands in for one. Its attributes are named as its PyTorch twin's, below,
-# so that a path such as `layers/0/up` is `layers.0.up` there.
+# This small Flax network takes the role of a pretrained model. Its attributes have the same names
+# as in the PyTorch version below, so the path `layers/0/up` is `layers.0.up` there.
 
 # %%
 import tempfile
@@ -66,8 +67,9 @@ pretrained = Model(nnx.Rngs(0))
 # %% [markdown]
 # ## Adapt it
 #
-# A rule is a regular expression for the paths of layers. The result shares every array with
-# `pretrained`, which stays as it is, and a fresh adapter changes no bit of what it computes.
+# A rule contains a regular expression for the paths of layers. The adapted model shares its arrays
+# with `pretrained`, which is not changed. A fresh adapter does not change a single bit of the
+# result.
 
 # %%
 model = jax_dora.apply_dora(
@@ -80,8 +82,8 @@ assert (model(x) == pretrained(x)).all()
 # %% [markdown]
 # ## Train the adapter
 #
-# The model is split into the adapter, which the optimizer moves, and the rest, which `jax.jit` only
-# reads: no step copies the frozen weights.
+# Split the model into the adapter, which the optimizer updates, and the frozen rest. `jax.jit` only
+# reads the frozen weights, so no step copies them.
 
 # %%
 graphdef, adapter, frozen = nnx.split(model, nnx.LoRAParam, ...)
@@ -115,7 +117,7 @@ print(f"{trained} of {trained + rest} numbers trained")
 # %% [markdown]
 # ## Export it
 #
-# A PEFT folder holds the configuration and the adapter's tensors, nothing of the base model.
+# A PEFT folder contains the configuration and the adapter's tensors, but not the base model.
 
 # %%
 folder = Path(tempfile.mkdtemp()) / "adapter"
@@ -125,8 +127,8 @@ print((folder / "adapter_config.json").read_text())
 # %% [markdown]
 # ## Load it in PEFT
 #
-# On the twin in PyTorch, with the same pretrained weights: `kernel [in, out]` is `weight [out, in]`
-# there.
+# This is the same model in PyTorch, with the same pretrained weights. A Flax `kernel [in, out]` is
+# a `weight [out, in]` in PyTorch.
 
 # %%
 
@@ -173,7 +175,7 @@ assert np.abs(np.asarray(pretrained(x)) - theirs).max() > 0.1
 # %% [markdown]
 # ## And back into Flax
 #
-# Whatever PEFT wrote is read the same way; here, the very bits.
+# Folders that PEFT wrote are read in the same way. Here the result is the same bit for bit.
 
 # %%
 again = jax_dora.peft.load_adapter(pretrained, folder)
@@ -182,7 +184,8 @@ assert (again(x) == model(x)).all()
 # %% [markdown]
 # ## Or merge it
 #
-# For servers that know no adapters. The report says what the one rounding cost.
+# Servers that do not support adapters can use a merged model. The report says how much the rounding
+# of the merged weights lost.
 
 # %%
 merged, report = jax_dora.merge_dora(model, return_report=True)

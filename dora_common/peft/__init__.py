@@ -1,4 +1,4 @@
-"""Hugging Face PEFT adapter folders as files: their configuration, their keys, what fits what.
+"""Hugging Face PEFT adapter folders: configuration, tensor keys, and matching them to a model.
 
-Imports neither JAX nor PyTorch; `jax_dora.peft` and `torch_dora.peft` stand on it.
+This package imports neither JAX nor PyTorch; `jax_dora.peft` and `torch_dora.peft` build on it.
 """

@@ -1,7 +1,7 @@
-"""adapter_config.json: which layers an adapter has, and with what rank and scale.
+"""adapter_config.json: the layers that an adapter has, and their ranks and scales.
 
-Names are matched by the rules of PEFT 0.21, as the documentation of its `LoraConfig` tells them;
-module names are PyTorch's, "model.layers.0.self_attn.q_proj".
+Names are matched by the rules of PEFT 0.21, as the documentation of its `LoraConfig` states them.
+Module names are PyTorch's, such as "model.layers.0.self_attn.q_proj".
 """
 
 import dataclasses
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from dora_common.fields import each_once
+from dora_common.fields import reject_duplicate_fields
 from dora_common.peft import checks
 from dora_common.peft.names import Names, first_match, matches
 
-# A file that lacks one of these says too little to compute with.
+# Without one of these fields, the adapter cannot be computed.
 _REQUIRED = ("peft_type", "r")
 _OPTIONAL = (
     "exclude_modules",
@@ -25,20 +25,20 @@ _OPTIONAL = (
     "peft_version",
 )
 
-# Beside what changes results: told to people and to PEFT, or how training began or ran.
+# Fields that do not change results: information for people and for PEFT, or about the training.
 _INFORMATIVE = frozenset(
     {"inference_mode", "runtime_config", "eva_config"}
-    # Both mean something only beside a field that is refused when it is set.
+    # These two have an effect only together with a field that is rejected when it is set.
     | {"megatron_core", "qalora_group_size"}
-    # NVlabs' own.
+    # Fields that only NVlabs' DoRA writes.
     | {"dora_simple", "merge_weights"}
 )
 _OFF = (None, False, "", [], {})
 
 TOKEN_EMBEDDINGS = ("embed_tokens", "lm_head")
-"""What PEFT calls embeddings and heads by the last parts of their names."""
+"""PEFT recognizes embeddings and output heads by these last parts of their names."""
 
-# The first of PEFT's whose adapters of packed experts are as they are written here.
+# The first PEFT version that reads adapters of packed experts in the format written here.
 EXPERTS_VERSION = "0.19.1"
 
 _NUMBERED_BLOCK = r".*?\.[^.]*\.(?P<index>\d+)\."
@@ -46,31 +46,32 @@ _NUMBERED_BLOCK = r".*?\.[^.]*\.(?P<index>\d+)\."
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """The fields of PEFT's `LoraConfig` that change results, under its names.
+    """The fields of PEFT's `LoraConfig` that change results, under PEFT's names.
 
     Attributes:
-      r, lora_alpha: rank and alpha of every layer that no pattern speaks of.
-      rank_pattern, alpha_pattern: a key is a regular expression for the end of a layer's name; the
-        first that matches gives its rank or alpha.
-      use_rslora: the scale is alpha / sqrt(rank), else alpha / rank, of the layer's own two.
-      use_dora: the layers have magnitudes; without, this is a LoRA adapter.
-      target_modules: names or ends of names, or one regular expression for whole names, or
-        "all-linear": every linear layer, the output head possibly left out. None in a file means
-        the layers that have tensors in it.
-      target_parameters: names or ends of names of parameters that hold packed experts. Beside them
+      r, lora_alpha: rank and alpha of every layer that no pattern matches.
+      rank_pattern, alpha_pattern: rank or alpha by a regular expression for the end of a layer's
+        name. The first key that matches a layer applies.
+      use_rslora: whether the scale of a layer is alpha / sqrt(rank) instead of alpha / rank.
+      use_dora: whether the layers have magnitudes; False for a LoRA adapter.
+      target_modules: names or ends of names; or one regular expression for whole names; or
+        "all-linear" for every linear layer, possibly without the output head. None in a file means
+        the layers that have tensors in the folder.
+      target_parameters: names or ends of names of parameters that hold packed experts. With them,
         target_modules may be empty.
-      exclude_modules: names, ends of names, or a regular expression; wins over target_modules.
-      layers_to_transform, layers_pattern: only these indices of the block list, and its name.
-      modules_to_save: modules that are stored whole, by the ends of their names; what else their
-        weights are tied to keeps its own.
-      ensure_weight_tying: weights that are tied stay tied, whichever of them is stored; see
+      exclude_modules: names, ends of names, or a regular expression; overrides target_modules.
+      layers_to_transform, layers_pattern: the only indices of the block list that are adapted, and
+        the name of the block list.
+      modules_to_save: ends of the names of modules that are stored whole. Other weights that are
+        tied to theirs keep the base model's values.
+      ensure_weight_tying: whether tied weights stay tied when one of them is stored; see
         `keeps_ties`.
       trainable_token_indices: rows of embeddings that are stored, by the ends of the embeddings'
-        names; or only the rows, where one embedding has such.
+        names; or only the rows if a single embedding has stored rows.
       bias: "none", "all" or "lora_only": the biases that were trained and are stored.
-      lora_dropout, fan_in_fan_out, init_lora_weights: as PEFT's.
-      base_model_name_or_path, revision, task_type, auto_mapping: for whoever reads the folder.
-      peft_version: that wrote the folder, or whose format it is.
+      lora_dropout, fan_in_fan_out, init_lora_weights: the same as in PEFT.
+      base_model_name_or_path, revision, task_type, auto_mapping: information for readers.
+      peft_version: the PEFT version that wrote the folder, or that introduced its format.
     """
 
     r: int
@@ -100,62 +101,63 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         """
         Raises:
-          TypeError, ValueError: a field has the wrong type or is out of its range.
-          NotImplementedError: `init_lora_weights` is one that changes the base weights.
+          TypeError, ValueError: a field has the wrong type or is out of range.
+          NotImplementedError: `init_lora_weights` names an initialization that changes the base
+            weights.
         """
-        checks.is_rank("r", self.r)
-        checks.is_alpha("lora_alpha", self.lora_alpha)
-        checks.is_pattern("rank_pattern", self.rank_pattern, checks.is_rank)
-        checks.is_pattern("alpha_pattern", self.alpha_pattern, checks.is_alpha)
+        checks.check_rank("r", self.r)
+        checks.check_alpha("lora_alpha", self.lora_alpha)
+        checks.check_pattern("rank_pattern", self.rank_pattern, checks.check_rank)
+        checks.check_pattern("alpha_pattern", self.alpha_pattern, checks.check_alpha)
         for name in ("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
-            checks.has_type(name, getattr(self, name), bool, "true or false")
+            checks.check_type(name, getattr(self, name), bool, "true or false")
         for name in ("base_model_name_or_path", "revision", "task_type", "peft_version"):
-            checks.has_type(name, getattr(self, name), str | None, "a string or null")
-        checks.has_type("auto_mapping", self.auto_mapping, Mapping | None, "an object or null")
+            checks.check_type(name, getattr(self, name), str | None, "a string or null")
+        checks.check_type("auto_mapping", self.auto_mapping, Mapping | None, "an object or null")
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             is_empty = name == "target_modules" and value == () and self.target_parameters
             if value is not None and not is_empty:
-                checks.are_targets(name, value)
+                checks.check_targets(name, value)
         if self.target_parameters is not None:
-            checks.are_names("target_parameters", self.target_parameters)
+            checks.check_names("target_parameters", self.target_parameters)
         if self.trainable_token_indices is not None:
-            checks.are_token_indices("trainable_token_indices", self.trainable_token_indices)
+            checks.check_token_indices("trainable_token_indices", self.trainable_token_indices)
         for name in ("layers_pattern", "modules_to_save"):
             if (value := getattr(self, name)) is not None:
-                checks.are_names(name, value)
+                checks.check_names(name, value)
                 for one in value:
-                    checks.is_expression(name, one, one)
+                    checks.check_regex(name, one, one)
         self._check_layers()
         is_known = self.bias in ("none", "all", "lora_only")
-        checks.expect(is_known, "bias", self.bias, "one of 'none', 'all', 'lora_only'")
+        checks.check(is_known, "bias", self.bias, "one of 'none', 'all', 'lora_only'")
         dropout = self.lora_dropout
         is_probability = checks.is_finite(dropout) and 0 <= dropout < 1
-        checks.expect(is_probability, "lora_dropout", dropout, "a probability in [0, 1)")
-        checks.keeps_the_base(self.init_lora_weights)
+        checks.check(is_probability, "lora_dropout", dropout, "a probability in [0, 1)")
+        checks.check_initialization(self.init_lora_weights)
 
     def _check_layers(self) -> None:
         name, chosen = "layers_to_transform", self.layers_to_transform
         if chosen is None:
-            given = "indices, since layers_pattern is given"
-            checks.expect(self.layers_pattern is None, name, chosen, given)
+            expected = "indices, since layers_pattern is given"
+            checks.check(self.layers_pattern is None, name, chosen, expected)
         else:
-            checks.has_type(name, chosen, tuple, "indices")
-            checks.expect(checks.are_indices(chosen), name, chosen, "indices from 0 on")
-            null = (
-                "null beside the regular expression target_modules = "
-                f"{self.target_modules!r}: PEFT takes indices beside a list of names only"
+            checks.check_type(name, chosen, tuple, "indices")
+            checks.check(checks.are_indices(chosen), name, chosen, "indices from 0 on")
+            expected = (
+                "null, since target_modules is the regular expression "
+                f"{self.target_modules!r}: PEFT accepts indices only with a list of names"
             )
-            checks.expect(not isinstance(self.target_modules, str), name, chosen, null)
+            checks.check(not isinstance(self.target_modules, str), name, chosen, expected)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Reads the contents of adapter_config.json.
 
         Raises:
-          ValueError, TypeError: the text is no JSON object, a field is missing or malformed.
-          NotImplementedError: it asks for something that is not supported; every such field is
-            named. A field unknown here is taken for one, unless it is null, false or empty.
+          ValueError, TypeError: the text is not a JSON object, or a field is missing or malformed.
+          NotImplementedError: fields have values that are not supported; the error names all of
+            them. Unknown fields are not supported unless they are null, false or empty.
         """
         given: dict[str, Any] = _json_object(text)
         peft_type = given.get("peft_type")
@@ -173,18 +175,17 @@ class AdapterConfig:
         del given["peft_type"]
         given.setdefault("use_dora", peft_type == "DORA")
         own = {item.name for item in dataclasses.fields(cls)}
-        asked = {
-            name: value
-            for name, value in given.items()
+        unsupported = [
+            f"{name} = {checks.short(value)}"
+            for name, value in sorted(given.items())
             if name not in own | _INFORMATIVE and value not in _OFF
-        }
-        if asked:
-            told = ", ".join(f"{name} = {checks.short(asked[name])}" for name in sorted(asked))
+        ]
+        if unsupported:
             raise NotImplementedError(
-                f"{told}: not supported; expected null, false or no such field, since it may "
-                "change what the adapter computes"
+                f"{', '.join(unsupported)}: not supported; expected null, false or no such field, "
+                "since it may change what the adapter computes"
             )
-        # PEFT writes null for what is not given, and takes a scalar for a list of one.
+        # PEFT writes null for a field that was not given, and accepts a scalar as a list of one.
         fields: dict[str, Any] = {
             name: _as_tuple(value)
             for name, value in given.items()
@@ -202,8 +203,11 @@ class AdapterConfig:
         return cls(**fields)
 
     def to_json(self) -> str:
-        """Returns the file as PEFT writes it: two spaces, sorted keys. Fields that old versions
-        lack are written only when they are set, for those versions refuse them."""
+        """Returns the contents of the file in PEFT's style: two spaces, sorted keys.
+
+        Fields that old PEFT versions do not know are written only if they are set, since those
+        versions reject unknown fields.
+        """
         value = dataclasses.asdict(self)
         for name in _OPTIONAL:
             if not value[name]:
@@ -226,13 +230,16 @@ class AdapterConfig:
 
     @property
     def keeps_ties(self) -> bool:
-        """Returns whether modules of modules_to_save stay tied: PEFT heeds ensure_weight_tying
-        where it names one of `TOKEN_EMBEDDINGS`, and not beside others, such as GPT-2's wte."""
-        lasts = {name.rpartition(".")[2] for name in self.modules_to_save or ()}
-        return self.ensure_weight_tying and not lasts.isdisjoint(TOKEN_EMBEDDINGS)
+        """Whether modules in modules_to_save stay tied.
+
+        PEFT applies ensure_weight_tying only if modules_to_save names one of `TOKEN_EMBEDDINGS`. It
+        ignores ensure_weight_tying for other names, such as GPT-2's wte.
+        """
+        last_parts = {name.rpartition(".")[2] for name in self.modules_to_save or ()}
+        return self.ensure_weight_tying and not last_parts.isdisjoint(TOKEN_EMBEDDINGS)
 
     def selects(self, name: str, *, is_linear: bool) -> bool:
-        if matches(self.exclude_modules, name) or self._saves_around(name):
+        if matches(self.exclude_modules, name) or self._is_in_saved_module(name):
             return False
         if self.targets_all_linear:
             return is_linear
@@ -242,38 +249,45 @@ class AdapterConfig:
 
     @property
     def square_experts_refusal(self) -> str:
-        """Says why packed experts with as many in features as out features are refused, or "": PEFT
-        before `EXPERTS_VERSION` took the middle axis of a parameter for the inputs, whatever it
-        is, and nothing but their shapes would tell."""
-        if checks.release(self.peft_version or "") >= checks.release(EXPERTS_VERSION):
+        """Why packed experts with equal numbers of input and output features are rejected, or "".
+
+        PEFT before `EXPERTS_VERSION` always treated the middle axis of a parameter as the input
+        axis. Only the shapes show whether that was right, and not if the two numbers are equal.
+        """
+        if checks.version_numbers(self.peft_version or "") >= checks.version_numbers(
+            EXPERTS_VERSION
+        ):
             return ""
         return (
             f"peft_version is {self.peft_version or 'absent'}, and PEFT before {EXPERTS_VERSION} "
-            "took the middle axis of packed experts for their inputs, whose features are as many "
-            f"as the outputs'; expected {EXPERTS_VERSION} or later in adapter_config.json"
+            "always treated the middle axis of packed experts as the input axis, which cannot be "
+            "checked here since the experts have as many input as output features; expected "
+            f"{EXPERTS_VERSION} or later in adapter_config.json"
         )
 
     def saves(self, parameter: str) -> bool:
-        """Returns whether `parameter` belongs to a module that modules_to_save names."""
+        """Returns whether `parameter` belongs to a module in modules_to_save."""
         parts = parameter.split(".")
         modules = [".".join(parts[:length]) for length in range(1, len(parts))]
         saved = self.modules_to_save or ()
         return any(module.endswith(name) for module in modules for name in saved)
 
     def token_indices_of(self, name: str) -> tuple[int, ...] | None:
-        """Returns the rows of the embedding `name` that are stored on their own, if any."""
+        """Returns the indices of the rows of the embedding `name` that are stored, or None."""
         indices = self.trainable_token_indices
         if isinstance(indices, Mapping):
             return next((rows for end, rows in indices.items() if name.endswith(end)), None)
         return indices
 
     def stores(self, parameter: str, *, of_adapted_layer: bool) -> bool:
-        """Returns whether `parameter`, of the base model, is in the folder: whole modules and
-        biases."""
+        """Returns whether the folder stores the base model's `parameter`.
+
+        The folder stores parameters of modules in modules_to_save, and biases according to `bias`.
+        """
         trained = self.bias == "all" or (self.bias == "lora_only" and of_adapted_layer)
         return (trained and parameter.rpartition(".")[2] == "bias") or self.saves(parameter)
 
-    def _saves_around(self, name: str) -> bool:
+    def _is_in_saved_module(self, name: str) -> bool:
         saved = self.modules_to_save or ()
         return any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)
 
@@ -293,7 +307,7 @@ def _as_tuple(value: Any) -> Any:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text, object_pairs_hook=each_once)
+        value = json.loads(text, object_pairs_hook=reject_duplicate_fields)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error}); expected an object of fields") from error
     except RecursionError as error:

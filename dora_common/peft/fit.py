@@ -1,17 +1,18 @@
-"""Holds a folder against a model: everything is checked before anything is loaded."""
+"""Matches the tensors of a folder to a model, so that all are checked before any is loaded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.fitting import MOST_LISTED, Fitting
 from dora_common.peft.keys import adapter_in, parse
-from dora_common.peft.layers import Layer, Outline, Shape, refuse_layers
+from dora_common.peft.layers import Layer, Outline, Shape, check_layers
+from dora_common.peft.matcher import MAX_LISTED, Matcher
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One layer's adapter in a folder: its key for "lora_a", "lora_b" and "magnitude"."""
+    """One layer's adapter in a folder. `keys` has the tensors' keys by "lora_a", "lora_b" and
+    "magnitude"."""
 
     layer: Layer
     rank: int
@@ -24,12 +25,13 @@ class Fit:
     """The destination of every tensor of a folder.
 
     Attributes:
-      adapters: by layer name.
-      parameters: the keys that hold a parameter's value, by the parameter's name. Where there are
-        several they hold the same.
-      tokens: the key that holds some rows of a parameter, and which, by the parameter's name.
-      untied: the parameters, of `parameters`, that need an array of their own, since another that
-        shares it now keeps its value.
+      adapters: the adapters by layer name.
+      parameters: the keys that hold a parameter's value, by the parameter's name. Several keys of
+        one parameter have to hold the same value.
+      tokens: the key that holds some rows of a parameter and the indices of these rows, by the
+        parameter's name.
+      untied: the names in `parameters` that need an array of their own, since another parameter
+        that shares their array keeps its value.
     """
 
     adapters: Mapping[str, Adapter]
@@ -45,48 +47,48 @@ def fit(
     *,
     adapter: str = "default",
 ) -> Fit:
-    """Finds the place of every tensor.
+    """Finds the destination of every tensor.
 
     Args:
-      config: the folder's.
+      config: the folder's configuration.
       tensors: dtype and shape of every tensor of the folder, by key.
-      outline: the model's.
-      adapter: the adapter's name, where it was left in the keys.
+      outline: the model's outline.
+      adapter: the adapter's name, which the keys may include.
 
     Raises:
-      NotImplementedError: a layer is selected where PEFT's adapter computes something else; the
-        adapters of two tied layers are tied.
-      ValueError: a tensor has no place or the wrong shape, one is missing, or one has two keys.
-        All that is found is listed.
+      NotImplementedError: a selected layer is one where PEFT's adapter computes something else, or
+        the adapters of two tied layers would be tied.
+      ValueError: a tensor has no destination, a wrong shape or two keys, or is missing. The error
+        lists all such problems.
     """
-    fitting = Fitting(config, outline)
-    refuse_layers(fitting.layers[name] for name in fitting.selected)
-    fitting.refuse_tied_adapters()
+    matcher = Matcher(config, outline)
+    check_layers(matcher.layers[name] for name in matcher.selected)
+    matcher.check_tied_adapters()
     for key, (dtype, shape) in sorted(tensors.items()):
         if (named := adapter_in(key)) in (None, "default", adapter):
-            fitting.place(key, parse(key, adapter), dtype, shape)
+            matcher.place(key, parse(key, adapter), dtype, shape)
         else:
-            fitting.problems.append(f"{key} is of the adapter {named!r}; pass adapter={named!r}")
-    fitting.find_missing()
-    if problems := fitting.problems:
-        listed = problems[:MOST_LISTED]
+            matcher.problems.append(f"{key} is of the adapter {named!r}; pass adapter={named!r}")
+    matcher.find_missing()
+    if problems := matcher.problems:
+        listed = problems[:MAX_LISTED]
         if len(problems) > len(listed):
             listed.append(f"and {len(problems) - len(listed)} more")
         raise ValueError(
             "the adapter does not fit the model:\n" + "\n".join(f"- {p}" for p in listed)
         )
-    untied = fitting.untied()
+    untied = matcher.untied()
     return Fit(
         {
             name: Adapter(
-                fitting.layers[name],
+                matcher.layers[name],
                 config.rank_of(name),
                 config.alpha_of(name),
                 {role.replace("embedding_", "lora_"): key for role, key in found.items()},
             )
-            for name, found in fitting.adapters.items()
+            for name, found in matcher.adapters.items()
         },
-        fitting.by_array(untied),
-        fitting.tokens,
+        matcher.by_array(untied),
+        matcher.tokens,
         untied,
     )

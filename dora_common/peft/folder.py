@@ -1,4 +1,4 @@
-"""An adapter's folder on disk, opened lazily."""
+"""Opens a PEFT adapter folder. Its tensors are read one by one, when they are needed."""
 
 import contextlib
 import logging
@@ -25,21 +25,21 @@ _LOG = logging.getLogger(__name__)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def exported(folder: Path) -> Path | None:
-    """Returns the adapter's folder that `folder` is, or that a run in it has exported; None where
-    there is neither."""
+def find_adapter_folder(folder: Path) -> Path | None:
+    """Returns `folder` if it is an adapter folder, or the adapter folder that a training run in it
+    has exported, or None."""
     return next((one for one in (folder, folder / "adapter") if (one / CONFIG).is_file()), None)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """An open folder. Nothing but the header of its tensors has been read.
+    """An open adapter folder. Only the configuration and the header of the tensors are read.
 
     Attributes:
-      path: where the two files are.
-      config: adapter_config.json.
-      tensors: dtype, as safetensors names it, and shape, by key.
-      adapter: the adapter's name, where the keys have one.
+      path: the folder with the two files.
+      config: the contents of adapter_config.json.
+      tensors: dtype, as safetensors names it, and shape of each tensor, by key.
+      adapter: the adapter's name, which some keys include.
     """
 
     path: Path
@@ -49,46 +49,50 @@ class Folder:
     _file: Any
 
     def fit(self, outline: Outline) -> Fit:
-        """Finds the place of every tensor, as `dora_common.peft.fit.fit` does; a message begins
-        with the folder's path."""
+        """Calls `dora_common.peft.fit.fit`, and puts the folder's path in front of its errors."""
         with named_in_errors(self.path):
             return fit(self.config, self.tensors, outline, adapter=self.adapter)
 
     def fit_to_bank(self, outline: Outline) -> Fit:
-        """Does as `fit`; raises NotImplementedError for more than adapters."""
+        """Like `fit`, but raises NotImplementedError if the folder has more than an adapter."""
         found = self.fit(outline)
         if whole := [*found.parameters, *found.tokens]:
             raise NotImplementedError(
                 f"{self.path} replaces parameters of the base model (modules_to_save, biases or "
-                "trainable tokens), which all adapters of a bank share; expected lora_A, lora_B "
-                f"and magnitudes alone, and it has:{listing(whole)}"
+                "trainable tokens), but all adapters of a bank share the base model; expected only "
+                f"lora_A, lora_B and magnitudes. The folder also has:{listing(whole)}"
             )
         return found
 
-    def tell_of_replaced(self, fit: Fit, outline: Outline) -> None:
-        """Logs the arguments that `save_adapter` needs to store again what the folder replaces in
-        the base model, since the model does not remember it."""
+    def warn_about_replaced(self, fit: Fit, outline: Outline) -> None:
+        """Logs a warning if the folder replaces parameters of the base model.
+
+        The loaded model does not record which parameters were replaced. The warning names the
+        arguments with which `save_adapter` stores them again.
+        """
         config, rows = self.config, self.config.trainable_token_indices
         embeddings = sum(layer.kind == "embedding" for layer in outline.layers)
         if not isinstance(rows, Mapping) and embeddings != 1:
-            rows = {name.removesuffix(".weight"): its for name, (_, its) in fit.tokens.items()}
-        given: dict[str, Any] = {"modules_to_save": config.modules_to_save}
-        given["trainable_token_indices"] = rows
-        given["bias"] = None if config.bias == "none" else config.bias
-        told = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
-        if told and (fit.parameters or fit.tokens):
+            rows = {name.removesuffix(".weight"): at for name, (_, at) in fit.tokens.items()}
+        options = {
+            "modules_to_save": config.modules_to_save,
+            "trainable_token_indices": rows,
+            "bias": None if config.bias == "none" else config.bias,
+        }
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
+        if arguments and (fit.parameters or fit.tokens):
             _LOG.warning(
                 "%s replaces parameters of the base model, which save_adapter stores again only "
                 "where it is given %s",
                 self.path,
-                told,
+                arguments,
             )
 
     def read(self, key: str) -> Any:
-        """Returns one tensor, as the framework's array on the host, in the dtype of the file.
+        """Reads one tensor into a host array of the framework, in the dtype of the file.
 
         Raises:
-          ValueError: it cannot be read, or holds NaN or infinity.
+          ValueError: the tensor cannot be read, or contains NaN or infinity.
         """
         with named_in_errors(self.path / TENSORS):
             tensor = self._file.get_tensor(key)
@@ -96,30 +100,34 @@ class Folder:
             return tensor
 
     def read_parameter(self, name: str, keys: Sequence[str]) -> Any:
-        """Returns one tensor that has several keys."""
+        """Reads a parameter that is stored under one or more keys.
+
+        Raises:
+          ValueError: the tensors under the keys differ.
+        """
         key, *others = keys
         tensor = self.read(key)
         for other in others:
-            same = self.tensors[other] == self.tensors[key]
-            if not same or bool((tensor != self.read(other)).any()):
+            is_alike = self.tensors[other] == self.tensors[key]
+            if not is_alike or bool((tensor != self.read(other)).any()):
                 raise ValueError(f"{self.path}: {key} and {other} differ; expected one {name}")
         return tensor
 
     def options(self, adapter: Adapter, dropout_mode: DropoutMode | None) -> dict[str, Any]:
-        """Returns the hyperparameters of a layer, under the names that a rule has for them."""
+        """Returns the hyperparameters of a layer as keyword arguments for a rule."""
         config = self.config
         self.scale(adapter)
         return {
             "rank": adapter.rank,
             "alpha": adapter.alpha,
             "use_rslora": config.use_rslora,
-            # An embedding reads no activation that could be dropped.
+            # The input of an embedding is tokens, which dropout cannot drop.
             "dropout": 0.0 if adapter.layer.kind == "embedding" else config.lora_dropout,
             "dropout_mode": dropout_mode or ("input" if config.use_dora else "adapter"),
         }
 
     def scale(self, adapter: Adapter) -> float:
-        """Returns the scale of a layer; raises where float32 cannot square it."""
+        """Returns the scale of a layer, or raises ValueError if float32 cannot square it."""
         with named_in_errors(self.path / CONFIG):
             return adapter_scale(adapter.rank, adapter.alpha, self.config.use_rslora)
 
@@ -127,51 +135,52 @@ class Folder:
         """Returns the dtypes of lora_a and lora_b: "float64", "float32", "float16", "bfloat16"."""
         return {_DTYPES[self.tensors[adapter.keys[name]][0]] for name in ("lora_a", "lora_b")}
 
-    def refuse_rounding(self, key: str, stored: Any, kept: Any) -> None:
-        """Refuses a magnitude that the model would keep rounded."""
+    def check_not_rounded(self, key: str, stored: Any, kept: Any) -> None:
+        """Raises ValueError if the model stores an F64 magnitude with less precision."""
         if self.tensors[key][0] == "F64" and bool((stored != kept).any()):
             raise ValueError(
                 f"{self.path}: {key} is F64, and rounded in a magnitude of {kept.dtype}; pass "
-                "adapter_dtype=float32 if it may be"
+                "adapter_dtype=float32 to allow rounding"
             )
 
-    def kept[Tensor](self, name: str, tensor: Tensor) -> Tensor:
-        """Returns a tensor that was read, as the model keeps it.
+    def checked[Tensor](self, name: str, tensor: Tensor) -> Tensor:
+        """Returns `tensor`, which has been cast to the model's dtype, if it is still finite.
 
         Args:
-          name: its key, or its parameter's name.
+          name: the tensor's key, or its parameter's name.
 
         Raises:
-          ValueError: it is not finite, since its dtype cannot hold the numbers.
+          ValueError: the dtype cannot hold the numbers, so that the tensor is not finite.
         """
-        told = f"{self.path}: as {getattr(tensor, 'dtype', None)}, {name}"
-        check_finite(told, tensor, "load it into a model, or with an adapter_dtype, of more range")
+        subject = f"{self.path}: as {getattr(tensor, 'dtype', None)}, {name}"
+        remedy = "use a model dtype, or an adapter_dtype, with a larger range"
+        check_finite(subject, tensor, remedy)
         return tensor
 
     def check_norm(self, name: str, norm: Any) -> None:
-        """Refuses a layer whose norm with its adapter overflows.
+        """Checks that the norm of an adapted layer is finite.
 
         Args:
-          name: of a layer that the folder has an adapter for.
-          norm: the layer's.
+          name: the name of a layer that the folder has an adapter for.
+          norm: the norm of the layer with its adapter.
 
         Raises:
-          ValueError: it is not finite, since the numbers of the adapter are too large to be squared
+          ValueError: the norm is not finite, since the squares of the adapter's numbers overflow
             or the base weights are not finite.
         """
-        told = f"{self.path}: the norm of {name} with its adapter"
-        check_finite(told, norm, "an adapter of such numbers has diverged, or the base model")
+        subject = f"{self.path}: the norm of {name} with its adapter"
+        check_finite(subject, norm, "the training of the adapter, or of the base model, diverged")
 
 
 def check_finite(
-    key: str, tensor: Any, reason: str = "where training diverged, take an earlier state"
+    key: str, tensor: Any, reason: str = "if training diverged, use an earlier checkpoint"
 ) -> None:
-    """Refuses a tensor with NaN or infinity in it.
+    """Raises ValueError if a tensor contains NaN or infinity.
 
     Args:
-      key: the tensor's.
-      tensor: of NumPy or of PyTorch.
-      reason: what may have led to it.
+      key: the tensor's key.
+      tensor: a NumPy array or a PyTorch tensor.
+      reason: the likely cause, or the remedy, for the message.
     """
     is_finite = abs(tensor) < math.inf
     if not bool(is_finite.all()):
@@ -183,35 +192,37 @@ def check_finite(
 
 
 @contextlib.contextmanager
-def opened(
+def open_folder(
     folder: str | os.PathLike[str], framework: Literal["np", "pt"], adapter: str | None = None
 ) -> Iterator[Folder]:
     """Opens an adapter folder for reading.
 
     Args:
-      folder: holds adapter_config.json and adapter_model.safetensors.
-      framework: what `Folder.read` returns: NumPy's arrays or PyTorch's tensors.
-      adapter: the adapter's name: of the subfolder that holds its files, or as the keys have it;
-        "default" is also an adapter without a name.
+      folder: contains adapter_config.json and adapter_model.safetensors.
+      framework: "np" if `Folder.read` shall return NumPy arrays, "pt" for PyTorch tensors.
+      adapter: the adapter's name, which is the name of the subfolder with its files, or part of the
+        tensors' keys. "default" also means an adapter without a name.
 
     Raises:
-      FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing from it,
-        or no adapter of that name.
-      ValueError, TypeError, NotImplementedError: a file is damaged, or asks for what is not
-        supported.
+      FileNotFoundError, NotADirectoryError: the folder, one of its files, or an adapter with that
+        name does not exist.
+      ValueError, TypeError, NotImplementedError: a file is damaged, or contains something that is
+        not supported.
     """
     path = _find(Path(folder), adapter)
     with named_in_errors(path / CONFIG):
         version = _version(path / CONFIG)
         config = AdapterConfig.from_json((path / CONFIG).read_text(encoding="utf-8"))
     with named_in_errors(path / TENSORS):
-        # Mapped pages would stay in memory beside the arrays that are made of them.
+        # With memory mapping, the pages would stay in memory in addition to the arrays.
         file = safe_open(path / TENSORS, framework=framework, backend="pread")
     with file:
         with named_in_errors(path):
-            # `writing.write` takes the configuration away before it touches the tensors.
+            # `writing.write` removes the configuration before it replaces the tensors.
             if _version(path / CONFIG) != version:
-                raise ValueError("another adapter was written while this one was read; read again")
+                raise ValueError(
+                    "another adapter was written while this one was read; load it again"
+                )
         with named_in_errors(path / TENSORS):
             slices = {key: file.get_slice(key) for key in file.keys()}
             tensors = {
@@ -231,7 +242,9 @@ def _find(folder: Path, adapter: str | None) -> Path:
     if not folder.exists():
         raise FileNotFoundError(f"folder is {folder}; expected an adapter folder on this machine")
     if not folder.is_dir():
-        raise NotADirectoryError(f"folder is {folder}, a file; expected the folder it lies in")
+        raise NotADirectoryError(
+            f"folder is {folder}, a file; expected the folder that contains it"
+        )
     path = folder
     if adapter is not None and (folder / adapter / CONFIG).is_file():
         path = folder / adapter
@@ -241,8 +254,8 @@ def _find(folder: Path, adapter: str | None) -> Path:
         raise FileNotFoundError(f"{path / CONFIG} is missing{hint}")
     if not (path / TENSORS).is_file():
         hint = (
-            f"; {PICKLE} is never read, since unpickling can run any code: load it with PEFT and "
-            "save it with safe_serialization=True"
+            f"; {PICKLE} is never read, since unpickling can run any code: load the adapter with "
+            "PEFT and save it with safe_serialization=True"
             if (path / PICKLE).exists()
             else ""
         )
@@ -256,7 +269,8 @@ def _check_name(path: Path, adapter: str | None, tensors: Mapping[str, Any]) -> 
         return
     there = sorted({*_subfolders(path), *(named or {"default"})})
     raise FileNotFoundError(
-        f"adapter is {adapter!r}, which {path} does not have; expected one of {', '.join(there)}"
+        f"adapter is {adapter!r}, but {path} has no adapter of that name; expected one of "
+        f"{', '.join(there)}"
     )
 
 
@@ -266,7 +280,7 @@ def _subfolders(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def named_in_errors(path: Path) -> Iterator[None]:
-    """Puts the path before the message of what goes wrong."""
+    """Puts the path in front of the message of errors about the folder's contents."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -278,6 +292,7 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 
 def _version(file: Path) -> tuple[int, int] | None:
+    """Returns a value that changes when the file is replaced, or None if there is no file."""
     try:
         status = file.stat()
     except FileNotFoundError:

@@ -1,10 +1,11 @@
-"""The keys of adapter_model.safetensors: "base_model.model." + the module's name + one of these.
+"""The keys of adapter_model.safetensors: "base_model.model." + the module's name + a suffix.
 
     linear, conv    .lora_A.weight      .lora_B.weight      .lora_magnitude_vector
     embedding       .lora_embedding_A   .lora_embedding_B   .lora_magnitude_vector
     single tokens   .token_adapter.trainable_tokens_delta
 
-Besides them stand whole parameters: biases, modules_to_save, and an adapted embedding's own weight.
+The file can also contain whole parameters: biases, modules_to_save, and the weight of an adapted
+embedding.
 """
 
 import re
@@ -15,8 +16,8 @@ PREFIX = "base_model.model."
 
 Role = Literal["lora_a", "lora_b", "magnitude", "embedding_a", "embedding_b", "tokens"]
 
-# What PEFT writes, then what other versions and tools write: the adapter's name left in, NVlabs'
-# `weight_m_wdecomp`, the diffusion tools' `dora_scale`.
+# By role: the suffix that PEFT writes, then a pattern that also matches other versions and tools.
+# They include the adapter's name, NVlabs' `weight_m_wdecomp` or the diffusion tools' `dora_scale`.
 _SUFFIXES: dict[Role, tuple[str, str]] = {
     "lora_a": ("lora_A.weight", r"lora_A(\.{name})?\.weight"),
     "lora_b": ("lora_B.weight", r"lora_B(\.{name})?\.weight"),
@@ -39,13 +40,13 @@ _NAMED = re.compile(
 
 @dataclass(frozen=True)
 class Key:
-    """A key taken apart.
+    """A parsed key.
 
     Attributes:
       module: the module's name; "" is the model itself.
-      role: of a tensor of the adapter; None for a parameter of the base model.
-      parameter: the parameter's own name where `role` is None.
-      is_original: it is what the base model had where modules_to_save has another.
+      role: the role of the tensor in an adapter; None for a parameter of the base model.
+      parameter: the parameter's name in its module if `role` is None.
+      is_original: whether the tensor is the base model's value of a module in modules_to_save.
     """
 
     module: str
@@ -55,34 +56,37 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The parameter's full name, as a `state_dict` of the base model has it."""
+        """The parameter's full name, as in a `state_dict` of the base model."""
         return f"{self.module}.{self.parameter}" if self.module else self.parameter
 
 
 def key_of(module: str, role: Role) -> str:
-    """Returns the key PEFT writes."""
+    """Returns the key that PEFT writes for a tensor of an adapter."""
     return f"{PREFIX}{module}.{_SUFFIXES[role][0]}"
 
 
 def parameter_key(name: str, *, of_adapted_layer: bool) -> str:
-    """Returns the key PEFT writes for a parameter; that of an adapted layer lies in its
-    `base_layer`."""
+    """Returns the key that PEFT writes for a parameter of the base model.
+
+    A parameter of an adapted layer is in the module's `base_layer`.
+    """
     module, _, parameter = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{parameter}" if of_adapted_layer else PREFIX + name
 
 
 def adapter_in(key: str) -> str | None:
-    """Returns the adapter's name, where a key of the adapter has it."""
+    """Returns the adapter's name if the key includes one."""
     found = _NAMED.search(key)
     return found["name"] if found else None
 
 
 def parse(key: str, adapter: str = "default") -> Key:
-    """Takes a key apart, whichever tool wrote it. Anything can be parsed: what is no tensor of an
-    adapter is a parameter, which the model may not have.
+    """Parses a key of any of the known tools.
+
+    Every key that is not a tensor of an adapter is parsed as a parameter, even if no model has it.
 
     Args:
-      adapter: the adapter's name, where it was left in the key; "default" is always understood.
+      adapter: the adapter's name, which the key may include, as it may include "default".
     """
     key = key.removeprefix(PREFIX)
     name = f"(?:default|{re.escape(adapter)})"

@@ -1,4 +1,4 @@
-"""The layers of a model that PEFT can adapt, as PyTorch has them."""
+"""The layers of a model that PEFT can adapt, described as in PyTorch."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +12,19 @@ Kind = Literal["linear", "embedding", "conv", "experts"]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that can be adapted, as PyTorch would have it.
+    """A layer that can be adapted, described as in PyTorch.
 
     Attributes:
-      name: its module's name; of packed experts, the parameter's.
-      kind: "linear" (GPT-2's Conv1D too), "embedding", "conv" (1d, 2d, 3d) or "experts", which is
-        one parameter with a matrix for each expert: PEFT's target_parameters.
-      in_features, out_features: an embedding's are its vocabulary and its width; a convolution's
-        its channels.
-      kernel_size: of a convolution.
-      refusals: why an adapter of PEFT computes something else here than a DoRA layer does.
-      experts: how many there are.
-      is_in_order: whether it is known in which order PyTorch registers the experts of its module.
+      name: the module's name; for packed experts, the parameter's name.
+      kind: "linear" (including GPT-2's Conv1D), "embedding", "conv" (1d, 2d, 3d), or "experts" for
+        one parameter with a matrix for each expert, as in PEFT's target_parameters.
+      in_features, out_features: for an embedding, the vocabulary size and the width; for a
+        convolution, the numbers of channels.
+      kernel_size: the window of a convolution.
+      refusals: reasons why PEFT's adapter computes something else here than a DoRA layer does.
+      experts: the number of packed experts.
+      is_in_order: whether the order in which PyTorch registers the parameters with packed experts
+        in their module is known.
     """
 
     name: str
@@ -36,10 +37,11 @@ class Layer:
     is_in_order: bool = True
 
     def shapes(self, rank: int) -> dict[Role, Shape]:
-        """Returns the shapes PEFT writes for an adapter of `rank`.
+        """Returns the shapes that PEFT writes for an adapter of rank `rank`, by role.
 
-        Packed experts' lora_A is [experts, rank, in], their lora_B [out, rank, experts], each with
-        two axes as one; their magnitude, which PEFT has not, is [experts, out].
+        For packed experts, lora_A is [experts, rank, in] and lora_B is [out, rank, experts], each
+        with the axes of experts and rank merged. Their magnitude, which PEFT does not have, is
+        [experts, out].
         """
         out, ones = self.out_features, (1,) * len(self.kernel_size)
         if self.kind == "experts":
@@ -61,9 +63,11 @@ class Layer:
         }
 
     def accepted_shapes(self, role: Role, rank: int) -> tuple[Shape, ...]:
-        """Returns the shapes that a tensor may have: PEFT's first, then those that other tools give
-        a magnitude, all of the same [out] numbers. A linear layer's (1, out) is refused: it may be
-        a norm per input."""
+        """Returns the shapes that a tensor may have, with PEFT's shape first.
+
+        The other shapes are those that other tools write for the [out] numbers of a magnitude. The
+        shape (1, out) is not accepted for a linear layer, since it can be a norm per input feature.
+        """
         usual = self.shapes(rank)[role]
         if role != "magnitude" or self.kind == "experts":
             return (usual,)
@@ -73,13 +77,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model as PyTorch names it.
+    """The layers and parameters of a model, under PyTorch's names.
 
     Attributes:
-      layers: those that can be adapted or are.
+      layers: the layers that are adapted or can be adapted.
       parameters: the shape of every parameter of the base model, by name.
-      arrays: what identifies the array of each of them; the same for those that share one.
-      refusals: why some other weights, by name, cannot be adapted as the model is.
+      arrays: an identifier of each parameter's array, by name, which is the same for parameters
+        that share an array.
+      refusals: why other weights cannot be adapted in this model, by name.
     """
 
     layers: Sequence[Layer]
@@ -88,8 +93,8 @@ class Outline:
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def tied(self) -> list[list[str]]:
-        """Returns the groups of two and more parameters that share an array, as an output head that
-        is tied to the embedding does."""
+        """Returns the groups of two or more parameters that share an array, such as an embedding
+        and the output head that is tied to it."""
         groups: dict[Hashable, list[str]] = {}
         for name, array in self.arrays.items():
             groups.setdefault(array, []).append(name)
@@ -97,13 +102,13 @@ class Outline:
 
 
 def key_modules(layers: Iterable[Layer]) -> dict[str, str]:
-    """Returns for every adapted layer the module that PEFT's keys name.
+    """Returns, by the name of every adapted layer, the module that PEFT's keys name.
 
-    PEFT wraps a module with packed experts once for each of its parameters, in the order in which
-    they are registered, so that the last one's adapter is the outermost.
+    PEFT wraps a module with packed experts once for each adapted parameter, in the order in which
+    the parameters are registered. So the last parameter's adapter is the outermost.
 
     Args:
-      layers: those that are adapted; of one module's parameters in the order of registration.
+      layers: the adapted layers; the parameters of one module in the order of registration.
     """
     found, wrapped = {}, dict[str, list[Layer]]()
     for layer in reversed(list(layers)):
@@ -117,8 +122,8 @@ def key_modules(layers: Iterable[Layer]) -> dict[str, str]:
         names = [one.name.rpartition(".")[2] for one in others]
         if len(names) > 1 and not all(one.is_in_order for one in others):
             raise ValueError(
-                f"{module} has adapters of {', '.join(sorted(names))}, which PEFT's keys tell "
-                "apart by the order in which PyTorch registers them; expected that order: pass "
+                f"{module} has adapters of {', '.join(sorted(names))}; PEFT's keys tell them apart "
+                "only by the order in which PyTorch registers them; expected that order: pass "
                 "names=jax_dora.peft.Names(experts=[...])"
             )
     return found
@@ -129,31 +134,33 @@ def convolution_refusals(
 ) -> tuple[str, ...]:
     """Returns the `Layer.refusals` of a convolution.
 
-    PEFT gives lora_A the window, stride and padding of the base layer, and no more of it: so lora_A
-    reads every input channel in every group, where no weight of the base's shape can hold what it
-    does, and PEFT itself refuses to merge; it reads other positions than a dilated window; and it
-    pads with zeros.
+    PEFT copies only the window, stride and padding of the base layer to lora_A. Therefore:
+
+    - With several groups, lora_A reads every input channel in every group. No weight with the base
+      layer's shape can express this, and PEFT itself raises an error when it is merged.
+    - With dilation, lora_A reads other positions than the base layer.
+    - lora_A always pads with zeros.
 
     Args:
-      groups: of the channels.
-      window, dilation: of each spatial axis.
-      padding_mode: as PyTorch's; "zeros" too where nothing is padded.
+      groups: the number of groups of channels.
+      window, dilation: the window size and the dilation of each spatial axis.
+      padding_mode: PyTorch's padding mode; "zeros" also if nothing is padded.
     """
-    apart = any(step != 1 for size, step in zip(window, dilation, strict=True) if size > 1)
-    told = {
+    is_dilated = any(step != 1 for size, step in zip(window, dilation, strict=True) if size > 1)
+    refusals = {
         f"has {groups} groups": groups != 1,
-        f"has dilation {tuple(dilation)}": apart,
+        f"has dilation {tuple(dilation)}": is_dilated,
         f"has {padding_mode} padding": padding_mode != "zeros",
     }
-    return tuple(setting for setting, is_set in told.items() if is_set)
+    return tuple(setting for setting, is_set in refusals.items() if is_set)
 
 
-def refuse_layers(layers: Iterable[Layer]) -> None:
-    """Refuses layers whose adapter means something else in PEFT."""
-    told = [f"{one.name} {', '.join(one.refusals)}" for one in layers if one.refusals]
-    if told:
+def check_layers(layers: Iterable[Layer]) -> None:
+    """Raises NotImplementedError for layers where PEFT's adapter computes something else."""
+    refused = [f"{one.name} {', '.join(one.refusals)}" for one in layers if one.refusals]
+    if refused:
         raise NotImplementedError(
-            f"{'; '.join(sorted(told))}; expected layers that are called, and convolutions of one "
-            "group, no dilation and zero padding: PEFT's adapter computes something else there: "
-            "leave these layers out of target_modules"
+            f"{'; '.join(sorted(refused))}; expected layers that are called, and convolutions with "
+            "one group, no dilation and zero padding, since PEFT's adapter computes something else "
+            "for other layers: leave these layers out of target_modules"
         )

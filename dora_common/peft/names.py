@@ -1,5 +1,4 @@
-"""Names of layers and parameters, selected by the patterns of a configuration, and such patterns
-made of names."""
+"""Selects names of layers and parameters by a configuration's patterns, and creates patterns."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -9,16 +8,20 @@ Names = tuple[str, ...]
 
 
 def first_match(pattern: Mapping[str, Any], name: str) -> str | None:
-    """Returns the key of a rank_pattern or alpha_pattern that gives the layer `name` its value, if
-    any."""
+    """Returns the key of a rank_pattern or alpha_pattern that applies to the layer `name`, or
+    None."""
     return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", name)), None)
 
 
 def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the commonest of `values`, which are keyed by layer name, and a pattern for the
-    others.
+    """Returns the most common of `values`, and a pattern with the other values.
 
-    A pattern's key is anchored, so that it matches its layer alone.
+    Args:
+      values: ranks or alphas by layer name.
+
+    Returns:
+      the most common value, and a dict from regular expressions to the other values. Each
+      expression is anchored, so that it matches a single layer.
     """
     kinds = list(values.values())
     default = max(kinds, key=kinds.count)
@@ -27,10 +30,10 @@ def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names | str:
-    """Returns target_modules that select `adapted` and nothing else of `all_modules`.
+    """Returns target_modules that select only `adapted` from `all_modules`.
 
-    The last parts of the names where they suffice, as people write them; else the whole names; else
-    a regular expression.
+    The result is the first of these that selects nothing else: the last parts of the names, as
+    people usually write them; the whole names; a regular expression.
     """
     others = set(all_modules) - set(adapted)
     last_parts = tuple(sorted({name.rpartition(".")[2] for name in adapted}))
@@ -41,16 +44,21 @@ def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names |
 
 
 def parameters_for(adapted: Collection[str], all_parameters: Iterable[str]) -> Names:
-    """Returns target_parameters that select `adapted` and nothing else of `all_parameters`: the
-    last two parts of the names where they suffice, else the whole names."""
+    """Returns target_parameters that select only `adapted` from `all_parameters`.
+
+    The result is the last two parts of the names if they select nothing else, or the whole names.
+    """
     others = set(all_parameters) - set(adapted)
     ends = tuple(sorted({".".join(name.split(".")[-2:]) for name in adapted}))
     return tuple(sorted(adapted)) if any(matches(ends, one) for one in others) else ends
 
 
 def matches(targets: Names | str | None, name: str) -> bool:
-    """Tells whether `targets` select the module `name`: a regular expression that fits the whole
-    name, or names, one of which is its own or its ending."""
+    """Returns whether `targets` select the module `name`.
+
+    Args:
+      targets: a regular expression for the whole name, or names and ends of names, or None.
+    """
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets or ())

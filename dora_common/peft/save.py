@@ -1,4 +1,4 @@
-"""A model's adapter into a folder, whichever library the model is of."""
+"""Saves a model's adapter as a folder. The code is independent of the model's framework."""
 
 import difflib
 import os
@@ -12,19 +12,19 @@ from dora_common.peft.config import EXPERTS_VERSION, AdapterConfig
 from dora_common.peft.fit import fit
 from dora_common.peft.folder import check_finite
 from dora_common.peft.keys import key_of, parameter_key
-from dora_common.peft.layers import Layer, Outline, key_modules, refuse_layers
+from dora_common.peft.layers import Layer, Outline, check_layers, key_modules
 from dora_common.peft.names import first_match, parameters_for, patterns_for, targets_for
-from dora_common.peft.writing import check_free, write
+from dora_common.peft.writing import check_writable, write
 
 # PEFT's task types.
 _TASKS = "SEQ_CLS SEQ_2_SEQ_LM CAUSAL_LM TOKEN_CLS QUESTION_ANS FEATURE_EXTRACTION".split()
-# The names that PEFT adds to modules_to_save by the task type, whatever the model calls its head.
+# PEFT adds these names to modules_to_save for some task types, whatever the name of the head is.
 _HEADS_OF_TASKS = ("classifier", "score")
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """One adapted layer of a model, and what its adapter was made with."""
+    """One adapted layer of a model, and the hyperparameters of its adapter."""
 
     layer: Layer
     rank: int
@@ -35,16 +35,16 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Source:
-    """A model as PyTorch names it.
+    """An adapted model under PyTorch's names.
 
     Attributes:
-      outline: its layers and parameters.
-      adapted: the layers that are, by name; one or more.
+      outline: the layers and parameters of the model.
+      adapted: the adapted layers by name; at least one.
       modules: the names of all modules.
-      read: a parameter as it is stored, by its name.
-      read_adapter: a tensor of an adapter as it is stored, by the layer's name and "lora_a",
+      read: returns the tensor to store for a parameter, given its name.
+      read_adapter: returns the tensor to store for an adapter, given the layer's name and "lora_a",
         "lora_b" or "magnitude".
-      is_lora: whether the magnitude of the layer of this name is its norm.
+      is_lora: returns whether a layer's magnitude equals its norm, given the layer's name.
     """
 
     outline: Outline
@@ -63,28 +63,30 @@ class Source:
         for_peft: bool = True,
         **fields: Any,
     ) -> AdapterConfig:
-        """Returns the configuration `given`, or one made of the model and the other arguments.
+        """Returns `given` after checking it, or a configuration made from the model and arguments.
 
         Args:
-          modules_to_save: ends of the names of modules, or one such.
-          tokens: trainable_token_indices, by the ends of names, or of the only embedding.
-          for_peft: refuse what PEFT does not read.
-          **fields: what the layers do not say: use_dora, bias and so on.
+          given: a complete configuration, or None.
+          modules_to_save: ends of the names of modules, or one of them.
+          tokens: trainable_token_indices: indices by the ends of names, or indices of the only
+            embedding.
+          for_peft: whether to reject what PEFT cannot read.
+          **fields: the fields that do not follow from the layers: use_dora, bias and so on.
 
         Raises:
-          ValueError: it does not say what the model is; a name matches nothing; the format cannot
-            express the model, whose layers differ in what it has once.
+          ValueError: the configuration does not match the model; or a name matches nothing; or the
+            layers differ in a setting that the format has only once.
           NotImplementedError: PEFT's adapter of a layer would compute something else.
         """
         if "" in self.adapted:
             raise ValueError(
-                "model is itself the adapted layer, and a PEFT adapter names every layer by its "
-                "path inside of a model; expected a model that holds the layer: put it into a "
+                "model is itself the adapted layer, but a PEFT adapter names every layer by its "
+                "path inside of a model; expected a model that contains the layer: put it into a "
                 "module"
             )
-        refuse_layers(one.layer for one in self.adapted.values())
+        check_layers(one.layer for one in self.adapted.values())
         if given is not None:
-            self._check(config := given)
+            self._check_config(config := given)
         else:
             rank, rank_pattern = patterns_for({n: one.rank for n, one in self.adapted.items()})
             alpha, alpha_pattern = patterns_for({n: one.alpha for n, one in self.adapted.items()})
@@ -102,45 +104,52 @@ class Source:
                 rank_pattern=rank_pattern,
                 alpha_pattern=alpha_pattern,
                 target_modules=targets_for(modules, self.modules) if modules else (),
-                use_rslora=self._the_one("use_rslora"),
-                lora_dropout=self._the_one("dropout"),
+                use_rslora=self._common_value("use_rslora"),
+                lora_dropout=self._common_value("dropout"),
                 modules_to_save=tuple(saved) or None,
-                trainable_token_indices=self._rows(tokens) or None,
+                trainable_token_indices=self._token_rows(tokens) or None,
                 **fields,
             )
-            self._check_saved(config)
+            self._check_modules_to_save(config)
         for name in () if config.use_dora else self.adapted:
             if not self.is_lora(name):
                 raise ValueError(
                     f"use_dora is False and the magnitude of {name} is not its norm; expected a "
-                    "LoRA adapter, as load_adapter makes it of a LoRA folder: pass use_dora=True"
+                    "LoRA adapter, such as load_adapter returns for a LoRA folder: pass "
+                    "use_dora=True for a DoRA adapter"
                 )
-        self._refuse_to_split(config)
+        self._check_ties(config)
         if for_peft:
-            self._refuse_for_peft(config)
+            self._check_for_peft(config)
         return config
 
     def _experts(self) -> list[str]:
         return [name for name, one in self.adapted.items() if one.layer.kind == "experts"]
 
-    def _refuse_for_peft(self, config: AdapterConfig) -> None:
-        """Raises ValueError for a task that PEFT does not know, and NotImplementedError where its
-        target_parameters do without something."""
+    def _check_for_peft(self, config: AdapterConfig) -> None:
+        """Raises an error for what PEFT cannot read.
+
+        Raises:
+          ValueError: PEFT does not know the task type.
+          NotImplementedError: the model has packed experts, and a setting that PEFT does not
+            support for target_parameters.
+        """
         task = config.task_type
         known = task is None or task in _TASKS
-        checks.expect(known, "task_type", task, f"None or one of {', '.join(_TASKS)}")
-        given = {
+        checks.check(known, "task_type", task, f"None or one of {', '.join(_TASKS)}")
+        settings = {
             "use_dora=True": config.use_dora,
             f"lora_dropout={config.lora_dropout}": config.lora_dropout,
             "fan_in_fan_out=True": config.fan_in_fan_out,
         }
-        told = [name for name, is_given in given.items() if is_given]
-        if told and (experts := self._experts()):
+        unsupported = [setting for setting, is_set in settings.items() if is_set]
+        if unsupported and (experts := self._experts()):
             raise NotImplementedError(
-                f"PEFT refuses {', '.join(told)} beside packed experts, its target_parameters, "
-                f"which are {', '.join(experts)}; expected use_dora=False, where every magnitude "
-                "is its norm, and no dropout; or for_peft=False, for a folder that jax_dora alone "
-                "reads, with magnitudes [experts, out]; or merge_dora"
+                f"PEFT refuses {', '.join(unsupported)} for packed experts (target_parameters), "
+                f"which are {', '.join(experts)}; expected no dropout and use_dora=False, which "
+                "needs every magnitude to be its norm; or for_peft=False, for a folder with "
+                "magnitudes [experts, out] that only jax_dora reads; or a model merged by "
+                "merge_dora"
             )
 
     def write(
@@ -155,19 +164,19 @@ class Source:
         """Writes the folder.
 
         Args:
-          config: what `config` returned.
-          save_file: safetensors' function of that name.
-          overwrite: replace an adapter that is there.
-          run: calls the function that writes: of several processes that read the same model, in
-            one.
+          config: the configuration that `self.config` returned.
+          save_file: the `save_file` function of safetensors for the framework.
+          overwrite: whether to replace an existing adapter.
+          run: calls the function that writes the folder. If several processes read the same model,
+            it has to call the function in one of them only.
 
         Raises:
-          FileExistsError: there is an adapter, and `overwrite` is False.
-          ValueError: a number is not finite as it is stored.
+          FileExistsError: the folder has an adapter, and `overwrite` is False.
+          ValueError: a number is not finite in the dtype in which it is stored.
         """
-        check_free(folder, overwrite=overwrite)
+        check_writable(folder, overwrite=overwrite)
         tensors = self._tensors(config)
-        # What is written can be read: the same check as a reader's.
+        # Checks that the folder can be read, with the same function as a reader.
         shapes = {key: ("F32", tuple(tensor.shape)) for key, tensor in tensors.items()}
         fit(config, shapes, self.outline)
         for key, tensor in tensors.items():
@@ -187,7 +196,7 @@ class Source:
                 if role != "magnitude" or config.use_dora:
                     tensor = self.read_adapter(name, role.replace("embedding_", "lora_"))
                     tensors[key_of(keys[name], role)] = tensor.reshape(shape)
-        for name, rows in self._rows(config.trainable_token_indices).items():
+        for name, rows in self._token_rows(config.trainable_token_indices).items():
             tensors[key_of(name, "tokens")] = self.read(f"{name}.weight")[list(rows)]
         for name in self.outline.parameters:
             is_adapted = name.rpartition(".")[0] in self.adapted
@@ -195,15 +204,15 @@ class Source:
                 tensors[parameter_key(name, of_adapted_layer=is_adapted)] = self.read(name)
         return tensors
 
-    def _rows(self, tokens: Any) -> dict[str, tuple[int, ...]]:
-        """Returns the rows to store of each embedding or head, by its whole name."""
+    def _token_rows(self, tokens: Any) -> dict[str, tuple[int, ...]]:
+        """Returns the indices of the rows to store of each embedding or head, by its whole name."""
         layers = self.outline.layers
         if tokens and not isinstance(tokens, Mapping):
             embeddings = [layer.name for layer in layers if layer.kind == "embedding"]
             if len(embeddings) != 1:
                 raise ValueError(
-                    "trainable_token_indices is a list and the model has the embeddings "
-                    f"{embeddings}; expected one: pass {{name: indices}}"
+                    "trainable_token_indices is a list, but the model has the embeddings "
+                    f"{embeddings}; expected one embedding: pass {{name: indices}}"
                 )
             tokens = {embeddings[0]: tokens}
         found = {}
@@ -211,12 +220,12 @@ class Source:
             names = [one.name for one in layers if one.kind != "conv"]
             names = [name for name in names if name.endswith(end)]
             if not names:
-                _refuse_name("trainable_token_indices", end, [one.name for one in layers])
+                _raise_unknown_name("trainable_token_indices", end, [one.name for one in layers])
             found |= {name: tuple(map(int, rows)) for name in names}
         return found
 
-    def _check(self, config: AdapterConfig) -> None:
-        # A file has its patterns sorted, so that another may be the first that matches.
+    def _check_config(self, config: AdapterConfig) -> None:
+        # Patterns are sorted in the file, so that another pattern can be the first that matches.
         written = AdapterConfig.from_json(config.to_json())
         for name, one in self.adapted.items():
             ours = (one.rank, one.alpha, one.use_rslora)
@@ -227,13 +236,13 @@ class Source:
                     for field in ("rank_pattern", "alpha_pattern")
                     if (key := first_match(getattr(written, field), name)) is not None
                 )
-                told = f" by {by}, in its file's sorted patterns the first that matches"
+                reason = f" by {by}, the first match when its patterns are sorted, as in the file"
                 raise ValueError(
                     f"config gives {name} the rank, alpha and use_rslora {theirs}"
-                    f"{told if by else ''}; expected {ours}, the model's"
+                    f"{reason if by else ''}; expected {ours}, as in the model"
                 )
 
-    def _check_saved(self, config: AdapterConfig) -> None:
+    def _check_modules_to_save(self, config: AdapterConfig) -> None:
         modules = {
             ".".join(parts[:length])
             for parts in (name.split(".") for name in self.outline.parameters)
@@ -244,26 +253,30 @@ class Source:
         for name in saved:
             is_of_task = name in _HEADS_OF_TASKS and matched.intersection(_HEADS_OF_TASKS)
             if name not in matched and not is_of_task:
-                _refuse_name("modules_to_save", name, modules)
+                _raise_unknown_name("modules_to_save", name, modules)
 
-    def _refuse_to_split(self, config: AdapterConfig) -> None:
-        """Raises ValueError where modules_to_save names one of two modules that share a weight;
-        adapted layers, whose own weights are frozen, do not count."""
+    def _check_ties(self, config: AdapterConfig) -> None:
+        """Raises ValueError if modules_to_save names only some of the modules that share a weight.
+
+        Adapted layers do not count, since their own weights are frozen.
+        """
         frozen = {f"{name}.weight" for name in self.adapted}
         for names in self.outline.tied():
             saved = [name for name in names if config.saves(name)]
             others = sorted(set(names) - set(saved) - frozen)
             if saved and others and not config.keeps_ties:
-                told = ", ".join(repr(one.rpartition(".")[0]) for one in [*saved, *others])
+                modules = ", ".join(repr(one.rpartition(".")[0]) for one in [*saved, *others])
                 raise ValueError(
                     f"modules_to_save has {saved[0]}, which shares its array with {others[0]}; "
-                    f"expected all of {told} or none: PEFT gives a copy of its own to what is "
-                    "saved, and would leave the other as the base model has it"
+                    f"expected all of {modules} or none: PEFT gives every saved module a copy of "
+                    "its own, and the others would keep the base model's values"
                 )
 
-    def _the_one(self, field: str) -> Any:
-        """Returns the value that all layers have; of dropout, all but embeddings, which have
-        nothing to drop."""
+    def _common_value(self, field: str) -> Any:
+        """Returns the value of a setting that all layers have in common.
+
+        Dropout is not compared for embeddings, since they do not apply it.
+        """
         layers = {
             name: one
             for name, one in self.adapted.items()
@@ -271,15 +284,18 @@ class Source:
         }
         examples = {getattr(one, field): name for name, one in layers.items()}
         if len(examples) > 1:
-            told = ", ".join(f"{name} has {value}" for value, name in examples.items())
-            raise ValueError(f"{field}: {told}; expected one for all layers, as PEFT's format has")
+            values = ", ".join(f"{name} has {value}" for value, name in examples.items())
+            raise ValueError(
+                f"{field}: {values}; expected one value for all layers, since PEFT's format has "
+                "only one"
+            )
         return next(iter(examples), 0.0)
 
 
-def _refuse_name(argument: str, name: str, there: Iterable[str]) -> NoReturn:
+def _raise_unknown_name(argument: str, name: str, there: Iterable[str]) -> NoReturn:
     by_end = {one.rpartition(".")[2]: one for one in there} | {one: one for one in there}
     nearest = difflib.get_close_matches(name, sorted(by_end), n=3, cutoff=0)
     raise ValueError(
-        f"{argument} has {name!r}, by which the name of no module with parameters ends; the "
+        f"{argument} has {name!r}, but no module with parameters has a name that ends so; the "
         f"nearest are {', '.join(nearest)}"
     )

@@ -1,4 +1,4 @@
-"""An adapter's folder, written whole or not at all."""
+"""Writes an adapter folder atomically."""
 
 import contextlib
 import glob
@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from dora_common.disk import locked, named_in_disk_errors, to_disk
+from dora_common.disk import add_path_to_disk_errors, fsync, locked
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, PICKLE, TENSORS
 
@@ -23,54 +23,59 @@ def write(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Writes an adapter folder. Whoever reads it meanwhile, or after this was killed, finds the old
-    adapter, the new one, or none: never a part of one, nor the tensors of one with the
-    configuration of another, also where several processes of a host write at once. Other files in
-    the folder are left alone; what killed writers left beside it is removed.
+    """Writes an adapter folder atomically.
+
+    A reader finds the old adapter, the new adapter, or none. It never finds part of an adapter, or
+    the tensors of one adapter with the configuration of another. This also holds if this process is
+    killed, or if several processes on a host write at once. Other files in the folder are not
+    changed. Temporary folders of killed writers are removed.
 
     Args:
-      folder: made if it is not there.
-      write_tensors: writes the safetensors file at the path it is given.
-      overwrite: replace an adapter that is there.
+      folder: the folder, which is created if it does not exist.
+      write_tensors: writes the safetensors file to the given path.
+      overwrite: whether to replace an existing adapter.
 
     Raises:
-      FileExistsError: there is an adapter, and `overwrite` is False; or a file has that name.
+      FileExistsError: the folder has an adapter and `overwrite` is False, or `folder` is a file.
       OSError: the files cannot be written, for example since the disk is full.
     """
     path = Path(folder)
-    check_free(path, overwrite=overwrite)
-    with named_in_disk_errors(path):
+    check_writable(path, overwrite=overwrite)
+    with add_path_to_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(path)
         new = path.parent / f".{path.name}.{uuid.uuid4().hex}"
         new.mkdir()
         try:
-            # Held while this writes, so that no other writer takes it for a killed one's.
+            # The lock tells other writers that this folder is not a killed writer's.
             with locked(new):
                 write_tensors(new / TENSORS)
                 (new / CONFIG).write_text(config.to_json(), encoding="utf-8")
-                # safetensors makes files that their owner alone can read; an adapter need not be.
+                # safetensors creates files that only their owner can read.
                 shutil.copymode(new / CONFIG, new / TENSORS)
                 for name in (TENSORS, CONFIG):
-                    to_disk(new / name)
-                if not _renamed(new, path):
+                    fsync(new / name)
+                if not _rename(new, path):
                     with locked(path):
-                        check_free(path, overwrite=overwrite)
-                        # Without its configuration a folder is no adapter, until both are in.
+                        check_writable(path, overwrite=overwrite)
+                        # Until both files are replaced, the folder has no configuration, and so
+                        # a reader does not find an adapter.
                         (path / CONFIG).unlink(missing_ok=True)
                         (new / TENSORS).replace(path / TENSORS)
                         (new / CONFIG).replace(path / CONFIG)
-            to_disk(path)
-            to_disk(path.parent)
+            fsync(path)
+            fsync(path.parent)
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
 
-def check_free(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Checks, before any work, that `write` may write into a folder."""
+def check_writable(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Raises FileExistsError unless `write` may write into a folder. Call this before any work."""
     path = Path(folder)
     if path.exists() and not path.is_dir():
-        raise FileExistsError(f"folder is {path}, a file; expected a folder, or none")
+        raise FileExistsError(
+            f"folder is {path}, a file; expected a folder, or a path that does not exist"
+        )
     there = [name for name in (CONFIG, TENSORS, PICKLE) if (path / name).exists()]
     if there and not overwrite:
         raise FileExistsError(
@@ -83,13 +88,14 @@ def check_free(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
         )
 
 
-def _renamed(new: Path, path: Path) -> bool:
+def _rename(new: Path, path: Path) -> bool:
+    """Renames `new` to `path`, and returns whether it did: not if there is a folder at `path`."""
     if path.is_dir():
         return False
     try:
         new.rename(path)
     except OSError:
-        # Another writer made the folder first.
+        # Another writer has created the folder in the meantime.
         if path.is_dir():
             return False
         raise
@@ -97,10 +103,10 @@ def _renamed(new: Path, path: Path) -> bool:
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes what writers of this folder left that were killed."""
+    """Removes the temporary folders of killed writers of this folder."""
     for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
         with contextlib.suppress(OSError):
-            # A writer makes its folder a moment before it locks it.
+            # A writer creates its temporary folder a moment before it locks the folder.
             if time.time() - old.stat().st_mtime > _STALE_SECONDS:
                 with locked(old, wait=False):
                     shutil.rmtree(old)

@@ -1,4 +1,4 @@
-"""Many adapters at once: a bank of them beside one model, and a model whose rows choose."""
+"""Serves many adapters at once: a bank of adapters, and models where each row selects one."""
 
 from jax_dora.bank.bank import AdapterBank as AdapterBank
 from jax_dora.bank.host import HostAdapter as HostAdapter

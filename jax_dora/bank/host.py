@@ -1,4 +1,4 @@
-"""An adapter in host memory, read, checked and laid out as a bank takes it."""
+"""Reads adapters into host memory, checked and in the layout of a bank."""
 
 import dataclasses
 import os
@@ -11,22 +11,22 @@ import numpy as np
 from flax import nnx
 
 from dora_common.hyperparameters import adapter_scale
-from dora_common.peft.folder import opened
+from dora_common.peft.folder import open_folder
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.sites import sites
-from jax_dora.bank.projections import BankProjection, why_not
+from jax_dora.bank.projections import BankProjection, rejection_reason
 from jax_dora.ops.compose import accumulator
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import torch_view
 
-# Ranks that are written at once: an adapter travels in pieces of this, whatever its rank, so that
-# one compiled program writes adapters of all ranks.
+# An adapter is transferred in pieces of so many ranks. All pieces have the same shapes, so that one
+# compiled program writes adapters of every rank.
 RANKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LayerAdapter:
     """The adapter of one layer.
 
     Attributes:
@@ -44,15 +44,17 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class HostAdapter:
-    """An adapter in host memory, which `AdapterBank.load` takes at once; `AdapterBank.read` makes
-    it.
+    """An adapter in host memory, in the layout of a bank.
+
+    `AdapterBank.read` returns it, and `AdapterBank.load` loads it without further preparation.
 
     Attributes:
-      pieces: by path, lora_a and lora_b side by side, [*stack, RANKS, in + out], of ranks 0 to 7,
-        8 to 15 and so on; without the paths that have no such ranks.
-      facts: by path, for every path of the bank.
-      rank: the largest.
-      cached_g: the g that the last load has found.
+      pieces: lora_a and lora_b by path, concatenated to [*stack, RANKS, in + out]. The first piece
+        has ranks 0 to 7, the second ranks 8 to 15, and so on. A piece lacks the paths with smaller
+        ranks.
+      facts: everything else, for every path of the bank.
+      rank: the largest rank.
+      cached_g: the g from the last load.
     """
 
     pieces: tuple[Mapping[str, np.ndarray], ...]
@@ -62,13 +64,16 @@ class HostAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of its matrices."""
+        """The size of the matrices in bytes."""
         return sum(array.nbytes for piece in self.pieces for array in piece.values())
 
-    def facts_beside(self, kernels: Any) -> dict[str, "Facts"]:
-        """Returns the facts for a load beside these kernels: where g is known, as numbers that no
-        norm has to be taken for."""
-        g = self.cached_g.beside(kernels)
+    def facts_for(self, kernels: Any) -> dict[str, "Facts"]:
+        """Returns the facts for a load into the bank of a model with these kernels.
+
+        If g is cached for these kernels, then it takes the place of the magnitudes, and `is_dora`
+        is False everywhere, so that no norm is computed.
+        """
+        g = self.cached_g.get(kernels)
         if g is None:
             return dict(self.facts)
         return {
@@ -78,29 +83,31 @@ class HostAdapter:
 
 
 class CachedG:
-    """The g of an adapter beside the kernels that it was last loaded beside, in host memory: with
-    it the adapter is loaded again without a norm."""
+    """Caches the g of an adapter in host memory, so that loading it again computes no norm.
+
+    g depends on the kernels of the base model, and so it is valid only for the same kernel arrays.
+    """
 
     def __init__(self) -> None:
         self._kernels: list[weakref.ref[Any]] = []
         self._g: Mapping[str, Any] = {}
 
-    def beside(self, kernels: Any) -> Mapping[str, np.ndarray] | None:
-        """Returns g by path, or None where it is not known beside these very arrays."""
+    def get(self, kernels: Any) -> Mapping[str, np.ndarray] | None:
+        """Returns g by path, or None if it is not cached for exactly these arrays."""
         known, arrays = [one() for one in self._kernels], jax.tree.leaves(kernels)
         if len(known) != len(arrays) or any(a is not b for a, b in zip(known, arrays, strict=True)):
             return None
         return {path: np.asarray(g) for path, g in self._g.items()}
 
-    def keep(self, kernels: Any, g: Mapping[str, jax.Array]) -> None:
-        """Keeps g, which is on its way to the host."""
+    def store(self, kernels: Any, g: Mapping[str, jax.Array]) -> None:
+        """Stores g for these kernels, and starts its transfer to the host."""
         for one in g.values():
             one.copy_to_host_async()
         self._g = g
         self._kernels = [weakref.ref(array) for array in jax.tree.leaves(kernels)]
 
-    def has_arrived(self) -> bool:
-        """Returns whether g is in host memory; if so, it is nowhere else."""
+    def has_transferred(self) -> bool:
+        """Returns whether g has arrived in host memory; if so, frees it on the device."""
         if not all(getattr(one, "is_ready", lambda: True)() for one in self._g.values()):
             return False
         self._g = {path: np.asarray(one) for path, one in self._g.items()}
@@ -108,14 +115,14 @@ class CachedG:
 
 
 class Facts(NamedTuple):
-    """The numbers of a path's adapters that are no matrices.
+    """Everything of an adapter at one path, except lora_a and lora_b.
 
     Attributes:
-      magnitude: f32[*stack, out], f64 in a model of fp64; what results are multiplied by, such as
-        1 for LoRA, where it is not DoRA's.
-      is_dora: bool[*stack].
-      scale: likewise, [*stack].
-      rank: i32[*stack]; 0 without an adapter.
+      magnitude: f32[*stack, out], or f64 in an fp64 model: the magnitude of a DoRA adapter; if
+        `is_dora` is False, g itself, which is 1 for LoRA.
+      is_dora: bool[*stack], whether g has to be computed from the magnitude and the norm.
+      scale: f32[*stack], or f64 in an fp64 model.
+      rank: i32[*stack]; 0 for layers without an adapter.
     """
 
     magnitude: Any
@@ -127,13 +134,13 @@ class Facts(NamedTuple):
 def read_adapter(
     model: nnx.Module, projections: Sequence[BankProjection], adapter: Adapter
 ) -> HostAdapter:
-    """Returns an `Adapter` of the model as a bank takes it; raises as `AdapterBank.load`."""
+    """Converts an `Adapter` of the model; raises the same errors as `AdapterBank.load`."""
     rules = rules_by_path(adapter)
     by_path = {path: projection for projection in projections for path in projection.paths}
     for path in [*(one.path for one in adapter.weights), *adapter.arrays]:
         if path not in by_path:
             raise _unknown_projection(model, projections, path)
-    layers: dict[str, dict[Any, Layer]] = {}
+    layers: dict[str, dict[Any, LayerAdapter]] = {}
     stack_axes = dict(adapter.stack_axes)
     for path, arrays in adapter.arrays.items():
         projection, rule = by_path[path], rules[path]
@@ -141,16 +148,16 @@ def read_adapter(
         axis = stack.axis % len(projection.shape)
         if stack.shape and (given := stack_axes.get(path, axis)) != axis:
             raise ValueError(
-                f"adapter is of layers at {path!r} that are stacked along axis {given} of the "
-                f"kernel; expected axis {axis}, which the bank takes: give the kernel's axis in "
-                "its metadata, as param_scan_axis, before the bank is made"
+                f"adapter has layers at {path!r} that are stacked along axis {given} of the "
+                f"kernel; expected axis {axis}, as in the bank: set the axis in the kernel's "
+                "metadata, as param_scan_axis, before the bank is made"
             )
         host = {name: np.asarray(value) for name, value in arrays.items()}
         for name, value in host.items():
-            wanted = stack.joined(stack.shape, getattr(layout, name).stored)
-            if value.shape != wanted:
+            expected = stack.joined(stack.shape, getattr(layout, name).stored)
+            if value.shape != expected:
                 raise ValueError(
-                    f"adapter has {name} {value.shape} for {path!r}; expected {wanted}, of rank "
+                    f"adapter has {name} {value.shape} for {path!r}; expected {expected}, for rank "
                     f"{rule.rank}"
                 )
         one = layers.setdefault(projection.path, {})
@@ -159,8 +166,8 @@ def read_adapter(
                 getattr(layout, name).to_matrices(host[name][stack.at(index)])[0]
                 for name in ("lora_a", "lora_b", "magnitude")
             )
-            one[index] = Layer(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
-    return _packed(projections, layers)
+            one[index] = LayerAdapter(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
+    return _pack(projections, layers)
 
 
 def read_folder(
@@ -170,43 +177,43 @@ def read_folder(
     adapter: str | None = None,
     names: Names | None = None,
 ) -> HostAdapter:
-    """Returns the adapter of a PEFT folder as a bank takes it; raises as `AdapterBank.load`."""
+    """Reads the adapter of a PEFT folder; raises the same errors as `AdapterBank.load`."""
     by_path = {projection.path: projection for projection in projections}
     view = torch_view(model, names or Names())
-    with opened(folder, "np", adapter) as source:
+    with open_folder(folder, "np", adapter) as source:
         fit = source.fit_to_bank(view.outline())
-        layers: dict[str, dict[Any, Layer]] = {}
+        layers: dict[str, dict[Any, LayerAdapter]] = {}
         for name, one in fit.adapters.items():
             where = view.layers[name]
             if where.path not in by_path:
                 raise _unknown_projection(model, projections, where.path)
             read = {key: source.read(name) for key, name in one.keys.items()}
-            layers.setdefault(where.path, {})[where.index] = Layer(
+            layers.setdefault(where.path, {})[where.index] = LayerAdapter(
                 read["lora_a"],
                 read["lora_b"].T,
                 read["magnitude"].reshape(-1) if "magnitude" in read else None,
                 adapter_scale(one.rank, one.alpha, source.config.use_rslora),
             )
-    return _packed(projections, layers)
+    return _pack(projections, layers)
 
 
 def _unknown_projection(
     model: nnx.Module, projections: Sequence[BankProjection], path: str
 ) -> ValueError:
-    there = {name: why_not(site) for site in sites(model) for name in site.names}
-    reason = "the model has none of that path"
-    if path in there:
-        reason = there[path] or "the bank was made without it: say so in its path="
+    reasons = {name: rejection_reason(site) for site in sites(model) for name in site.names}
+    reason = "the model has no layer of that path"
+    if path in reasons:
+        reason = reasons[path] or "the bank was made without it: include it in the bank's path="
     return ValueError(
         f"adapter has a layer {path!r}, which the bank has no room for: {reason}; expected some of:"
         f"{listing(projection.path for projection in projections)}"
     )
 
 
-def _packed(
-    projections: Sequence[BankProjection], layers: Mapping[str, Mapping[Any, Layer]]
+def _pack(
+    projections: Sequence[BankProjection], layers: Mapping[str, Mapping[Any, LayerAdapter]]
 ) -> HostAdapter:
-    """Returns the layers of each path, by their index in its stack, in pieces."""
+    """Returns a `HostAdapter` made of the adapters at each path, by their index in its stack."""
     rank = max(one.lora_a.shape[0] for found in layers.values() for one in found.values())
     pieces: list[dict[str, np.ndarray]] = [{} for _ in range(0, rank, RANKS)]
     facts = {}
@@ -221,11 +228,11 @@ def _packed(
 
 
 def piece_shape(projection: BankProjection) -> tuple[int, ...]:
-    """Returns the shape of a projection's part of a piece."""
+    """Returns the shape of the array of a projection in a piece."""
     return (*projection.stack.shape, RANKS, sum(projection.sizes))
 
 
-def _piece(projection: BankProjection, found: Mapping[Any, Layer], start: int) -> np.ndarray:
+def _piece(projection: BankProjection, found: Mapping[Any, LayerAdapter], start: int) -> np.ndarray:
     piece = np.zeros(piece_shape(projection), projection.dtype)
     lora_a, lora_b = np.split(piece, [projection.sizes[0]], axis=-1)
     for index, one in found.items():
@@ -236,7 +243,7 @@ def _piece(projection: BankProjection, found: Mapping[Any, Layer], start: int) -
     return piece
 
 
-def _facts(projection: BankProjection, found: Mapping[Any, Layer]) -> Facts:
+def _facts(projection: BankProjection, found: Mapping[Any, LayerAdapter]) -> Facts:
     (_, out), wide, stack = projection.sizes, accumulator(projection.dtype), projection.stack.shape
     facts = Facts(
         np.ones((*stack, out), wide),
@@ -256,5 +263,5 @@ def _check_finite(name: str, projection: BankProjection, array: np.ndarray) -> N
     if not np.isfinite(array).all():
         raise ValueError(
             f"adapter has NaN or infinity in {name} of {projection.path!r}, in the bank's dtype "
-            f"{array.dtype}; expected finite numbers: take an earlier state of its training"
+            f"{array.dtype}; expected finite numbers: use an earlier checkpoint of its training"
         )

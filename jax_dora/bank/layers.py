@@ -1,4 +1,4 @@
-"""The layers of a model whose rows choose their adapters from a bank."""
+"""Layers in which each row of a batch uses an adapter of a bank."""
 
 import math
 from collections.abc import Sequence
@@ -20,30 +20,30 @@ from jax_dora.ops.bank import Projection, bank_linear, bank_linears
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 
-_OF_BANK = frozenset(
+_BANK_ATTRIBUTES = frozenset(
     f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation", "kernel")
 )
 
 
 class BankArray(nnx.Variable):
-    """An array of a bank, as a layer of a model has it."""
+    """An array of a bank, in a layer."""
 
 
 class BankRows(nnx.Variable):
-    """A layer's variables that say which adapter each row of a batch has."""
+    """A layer's variables that select the adapter of each row."""
 
 
 class BankLayer(nnx.Module):
-    """A projection over the base layer's own parameters, and the adapters of a bank beside it.
+    """A projection that shares the base layer's parameters and adds the adapters of a bank.
 
     Attributes:
-      bank_lora_a, bank_lora_b, bank_g, bank_scale, bank_rank: as `ops.bank.Slots`, in a stack
-        behind its axes. Where a stack's layers are taken apart one after the other, these may stay
-        whole: then `bank_layer` says which layer this is, and nothing has to be copied.
-      bank_ids: i32[*stack, batch].
-      bank_step: [*stack, …], what `ops.bank.step_of` makes of them, once for all layers; or None.
+      bank_lora_a, bank_lora_b, bank_g, bank_scale, bank_rank: the arrays of `ops.bank.Slots`, with
+        the stack's axes in front. If a loop takes one layer of a stack after the other, these
+        arrays may remain unsliced, which avoids copies; `bank_layer` then selects the layer.
+      bank_ids: i32[*stack, batch], the slot of each row.
+      bank_step: [*stack, …], the result of `ops.bank.step_of`, shared by all layers; or None.
       bank_layer: i32[*stack], the layer's number in its stack.
-      bank_implementation: as `with_bank`'s.
+      bank_implementation: the same as for `with_bank`.
     """
 
     base_type: ClassVar[type[nnx.Module]]
@@ -70,10 +70,10 @@ class BankLayer(nnx.Module):
         self.bank_implementation = implementation
         stack = projection.stack.shape
         self.bank_ids = BankRows(jnp.broadcast_to(ids, (*stack, *ids.shape)))
-        # As the adapters, it may stay whole where layers are taken apart.
-        whole = None if step is None else jnp.broadcast_to(step, (*stack, *step.shape))
-        self.bank_step = BankArray(whole)
-        # A constant of the program, parts of which are constants too.
+        # Like the adapters, this array may remain unsliced in a loop over layers.
+        steps = None if step is None else jnp.broadcast_to(step, (*stack, *step.shape))
+        self.bank_step = BankArray(steps)
+        # Made with NumPy, so that the array and its slices are constants in a compiled program.
         numbers = np.arange(int(np.prod(stack)), dtype=np.int32)
         self.bank_layer = BankRows(jnp.asarray(numbers.reshape(stack)))
 
@@ -81,14 +81,17 @@ class BankLayer(nnx.Module):
         raise NotImplementedError
 
     def _slots(self) -> tuple[Slots, jax.Array, tuple[jax.Array, int] | None]:
-        """Returns the adapters, each row's, and which part of the adapters is this layer's."""
+        """Returns the adapters, the ids, and (first, count) of this layer's slots or None.
+
+        If the adapters are those of a whole stack, then the layers' slots are concatenated.
+        """
         slots = Slots(*(getattr(self, f"bank_{name}").get_value() for name in Slots._fields))
         ids, layer = self.bank_ids[...], self.bank_layer[...]
         lead = slots.lora_a.ndim - 3
         if ids.ndim > 1 or layer.ndim:
             raise ValueError(
-                f"the layers of a stack of shape {layer.shape} are called at once; expected one "
-                "after the other, as nnx.scan does"
+                f"the layers of a stack of shape {layer.shape} are called at once; expected a call "
+                "of one layer after the other, as in nnx.scan"
             )
         if not lead:
             return slots, ids, None
@@ -101,7 +104,7 @@ class BankLayer(nnx.Module):
         return None if step is None else step.reshape(-1, step.shape[-1])[0]
 
     def _promoted(self, inputs: jax.Array) -> tuple[jax.Array, Any, Any]:
-        """Returns the inputs, the kernel and the bias, if any, in the dtype of the products."""
+        """Returns inputs, kernel and bias (or None) in the dtype of the products."""
         bias = None if self.bias is None else self.bias[...]
         return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
 
@@ -110,14 +113,14 @@ class BankLayer(nnx.Module):
         return Projection(self._unbiased()(inputs), slots, part, self._promoted(inputs)[2])
 
     def _unbiased(self) -> Any:
-        """Returns the base layer without its bias, which the magnitude does not scale."""
+        """Returns the base layer without its bias, since the magnitude does not scale the bias."""
         base = bare(self.base_type)
-        copy_attributes(self, base, leave_out={"bias", "use_bias", *_OF_BANK})
+        copy_attributes(self, base, leave_out={"bias", "use_bias", *_BANK_ATTRIBUTES})
         base.bias, base.use_bias = nnx.data(None), False
         return base
 
     def _call(self, inputs: jax.Array, **settings: Any) -> jax.Array:
-        """Returns the result of a call, `settings` being the base's."""
+        """Returns the layer's result; `settings` are passed to the base layer."""
         x, _, bias = self._promoted(inputs)
         base = self._unbiased()(inputs, **settings)
         slots, ids, part = self._slots()
@@ -127,7 +130,7 @@ class BankLayer(nnx.Module):
         rows = equation.x[0] + "".join(one for one in equation.x[1:] if one not in in_)
         if bias is not None:
             letters = [letter for letter in equation.y if letter in equation.kernel]
-            bias = _ordered(
+            bias = _transpose(
                 bias.reshape([base.shape[equation.y.index(i)] for i in letters]),
                 "".join(letters),
                 out,
@@ -136,13 +139,13 @@ class BankLayer(nnx.Module):
             one.shape[-1] for one in (ids, slots.lora_a, slots.lora_b)
         )
 
-        def mixed(operands: Any) -> jax.Array:
+        def apply_adapters(operands: Any) -> jax.Array:
             base, x, bias, slots, ids, step, first = operands
-            matrix = _ordered(base, equation.y, rows + out)
+            matrix = _transpose(base, equation.y, rows + out)
             tokens = math.prod(matrix.shape[1 : len(rows)])
             y = bank_linear(
                 matrix.reshape(batch, tokens, out_features),
-                _ordered(x, equation.x, rows + in_).reshape(batch, tokens, in_features),
+                _transpose(x, equation.x, rows + in_).reshape(batch, tokens, in_features),
                 slots,
                 ids,
                 part=None if part is None else (first, part[1]),
@@ -151,22 +154,25 @@ class BankLayer(nnx.Module):
                 precision=self.precision,
                 implementation=self.bank_implementation,
             )
-            return _ordered(y.reshape(matrix.shape), rows + out, equation.y)
+            return _transpose(y.reshape(matrix.shape), rows + out, equation.y)
 
         operands = (base, x, bias, slots, ids, self._step(), part and part[0])
         mesh = meshes.explicit(*jax.tree.leaves(operands))
         if mesh is None:
-            return mixed(operands)
-        return meshes.with_auto_axes(mixed, mesh, jax.P(*meshes.spec(base)))(operands)
+            return apply_adapters(operands)
+        return meshes.with_auto_axes(apply_adapters, mesh, jax.P(*meshes.spec(base)))(operands)
 
 
-def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
-    """Returns the results of several layers for the same x. Layers of a bank are called at once:
-    for rows of one token in as many launches as one of them."""
-    is_alike = _are_alike(layers, x)
-    if is_alike and all(layer._is_one_product(x) for layer in layers):
-        return _prompts_together(layers, x)
-    if not is_alike or x.shape[1] > 1:
+def apply_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
+    """Returns the results of several layers for the same x.
+
+    If all are similar layers of a bank, they are computed together. With one token per row, this
+    takes as many kernel launches as a single layer.
+    """
+    can_merge = _can_apply_together(layers, x)
+    if can_merge and all(layer._takes_whole_projection(x) for layer in layers):
+        return _apply_to_prompts(layers, x)
+    if not can_merge or x.shape[1] > 1:
         return [layer(x) for layer in layers]
     first = layers[0]
     _check_rows(first._equation(3), x.shape, first.bank_ids[...])
@@ -182,8 +188,8 @@ def called_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
     )
 
 
-def _are_alike(layers: Sequence[Any], x: jax.Array) -> bool:
-    """Returns whether layers of a bank can be taken at once."""
+def _can_apply_together(layers: Sequence[Any], x: jax.Array) -> bool:
+    """Returns whether layers are of a bank and can be computed together."""
     if not all(isinstance(layer, BankLinear) for layer in layers) or x.ndim != 3:
         return False
     if meshes.explicit(x, *jax.tree.leaves([nnx.state(layer) for layer in layers])) is not None:
@@ -196,11 +202,11 @@ def _are_alike(layers: Sequence[Any], x: jax.Array) -> bool:
     return len({kind(layer) for layer in layers}) == 1
 
 
-def _ordered(array: jax.Array, letters: str, wanted: str) -> jax.Array:
-    """Returns an array whose axes have these letters with its axes in another order."""
-    if letters == wanted:
+def _transpose(array: jax.Array, letters: str, order: str) -> jax.Array:
+    """Returns an array with axes named `letters`, transposed to the order `order`."""
+    if letters == order:
         return array
-    return lax.transpose(array, [letters.index(letter) for letter in wanted])
+    return lax.transpose(array, [letters.index(letter) for letter in order])
 
 
 def _check_rows(equation: Equation, shape: tuple[int, ...], ids: jax.Array) -> None:
@@ -208,11 +214,11 @@ def _check_rows(equation: Equation, shape: tuple[int, ...], ids: jax.Array) -> N
 
 
 class BankLinear(BankLayer, nnx.Linear):
-    """`nnx.Linear` beside a bank.
+    """`nnx.Linear` with adapters of a bank.
 
     Attributes:
-      bank_kernel: [*stack, in, out], the kernel once more, which may stay whole as the adapters do;
-        None where it is quantised, or the layers do not lie along its leading axes.
+      bank_kernel: [*stack, in, out], the kernel again, which may remain unsliced like the adapters;
+        None if the kernel is quantized or not stacked along its leading axes.
     """
 
     base_type = nnx.Linear
@@ -228,13 +234,16 @@ class BankLinear(BankLayer, nnx.Linear):
         return Equation(f"{rows}x", "xy", f"{rows}y")
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        if out_sharding is None and self._is_one_product(inputs):
-            return _prompts_together([self], inputs)[0]
+        if out_sharding is None and self._takes_whole_projection(inputs):
+            return _apply_to_prompts([self], inputs)[0]
         return self._call(inputs, out_sharding=out_sharding)
 
-    def _is_one_product(self, inputs: jax.Array) -> bool:
-        """Returns whether inputs are prompts, and the base's result is their product with the
-        kernel as it is."""
+    def _takes_whole_projection(self, inputs: jax.Array) -> bool:
+        """Returns whether one kernel may compute the base's product and the adapters' together.
+
+        This requires inputs with several tokens per row, and a base layer that multiplies by the
+        plain kernel without special settings.
+        """
         kernel = self.kernel.get_value()
         return (
             inputs.ndim == 3
@@ -255,8 +264,8 @@ class BankLinear(BankLayer, nnx.Linear):
         return WholeProjection(kernel, slots, layer, part, bias)
 
 
-def _prompts_together(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
-    """Returns the results of layers for the same prompts, each as one product with the base's."""
+def _apply_to_prompts(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
+    """Returns the layers' results for the same prompts, with base and adapters in one product."""
     first = layers[0]
     return list(
         bank_projections(
@@ -270,7 +279,7 @@ def _prompts_together(layers: Sequence[BankLinear], inputs: jax.Array) -> list[j
 
 
 class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
-    """`nnx.LinearGeneral` beside a bank."""
+    """`nnx.LinearGeneral` with adapters of a bank."""
 
     base_type = nnx.LinearGeneral
 
@@ -282,7 +291,7 @@ class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
 
 
 class BankEinsum(BankLayer, nnx.Einsum):
-    """`nnx.Einsum` beside a bank."""
+    """`nnx.Einsum` with adapters of a bank."""
 
     base_type = nnx.Einsum
 
@@ -295,12 +304,12 @@ class BankEinsum(BankLayer, nnx.Einsum):
         if einsum_str is not None:
             raise ValueError(
                 f"einsum_str is {einsum_str!r}; expected None: the bank's adapters are made for "
-                f"the layer's own, {self.einsum_str!r}"
+                f"the layer's own einsum_str, {self.einsum_str!r}"
             )
         return self._call(inputs, out_sharding=out_sharding)
 
 
-CLASSES: dict[type[Any], type[BankLayer]] = {
+LAYER_CLASSES: dict[type[Any], type[BankLayer]] = {
     DoRALinear: BankLinear,
     DoRALinearGeneral: BankLinearGeneral,
     DoRAEinsum: BankEinsum,

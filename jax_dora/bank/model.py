@@ -1,4 +1,4 @@
-"""A model whose rows choose their adapters from a bank."""
+"""Returns a model in which each row of a batch selects its adapter from a bank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +10,16 @@ from flax import nnx
 from dora_common.slots import check_plain
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
 from jax_dora.bank.bank import AdapterBank
-from jax_dora.bank.layers import CLASSES
+from jax_dora.bank.layers import LAYER_CLASSES
 from jax_dora.layers import dora_class_of
 from jax_dora.ops import choose
 from jax_dora.ops.bank import step_of
 
 DECODING_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""`jax.jit`'s `compiler_options` for a function whose rows have one token each: adapters' kernels
-that wait for nothing of the base's then run beside its own."""
+"""`compiler_options` of `jax.jit` for functions with one token per row.
+
+The adapters' GPU kernels then run concurrently with those kernels of the base model that they do
+not depend on."""
 
 
 def with_bank[Model: nnx.Module](
@@ -27,28 +29,31 @@ def with_bank[Model: nnx.Module](
     *,
     implementation: str | None = None,
 ) -> Model:
-    """Returns a copy of `model`, for a call or a few, whose rows have the adapters of a bank.
+    """Returns a copy of `model` in which each row of a batch uses an adapter of a bank.
 
         logits = jax_dora.with_bank(model, bank, jnp.array([3, -1, 3, 0]))(tokens)
 
-    Row b of every projection's input [batch, ..., in], whose first axis is the batch, meets the
-    adapter in slot adapter_ids[b], or the base alone where that is -1, bit for bit. The copy shares
-    all arrays of the model and of the bank. It works eagerly, under `jax.jit` (compile a function
-    of the model's arrays, the bank and the ids: none of them is a constant then; with
-    `jax_dora.bank.DECODING_OPTIONS` where rows have one token), `jax.vmap`, `nnx.scan` and on
-    meshes. Dropout plays no part: an adapter in a bank is served.
+    Every projection has an input [batch, ..., in]. Row b uses the adapter in slot adapter_ids[b].
+    If adapter_ids[b] is -1, then the row's result is that of the base model, bit for bit.
+
+    The copy shares all arrays with the model and the bank, and is meant for one or a few calls. It
+    works eagerly, under `jax.jit`, `jax.vmap` and `nnx.scan`, and on meshes. Under `jax.jit`, make
+    the model's arrays, the bank and the ids arguments of the function, so that they do not become
+    constants; use `jax_dora.bank.DECODING_OPTIONS` if each row has one token. There is no dropout,
+    since a bank is for inference.
 
     Args:
-      model: the plain model that the bank was made of, or another of the same projections.
-      bank: of it.
+      model: the plain model that the bank was made for, or another one with the same projections.
+      bank: a bank for the model.
       adapter_ids: integers [batch], each a slot or -1.
-      implementation: None, "mosaic" or "xla", as `jax_dora.ops.dora_linear`'s.
+      implementation: None, "mosaic" or "xla", as in `jax_dora.ops.dora_linear`.
 
     Raises:
-      TypeError: `model` is no nnx module, `bank` no `AdapterBank`, or the ids are no integers.
-      ValueError: the ids have not one axis; one of them is no slot, or the slot is empty, where
-        they are known: under `jit` the results of such a row are NaN. Or the model lacks a
-        projection of the bank, or holds an adapter.
+      TypeError: `model` is not an nnx module, `bank` is not an `AdapterBank`, or the ids are not
+        integers.
+      ValueError: the ids do not have one axis; or an id is not a slot, or the slot is empty; or the
+        model lacks a projection of the bank, or has an adapter. Under `jit` the values of the ids
+        are unknown, and the results of a row with such an id are NaN.
     """
     check_model(model)
     choose.check_name(implementation)
@@ -71,9 +76,9 @@ def with_bank[Model: nnx.Module](
         ):
             raise ValueError(
                 f"model has no {projection.kind.base_type.__name__} {projection.shape} at {path!r}"
-                ", for which the bank holds adapters; expected the model that it was made of"
+                ", for which the bank holds adapters; expected the model that the bank was made for"
             )
-        layer = CLASSES[projection.kind](
+        layer = LAYER_CLASSES[projection.kind](
             module, projection, bank.arrays[path], ids, step, implementation
         )
         replacements[id(module)] = layer

@@ -1,4 +1,4 @@
-"""The projections of a model that a bank has room for."""
+"""Finds the projections of a model for which a bank can hold adapters."""
 
 import dataclasses
 import functools
@@ -24,24 +24,24 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops.bank_slots import Slots
 
-# How many groups of projections there are at most, and how many numbers the kernels of a group have
-# at least. The norms of so many take about as long as the further launches for a group.
-GROUPS = 4
-LEAST_NUMBERS = 1 << 29
+# The maximum number of groups of projections, and the minimum number of kernel elements in a group.
+# Computing the norms of so many elements takes about as long as launching the programs of a group.
+MAX_GROUPS = 4
+MIN_GROUP_SIZE = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BankProjection:
-    """A projection that adapters are put on: `nnx.Linear`, `nnx.LinearGeneral` or `nnx.Einsum`.
+    """An `nnx.Linear`, `nnx.LinearGeneral` or `nnx.Einsum` that a bank holds adapters for.
 
     Attributes:
-      paths: of its module; the first is its own.
-      shape: the kernel's.
-      sharding: the kernel's on a mesh, or None.
-      stack: how layers are stacked in the kernel; in a bank they always lie along leading axes.
-      kind: the class that adapts it.
-      layer: a base layer without arrays, of one layer of the stack.
-      dtype: of the projection's result, and of the adapters in the bank.
+      paths: the paths of the module; adapters in the bank are under the first.
+      shape: the shape of the kernel.
+      sharding: the kernel's sharding on a mesh, or None.
+      stack: how layers are stacked in the kernel; in a bank they are stacked along leading axes.
+      kind: the DoRA layer class for this projection.
+      layer: one layer of the stack, as a base layer without arrays.
+      dtype: the dtype of the projection's result, and of lora_a and lora_b in the bank.
     """
 
     paths: tuple[str, ...]
@@ -54,29 +54,31 @@ class BankProjection:
 
     @property
     def path(self) -> str:
-        """Returns the module's own path."""
+        """The module's first path."""
         return self.paths[0]
 
     def layout(self, rank: int) -> Layout:
-        """Returns how kernel and adapter are matrices, in one layer of a stack."""
+        """Returns how one layer's kernel and adapter are viewed as matrices."""
         return self.kind.layout_of(self.layer, rank)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int]:
-        """Returns (in, out) of the kernel as a matrix."""
+        """The sizes (in, out) of the kernel as a matrix."""
         _, in_features, out = self.layout(1).kernel.matrices
         return in_features, out
 
     def shardings(self) -> Slots:
-        """Returns the shardings of the projection's part of a bank, on the kernel's mesh and along
-        its axes; None for each where the kernel has no mesh."""
+        """Returns the shardings of the bank's arrays, which follow the kernel's sharding.
+
+        Each is None if the kernel has no mesh.
+        """
         sharding = self.sharding
         if sharding is None:
             return Slots(None, None, None, None, None)
         spec = padded(sharding.spec, self.stack.count + len(self.layout(1).kernel.stored))
         lead, names = self.stack.of_stack(spec), self.stack.without(spec)
         kernel = self.layout(1).kernel
-        # Of several axes that are one feature axis here, the outermost may be sharded.
+        # If several kernel axes form the feature axis, only the outermost of them may be sharded.
         rows, columns = names[kernel.rows[0]], names[kernel.columns[0]]
 
         def over(*axes: Any) -> NamedSharding:
@@ -92,37 +94,41 @@ class BankProjection:
 
 
 def projections(model: nnx.Module, path: str) -> dict[BankProjection, nnx.Variable]:
-    """Returns the projections of a plain model whose paths match, and their kernels."""
+    """Returns the projections of a plain model with matching paths, and their kernels."""
     check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
     matched = [
         site for site, _ in assigned(sites(model, stack_axis=0), [DoRARule(path, rank=1, alpha=1)])
     ]
-    made = dict(_projection(site) for site in matched if why_not(site) is None)
+    made = dict(_projection(site) for site in matched if rejection_reason(site) is None)
     if not made:
-        told = (f"{site.names[0]}: {why_not(site)}" for site in matched)
+        reasons = (f"{site.names[0]}: {rejection_reason(site)}" for site in matched)
         raise ValueError(
-            f"path {path!r} matches no projection that a bank holds adapters of:{listing(told)}"
+            f"path {path!r} matches no projection that a bank can hold adapters for:"
+            f"{listing(reasons)}"
         )
     return made
 
 
 def groups(projections: Iterable[BankProjection]) -> list[list[str]]:
-    """Returns the paths in groups of about as many numbers in their kernels, the largest kernels
-    first: when the last group's matrices have come, only small norms are left to take."""
+    """Returns the paths in groups with about equal numbers of kernel elements.
+
+    The largest kernels come first, so that only small norms remain to be computed when the last
+    group's matrices have arrived on the device.
+    """
     sizes = {projection.path: math.prod(projection.shape) for projection in projections}
     total, before = sum(sizes.values()), 0
-    found: list[list[str]] = [[] for _ in range(max(1, min(GROUPS, total // LEAST_NUMBERS)))]
+    found: list[list[str]] = [[] for _ in range(max(1, min(MAX_GROUPS, total // MIN_GROUP_SIZE)))]
     for path in sorted(sizes, key=lambda path: -sizes[path]):
         found[before * len(found) // total].append(path)
         before += sizes[path]
     return [paths for paths in found if paths]
 
 
-def why_not(site: Site) -> str | None:
-    """Returns why a bank has no room for adapters of a weight, or None."""
+def rejection_reason(site: Site) -> str | None:
+    """Returns why a bank cannot hold adapters for a weight, or None if it can."""
     kind = dora_class_of(site.found.module)
     if not site.is_layer or site.refusal or kind is None:
-        return site.refusal or "its module keeps its class, and multiplies by itself"
+        return site.refusal or "its module keeps its class and computes the product itself"
     if not issubclass(kind, DoRALinear | DoRAProjection):
         return f"an nnx.{kind.base_type.__name__} is no projection"
     if not kind.is_linear(site.found.module):
@@ -136,7 +142,7 @@ def _projection(site: Site) -> tuple[BankProjection, nnx.Variable]:
     module: Any = site.found.module
     kind = dora_class_of(module)
     assert kind is not None
-    # The class that adapts it knows the layout by the settings, and reads no array.
+    # The DoRA class derives the layout from the module's settings alone, so no arrays are needed.
     graphdef, state = nnx.split(module)
     layer = nnx.merge(graphdef, jax.tree.map(lambda _: None, state))
     kernel = getattr(module, kind.kernel_name)

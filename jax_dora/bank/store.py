@@ -1,4 +1,4 @@
-"""Adapters in host memory, behind the slots of a bank."""
+"""Adapters in host memory, which are loaded into the slots of a bank when they are used."""
 
 import collections
 import dataclasses
@@ -10,12 +10,12 @@ from typing import cast
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
-from jax_dora.bank.residents import Residents
+from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.peft.names import Names
 
 
 class SlotsBusy(RuntimeError):
-    """Every slot of a bank holds an adapter that somebody uses; one is free once it is released."""
+    """Raised if all slots of a bank hold acquired adapters; retry after one has been released."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,9 +23,10 @@ class _Entry:
     """One version of an adapter.
 
     Attributes:
-      source: a folder, or None where it has none to be read from again.
-      host: what was read of it, or None where there was no room.
-      is_listed: whether it is what its name stands for now.
+      name: the adapter's name.
+      source: the folder that the adapter can be read from again, or None.
+      host: the adapter in host memory, or None if it was dropped to save memory.
+      is_listed: whether the name refers to this version; False after removal or replacement.
     """
 
     name: str
@@ -35,7 +36,7 @@ class _Entry:
 
 
 class AdapterStore:
-    """Adapters by name, as many as host memory holds, for the slots of one bank.
+    """Named adapters in host memory, which share the slots of one bank.
 
         store = AdapterStore(jax_dora.AdapterBank(model, slots=64, max_rank=64))
         store.add("french", "adapters/french")
@@ -43,13 +44,14 @@ class AdapterStore:
         logits = step(state, store.bank, tokens, ids_with_slot)
         store.release("french", slot)
 
-    An adapter that is acquired keeps its slot until as many `release`s. The slot of one that nobody
-    holds goes to another adapter when no slot is empty, the least recently used first. Methods may
-    be called from several threads; `bank` is to be read anew for every step, since loading donates
-    its arrays: whoever runs steps beside another thread that acquires takes `lock` around both.
+    An acquired adapter keeps its slot until it has been released as many times as acquired. If no
+    slot is empty, the least recently used adapter that is not acquired loses its slot.
+
+    Methods are thread-safe. Loading donates the arrays of `bank`, so read `bank` again for every
+    step. If other threads acquire adapters, hold `lock` while you read `bank` and run the step.
 
     Attributes:
-      lock: held by every method.
+      lock: a lock that every method holds.
     """
 
     def __init__(
@@ -57,48 +59,51 @@ class AdapterStore:
     ) -> None:
         """
         Args:
-          bank: its slots are the store's from now on; what they hold is evicted as they are needed.
-          host_bytes: how much of what was read of folders is kept, the least recently used dropped
-            first and read again when it is needed; everything if None. An `Adapter` that was added
-            is always kept.
-          names: how PyTorch calls the modules of the model, as `AdapterBank.read`'s.
+          bank: the bank. The store takes it over and replaces adapters that are in it.
+          host_bytes: the host memory for adapters that were read from folders, or None for no
+            limit. Beyond it, the least recently used are dropped, and are read again when they are
+            needed. Adapters that were added as an `Adapter` are always kept.
+          names: translates the model's paths to PyTorch's names, as in `AdapterBank.read`.
+
+        Raises:
+          ValueError: host_bytes is negative.
         """
         if host_bytes is not None and (isinstance(host_bytes, bool) or host_bytes < 0):
             raise ValueError(f"host_bytes is {host_bytes!r}; expected at least 0, or None")
         self.lock = threading.RLock()
-        self._residents: Residents[_Entry] = Residents(bank)
+        self._slot_cache: SlotCache[_Entry] = SlotCache(bank)
         self._host_bytes = host_bytes
         self._pytorch_names = names
         self._by_name: dict[str, _Entry] = {}
-        # Of everything that was used, the least recently first.
+        # An ordered set of all entries in use, the least recently used first.
         self._used: collections.OrderedDict[_Entry, None] = collections.OrderedDict()
 
     @property
     def bank(self) -> AdapterBank:
-        """Returns the bank as it is now."""
-        return self._residents.bank
+        """The current bank."""
+        return self._slot_cache.bank
 
     @property
     def loads(self) -> int:
-        """Returns how many adapters were put into slots."""
-        return self._residents.loads
+        """The number of loads into slots so far."""
+        return self._slot_cache.loads
 
     @property
     def evictions(self) -> int:
-        """Returns how many lost their slots."""
-        return self._residents.evictions
+        """The number of evictions so far."""
+        return self._slot_cache.evictions
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the names of the adapters, in order."""
+        """The sorted names of the adapters."""
         with self.lock:
             return tuple(sorted(self._by_name))
 
     @property
     def slots(self) -> dict[str, int]:
-        """Returns the slot of each adapter that has one."""
+        """The slot of each adapter that has one, by name."""
         with self.lock:
-            return {one.name: at for one, at in self._residents.slots.items() if one.is_listed}
+            return {one.name: at for one, at in self._slot_cache.slots.items() if one.is_listed}
 
     def __contains__(self, name: object) -> bool:
         with self.lock:
@@ -108,14 +113,14 @@ class AdapterStore:
         return len(self._by_name)
 
     def add(self, name: str, adapter: Adapter | HostAdapter | str | os.PathLike[str]) -> None:
-        """Makes an adapter known, in the place of another of that name.
+        """Adds an adapter, which replaces an adapter of the same name.
 
-        It is read and checked at once, and loaded when it is first acquired. Those who hold the
-        other one keep it until they release it.
+        The adapter is read and checked at once, and loaded into a slot when it is first acquired.
+        A replaced adapter stays in its slot until all its users have released it.
 
         Raises:
-          TypeError, ValueError, FileNotFoundError, NotADirectoryError, NotImplementedError: as
-            `AdapterBank.read`; the store is as before.
+          TypeError, ValueError, FileNotFoundError, NotADirectoryError, NotImplementedError: the
+            same errors as `AdapterBank.read`. The store has not changed.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"name is {name!r}; expected a string that is not empty")
@@ -131,65 +136,67 @@ class AdapterStore:
             self._touch(entry)
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter; those who hold it keep it until they release it.
+        """Removes an adapter, which stays in its slot until all its users have released it.
 
         Raises:
-          KeyError: there is none of that name.
+          KeyError: there is no adapter of that name.
         """
         with self.lock:
-            entry = self._known(name)
+            entry = self._entry(name)
             del self._by_name[name]
             entry.is_listed = False
             self._drop_unused(entry)
 
     def acquire(self, name: str) -> int:
-        """Returns the slot of an adapter, which it keeps until `release`.
+        """Returns the slot of an adapter, which keeps it until `release`. Loads it if necessary.
 
         Raises:
-          KeyError: there is none of that name; the message has those that are near.
-          SlotsBusy: no slot is empty, and all adapters in them are held.
-          ValueError, FileNotFoundError, …: its folder, which is read again, is not what it was.
+          KeyError: there is no adapter of that name; the message has the nearest names.
+          SlotsBusy: all slots hold acquired adapters.
+          ValueError, FileNotFoundError, …: the adapter's folder had to be read again, and has been
+            changed or deleted.
         """
         with self.lock:
-            entry = self._known(name)
-            if not self._residents.has_room(entry):
+            entry = self._entry(name)
+            if not self._slot_cache.has_room(entry):
                 raise SlotsBusy(
                     f"all {self.bank.slots} slots hold adapters that are in use; wait until one is "
                     "released"
                 )
-            if entry.host is None and entry not in self._residents:
+            if entry.host is None and entry not in self._slot_cache:
                 assert entry.source is not None
                 entry.host = self.bank.read(entry.source, names=self._pytorch_names)
             self._touch(entry)
-            slot = self._residents.pin(entry, entry.host)
+            slot = self._slot_cache.pin(entry, entry.host)
             assert slot is not None
             return slot
 
     def release(self, name: str, slot: int | None = None) -> None:
-        """Gives back what `acquire` returned.
+        """Releases an adapter that `acquire` returned the slot of.
 
         Args:
-          slot: that it returned; needed only where the adapter of this name has been replaced
-            meanwhile: without it, the oldest that is still held is released.
+          name: the adapter's name.
+          slot: the slot that `acquire` returned. It is needed only if an adapter of this name may
+            have been replaced since: without it, the oldest acquired version is released.
 
         Raises:
-          ValueError: nobody holds it.
+          ValueError: the adapter is not acquired.
         """
         with self.lock:
-            held = [
+            acquired = [
                 one
-                for one, at in self._residents.slots.items()
-                if one.name == name and self._residents.pins(one) and slot in (None, at)
+                for one, at in self._slot_cache.slots.items()
+                if one.name == name and self._slot_cache.pins(one) and slot in (None, at)
             ]
-            if not held:
+            if not acquired:
                 where = "" if slot is None else f" in slot {slot}"
                 raise ValueError(f"adapter {name!r}{where} is released, but nobody has acquired it")
-            entry = min(held, key=lambda one: one.is_listed)
-            self._residents.unpin(entry)
+            entry = min(acquired, key=lambda one: one.is_listed)
+            self._slot_cache.unpin(entry)
             if not entry.is_listed:
                 self._drop_unused(entry)
 
-    def _known(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _Entry:
         if name not in self._by_name:
             near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
             hint = f"; the nearest are {', '.join(near)}" if near else ""
@@ -197,7 +204,7 @@ class AdapterStore:
         return self._by_name[name]
 
     def _touch(self, entry: _Entry) -> None:
-        """Makes an entry the most recently used, and drops what the host has no room for."""
+        """Marks an entry as the most recently used, and drops others to respect `host_bytes`."""
         self._used[entry] = None
         self._used.move_to_end(entry)
         if self._host_bytes is None:
@@ -210,7 +217,7 @@ class AdapterStore:
             one.host = None
 
     def _drop_unused(self, entry: _Entry) -> None:
-        """Forgets an entry, and empties its slot, unless somebody uses it."""
-        if not self._residents.pins(entry):
+        """Removes an entry and empties its slot, unless it is acquired."""
+        if not self._slot_cache.pins(entry):
             self._used.pop(entry, None)
-            self._residents.drop(entry)
+            self._slot_cache.drop(entry)

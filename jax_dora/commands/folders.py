@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax_dora.peft
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import CONFIG, exported, named_in_errors
+from dora_common.peft.folder import CONFIG, find_adapter_folder, named_in_errors
 from jax_dora.commands.flags import add_formats
 from jax_dora.models import CausalLM, load_model
 
@@ -20,7 +20,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def adapter_folder(folder: Path) -> Path:
     """Returns the PEFT folder that `folder` is, or that the run in it has exported."""
-    if (found := exported(folder)) is None:
+    if (found := find_adapter_folder(folder)) is None:
         raise FileNotFoundError(f"{folder} has no {CONFIG}; expected a PEFT folder, or a run's")
     return found
 

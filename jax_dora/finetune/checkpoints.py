@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from dora_common.disk import named_in_disk_errors, to_disk
+from dora_common.disk import add_path_to_disk_errors, fsync
 from jax_dora.models.sharding import put
 
 ARRAYS, FACTS = "arrays.safetensors", "facts.json"
@@ -82,16 +82,16 @@ class Checkpoints:
             if later >= step:
                 self._remove(later)
         try:
-            with named_in_disk_errors(folder):
+            with add_path_to_disk_errors(folder):
                 partial.mkdir(parents=True)
                 tensors = {name: np.asarray(leaf) for name, leaf in _by_name(arrays).items()}
                 save_file(tensors, partial / ARRAYS)
                 (partial / FACTS).write_text(json.dumps(facts), "utf-8")
                 (partial / SUMS).write_text(_sums(partial), "utf-8")
                 for name in (ARRAYS, FACTS, SUMS, "."):
-                    to_disk(partial / name)
+                    fsync(partial / name)
                 partial.rename(folder)
-                to_disk(self.folder)
+                fsync(self.folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dora_common.fields import each_once
+from dora_common.fields import reject_duplicate_fields
 
 FORMS = 'JSON Lines, a JSON list, parquet, or a folder of datasets\' "save_to_disk"'
 
@@ -65,7 +65,7 @@ def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=each_once)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=reject_duplicate_fields)
     except UnicodeDecodeError as error:
         told = f"{where} is not UTF-8: {error.reason} at byte {error.start}"
         raise ValueError(f"{told}; the data may be {FORMS}") from error

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jax_dora
-from dora_common.disk import named_in_disk_errors
+from dora_common.disk import add_path_to_disk_errors
 from jax_dora.adapt.quantize import placed
 from jax_dora.models.config import COMPUTATION, DecoderConfig, read_object
 from jax_dora.models.decoder import CausalLM
@@ -218,7 +218,7 @@ def save_model(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with named_in_disk_errors(folder):
+        with add_path_to_disk_errors(folder):
             write_files(partial, tensors, max_file_bytes)
         if tokenizer_from is not None:
             _copy_other_files(Path(tokenizer_from), partial)

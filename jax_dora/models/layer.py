@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
-from jax_dora.bank.layers import BankLayer, called_together
+from jax_dora.bank.layers import BankLayer, apply_together
 from jax_dora.models import activations, attention, rope, segments
 from jax_dora.models.cache import LayerCache
 from jax_dora.models.config import DecoderConfig
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
         layers = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (
             _named(layer, y).reshape(per_head)
-            for layer, y in zip(layers, called_together(layers, x), strict=True)
+            for layer, y in zip(layers, apply_together(layers, x), strict=True)
         )
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -95,7 +95,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         layers = self.gate_proj, self.up_proj
         if isinstance(self.gate_proj, BankLayer):
-            gate, up = called_together(layers, x)
+            gate, up = apply_together(layers, x)
             gated = nnx.silu(gate) * up
         else:
             gated = jax_dora.swiglu(*layers, x)

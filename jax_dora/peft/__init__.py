@@ -1,4 +1,4 @@
-"""Hugging Face PEFT adapter folders, read into and written from nnx models.
+"""Loads Hugging Face PEFT adapter folders into nnx models, and saves nnx models as such folders.
 
 model = jax_dora.peft.load_adapter(model, "folder")
 jax_dora.peft.save_adapter(model, "another")

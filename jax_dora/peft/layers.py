@@ -1,4 +1,4 @@
-"""PyTorch's counterparts of Flax's layers, and of each weight that a module's own code reads."""
+"""Finds the PyTorch counterparts of Flax layers and of weights that a module's own code reads."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +13,15 @@ from jax_dora.peft.names import Names
 
 
 def torch_layer(site: Site, names: Names, name_of: Callable[[str], str]) -> Layer | None:
-    """Returns the layer that PyTorch would have in the place of one layer's part of a weight, or
-    None.
+    """Returns the PyTorch layer for a weight, or for one layer's part of a stacked weight.
 
     Args:
-      name_of: takes a path to the name of that part's module.
+      site: the weight.
+      names: translates parameter names.
+      name_of: translates a path to the name of the PyTorch module.
+
+    Returns:
+      the layer, or None if PyTorch has no counterpart that PEFT can adapt.
     """
     module: Any = site.found.module
     if site.is_layer:
@@ -52,7 +56,7 @@ def _layer(name: str, module: Any, kind: type[DoRALayer]) -> Layer | None:
         if any(step != 1 for step in _each(module.input_dilation, len(window))):
             refusals = (*refusals, "has input dilation")
         return Layer(name, "conv", module.in_features, width, tuple(window), refusals)
-    # PEFT has no LoRA of a transposed convolution.
+    # PEFT does not support transposed convolutions.
     if kind.base_type is nnx.ConvTranspose or not _is_linear(module, kind):
         return None
     _, features, width = kind.layout_of(module, 1).kernel.matrices
@@ -64,16 +68,21 @@ def _each(steps: int | Sequence[int] | None, axes: int) -> Sequence[int]:
 
 
 def _padding_mode(padding: Any, window: Sequence[int]) -> str:
-    """Returns PyTorch's padding_mode. It has none for "CAUSAL", whose zeros a PyTorch model puts
-    before the input itself, as for what is padded differently on both sides."""
+    """Returns PyTorch's padding_mode.
+
+    PyTorch has no mode for "CAUSAL" padding or for padding that differs between both sides. PyTorch
+    models pad the input with zeros themselves in these cases, and so the mode is "zeros".
+    """
     if padding in ("CIRCULAR", "REFLECT") and any(size > 1 for size in window):
         return padding.lower()
     return "zeros"
 
 
 def _is_linear(module: Any, kind: type[DoRALayer]) -> bool:
-    """Returns whether a projection is a Linear in PyTorch: it has no batch axes, and the output
-    axes of the kernel's order."""
+    """Returns whether a projection corresponds to a PyTorch Linear.
+
+    It does if the kernel has no batch axes, and the output has its axes in the kernel's order.
+    """
     if kind.base_type is nnx.Linear:
         return True
     if kind.base_type is nnx.Einsum and not module.einsum_str:

@@ -1,4 +1,4 @@
-"""A PEFT folder into a Flax model."""
+"""Loads a PEFT folder into a Flax model."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from flax.typing import Dtype
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale
 from dora_common.peft.fit import Adapter, Fit
-from dora_common.peft.folder import Folder, opened
+from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
 from jax_dora.adapt.adapter import adapted_weights, stack_axes, weights_of_call
@@ -49,68 +49,71 @@ def load_adapter[Model: nnx.Module](
 
         model = load_adapter(model, "folder")
 
-    The result is a model of its own; `model` is left as it is, and shares every array with the
-    result but the adapter's and those parameters that the folder holds whole (modules_to_save,
-    biases) or rows of (trainable_token_indices), which are cast to the model's dtypes. Everything
-    in the folder finds its place before anything is read, computed or made.
+    The result is a new model, and `model` is not changed. Both share all arrays except the
+    adapter's, and except parameters of the base model that the folder stores whole
+    (modules_to_save, biases) or in part (trainable_token_indices), which are cast to the model's
+    dtypes. The whole folder is checked against the model before any tensor is read or computed.
 
-    A LoRA folder is loaded too: as the DoRA that computes the same, its magnitude equal to its
-    norm. Where only some layers of a stack have an adapter, the others get one that changes
-    nothing, with lora_a and lora_b zero. Where the layers of a stack differ in rank or scale, all
-    get the largest: the others' lora_a and lora_b are padded with zeros, and their lora_b is scaled
-    down, in float32 or better. An output head that is tied to an adapted embedding stays as it is,
-    as in PEFT: `jax_dora.DoRAEmbed`'s adapt_attend is False. A module of modules_to_save whose
-    weight is tied to another gets an array of its own, as in PEFT. What an earlier folder replaced
-    in the base model stays as that folder had it; a warning is logged of what `save_adapter` has to
-    be given to store it again.
+    Details:
 
-    The adapter's dropout is off, as after PEFT's `from_pretrained`; to train the adapter further,
-    turn it on by `model.train()`.
+    - A LoRA folder is loaded as the DoRA adapter that computes the same: its magnitude equals its
+      norm.
+    - If only some layers of a stack have an adapter, the others get one that changes nothing, with
+      lora_a and lora_b zero.
+    - If the layers of a stack differ in rank or scale, all get the largest ones. The other layers'
+      lora_a and lora_b are padded with zeros, and their lora_b is scaled down in float32 or better.
+    - As in PEFT, an output head that is tied to an adapted embedding is not adapted:
+      `jax_dora.DoRAEmbed`'s adapt_attend is False.
+    - As in PEFT, a module in modules_to_save that shares its weight gets an array of its own.
+    - Parameters of the base model that an earlier folder replaced keep the replaced values. A
+      warning names the arguments with which `save_adapter` stores replaced parameters again.
+    - The adapter's dropout is off, as after PEFT's `from_pretrained`. To train the adapter further,
+      turn dropout on with `model.train()`.
 
     Args:
-      model: plain, or with an adapter, in whose place the folder's comes.
-      folder: holds adapter_config.json and adapter_model.safetensors.
-      adapter: the adapter's name, where the files lie in a subfolder of that name, or the keys have
-        it.
-      names: how PyTorch calls the modules of `model`; `Names()` by default.
-      adapter_dtype: of lora_a and lora_b; by default that of the file.
-      dropout_mode: where the folder's lora_dropout is not 0; by default as in PEFT, "input" for
-        DoRA and "adapter" for LoRA.
-      implementation: of the compose, as in `jax_dora.ops.dora_linear`.
-      rngs: its `dropout` stream makes the masks; `nnx.Rngs(0)` by default.
-      example: what the model is called with, as `jax_dora.apply_dora`'s, where the adapter was made
-        with one: it says which code reads the weights. Nobody needs it for a model that holds such
-        an adapter.
+      model: a plain model, or a model with an adapter, which is replaced.
+      folder: contains adapter_config.json and adapter_model.safetensors.
+      adapter: the adapter's name, if the files are in a subfolder with that name or the keys
+        include it.
+      names: translates the model's paths to PyTorch's names; `Names()` by default.
+      adapter_dtype: the dtype of lora_a and lora_b; the dtype in the file by default.
+      dropout_mode: the dropout mode if the folder's lora_dropout is not 0; by default the same as
+        in PEFT, which is "input" for DoRA and "adapter" for LoRA.
+      implementation: the implementation of the compose, as in `jax_dora.ops.dora_linear`.
+      rngs: has the `dropout` stream for the masks; `nnx.Rngs(0)` by default.
+      example: inputs to call the model with, as for `jax_dora.apply_dora`. Needed if the adapter
+        was created with `example`, since the call shows which code reads the weights. Not needed
+        if `model` has such an adapter already.
 
     Raises:
-      FileNotFoundError, NotADirectoryError: there is no such folder or adapter, or a file is
-        missing from it.
-      ValueError: a file is damaged; a tensor has no place in the model or another shape than it, or
-        one is missing, or is not finite. What is wrong is listed.
-      NotImplementedError: the configuration asks for something that is not supported.
+      FileNotFoundError, NotADirectoryError: the folder, one of its files, or an adapter with that
+        name does not exist.
+      ValueError: a file is damaged; or a tensor matches nothing in the model, has a wrong shape, is
+        missing or is not finite. The error lists all problems with tensors' places and shapes.
+      NotImplementedError: the configuration has something that is not supported.
       TypeError: an argument or a field of the configuration has the wrong type.
     """
     if adapter_dtype is not None:
         check.is_float_dtype("adapter_dtype", adapter_dtype)
     check_model(model)
     names = names or Names()
-    where = {"held": adapted_weights(model), "stack_axes": dict(stack_axes(model))}
-    with opened(folder, "np", adapter) as source:
+    options = {"adapted": adapted_weights(model), "stack_axes": dict(stack_axes(model))}
+    with open_folder(folder, "np", adapter) as source:
         loaded = remove_dora(model)
         if example is not None:
-            where["held"] = weights_of_call(loaded, example)
-        view = torch_view(loaded, names, **where)
+            options["adapted"] = weights_of_call(loaded, example)
+        view = torch_view(loaded, names, **options)
         outline = view.outline()
         fit = source.fit(outline)
         stacks = _by_site(view, fit)
         rules = {
             site: DoRARule(
                 re.escape(site.names[0]),
-                **source.options(_of_stack(source, adapters.values()), dropout_mode),
+                **source.options(_largest(source, adapters.values()), dropout_mode),
                 adapter_dtype=adapter_dtype or _dtype(source, site.names[0], adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
-                lora_a_init=_Stored("lora_a", source, view, site, adapters),
-                lora_b_init=_Stored("lora_b", source, view, site, adapters),
+                lora_a_init=_FolderInit("lora_a", source, view, site, adapters),
+                lora_b_init=_FolderInit("lora_b", source, view, site, adapters),
                 implementation=implementation,
             )
             for site, adapters in stacks.items()
@@ -123,17 +126,17 @@ def load_adapter[Model: nnx.Module](
             if site.is_layer:
                 replacements[id(site.found.module)] = layer
             layer.eval()
-            exactly = adapter_dtype is None
-            _set_magnitude(source, layer.magnitude, site.stack, stacks[site], exactly)
+            is_exact = adapter_dtype is None
+            _set_magnitude(source, layer.magnitude, site.stack, stacks[site], is_exact)
         loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
-        _set_parameters(source, torch_view(loaded, names, **where), fit)
-        source.tell_of_replaced(fit, outline)
+        _set_parameters(source, torch_view(loaded, names, **options), fit)
+        source.warn_about_replaced(fit, outline)
     return loaded
 
 
 def _by_site(view: TorchView, fit: Fit) -> dict[Site, dict[Index, Adapter]]:
-    """Returns the adapters of each site, by their index in it: several where it is a stack."""
+    """Returns the adapters of each site, by their index in the site's stack."""
     stacks: dict[Site, dict[Index, Adapter]] = {}
     for name, adapter in fit.adapters.items():
         layer = view.layers[name]
@@ -141,8 +144,8 @@ def _by_site(view: TorchView, fit: Fit) -> dict[Site, dict[Index, Adapter]]:
     return stacks
 
 
-def _of_stack(source: Folder, adapters: Collection[Adapter]) -> Adapter:
-    """Returns an adapter of the largest rank and scale of layers that are one array."""
+def _largest(source: Folder, adapters: Collection[Adapter]) -> Adapter:
+    """Returns an adapter with the largest rank and the largest scale of a stack's adapters."""
     rank = max(one.rank for one in adapters)
     largest = max(adapters, key=lambda one: abs(source.scale(one)))
     alpha = largest.alpha
@@ -152,8 +155,10 @@ def _of_stack(source: Folder, adapters: Collection[Adapter]) -> Adapter:
 
 
 def _dtype(source: Folder, path: str, adapters: Collection[Adapter]) -> np.dtype:
-    """Returns the dtype in which lora_a and lora_b at `path` are stored, or float32 where lora_b
-    is scaled and they are in less."""
+    """Returns the dtype for lora_a and lora_b at `path`.
+
+    This is the dtype in the file, or at least float32 if scales differ, so that lora_b is scaled.
+    """
     dtypes = set[str]().union(*map(source.dtypes, adapters))
     if len({source.scale(one) for one in adapters}) > 1:
         dtypes.add("float32")
@@ -162,16 +167,19 @@ def _dtype(source: Folder, path: str, adapters: Collection[Adapter]) -> np.dtype
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"{source.path} holds {dtype.name} for {path!r}, which JAX rounds unless "
-            "jax_enable_x64 is set; pass adapter_dtype='float32' if it may"
+            "jax_enable_x64 is set; pass adapter_dtype='float32' to allow rounding"
         )
     return dtype
 
 
-class _Stored:
-    """Initializes a layer's lora_a or lora_b from a folder, called for each layer of a stack in
-    turn. Layers that have no adapter get zeros, as do ranks that only others have."""
+class _FolderInit:
+    """An initializer that returns a layer's lora_a or lora_b from a folder.
 
-    of_parameter = True  # and not of each of its matrices
+    It is called for each layer of a stack in turn. Layers without an adapter are zero, and adapters
+    of smaller ranks are padded with zeros.
+    """
+
+    of_parameter = True  # called for the whole parameter, not for each of its matrices
 
     def __init__(
         self,
@@ -189,14 +197,15 @@ class _Stored:
         value, adapter = _zeros(shape, dtype), next(self.adapters)
         if adapter is not None:
             key, layer = adapter.keys[self.name], self.view.layers[adapter.layer.name]
-            part = layer.of_adapter(adapter.rank)[self.name]
+            part = layer.adapter_parameters(adapter.rank)[self.name]
             array = part.from_torch(self.source.read(key))
             if self.name == "lora_b" and (scale := self.source.scale(adapter)) != self.scale:
                 wide = np.promote_types(array.dtype, np.float32)
                 array = array.astype(wide) * wide.type(scale / self.scale)
-            with np.errstate(over="ignore"):  # told with its name
+            # `checked` raises an error with the tensor's name after an overflow.
+            with np.errstate(over="ignore"):
                 value[tuple(map(slice, array.shape))] = array
-            self.source.kept(key, value)
+            self.source.checked(key, value)
         return jax.device_put(value)
 
 
@@ -205,33 +214,39 @@ def _set_magnitude(
     magnitude: nnx.Variable,
     stack: Stack,
     adapters: Mapping[Index, Adapter],
-    exactly: bool,
+    is_exact: bool,
 ) -> None:
-    """Sets the magnitudes that the folder has; a LoRA adapter, and a layer without one, keep the
-    norm."""
+    """Sets the magnitudes that the folder has.
+
+    Layers without a magnitude in the folder keep their norm as the magnitude.
+
+    Args:
+      is_exact: whether to raise an error if a magnitude is rounded.
+    """
     old = magnitude.get_value()
     value = np.array(jax.device_get(old))
     for index, adapter in adapters.items():
-        # A layer's own magnitude, which is its norm, ends at the largest number.
+        # The initial magnitude is the norm, clipped to the largest number of its dtype.
         at = stack.at(index)
         overflown = value[at] == np.finfo(value.dtype).max
         source.check_norm(adapter.layer.name, np.where(overflown, np.inf, value[at]))
         if key := adapter.keys.get("magnitude"):
             stored = source.read(key).reshape(value[at].shape)
             value[at] = stored
-            if exactly:
-                source.refuse_rounding(key, stored, value[at])
+            if is_exact:
+                source.check_not_rounded(key, stored, value[at])
     magnitude.set_value(jax.device_put(value, old.sharding))
 
 
 def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
-    wanted = [(name, keys, None) for name, keys in fit.parameters.items()]
-    wanted += [(name, (key,), list(rows)) for name, (key, rows) in fit.tokens.items()]
-    read: dict[tuple[str, str], list[tuple[str, tuple[str, ...], Any]]] = {}
-    for name, keys, rows in wanted:
+    """Replaces the base model's parameters that the folder stores whole or in part."""
+    replaced = [(name, keys, None) for name, keys in fit.parameters.items()]
+    replaced += [(name, (key,), list(rows)) for name, (key, rows) in fit.tokens.items()]
+    by_array: dict[tuple[str, str], list[tuple[str, tuple[str, ...], Any]]] = {}
+    for name, keys, rows in replaced:
         one = view.parameters[name]
-        read.setdefault((one.path, one.attribute), []).append((name, keys, rows))
-    for (path, attribute), parts in read.items():
+        by_array.setdefault((one.path, one.attribute), []).append((name, keys, rows))
+    for (path, attribute), parts in by_array.items():
         variable = getattr(view.modules[path], attribute)
         old = variable.get_value()
         value = _zeros(old.shape, old.dtype)
@@ -244,14 +259,16 @@ def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
                     matrix, stored = np.array(one.to_torch(value[one.at])), matrix
                     matrix[rows] = stored
                 value[one.at] = one.from_torch(matrix)
-            source.kept(name, value[one.at])
+            source.checked(name, value[one.at])
         variable.set_value(jax.device_put(value, old.sharding))
 
 
 def _zeros(shape: Shape, dtype: Any) -> np.ndarray:
-    """Returns zeros that JAX takes over without a copy on CPU, since they begin on a cache line:
-    the host never holds an array twice."""
+    """Returns zeros that begin on a cache line.
+
+    JAX uses such an array without a copy on CPU, so that host memory never holds an array twice.
+    """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.zeros(size + _CACHE_LINE, np.uint8)
-    start = -room.ctypes.data % _CACHE_LINE
-    return room[start : start + size].view(dtype).reshape(shape)
+    buffer = np.zeros(size + _CACHE_LINE, np.uint8)
+    start = -buffer.ctypes.data % _CACHE_LINE
+    return buffer[start : start + size].view(dtype).reshape(shape)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# PyTorch calls these parameters otherwise; every other keeps its name.
+# Parameters that have another name in PyTorch.
 _PARAMETERS = {
     "kernel": "weight",
     "embedding": "weight",
@@ -16,24 +16,24 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Names:
-    r"""Translates Flax's paths, "model/layers/0/self_attn/q_proj", to PyTorch's names with dots.
+    r"""Translates Flax paths such as "model/layers/0/self_attn/q_proj" to PyTorch names with dots.
 
-    The default is enough for a model whose modules are called as in PyTorch; for others:
+    The default suffices if the modules have the same names as in PyTorch. For other models:
 
         Names(rules=[(r"^blocks", "transformer/h"), (r"/query$", "/q_proj")])
 
-    A subclass may compute `module` and `parameter` in any way it likes.
+    A subclass may override `module` and `parameter`.
 
     Attributes:
-      rules: regular expressions and their replacements, applied to the path by `re.sub`, all of
-        them in their order, before "/" becomes ".".
-      stacks: what modules are called whose layers lie stacked in one array, as `nnx.vmap` makes
-        them for `nnx.scan`, along any axis; the layer's index comes right behind:
-        "model/layers/self_attn/q_proj" is model.layers.0.self_attn.q_proj and so on. Matched before
-        the rules are applied.
-      parameters: the names of parameters that differ.
-      experts: parameters that hold packed experts, in the order in which PyTorch's modules
-        register them; it counts where a module has several.
+      rules: pairs of a regular expression and its replacement. All of them are applied to the path
+        in order by `re.sub`, before "/" is replaced by ".".
+      stacks: the names of modules with layers that are stacked in one array, along any axis, as
+        `nnx.vmap` creates them for `nnx.scan`. The layer's index is inserted after the name:
+        "model/layers/self_attn/q_proj" becomes model.layers.0.self_attn.q_proj and so on. This
+        happens before the rules are applied.
+      parameters: PyTorch's names of the parameters that have another name there.
+      experts: the names of parameters with packed experts, in the order in which PyTorch registers
+        them. The order matters if a module has several such parameters.
     """
 
     rules: tuple[tuple[str, str], ...] | list[tuple[str, str]] = ()
@@ -42,26 +42,27 @@ class Names:
     experts: tuple[str, ...] | list[str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
     def module(self, path: str, index: tuple[int, ...] = ()) -> str:
-        """Returns the name that PyTorch has for a module.
+        """Returns PyTorch's name of a module.
 
         Args:
-          path: of the Flax module.
-          index: of the layer, where layers are stacked; one number for each axis of the stack.
+          path: the path of the Flax module.
+          index: the index of a stacked layer, with one number for each axis of the stack; empty for
+            other layers.
 
         Raises:
-          ValueError: the path has too few names of `stacks` for the index.
+          ValueError: the path has fewer names from `stacks` than the stack has axes.
         """
-        parts, waiting = [], list(index)
+        parts, remaining = [], list(index)
         given = path.split("/") if path else []
         for part, following in zip(given, [*given[1:], ""], strict=False):
             parts.append(part)
-            if waiting and part in self.stacks and not following.isdecimal():
-                parts.append(str(waiting.pop(0)))
-        if waiting:
+            if remaining and part in self.stacks and not following.isdecimal():
+                parts.append(str(remaining.pop(0)))
+        if remaining:
             raise ValueError(
                 f"the layers at {path!r} are stacked along {len(index)} axes; expected as many of "
                 f"the names {', '.join(self.stacks)} in their path: pass names=Names(stacks=...) "
-                "with the name of the module that holds the stack"
+                "with the name of the module that contains the stack"
             )
         name = "/".join(parts)
         for pattern, replacement in self.rules:
@@ -69,5 +70,5 @@ class Names:
         return name.replace("/", ".")
 
     def parameter(self, name: str) -> str:
-        """Returns the name of a parameter within its module."""
+        """Returns PyTorch's name of a parameter in its module."""
         return self.parameters.get(name, name)

@@ -1,4 +1,4 @@
-"""The parameters of a Flax model as PyTorch lays them out."""
+"""Converts the parameters of a Flax model to and from PyTorch's layout."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,17 +19,18 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TorchParameter:
-    """An array, or one layer's part of a stacked one.
+    """A PyTorch parameter that corresponds to an array, or to one layer's part of a stacked array.
 
     Attributes:
-      path: the path of the module that holds it.
-      attribute: its name there.
-      at: the index of the layer's part in the array, where layers are stacked.
-      shape: its shape in PyTorch.
-      axes: how the array is a matrix; None where Flax and PyTorch lay it out alike.
-      is_transposed: the matrix is [in, out], or [window and in, out], and PyTorch has the output
-        axis first, then the input axis, then the window; of packed experts PEFT joins the experts
-        with the rank: lora_a is [experts·r, in], lora_b [out, r·experts].
+      path: the path of the module that holds the array.
+      attribute: the name of the array in that module.
+      at: the index of the layer's part in a stacked array.
+      shape: the shape in PyTorch.
+      axes: how the array is viewed as a matrix; None if Flax and PyTorch use the same layout.
+      is_transposed: whether the order of axes differs. The matrix here is [in, out], or [window and
+        in, out]; PyTorch has the output axis first, then the input axis, then the window. For
+        packed experts, PEFT also merges the expert axis with the rank axis: lora_a is
+        [experts·r, in], lora_b is [out, r·experts].
     """
 
     path: str
@@ -40,7 +41,7 @@ class TorchParameter:
     is_transposed: bool = False
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
-        """Returns this layer's part of the array, as PyTorch has it."""
+        """Returns this layer's part of the array in PyTorch's layout."""
         if self.axes is not None:
             array = self.axes.to_matrices(array)  # pyright: ignore[reportArgumentType, reportAssignmentType]
         if self.is_transposed:
@@ -49,7 +50,7 @@ class TorchParameter:
         return np.ascontiguousarray(array.reshape(self.shape))
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
-        """Reverses `to_torch`."""
+        """Returns an array in PyTorch's layout in Flax's layout: the inverse of `to_torch`."""
         if self.axes is None:
             return array.reshape(self.shape)
         if self.is_transposed:
@@ -59,9 +60,12 @@ class TorchParameter:
         return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType]
 
     def _view_and_order(self) -> tuple[Shape, Shape]:
-        """Returns the matrices' shape with the window apart, (experts, *window, in, out), and the
-        order of these axes in PyTorch: (out, in, experts, *window), or of lora_a (experts, out, in,
-        *window); of all but packed experts there is one."""
+        """Returns the shape of the matrices with separate axes, and PyTorch's order of these axes.
+
+        The shape is (experts, *window, in, out); layers other than packed experts count as one
+        expert. PyTorch's order is (out, in, experts, *window), but (experts, out, in, *window) for
+        lora_a.
+        """
         assert self.axes is not None
         experts, rows, columns = self.axes.matrices
         window = self.shape[2:]
@@ -75,7 +79,7 @@ class TorchParameter:
 
 @dataclass(frozen=True)
 class TorchLayer:
-    """One layer that can be adapted or is: one layer's part of the weight at `site`."""
+    """One layer that is or can be adapted: the part of the weight at `site` with index `index`."""
 
     site: Site
     index: Index
@@ -87,14 +91,14 @@ class TorchLayer:
 
     @property
     def at(self) -> tuple[Any, ...]:
-        """The index, in an array of the site's, of the layer's part."""
+        """The index of the layer's part in the arrays of the site."""
         return self.site.stack.at(self.index)
 
     def weight(self) -> TorchParameter:
         """Returns the weight of a Linear or a convolution."""
         module: Any = self.site.found.module
         if self.layer.kind == "conv":
-            # Groups lie alike in both, so that the window is all there is to move.
+            # Both layouts order the groups alike, so that only the window axes have to move.
             axes = convolution_layout(tuple(module.kernel_shape), 1, 1).kernel
         else:
             axes = self.site.layout(1).kernel
@@ -103,8 +107,8 @@ class TorchLayer:
         path, param = self.site.found.paths[0], self.site.param
         return TorchParameter(path, param, self.at, shape, axes, is_transposed=True)
 
-    def of_adapter(self, rank: int) -> dict[str, TorchParameter]:
-        """Returns lora_a, lora_b and magnitude of an adapter of this rank."""
+    def adapter_parameters(self, rank: int) -> dict[str, TorchParameter]:
+        """Returns lora_a, lora_b and magnitude of an adapter of rank `rank`, by name."""
         layout = self.site.layout(rank)
         return {
             name: TorchParameter(
@@ -123,19 +127,21 @@ class TorchLayer:
 def parameters_of(
     path: str, index: Index, stack: Stack, module: nnx.Module, layers: Mapping[str, TorchLayer]
 ) -> Iterator[TorchParameter]:
-    """Yields the base model's parameters of one module, or of one layer of a stack.
+    """Yields the base model's parameters in one module, or in one layer of a stacked module.
 
     Args:
-      path: of the module.
-      index: of the layer in `stack`.
-      layers: what PyTorch would have in the place of the module's weights, by their names here.
+      path: the path of the module.
+      index: the index of the layer in `stack`.
+      stack: how the module's layers are stacked.
+      module: the module.
+      layers: the layers for the module's weights, by the weights' names in the module.
     """
     own_layer = next((one.layer for one in layers.values() if one.site.is_layer), None)
     for attribute, value in vars(module).items():
         if not isinstance(value, nnx.Param | nnx.BatchStat):
             continue
         if isinstance(value, nnx.LoRAParam | Constant) or not hasattr(value, "shape"):
-            continue  # an adapter's, or several arrays, for which PyTorch has no name
+            continue  # part of an adapter, or several arrays, which have no name in PyTorch
         own_stack: Stack | None = stack
         if isinstance(value, nnx.BatchStat):
             own_stack = _stack_of_statistics(value, stack)
@@ -151,9 +157,12 @@ def parameters_of(
 
 
 def _stack_of_statistics(variable: nnx.BatchStat, stack: Stack) -> Stack | None:
-    """Returns how statistics beside parameters of this stack are stacked: as these, or along the
-    leading axis, which transforms can keep them apart by; None where their shape does not tell."""
+    """Returns how the statistics in a module with stacked parameters are stacked.
+
+    Transforms stack statistics either along the parameters' axis or along the leading axis. Returns
+    None if the shape does not show along which of them.
+    """
     shape = variable.get_value().shape
-    possible = {stack, Stack(stack.shape)}
-    found = [one for one in possible if one.of_stack(shape) == stack.shape]
+    candidates = {stack, Stack(stack.shape)}
+    found = [one for one in candidates if one.of_stack(shape) == stack.shape]
     return found[0] if len(found) == 1 else None

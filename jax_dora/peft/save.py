@@ -1,4 +1,4 @@
-"""A Flax model's adapter into a PEFT folder."""
+"""Saves the adapter of a Flax model as a PEFT folder."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import TorchLayer, TorchParameter
 from jax_dora.peft.torch_view import TorchView, torch_view
-from jax_dora.peft.untie import refuse_possible_heads
+from jax_dora.peft.untie import check_no_possible_heads
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,41 +44,42 @@ def save_adapter(
     config: AdapterConfig | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes the adapter of `model` as a PEFT folder: adapter_config.json and
-    adapter_model.safetensors, which PEFT loads, and computes the same with.
+    """Writes the adapter of `model` as a PEFT folder.
 
-    Logs a warning where an embedding has adapt_attend set: an output head that is tied to it is
-    adapted here, and would not be in PEFT.
+    The folder has the files adapter_config.json and adapter_model.safetensors. PEFT loads it and
+    computes the same with it. It is written atomically. On several hosts, call this on one of them.
 
-    The folder appears whole or not at all. On several hosts, call this on one.
+    Logs a warning if an embedding has adapt_attend set: an output head that is tied to it is
+    adapted here, but not in PEFT.
 
     Args:
-      model: with adapters.
-      folder: made if it is not there.
-      names: how PyTorch calls the modules of `model`; `Names()` by default.
-      use_dora: False writes a LoRA adapter, for which every magnitude has to be its norm.
-      modules_to_save: ends of the names, in PyTorch, of modules to store whole; of modules that
-        share a weight, all or none.
-      trainable_token_indices: rows to store of embeddings, by the ends of their names in PyTorch;
-        or the rows alone, where the model has one embedding.
-      bias: "none", or the biases to store: "all", or "lora_only" for those of adapted layers.
-      fan_in_fan_out: PyTorch's layers are GPT-2's Conv1D.
-      for_peft: False also writes what PEFT refuses to read, and jax_dora reads: a DoRA adapter of
-        packed experts, with magnitudes [experts, out].
-      base_model_name_or_path, task_type: for whoever reads the folder; PEFT's task types are
+      model: a model with an adapter.
+      folder: the folder, which is created if it does not exist.
+      names: translates the model's paths to PyTorch's names; `Names()` by default.
+      use_dora: False writes a LoRA adapter, which requires every magnitude to equal its norm.
+      modules_to_save: ends of the PyTorch names of modules to store whole. Modules that share a
+        weight have to be stored together.
+      trainable_token_indices: rows of embeddings to store, by the ends of the embeddings' PyTorch
+        names; or only the rows if the model has a single embedding.
+      bias: the biases to store: "none", "all", or "lora_only" for the biases of adapted layers.
+      fan_in_fan_out: whether the layers are GPT-2's Conv1D in PyTorch.
+      for_peft: False also allows what only jax_dora can read: a DoRA adapter of packed experts,
+        with magnitudes [experts, out].
+      base_model_name_or_path, task_type: information for readers. PEFT's task types are
         "CAUSAL_LM", "SEQ_CLS" and so on.
-      dtype: of lora_a, lora_b and magnitude in the file: float16, bfloat16, float32 or float64; by
-        default each has its own.
-      config: written as it is instead of one made from the model and the arguments above; it has to
-        say the same as the model.
-      overwrite: replace an adapter that is in the folder.
+      dtype: the dtype of lora_a, lora_b and magnitude in the file: float16, bfloat16, float32 or
+        float64; by default each keeps its own dtype.
+      config: a configuration to write instead of one made from the model and the arguments above.
+        It has to match the model.
+      overwrite: whether to replace an existing adapter in the folder.
 
     Raises:
-      FileExistsError: there is an adapter in the folder, and `overwrite` is False.
+      FileExistsError: the folder has an adapter, and `overwrite` is False.
       ValueError: the model has no adapter, or one that the format cannot express; `config` does not
-        fit the model; a name matches no module; a number is not finite, or not in `dtype`.
+        match the model; a name matches no module; or a number is not finite, or overflows in
+        `dtype`.
       NotImplementedError: an adapted layer has no counterpart in PyTorch, or is a convolution with
-        settings that PEFT does not honour; or packed experts have what PEFT refuses.
+        settings that PEFT ignores in adapters; or packed experts have settings that PEFT rejects.
       TypeError: an argument has the wrong type.
     """
     if dtype is not None:
@@ -86,19 +87,19 @@ def save_adapter(
     check_model(model)
     view = torch_view(model, names or Names())
     is_lora = _lora_test(view)
-    modules = _adapted_layers(model, view, is_lora)
+    modules = _adapters_by_name(model, view, is_lora)
     if tied := [name for name, one in modules.items() if getattr(one, "adapt_attend", False)]:
         _LOG.warning(
             "%s: adapt_attend is True, so that an output head that is tied to the embedding is "
-            "adapted with it, which PEFT's format cannot say: PEFT will leave such a head as it "
-            "is. Train with DoRARule(..., adapt_attend=False) for the same in both; where no head "
-            "is tied, nothing differs, and it silences this",
+            "adapted too. PEFT's format cannot express this, and PEFT will not adapt such a head. "
+            "Train with DoRARule(..., adapt_attend=False) for the same results in both. If no head "
+            "is tied, the results are the same, and adapt_attend=False only avoids this warning",
             ", ".join(tied),
         )
 
     def stored(owner: Any, part: TorchParameter, dtype: Dtype | None = None) -> np.ndarray:
         array = np.asarray(jax.device_get(getattr(owner, part.attribute).get_value()[part.at]))
-        # What overflows is told of later, by its key.
+        # Source.write raises an error with the key after an overflow.
         with np.errstate(over="ignore"):
             kind = None if dtype is None else jnp.dtype(dtype)
             return np.ascontiguousarray(part.to_torch(array), dtype=kind)
@@ -109,7 +110,7 @@ def save_adapter(
 
     def read_adapter(name: str, attribute: str) -> np.ndarray:
         module = modules[name]
-        parts = view.layers[name].of_adapter(module.rank)
+        parts = view.layers[name].adapter_parameters(module.rank)
         return stored(module, parts[attribute], dtype)
 
     source = Source(
@@ -117,10 +118,10 @@ def save_adapter(
         adapted={
             name: Adapted(
                 view.layers[name].layer,
-                _python(one.rank),
-                _python(one.alpha),
+                _as_python(one.rank),
+                _as_python(one.alpha),
                 one.use_rslora,
-                0.0 if one.dropout is None else _python(one.dropout.rate),
+                0.0 if one.dropout is None else _as_python(one.dropout.rate),
             )
             for name, one in modules.items()
         },
@@ -140,38 +141,40 @@ def save_adapter(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
     )
-    refuse_possible_heads(view, config)
+    check_no_possible_heads(view, config)
     source.write(folder, config, save_file, overwrite=overwrite)
 
 
-def _adapted_layers(
+def _adapters_by_name(
     model: nnx.Module, view: TorchView, is_lora: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """Returns, by PyTorch's name of each adapted layer, the object that holds its adapter."""
+    """Returns the objects that hold the adapters, by PyTorch's names of the adapted layers."""
     paths = [found.paths[0] for found in find_dora_layers(model)]
     if not paths:
         raise ValueError(
-            "model has no adapter; expected one with DoRA layers, as jax_dora.apply_dora makes it"
+            "model has no adapter; expected a model with DoRA layers, from jax_dora.apply_dora"
         )
     reachable = {layer.path for layer in view.layers.values()}
-    if strange := [path for path in paths if path not in reachable]:
+    if unsupported := [path for path in paths if path not in reachable]:
         raise NotImplementedError(
-            f"{', '.join(strange)}: projections with batch axes or another order of output axes "
-            "than their kernel's, transposed convolutions, or embeddings that are no nnx.Embed; "
-            "expected layers that are a Linear, Embedding or ConvNd in PyTorch, or packed experts: "
-            "merge them by merge_dora, or store the arrays of get_adapter"
+            f"{', '.join(unsupported)}: projections with batch axes or another order of output "
+            "axes than their kernel's, transposed convolutions, or embeddings that are no "
+            "nnx.Embed; expected layers that are a Linear, Embedding or ConvNd in PyTorch, or "
+            "packed experts: merge the adapter with merge_dora, or store the arrays of get_adapter"
         )
     return {
         name: layer.site.adapter
         for name, layer in view.layers.items()
-        if layer.path in set(paths) and not _changes_nothing(layer, is_lora)
+        if layer.path in set(paths) and not _is_padding(layer, is_lora)
     }
 
 
-def _changes_nothing(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
-    """Returns whether the layer lies in a stack where others have an adapter and it has none:
-    lora_a and lora_b are zero, which no training of an adapter leads to, and the magnitude is the
-    norm."""
+def _is_padding(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
+    """Returns whether a layer of a stack has no real adapter, but other layers of the stack have.
+
+    Such a layer has lora_a and lora_b zero, which training does not lead to, and the norm as its
+    magnitude.
+    """
     holder: Any = layer.site.adapter
     if not layer.index or any(
         bool(jnp.any(part[...][layer.at])) for part in (holder.lora_a, holder.lora_b)
@@ -180,13 +183,13 @@ def _changes_nothing(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
     return is_lora(layer.layer.name)
 
 
-def _python(number: Any) -> Any:
-    """Returns a number as Python's own, since JSON knows none of NumPy's."""
+def _as_python(number: Any) -> Any:
+    """Converts a NumPy number to a Python number, which JSON can hold."""
     return number.item() if isinstance(number, np.generic) else number
 
 
 def _lora_test(view: TorchView) -> Callable[[str], bool]:
-    """Returns a function that says, by a layer's name, whether its magnitude is its norm."""
+    """Returns a function from a layer's name to whether the layer's magnitude equals its norm."""
 
     @functools.cache
     def are_norms(site: Site) -> np.ndarray:

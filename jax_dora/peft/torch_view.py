@@ -1,4 +1,4 @@
-"""A Flax model as PyTorch has it: by other names, and laid out otherwise."""
+"""Views a Flax model with PyTorch's names and layouts."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -18,27 +18,29 @@ from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index, TorchLayer, TorchParameter, parameters_of
 from jax_dora.weights.registry import why_unknown
 
-# The names of a head that is None where a model ties it to its embedding.
+# Names of output heads. Such an attribute is None if the model ties the head to its embedding.
 _TIED_HEADS = ("lm_head", "embed_out")
 _REMEDY = (
-    "name it by jax_dora.register, or give load_adapter example=, inputs to call the model with"
+    "register its class with jax_dora.register, or pass load_adapter example=, inputs to call the "
+    "model with"
 )
 
 
 @dataclass(frozen=True)
 class TorchView:
-    """A model by PyTorch's names.
+    """A model under PyTorch's names.
 
     Attributes:
       modules: the module at every path.
-      stacks: by path, how layers are stacked in the module's arrays.
-      layers: the layers that can be adapted or are, by name.
-      parameters: the base model's, by name: by each name of a module that is shared, and by that
-        of a head which is None since it is tied to the embedding.
-      names: the path of every module, by its name.
-      tied_heads: by the name of the weight, the paths of such heads.
-      refusals: why weights of unknown modules cannot be adapted as the model is, and what to do, by
-        the name that each would have.
+      stacks: how layers are stacked in the module's arrays, by path.
+      layers: the layers that are adapted or can be adapted, by name.
+      parameters: the base model's parameters by name. A shared module's parameters are included
+        under each of its names, and the embedding also under the name of a head that is None
+        since it is tied.
+      names: the path of every module, by name.
+      tied_heads: the paths of heads that are None, by the name of their weight.
+      refusals: why weights of unknown modules cannot be adapted in this model, and the remedy, by
+        the name that the weight would have.
     """
 
     modules: Mapping[str, nnx.Module]
@@ -53,7 +55,7 @@ class TorchView:
         return getattr(self.modules[parameter.path], parameter.attribute)
 
     def outline(self) -> Outline:
-        """Returns the outline that a folder is fitted to."""
+        """Returns the outline that a folder is matched to."""
         return Outline(
             [one.layer for one in self.layers.values()],
             {name: one.shape for name, one in self.parameters.items()},
@@ -65,21 +67,23 @@ class TorchView:
 def torch_view(
     model: nnx.Module,
     names: Names,
-    held: Iterable[AdaptedWeight] = (),
+    adapted: Iterable[AdaptedWeight] = (),
     stack_axes: Mapping[str, int] | None = None,
 ) -> TorchView:
-    """Returns the model as PyTorch would name and lay it out.
+    """Returns a view of the model with PyTorch's names and layouts.
 
     Args:
-      held: weights beside which adapters stood that have been taken out.
-      stack_axes: along which axes layers are stacked, by path, where that is known.
+      model: the model.
+      names: translates paths to PyTorch's names.
+      adapted: weights that had adapters before these were removed from the model.
+      stack_axes: the axes along which layers are stacked, by path, as far as they are known.
 
     Raises:
-      TypeError: `model` is no nnx module.
-      ValueError: two modules get the same name, or the layers of a stack get none.
+      TypeError: `model` is not an nnx module.
+      ValueError: two modules get the same name, or the layers of a stack cannot be named.
     """
     check_model(model)
-    # The members of a List are what has names; that of a Sequential has none of its own in PyTorch.
+    # The members of an nnx.List have names of their own, and the list itself needs none.
     all_found = [one for one in find_modules(model) if not isinstance(one.module, nnx.List)]
     modules = {found.paths[0]: found.module for found in all_found}
     all_sites, axes = sites(model), stack_axes or {}
@@ -88,20 +92,22 @@ def torch_view(
         for one in all_found
         if (kind := kind_of(one.module))
     ]
-    weight_sites = _weights(model, all_sites, held)
+    weight_sites = _weight_sites(model, all_sites, adapted)
     stacks: dict[str, Stack] = {}
     for site in (*layer_sites, *weight_sites):
         path = site.found.paths[0]
         with named_in_errors(path, "named as in PyTorch"):
             stacks.setdefault(path, site.stack)
-    stacks |= {path: _stack_around(path, stacks, names) for path in modules if path not in stacks}
+    stacks |= {
+        path: _enclosing_stack(path, stacks, names) for path in modules if path not in stacks
+    }
 
     def name_of(path: str, index: Index) -> str:
         return names.module(_without_sequential(path, modules), index)
 
     adaptable = {site.found.paths[0] for site in all_sites if site.is_layer}
     layers: dict[str, TorchLayer] = {}
-    # By a module's path and the layer's index in its stack, then by the weight's name.
+    # By the module's path and the layer's index in its stack, then by the weight's name.
     weights: dict[tuple[str, Index], dict[str, TorchLayer]] = {}
     for site in (*layer_sites, *weight_sites):
         path = site.found.paths[0]
@@ -112,7 +118,7 @@ def torch_view(
                 weights.setdefault((path, index), {})[site.param] = weight
                 if not site.is_layer or path in adaptable:
                     layers[layer.name] = weight
-    layers = _in_order(layers, names)
+    layers = _in_registration_order(layers, names)
     parameters: dict[str, TorchParameter] = {}
     paths_by_name: dict[str, str] = {}
     for found in all_found:
@@ -122,7 +128,7 @@ def torch_view(
             if paths_by_name.get(name, path) != path:
                 raise ValueError(
                     f"names calls two modules {name!r}: the one at {paths_by_name[name]!r} and the "
-                    f"one at {path!r}; expected a name for each"
+                    f"one at {path!r}; expected different names"
                 )
             if alias == path:
                 paths_by_name[name] = path
@@ -147,24 +153,24 @@ def torch_view(
     return TorchView(modules, stacks, layers, parameters, paths_by_name, tied_heads, refusals)
 
 
-def _weights(
-    model: nnx.Module, all_sites: Iterable[Site], held: Iterable[AdaptedWeight]
+def _weight_sites(
+    model: nnx.Module, all_sites: Iterable[Site], adapted: Iterable[AdaptedWeight]
 ) -> list[Site]:
-    """Returns the weights of a model that its modules' own code reads and that PEFT's format has a
-    place for: all that are registered or adapted, but embeddings."""
+    """Returns the weights that modules' own code reads and that PEFT's format can express: all that
+    are registered or adapted, except embeddings."""
     found = {
         site.names[0]: site
         for site in all_sites
         if site.param and not site.is_layer and site.axes and not site.refusal
     }
     by_path = {path: one for one in find_modules(model) for path in one.paths}
-    taken_out = ((one.path, site_of(one, by_path)) for one in held)
-    found |= {path: site for path, site in taken_out if site is not None}
+    removed = ((one.path, site_of(one, by_path)) for one in adapted)
+    found |= {path: site for path, site in removed if site is not None}
     return [one for one in found.values() if not one.is_lookup and one.axes.count("b") <= 1]
 
 
-def _in_order(layers: Mapping[str, TorchLayer], names: Names) -> dict[str, TorchLayer]:
-    """Returns layers by name, with packed experts as PyTorch registers them."""
+def _in_registration_order(layers: Mapping[str, TorchLayer], names: Names) -> dict[str, TorchLayer]:
+    """Returns the layers by name, with packed experts in the order of PyTorch's registration."""
 
     def position(name: str) -> int:
         param = name.rpartition(".")[2]
@@ -175,8 +181,7 @@ def _in_order(layers: Mapping[str, TorchLayer], names: Names) -> dict[str, Torch
 
 
 def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, str]:
-    """Returns the paths of the heads that are None, by the name of the weight that they have in
-    PyTorch."""
+    """Returns the paths of output heads that are None, by the PyTorch name of their weight."""
     paths = [
         "/".join(filter(None, (path, attribute)))
         for path, module in modules.items()
@@ -187,8 +192,8 @@ def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, st
 
 
 def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
-    """Returns the path without "layers" of Sequential: PyTorch's holds its members itself, Flax's
-    in a list of that name."""
+    """Returns the path without the "layers" of each nnx.Sequential: a list that PyTorch's
+    Sequential does not have."""
     parts = path.split("/")
     return "/".join(
         part
@@ -199,9 +204,11 @@ def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
     )
 
 
-def _stack_around(path: str, stacks: Mapping[str, Stack], names: Names) -> Stack:
-    """Returns the stack that a module which cannot be adapted lies in, such as a norm beside the
-    projections: that of the layers and weights that lie in it too."""
+def _enclosing_stack(path: str, stacks: Mapping[str, Stack], names: Names) -> Stack:
+    """Returns the stack of a module that cannot be adapted, such as a norm.
+
+    This is the stack of the layers and weights in the same stacked module.
+    """
     parts = path.split("/")
     for length in range(len(parts) - 1, 0, -1):
         if parts[length - 1] in names.stacks:

@@ -1,4 +1,4 @@
-"""Weights that are tied in a model, and not where PEFT has saved one of them."""
+"""Unties weights that are tied in a model, if a PEFT folder stores only one of them."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from jax_dora.peft.torch_view import TorchView
 
 
 class UntiedEmbed(nnx.Embed):
-    """An `nnx.Embed` whose `attend` multiplies by an array of its own.
+    """An `nnx.Embed` with a separate array for `attend`.
 
     Args:
-      base: the embedding; its array is `attend`'s from now on, whatever becomes of `embedding`.
+      base: the embedding. `attend` uses its current array, even if `embedding` changes later.
     """
 
     def __init__(self, base: nnx.Embed) -> None:
@@ -25,24 +25,30 @@ class UntiedEmbed(nnx.Embed):
         self.head = nnx.Variable(base.embedding.get_value())
 
     def __call__(self, inputs: jax.Array, *args: Any, **options: Any) -> jax.Array:
-        """Looks tokens up as `nnx.Embed` does; a method of its own, so that `apply_dora`
-        refuses the layer, whose `attend` a `DoRAEmbed` would not have."""
+        """Looks up tokens as in `nnx.Embed`."""
+        # This override makes `apply_dora` reject the class: `DoRAEmbed` would lose its `attend`.
         return super().__call__(inputs, *args, **options)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Returns logits [..., vocabulary] of `query` [..., features], by a head of its own."""
+        """Returns logits [..., vocabulary] for `query` [..., features], computed with `head`."""
         query, head = self.promote_dtype((query, self.head[...]), dtype=self.dtype)
         return jax.numpy.dot(query, head.T, out_sharding=out_sharding)
 
 
 def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
-    """Gives the parameters of `fit.untied` arrays of their own. A head that is None becomes an
-    `nnx.Linear`; where the embedding's `attend` may be the head, the embedding becomes an
-    `UntiedEmbed`.
+    """Gives the parameters in `fit.untied` arrays of their own.
+
+    A head that is None becomes an `nnx.Linear`. If the embedding's `attend` may be the head, the
+    embedding becomes an `UntiedEmbed`.
 
     Args:
-      view: of `model`, which is changed in place.
-      config: the folder's.
+      model: the model, which is changed in place.
+      view: the view of `model`.
+      fit: the destinations of the folder's tensors.
+      config: the folder's configuration.
+
+    Raises:
+      NotImplementedError: a parameter to untie belongs to one module with several names.
     """
     for name in fit.untied:
         parameter = view.parameters[name]
@@ -54,7 +60,7 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
         if len(same) > 1 and not heads:
             raise NotImplementedError(
                 f"modules_to_save has {name}, and the module is {' and '.join(same)} at once; "
-                "expected a model that does not share it, as PEFT unties it"
+                "expected a model that does not share the module, since PEFT unties it"
             )
         if not heads:
             variable = view.variable(parameter)
@@ -63,21 +69,23 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
     return replace_modules(model, untied)
 
 
-def refuse_possible_heads(view: TorchView, config: AdapterConfig) -> None:
-    """Refuses to store an embedding that may be the output head too."""
+def check_no_possible_heads(view: TorchView, config: AdapterConfig) -> None:
+    """Raises ValueError if modules_to_save has an embedding that may also be the output head."""
     if names := list(_possible_heads(view, config)):
         raise ValueError(
             f"modules_to_save has {', '.join(names)}, and the model has no head, so that the "
-            "embedding may be it by attend, where PEFT would not tie them; expected an embedding "
-            "that is no head: put jax_dora.peft.UntiedEmbed(embedding) in its place"
+            "embedding's attend may be the head, but PEFT would untie them; expected an embedding "
+            "that is not the head: replace it with jax_dora.peft.UntiedEmbed(embedding)"
         )
 
 
 def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
-    """Returns the embeddings that modules_to_save names, where nothing tells whether one is the
-    head."""
-    lasts = {path.rpartition("/")[2] for path in view.modules}
-    if view.tied_heads or not lasts.isdisjoint(OUTPUT_HEADS) or config.keeps_ties:
+    """Returns the embeddings in modules_to_save that may also be the output head.
+
+    Returns none of them if the model has a head of its own or the configuration keeps ties.
+    """
+    last_parts = {path.rpartition("/")[2] for path in view.modules}
+    if view.tied_heads or not last_parts.isdisjoint(OUTPUT_HEADS) or config.keeps_ties:
         return {}
     return {
         name: one.site.found.module
@@ -87,7 +95,7 @@ def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
 
 
 def _linear(embed: Any) -> nnx.Linear:
-    """Returns the head that `embed.attend` is."""
+    """Returns an output head that computes the same as `embed.attend`."""
     kernel = embed.embedding.get_value().T
     return nnx.Linear(
         *kernel.shape,

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's interface writes them: whole, or as events while they come."""
+"""Formats answers as OpenAI's interface does: as a whole, or as a stream of events."""
 
 import json
 import time
@@ -11,18 +11,31 @@ from tokenizers import Tokenizer
 from jax_dora.models.text import TextStream
 from jax_dora.serve.request import Piece, Token
 
-NUMBER = "token_id:"  # begins the name of a token that is no whole letters
+TOKEN_ID_PREFIX = "token_id:"  # for the name of a token that is not valid text on its own
 
 
 class Writer:
-    """Writes one answer; `Completion` and `Chat` differ in where the text stands."""
+    """Formats one answer. The subclasses `Completion` and `Chat` differ in the fields for the text.
+
+    Attributes:
+      kind: the "object" field of an answer.
+      event_kind: the "object" field of an event.
+      prefix: the beginning of the "id" field.
+      continues_prompt: whether the text of the answer continues the text of the prompt.
+    """
 
     kind, event_kind, prefix = "", "", ""
-    continues = False  # the prompt's text
+    continues_prompt = False
 
-    def __init__(self, model: str, tokenizer: Tokenizer, prompt: int, tells: bool) -> None:
-        # The prompt's tokens, and whether the answer's probabilities are told.
-        self._tokenizer, self._prompt, self._tells = tokenizer, prompt, tells
+    def __init__(self, model: str, tokenizer: Tokenizer, prompt: int, has_logprobs: bool) -> None:
+        """
+        Args:
+          model: the name of the model or adapter.
+          tokenizer: the model's tokenizer.
+          prompt: the number of tokens of the prompt.
+          has_logprobs: whether the answer has log probabilities.
+        """
+        self._tokenizer, self._prompt, self._has_logprobs = tokenizer, prompt, has_logprobs
         self._count = 0
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -31,26 +44,28 @@ class Writer:
         }
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Returns the answer that the pieces are."""
+        """Returns the body of a response with a whole answer."""
         tokens = [token for piece in pieces for token in piece.tokens]
         self._count = len(tokens)
         text = "".join(piece.text for piece in pieces)
-        choice = self._choice(text) | self._rest(tokens, pieces[-1].finish)
+        choice = self._choice(text) | self._common_fields(tokens, pieces[-1].finish)
         head = self._head | {"object": self.kind}
         return head | {"choices": [choice], "usage": self._usage()}
 
     def event(self, piece: Piece) -> str:
-        """Returns the event of a piece; "" where nothing can be said by now."""
+        """Returns the event of a piece; "" if the piece has nothing to report."""
         self._count += len(piece.tokens)
-        if not piece.text and piece.finish is None and not (self._tells and piece.tokens):
+        if not piece.text and piece.finish is None and not (self._has_logprobs and piece.tokens):
             return ""
-        choice = self._event_choice(piece.text) | self._rest(piece.tokens, piece.finish)
+        choice = self._event_choice(piece.text) | self._common_fields(piece.tokens, piece.finish)
         return self._event([choice])
 
     def usage_event(self) -> str:
+        """Returns the event with the numbers of tokens."""
         return self._event([], usage=self._usage())
 
     def first_events(self) -> list[str]:
+        """Returns the events before those of the first piece."""
         return []
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
@@ -63,9 +78,9 @@ class Writer:
             "total_tokens": self._prompt + self._count,
         }
 
-    def _rest(self, tokens: Sequence[Token], finish: str | None) -> dict[str, Any]:
-        told = self._probabilities(tokens) if self._tells else None
-        return {"index": 0, "logprobs": told, "finish_reason": finish}
+    def _common_fields(self, tokens: Sequence[Token], finish: str | None) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens) if self._has_logprobs else None
+        return {"index": 0, "logprobs": logprobs, "finish_reason": finish}
 
     def _choice(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -73,17 +88,19 @@ class Writer:
     def _event_choice(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _probabilities(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         raise NotImplementedError
 
     def _name(self, token: int) -> str:
-        """Returns the token's text; of one that is no whole letters, its number."""
+        """Returns the token's text, or its id if the token is not valid text on its own."""
         text = self._text(token, skip_special_tokens=False)
-        return f"{NUMBER}{token}" if "\ufffd" in text or not text else text
+        return f"{TOKEN_ID_PREFIX}{token}" if "\ufffd" in text or not text else text
 
     def _text(self, token: int, *, skip_special_tokens: bool) -> str:
-        """Returns what the token adds to itself, since some decoders take the first space of a text
-        away."""
+        """Returns the text that a second copy of the token adds to the first.
+
+        Some decoders remove a space at the beginning of a text, so the first copy does not count.
+        """
         once, twice = (
             self._tokenizer.decode([token] * count, skip_special_tokens=skip_special_tokens)
             for count in (1, 2)
@@ -92,58 +109,62 @@ class Writer:
 
 
 class Completion(Writer):
-    """Writes what follows a text."""
+    """Formats a completion of a text."""
 
     kind = event_kind = "text_completion"
     prefix = "cmpl"
-    continues = True
+    continues_prompt = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offset = 0
-        self._letters = TextStream(self._tokenizer)  # of tokens that are no whole ones
+        # The text of tokens that are valid text only together.
+        self._partial_text = TextStream(self._tokenizer)
 
     def _choice(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
     _event_choice = _choice
 
-    def _probabilities(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         names = [self._name(one.token) for one in tokens]
         return {
             "tokens": names,
             "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [self._likeliest(one) for one in tokens],
+            "top_logprobs": [self._top_logprobs(one) for one in tokens],
             "text_offset": [
-                self._place(one.token, name) for one, name in zip(tokens, names, strict=True)
+                self._next_offset(one.token, name) for one, name in zip(tokens, names, strict=True)
             ],
         }
 
-    def _place(self, token: int, name: str) -> int:
-        """Returns where in the text the next token begins; a part of a letter, where that does."""
-        is_part = name.startswith(NUMBER)
-        if not is_part:
-            self._offset += len(self._letters.end())
-            self._letters = TextStream(self._tokenizer)
-        place = self._offset
-        # Special tokens have names, and no place in the text.
-        if is_part:
-            self._offset += len(self._letters.add(token))
-        else:
-            self._offset += len(self._text(token, skip_special_tokens=True))
-        return place
+    def _next_offset(self, token: int, name: str) -> int:
+        """Returns the offset in the text where the token begins, and advances it past the token.
 
-    def _likeliest(self, one: Token) -> dict[str, float]:
-        named: dict[str, float] = {}
-        for other in one.likeliest:
-            name = self._name(other.token)
-            # Several tokens may have one text.
-            named[f"{NUMBER}{other.token}" if name in named else name] = other.logprob
-        return named
+        The offset of a token that is a part of a character is that of the character.
+        """
+        is_partial = name.startswith(TOKEN_ID_PREFIX)
+        if not is_partial:
+            self._offset += len(self._partial_text.end())
+            self._partial_text = TextStream(self._tokenizer)
+        offset = self._offset
+        if is_partial:
+            self._offset += len(self._partial_text.add(token))
+        else:
+            # Special tokens have names, but take no space in the text.
+            self._offset += len(self._text(token, skip_special_tokens=True))
+        return offset
+
+    def _top_logprobs(self, token: Token) -> dict[str, float]:
+        logprobs: dict[str, float] = {}
+        for one in token.alternatives:
+            name = self._name(one.token)
+            # Several tokens can have the same text.
+            logprobs[f"{TOKEN_ID_PREFIX}{one.token}" if name in logprobs else name] = one.logprob
+        return logprobs
 
 
 class Chat(Writer):
-    """Writes the assistant's next message."""
+    """Formats the assistant's next message of a chat."""
 
     kind, event_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -157,22 +178,22 @@ class Chat(Writer):
     def _event_choice(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
-    def _probabilities(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         content = [
-            self._entry(one) | {"top_logprobs": [self._entry(other) for other in one.likeliest]}
+            self._entry(one) | {"top_logprobs": [self._entry(other) for other in one.alternatives]}
             for one in tokens
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, one: Token) -> dict[str, Any]:
         name = self._name(one.token)
-        is_text = not name.startswith(NUMBER)
+        is_text = not name.startswith(TOKEN_ID_PREFIX)
         encoded = list(name.encode()) if is_text else None
         return {"token": name, "logprob": one.logprob, "bytes": encoded}
 
 
 def event(body: dict[str, Any]) -> str:
-    """Returns a server-sent event."""
+    """Returns a server-sent event with a JSON body."""
     return f"data: {json.dumps(body)}\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Errors of requests, in the shape that OpenAI's interface gives them."""
+"""Errors of requests, in the format of OpenAI's interface."""
 
 from typing import Any
 
@@ -17,7 +17,14 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """Ends a request with a status, a message, the field that is wrong and a word for programs."""
+    """An error that ends a request.
+
+    Attributes:
+      status: the HTTP status.
+      message: the message for people.
+      param: the request field with the error, or None.
+      code: a short name of the error for programs, or None.
+    """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -26,13 +33,14 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
+        """Returns the body of the response."""
         kind = TYPES.get(self.status, TYPES[400])
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
-def wrong(param: str, value: object, expected: str) -> ApiError:
-    """Returns the error for a field of a wrong value."""
-    told = repr(value)
-    told = told if len(told) <= 100 else f"{told[:100]}…"
-    return ApiError(400, f"{param} is {told}; expected {expected}", param=param)
+def invalid_field(param: str, value: object, expected: str) -> ApiError:
+    """Returns the error for a field with an invalid value."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}…"
+    return ApiError(400, f"{param} is {shown}; expected {expected}", param=param)

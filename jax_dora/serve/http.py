@@ -15,18 +15,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dora_common.fields import each_once
-from jax_dora.serve import fields as bodies
+from dora_common.fields import reject_duplicate_fields
+from jax_dora.serve import body as bodies
 from jax_dora.serve import metrics
 from jax_dora.serve.answers import DONE, Chat, Completion, Writer, event
+from jax_dora.serve.body import Fields
 from jax_dora.serve.errors import ApiError
-from jax_dora.serve.fields import Fields
 from jax_dora.serve.request import Piece
 from jax_dora.serve.service import Service
 
 BODY_SECONDS = 30.0
-# Refused before the body was read to its end, which an open connection would go on taking in.
-UNREAD = (401, 404, 405, 408, 413, 415)
+# These errors can be sent before the whole body was received. The connection is then closed, since
+# the server would otherwise have to receive the rest of the body.
+CLOSING_STATUSES = (401, 404, 405, 408, 413, 415)
 Ready = Callable[[], bool]
 Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
 
@@ -34,8 +35,15 @@ Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
 def make_app(
     service: Service, *, lifespan: Lifespan, ready: Ready, api_key: str | None, body_bytes: int
 ) -> ASGIApp:
-    """Returns the application; `lifespan` runs engine and adapters while it serves, and `ready`
-    says whether both run."""
+    """Returns the ASGI application.
+
+    Args:
+      service: answers the requests.
+      lifespan: a context in which the engine and the scans of adapters run.
+      ready: returns whether the engine is running.
+      api_key: the key that clients have to send, or None.
+      body_bytes: the maximum size of a request's body.
+    """
     handlers = _Handlers(service, ready, body_bytes)
     routes = [
         Route("/v1/models", handlers.models, methods=["GET"]),
@@ -46,28 +54,30 @@ def make_app(
         Route("/health", handlers.health, methods=["GET"]),
     ]
 
-    async def refuse(request: Request, error: Exception) -> Response:
+    async def respond(request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
-            error = _of_starlette(request, error)
+            error = _as_api_error(request, error)
         service.engine.metrics.refused.labels(error.status).inc()
-        return _json(error.body(), error.status, close=error.status in UNREAD)
+        return _json(error.body(), error.status, close=error.status in CLOSING_STATUSES)
 
-    handled: Any = dict.fromkeys((ApiError, 404, 405, 500), refuse)
+    handled: Any = dict.fromkeys((ApiError, 404, 405, 500), respond)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
-    return app if api_key is None else _Key(app, api_key, service.engine.metrics.refused)
+    return app if api_key is None else _RequireKey(app, api_key, service.engine.metrics.refused)
 
 
-def _of_starlette(request: Request, error: Exception) -> ApiError:
+def _as_api_error(request: Request, error: Exception) -> ApiError:
     match getattr(error, "status_code", 500):
         case 404:
-            told = f"There is no {request.url.path[:200]!r} here"
-            return ApiError(404, told, code="unknown_url")
+            message = f"There is no {request.url.path[:200]!r} on this server"
+            return ApiError(404, message, code="unknown_url")
         case 405:
-            return ApiError(405, f"{request.url.path} takes no {request.method[:20]}")
-    return ApiError(500, "the server made a mistake; see its log")
+            return ApiError(405, f"{request.url.path} does not support {request.method[:20]}")
+    return ApiError(500, "internal server error; see the server's log")
 
 
 class _Handlers:
+    """The handlers of the routes."""
+
     def __init__(self, service: Service, ready: Ready, body_bytes: int) -> None:
         self._service, self._ready, self._body_bytes = service, ready, body_bytes
 
@@ -84,7 +94,7 @@ class _Handlers:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._service.served(name)
+        self._service.adapter(name)  # raises an error for an unknown name
         return _json(_model(name, self._service.name))
 
     async def completions(self, request: Request) -> Response:
@@ -94,69 +104,81 @@ class _Handlers:
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, bodies.chat, self._service.chat_tokens, Chat)
 
-    async def _answer[Asked](
+    async def _answer[Prompt](
         self,
         request: Request,
-        read: Callable[[Any], tuple[Fields, Asked]],
-        tokens: Callable[[Asked], list[int]],
+        parse: Callable[[Any], tuple[Fields, Prompt]],
+        tokenize: Callable[[Prompt], list[int]],
         kind: type[Writer],
     ) -> Response:
+        """Answers a completion or a chat.
+
+        Args:
+          request: the request.
+          parse: parses the body into fields and the prompt, which is a text or messages.
+          tokenize: converts the prompt to tokens.
+          kind: formats the answer.
+        """
         service, body = self._service, await self._body(request)
         try:
-            fields, asked = read(json.loads(body, object_pairs_hook=each_once))
+            fields, prompt = parse(json.loads(body, object_pairs_hook=reject_duplicate_fields))
         except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON: {str(error)[:200]}") from error
-        served = service.served(fields.model)
-        # Long texts take their time, in which others are answered.
-        prompt = await asyncio.to_thread(tokens, asked)
+            raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}") from error
+        adapter = service.adapter(fields.model)
+        # In a thread, since long prompts take time, and other requests must not wait.
+        tokens = await asyncio.to_thread(tokenize, prompt)
         pieces = _Pieces()
-        answer = service.submit(fields, served, prompt, pieces.put, continues=kind.continues)
+        answer = service.submit(
+            fields, adapter, tokens, pieces.put, continues_prompt=kind.continues_prompt
+        )
         cancel = functools.partial(service.engine.cancel, answer)
-        tells = fields.style.logprobs is not None
-        writer = kind(fields.model, service.tokenizer, len(prompt), tells)
+        has_logprobs = fields.sampling.logprobs is not None
+        writer = kind(fields.model, service.tokenizer, len(tokens), has_logprobs)
         if fields.stream:
-            return _Events(pieces, writer, fields.include_usage, cancel)
+            return _EventStream(pieces, writer, fields.include_usage, cancel)
         try:
-            return await _whole(request, pieces, writer)
+            return await _whole_answer(request, pieces, writer)
         finally:
             cancel()
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # Also what keeps a page in a browser from asking unnoticed: this type needs its leave.
+            # This also prevents requests from other web sites: for this type, a browser first asks
+            # the server for permission.
             raise ApiError(415, f"content-type is {kind[:100]!r}; expected application/json")
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return await self._bounded(request)
+                return await self._bounded_body(request)
         except TimeoutError:
             raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
         except ClientDisconnect:
-            raise ApiError(400, "the client left") from None
+            raise ApiError(400, "the client has disconnected") from None
 
-    async def _bounded(self, request: Request) -> bytes:
-        most, given, size = self._body_bytes, bytearray(), 0
+    async def _bounded_body(self, request: Request) -> bytes:
+        limit, body, size = self._body_bytes, bytearray(), 0
         async for part in request.stream():
             size += len(part)
-            if size <= most:
-                given += part
-            # A client reads its answer only once it has sent all; up to some size it may.
-            elif size > 16 * most:
+            if size <= limit:
+                body += part
+            # Clients read the response only after they have sent the whole body. So up to 16 times
+            # the limit is received and dropped.
+            elif size > 16 * limit:
                 break
-        if size > most:
-            raise ApiError(413, f"the body has more than {most} bytes, which is this server's most")
-        return bytes(given)
+        if size > limit:
+            raise ApiError(413, f"the body has more than {limit} bytes, this server's maximum")
+        return bytes(body)
 
 
 class _Pieces:
-    """The pieces of an answer, from the engine's thread to this loop."""
+    """A queue for the pieces of an answer, from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece] = asyncio.Queue()
 
     def put(self, piece: Piece) -> None:
-        # A loop that is closed has nobody left to tell.
+        # The loop may be closed already, and then nobody waits for the piece.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
 
@@ -168,8 +190,8 @@ class _Pieces:
                 return
 
 
-class _Events(StreamingResponse):
-    """Server-sent events of an answer. However it ends, the answer's row is free then."""
+class _EventStream(StreamingResponse):
+    """An answer as server-sent events. Cancels the request at the end, so that its row is freed."""
 
     def __init__(
         self, pieces: _Pieces, writer: Writer, include_usage: bool, cancel: Callable[[], None]
@@ -188,47 +210,47 @@ class _Events(StreamingResponse):
             self._cancel()
 
     async def _events(self, writer: Writer, include_usage: bool) -> AsyncIterator[str]:
-        for one in writer.first_events():
-            yield one
+        for first in writer.first_events():
+            yield first
         async for piece in self._pieces:
             if piece.finish in ("error", "cancelled"):
-                yield event(ApiError(500, piece.error or "the server ended").body())
+                yield event(ApiError(500, piece.error or "the server has stopped").body())
                 return
-            if told := writer.event(piece):
-                yield told
+            if text := writer.event(piece):
+                yield text
         if include_usage:
             yield writer.usage_event()
         yield DONE
 
 
-async def _whole(request: Request, pieces: _Pieces, writer: Writer) -> Response:
-    """Waits for the whole answer, or until the client hangs up."""
+async def _whole_answer(request: Request, pieces: _Pieces, writer: Writer) -> Response:
+    """Waits for the whole answer, or until the client disconnects."""
 
     async def collect() -> list[Piece]:
         return [piece async for piece in pieces]
 
     collected = asyncio.create_task(collect())
-    gone = asyncio.create_task(_hang_up(request))
+    disconnected = asyncio.create_task(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((collected, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((collected, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not collected.done():
-            return Response(status_code=499)  # nobody reads it
-        found = await collected
+            return Response(status_code=499)  # the client does not receive it
+        answer = await collected
     finally:
-        for task in (collected, gone):
+        for task in (collected, disconnected):
             task.cancel()
-    if found[-1].finish in ("error", "cancelled"):
-        raise ApiError(500, found[-1].error or "the server ended")
-    return _json(writer.whole(found))
+    if answer[-1].finish in ("error", "cancelled"):
+        raise ApiError(500, answer[-1].error or "the server has stopped")
+    return _json(writer.whole(answer))
 
 
-async def _hang_up(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-class _Key:
-    """Lets nobody in who does not know the key, but to /health."""
+class _RequireKey:
+    """Middleware that rejects requests without the API key, except to /health."""
 
     def __init__(self, app: ASGIApp, key: str, refused: Counter) -> None:
         self._app, self._key, self._refused = app, key.encode(), refused
@@ -239,8 +261,8 @@ class _Key:
             scheme, _, key = given.partition(b" ")
             is_known = secrets.compare_digest(key.strip(), self._key)
             if scheme.lower() != b"bearer" or not is_known:
-                told = "The API key is missing or wrong; expected 'Authorization: Bearer KEY'"
-                error = ApiError(401, told, code="invalid_api_key")
+                message = "The API key is missing or wrong; expected 'Authorization: Bearer KEY'"
+                error = ApiError(401, message, code="invalid_api_key")
                 self._refused.labels(401).inc()
                 await _json(error.body(), 401, close=True)(scope, receive, send)
                 return
@@ -254,5 +276,5 @@ def _model(name: str, base: str) -> dict[str, Any]:
 
 def _json(body: Any, status: int = 200, *, close: bool = False) -> Response:
     headers = {"connection": "close"} if close else None
-    # In ASCII: a client may have sent halves of letters, which its error tells of.
+    # json.dumps escapes all but ASCII, including lone surrogates that an error message may quote.
     return Response(json.dumps(body), status, headers, media_type="application/json")

@@ -1,28 +1,30 @@
-"""The requests that the engine gets, and the answers that it gives."""
+"""The requests that the engine receives, and the answers that it returns."""
 
 import dataclasses
 import time
 from collections.abc import Callable
 
 from jax_dora.models.text import TextStream
-from jax_dora.serve.adapters import Served
+from jax_dora.serve.adapters import ServedAdapter
 
-TOP_LOGPROBS = 20  # the most that may be asked for, as in OpenAI's interface
+TOP_LOGPROBS = 20  # the largest number that may be requested, as in OpenAI's interface
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A token of an answer, or that it might have had.
+    """A generated token, or an alternative to one.
 
     Attributes:
-      logprob: the logarithm of its probability before temperature and top_p; NaN where none was
-        asked for.
-      likeliest: in its place, so many as were asked for, the likeliest first.
+      token: the token's id.
+      logprob: the logarithm of its probability, before temperature and top_p are applied; NaN if
+        the request does not ask for it.
+      alternatives: the most likely tokens at the same position, the most likely first; as many as
+        requested.
     """
 
     token: int
     logprob: float
-    likeliest: tuple["Token", ...] = ()
+    alternatives: tuple["Token", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +32,11 @@ class Piece:
     """A part of an answer.
 
     Attributes:
-      text: what can be said by now: nothing that a stop string may yet take back.
-      tokens: those drawn since the last piece.
-      finish: "stop" or "length" on an answer's last piece; "error" where it could not be given.
-      error: why not.
+      text: the text that is final; the beginning of a possible stop string is held back.
+      tokens: the tokens since the last piece.
+      finish: None except in an answer's last piece, which has "stop", "length", "cancelled", or
+        "error" if the request failed.
+      error: the reason for "error".
     """
 
     text: str = ""
@@ -43,15 +46,18 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Style:
-    """The settings by which an answer is drawn and ended, and what is reported of its tokens.
+class SamplingParams:
+    """How the tokens of an answer are chosen, what ends it, and what is reported about its tokens.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_p: of the likeliest tokens alone that have this probability together (arXiv 1904.09751).
-      seed: of the draws, 64 bits. They depend on it and on the place in the text, on nothing else.
-      stop: texts before which an answer ends.
-      logprobs: how many of the likeliest tokens are told with each; None for no probabilities.
+      temperature: the divisor of the logits; 0 for greedy decoding.
+      top_p: tokens are drawn from the most likely ones with this total probability (arXiv
+        1904.09751).
+      seed: the seed of the random draws, with 64 bits. A draw depends only on the logits, the seed
+        and the position in the text.
+      stop: strings that end the answer, which are not part of it.
+      logprobs: the number of most likely tokens to report at each position; None for no
+        probabilities.
     """
 
     temperature: float = 0.0
@@ -63,44 +69,50 @@ class Style:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, and how it is continued.
+    """A prompt, and how to continue it.
 
     Attributes:
-      prompt: its tokens, one or more.
-      max_tokens: the answer has at most so many.
-      sink: is called with every `Piece` as it comes, from the engine's thread.
-      adapter: None for the base alone.
-      continues: whether the answer's text goes on from the prompt's, with the space between them.
-      asked: when it came, by `time.monotonic`.
+      prompt: the prompt's tokens, at least one.
+      max_tokens: the maximum number of tokens of the answer.
+      sink: a function that the engine calls in its thread with every `Piece`.
+      adapter: the adapter to use; None for the base model.
+      sampling: how the answer is generated.
+      continues_prompt: whether the answer continues the prompt's text, so that a space between them
+        belongs to the answer.
+      arrival: when the request arrived, by `time.monotonic`.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
     sink: Callable[[Piece], None]
-    adapter: Served | None = None
-    style: Style = Style()
-    continues: bool = False
-    asked: float = dataclasses.field(default_factory=time.monotonic)
+    adapter: ServedAdapter | None = None
+    sampling: SamplingParams = SamplingParams()
+    continues_prompt: bool = False
+    arrival: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Answer:
-    """A request on its way through the engine; what `Engine.submit` gives, to be cancelled by."""
+    """The state of a request in the engine, returned by `Engine.submit`."""
 
     def __init__(self, request: Request, stream: TextStream) -> None:
         self.request, self.stream = request, stream
         self.row = -1
-        self.read = 0  # tokens of the prompt that the device was given
+        self.prefilled = 0  # prompt tokens that were given to the device
         self.launched = 0  # tokens that the device was asked to draw
-        self.drawn = 0  # of those, what was said
-        self.overtaken = 0
-        self.is_cancelled = self.is_over = False
+        self.drawn = 0  # tokens that the device has drawn and the engine has processed
+        self.overtaken = 0  # later requests that got a row while this one waited for a slot
+        self.is_cancelled = self.is_finished = False
 
     @property
-    def left(self) -> int:
-        """Returns how many tokens of the prompt are yet to be read."""
-        return len(self.request.prompt) - self.read
+    def prompt_left(self) -> int:
+        """The number of prompt tokens that the device has yet to process."""
+        return len(self.request.prompt) - self.prefilled
 
     @property
-    def is_going(self) -> bool:
-        """Returns whether its next step draws a token."""
-        return not self.is_over and not self.left and self.launched < self.request.max_tokens
+    def is_decoding(self) -> bool:
+        """Whether the next decoding step draws a token for this request."""
+        return (
+            not self.is_finished
+            and not self.prompt_left
+            and self.launched < self.request.max_tokens
+        )

@@ -1,4 +1,4 @@
-"""A server of a model's folder: what `jax-dora serve` runs."""
+"""The server that `jax-dora serve` runs."""
 
 import asyncio
 import contextlib
@@ -24,43 +24,45 @@ from jax_dora.serve.adapters import Adapters
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.http import make_app
 from jax_dora.serve.metrics import Metrics
+from jax_dora.serve.runner import ModelRunner, make_bank, warm_up
 from jax_dora.serve.service import Service
-from jax_dora.serve.slots import Slots, make_bank, warm_up
 
-# Longer than clients keep a connection that they do not use (OpenAI's and httpx: 5 s): otherwise a
-# request may meet its end.
+# How long the server keeps an idle connection open. It has to be longer than clients do (OpenAI's
+# client and httpx: 5 s), or a client may send a request while the server closes the connection.
 KEEP_ALIVE_SECONDS = 30
-# Nobody waits longer for what a client that has connected asks first.
+# A connection is closed if its first request does not arrive within this time.
 FIRST_REQUEST_SECONDS = 30
-# Of those to end within, so many are for telling who is still waiting that nothing more comes.
+# The part of the drain time that is reserved for sending errors to the remaining clients.
 LAST_SECONDS = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings that a server is started with.
+    """The settings of a server.
 
     Attributes:
-      model: a Hugging Face folder.
-      adapters: the folder of which every folder is an adapter, by its name; None for the base only.
-      name: the base model's; its folder's by default.
-      dtype: of the base; config.json's by default.
-      mesh: devices that share every request, as {"tp": 2}, or "auto" for all; None for one alone.
-      quantize, act_qtype: what the base's projections are quantised to as they are read, and what
-        they take, as `load_model`'s.
-      slots, max_rank: of the bank: so many adapters at a time, of ranks up to this.
-      batch: requests that are answered at a time.
-      max_length: tokens of a prompt and its answer together; 2048 by default, or the model's most
-        if that is less.
-      chunk: tokens of prompts that are read between two steps.
-      queue: requests that may wait.
-      api_key: what clients have to know.
-      body_bytes: of a request.
-      scan_seconds: between looks at the folder of adapters.
-      drain_seconds: for answers that are under way when the server is told to end.
+      model: the Hugging Face folder of the base model.
+      adapters: a folder with one subfolder for each adapter; None for the base model only.
+      name: the name of the base model; the name of its folder by default.
+      dtype: the dtype of the base model; the dtype in config.json by default.
+      mesh: the devices that compute every request together, such as {"tp": 2}, or "auto" for all
+        devices; None for a single device.
+      quantize, act_qtype: the formats of the base model's projections and of their inputs, as in
+        `load_model`.
+      host, port: the address of the server; port 0 for any free port.
+      slots, max_rank: the number of adapters in the bank at a time, and their largest rank.
+      batch: the number of requests that are answered at a time.
+      max_length: the maximum number of tokens of a prompt and its answer together; 2048 by default,
+        or the model's maximum if that is smaller.
+      chunk: the number of prompt tokens that are processed between two decoding steps.
+      queue: the maximum number of waiting requests.
+      api_key: the key that clients have to send; None for no key.
+      body_bytes: the maximum size of a request's body.
+      scan_seconds: the time between two scans of the folder of adapters.
+      drain_seconds: the maximum time to finish running requests after the server is stopped.
 
     Raises:
-      ValueError: name is empty, or max_length has no room for a prompt and an answer.
+      ValueError: name is empty, or max_length is below 2.
     """
 
     model: Path
@@ -85,7 +87,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.name == "":
-            raise ValueError("name is ''; expected one, or None for that of the model's folder")
+            raise ValueError("name is ''; expected a name, or None for that of the model's folder")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(
                 f"max_length is {self.max_length}; expected 2 or more, for a token of a prompt and "
@@ -94,7 +96,7 @@ class Settings:
 
 
 class _Connection(H11Protocol):
-    """A client's connection, closed if no request comes."""
+    """A client's connection, which is closed if the client sends no request."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -106,30 +108,33 @@ class _Connection(H11Protocol):
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Returns a socket at the address that the settings name.
+    """Returns a socket that listens at the address in the settings.
 
     Raises:
-      OSError: it is taken, or not to be had.
+      OSError: the address is in use or not available.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
 
 
 class Server:
-    """Loads and compiles what it serves when it is made; `run` serves until a signal or `stop`."""
+    """A server. The constructor loads and compiles the model; `run` serves until `stop`."""
 
     def __init__(self, settings: Settings, *, tell: Callable[[str], None] = print) -> None:
         """
         Args:
-          tell: is called with every line that the one who runs it should read.
+          settings: the settings.
+          tell: a function that is called with lines of text for the operator of the server.
 
         Raises:
-          FileNotFoundError, ValueError, NotImplementedError: the model's folder cannot be served.
+          FileNotFoundError, ValueError, NotImplementedError: the model cannot be served.
         """
         self.settings, self._tell = settings, tell
         folder = settings.model
         if settings.adapters is not None and not settings.adapters.is_dir():
-            raise FileNotFoundError(f"{settings.adapters} is no folder; expected one of adapters")
+            raise FileNotFoundError(
+                f"{settings.adapters} is no folder; expected a folder of adapters"
+            )
         config = read_config(folder)
         texts = Texts.of(folder, config)
         length = settings.max_length
@@ -145,24 +150,26 @@ class Server:
         )
         self.metrics = metrics = Metrics()
         bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
-        slots = Slots(model, bank, settings.batch, length, settings.chunk)
+        runner = ModelRunner(model, bank, settings.batch, length, settings.chunk)
         name = folder.resolve().name if settings.name is None else settings.name
         read = bank and (lambda folder: bank.bank.read(folder))
-        self.adapters = Adapters(settings.adapters, read, taken=name, metrics=metrics, tell=tell)
+        self.adapters = Adapters(
+            settings.adapters, read, base_name=name, metrics=metrics, tell=tell
+        )
         tokenizer = texts.tokenizer
         options = {"queue": settings.queue, "metrics": metrics}
-        self.engine = Engine(slots, bank, tokenizer, texts.ends, **options)
-        known = min(tokenizer.get_vocab_size(), model.config.vocab_size)
-        self.service = Service(name, self.engine, self.adapters, tokenizer, texts.template, known)
-        # In a thread, as the engine runs: whatever JAX is told in this one alone, such as a context
-        # manager's precision, makes other programs.
+        self.engine = Engine(runner, bank, tokenizer, texts.ends, **options)
+        vocab = min(tokenizer.get_vocab_size(), model.config.vocab_size)
+        self.service = Service(name, self.engine, self.adapters, tokenizer, texts.template, vocab)
+        # In another thread, like the engine's: JAX settings of this thread, such as a context
+        # manager's precision, would compile other programs than those that the engine uses.
         with ThreadPoolExecutor(1) as thread:
             if bank is not None:
                 thread.submit(warm_up, bank, model).result()
-            thread.submit(slots.warm_up).result()
+            thread.submit(runner.warm_up).result()
         self.adapters.scan(settle=False)
         self.failed = ""
-        self._ends = threading.Event()
+        self._stopped = threading.Event()
         app = make_app(
             self.service,
             lifespan=self._lifespan,
@@ -170,15 +177,15 @@ class Server:
             api_key=settings.api_key,
             body_bytes=settings.body_bytes,
         )
-        # Bounds what is open and not answered: bodies under way, and clients yet to ask.
-        most = 2 * (settings.queue + settings.batch) + 64
+        # Also bounds requests whose bodies are incomplete, and connections without a request.
+        max_connections = 2 * (settings.queue + settings.batch) + 64
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,
                 http=_Connection,
                 lifespan="on",
                 log_level="warning",
-                limit_concurrency=most,
+                limit_concurrency=max_connections,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=max(settings.drain_seconds, LAST_SECONDS),
             )
@@ -187,70 +194,71 @@ class Server:
         self._socket: socket.socket | None = None
 
     def bind(self) -> tuple[str, int]:
-        """Takes the address, and returns it; with port 0 the system chooses one.
+        """Opens the socket, and returns its address. With port 0, the system chooses a port.
 
         Raises:
-          OSError: it is taken, or not to be had.
+          OSError: the address is in use or not available.
         """
         self._socket = listen(self.settings)
         return self._socket.getsockname()[:2]
 
     def run(self) -> bool:
-        """Serves until SIGTERM, SIGINT or `stop`; returns whether it ended in good order.
+        """Serves until SIGTERM, SIGINT or `stop`; returns False if the engine has failed.
 
-        Answers that are under way are finished first, for at most `drain_seconds`.
+        Before it returns, running requests are finished, for at most `drain_seconds`.
         """
         if self._socket is None:
             self.bind()
         assert self._socket is not None
         on_main = threading.current_thread() is threading.main_thread()
-        # Uvicorn sends itself the signal again when it has ended, to whoever had it before.
-        before = signal.signal(signal.SIGTERM, lambda *_: None) if on_main else None
+        # Uvicorn raises the signal again at its end, for the handler from before. This handler
+        # ignores it, so that SIGTERM does not kill the process.
+        previous = signal.signal(signal.SIGTERM, lambda *_: None) if on_main else None
         try:
             self._uvicorn.run(sockets=[self._socket])
         finally:
             if on_main:
-                signal.signal(signal.SIGTERM, before)
+                signal.signal(signal.SIGTERM, previous)
         return not self.failed
 
     def stop(self) -> None:
-        """Ends `run`, from any thread."""
+        """Makes `run` return. This may be called from any thread."""
         self._uvicorn.should_exit = True
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Any) -> AsyncIterator[None]:
-        thread = threading.Thread(target=self._answer, name="engine")
+        thread = threading.Thread(target=self._run_engine, name="engine")
         thread.start()
-        watching = asyncio.create_task(self._watch())
+        scans = asyncio.create_task(self._scan_adapters())
         try:
             yield
         finally:
-            watching.cancel()
-            self._ends.set()
+            scans.cancel()
+            self._stopped.set()
             await asyncio.to_thread(thread.join)
 
-    async def _watch(self) -> None:
+    async def _scan_adapters(self) -> None:
         while True:
             await asyncio.sleep(self.settings.scan_seconds)
             try:
                 await asyncio.to_thread(self.adapters.scan)
-            except Exception:  # the next look may go better
-                self._tell(f"the folder of adapters: {traceback.format_exc()}")
+            except Exception:  # the next scan may succeed
+                self._tell(f"the scan of the adapters failed: {traceback.format_exc()}")
 
-    def _answer(self) -> None:
+    def _run_engine(self) -> None:
         try:
-            while not self._ends.is_set() and not self._is_drained():
+            while not self._stopped.is_set() and not self._is_drained():
                 if not self.engine.turn():
                     self.engine.wait(0.05)
-            self.engine.fail("the server ends")
-        except Exception as error:  # the arrays may be gone: nothing can be answered any more
+            self.engine.fail("the server has stopped")
+        except Exception as error:  # donated arrays may be lost, so the engine cannot continue
             self.failed = f"{type(error).__name__}: {error}"
             self._tell(traceback.format_exc())
             self.engine.fail("the engine has failed; see the server's log")
             self.stop()
 
     def _is_drained(self) -> bool:
-        """Returns whether the server is ending, and answers under way have had their time."""
+        """Returns whether the server is stopping and the time for running requests is over."""
         if self._uvicorn.should_exit and self._drains_until == math.inf:
             seconds = self.settings.drain_seconds - LAST_SECONDS
             self._drains_until = time.monotonic() + seconds
@@ -258,15 +266,15 @@ class Server:
 
 
 def _sharding(settings: Settings, config: dict[str, Any]) -> DecoderSharding | None:
-    """Returns how the model lies on several devices; None for one alone."""
+    """Returns how the model is sharded over several devices; None for a single device."""
     mesh = settings.mesh
     if mesh is None:
         return None
     sizes: dict[str, Any] = {"tp": jax.device_count()} if mesh == "auto" else mesh
     if others := {name: size for name, size in sizes.items() if name != "tp" and size > 1}:
         raise ValueError(
-            f"--mesh has {others}; expected tp alone, over which the devices of a server share "
-            "every request: for more requests, run more servers"
+            f"--mesh has {others}; expected only tp, since the devices of a server compute every "
+            "request together: for more requests, run more servers"
         )
     sharding = DecoderSharding.over(**sizes)
     sharding.check(DecoderConfig.from_hf(config, dtype=settings.dtype), 1)

@@ -1,4 +1,4 @@
-"""A model, its adapters and its engine: what the HTTP interface asks."""
+"""Turns HTTP requests into requests to the engine."""
 
 import dataclasses
 import difflib
@@ -8,21 +8,24 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jax_dora.models.chat import ChatTemplate
-from jax_dora.serve.adapters import Adapters, Served
+from jax_dora.serve.adapters import Adapters, ServedAdapter
+from jax_dora.serve.body import Fields, check_unicode
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.errors import ApiError
-from jax_dora.serve.fields import Fields, unicode
 from jax_dora.serve.request import Answer, Piece, Request
 
 
 @dataclasses.dataclass
 class Service:
-    """Turns what clients ask into requests to the engine.
+    """A model with its adapters, its tokenizer and its engine.
 
     Attributes:
-      name: the base model's.
-      template: of the model's chats; None where it has none.
-      vocabulary: how many tokens tokenizer and model both know.
+      name: the name of the base model.
+      engine: the engine that answers requests.
+      adapters: the adapters.
+      tokenizer: the model's tokenizer.
+      template: the model's chat template, or None.
+      vocabulary: the number of tokens that both the tokenizer and the model have.
     """
 
     name: str
@@ -33,69 +36,91 @@ class Service:
     vocabulary: int
 
     def models(self) -> list[str]:
-        """Returns the names of all that can be asked for, the base first."""
+        """Returns the names of the base model and of all adapters."""
         return [self.name, *self.adapters.names()]
 
-    def served(self, name: str) -> Served | None:
-        """Returns the adapter of a name; None for the base."""
+    def adapter(self, name: str) -> ServedAdapter | None:
+        """Returns the adapter of a name; None for the base model's name.
+
+        Raises:
+          ApiError: there is no such adapter, or its folder is damaged.
+        """
         if name == self.name:
             return None
-        served = self.adapters.get(name)
-        if served is not None:
-            return served
+        adapter = self.adapters.get(name)
+        if adapter is not None:
+            return adapter
         if reason := self.adapters.damaged().get(name):
-            told = f"The model {name!r} is there, but cannot be served: {reason}"
+            message = f"The model {name!r} exists, but cannot be served: {reason}"
         else:
-            near = difflib.get_close_matches(name[:200], self.models(), n=3)
-            told = f"The model {name[:200]!r} does not exist"
-            told += f"; near are {', '.join(map(repr, near))}" if near else ""
-        raise ApiError(404, told, param="model", code="model_not_found")
+            nearest = difflib.get_close_matches(name[:200], self.models(), n=3)
+            message = f"The model {name[:200]!r} does not exist"
+            message += f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def text_tokens(self, prompt: str | list[int]) -> list[int]:
+        """Returns the tokens of a prompt."""
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(unicode("prompt", prompt)).ids
-        return self._known("prompt", prompt)
+            prompt = self.tokenizer.encode(check_unicode("prompt", prompt)).ids
+        return self._check_tokens("prompt", prompt)
 
     def chat_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Returns the tokens of a conversation, up to the assistant's next message."""
+        """Returns the tokens of a chat, up to the beginning of the assistant's next message."""
         if self.template is None:
-            raise ApiError(400, f"{self.name} has no chat template; ask /v1/completions")
+            raise ApiError(400, f"{self.name} has no chat template; use /v1/completions")
         try:
             text = self.template.render(messages, reply=True)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
-        text = unicode("messages", text)
-        return self._known("messages", self.tokenizer.encode(text, add_special_tokens=False).ids)
+        text = check_unicode("messages", text)
+        return self._check_tokens(
+            "messages", self.tokenizer.encode(text, add_special_tokens=False).ids
+        )
 
-    def _known(self, param: str, tokens: list[int]) -> list[int]:
+    def _check_tokens(self, param: str, tokens: list[int]) -> list[int]:
         if not tokens:
             raise ApiError(400, f"{param}: no tokens; expected one or more", param=param)
-        if odd := [one for one in tokens if not 0 <= one < self.vocabulary]:
-            told = f"{param} has token {odd[0]}; expected 0 to {self.vocabulary - 1}"
-            raise ApiError(400, told, param=param)
+        if unknown := [one for one in tokens if not 0 <= one < self.vocabulary]:
+            message = f"{param} has token {unknown[0]}; expected 0 to {self.vocabulary - 1}"
+            raise ApiError(400, message, param=param)
         return tokens
 
     def submit(
         self,
         fields: Fields,
-        served: Served | None,
+        adapter: ServedAdapter | None,
         prompt: list[int],
         sink: Callable[[Piece], None],
         *,
-        continues: bool,
+        continues_prompt: bool,
     ) -> Answer:
-        most = self.engine.capacity
-        room = most - len(prompt)
-        wanted = fields.max_tokens if fields.max_tokens is not None else max(room, 1)
-        if wanted > room:
+        """Submits a request to the engine.
+
+        Args:
+          fields: the fields of the request.
+          adapter: the adapter; None for the base model.
+          prompt: the tokens of the prompt.
+          sink: a function that is called with every piece of the answer.
+          continues_prompt: whether the answer's text continues the prompt's text.
+
+        Raises:
+          ApiError: the prompt and max_tokens exceed a row's capacity, or the engine is full or has
+            stopped.
+        """
+        capacity = self.engine.capacity
+        room = capacity - len(prompt)
+        max_tokens = fields.max_tokens if fields.max_tokens is not None else max(room, 1)
+        if max_tokens > room:
             raise ApiError(
                 400,
-                f"The prompt has {len(prompt)} tokens and max_tokens is {wanted}, together "
-                f"{len(prompt) + wanted}; this server's most is {most}",
+                f"The prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together "
+                f"{len(prompt) + max_tokens}; this server's maximum is {capacity}",
                 param="max_tokens" if room > 0 else "prompt",
                 code="context_length_exceeded",
             )
-        request = Request(tuple(prompt), wanted, sink, served, fields.style, continues)
+        request = Request(
+            tuple(prompt), max_tokens, sink, adapter, fields.sampling, continues_prompt
+        )
         try:
             return self.engine.submit(request)
         except QueueFullError as error:

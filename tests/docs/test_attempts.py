@@ -77,10 +77,10 @@ def test_what_is_said_of_banks():
     assert_says(
         PAGE,
         f"{by_four[0]:.1f} and {by_four[1]:.1f} µs for 8 rows of one slot, and "
-        f"{many_by_four[0]:.1f} and {many_by_four[1]:.1f} for 64 rows of 64, where one takes "
-        f"{few[0]:.1f} and {few[1]:.1f}, and {many[0]:.1f} and {many[1]:.1f}.",
-        f"{apart[1]:.1f} µs instead of {many_by_four[1]:.1f}, and {apart[2]:.1f} for what XLA does",
-        f"What one row takes, {single[0]:.1f} and {single[1]:.1f} µs",
+        f"{many_by_four[0]:.1f} and {many_by_four[1]:.1f} for 64 rows of 64, where one "
+        f"warpgroup takes {few[0]:.1f} and {few[1]:.1f}, and {many[0]:.1f} and {many[1]:.1f}.",
+        f"{apart[1]:.1f} µs instead of {many_by_four[1]:.1f}, and {apart[2]:.1f} for XLA's part",
+        f"The time of one row, {single[0]:.1f} and {single[1]:.1f} µs",
     )
     layer = {"work": "layer", "rows": 64}
     dora, by_row = (
@@ -118,11 +118,11 @@ def test_what_is_said_of_what_was_tried():
         PAGE,
         f"8 rows by Zipf's law took {bank[0][1]} µs a layer instead of {bank[0][0]}, and one row "
         f"{bank[1][1]} instead of {bank[1][0]}, where the base takes {bank[2][1]} and {bank[3][1]}",
-        f"rank 16 it took {codes[0]} µs as long as it read a scale for every two codes, and takes "
-        f"{codes[1]} with one for each run; over bf16 it takes {floats[0]}",
+        f"rank 16 it took {codes[0]} µs when it read a scale for every two codes, and takes "
+        f"{codes[1]} with one read for each run of codes; over bf16 it takes {floats[0]}",
         f"Over nf4 they take {strips[0]} µs, with three slices of A in flight, where strips of 128 "
         f"take {strips[1]}",
-        f"{splits[0]} and {splits[1]} µs, where the choice takes {chosen}",
+        f"{splits[0]} and {splits[1]} µs, where the chosen number takes {chosen}",
         f"8 rows take {shared8} µs instead of {own8}, 32 rows {shared32} instead of {own32}",
         f"{stages[0]} and {stages[1]} µs, where 8 take {stages[2]}",
     )
@@ -147,10 +147,10 @@ def test_what_is_said_of_kernels_beside_the_base_s():
     )
     assert_says(
         PAGE,
-        f"{prompts['us']:,.1f} µs beside the base's {base_us['us']:,.1f}, had "
-        f"{prompts['copies_us']:.1f} µs of copies and {prompts['idle_us']:.1f} in which",
+        f"{prompts['us']:,.1f} µs in all where the base takes {base_us['us']:,.1f}, had "
+        f"{prompts['copies_us']:.1f} µs of copies and {prompts['idle_us']:.1f} µs in which",
         f"the base {base} µs a layer",
-        f"{split} µs instead of {ended}, by XLA's own ways {by_xla}",
+        f"{split} µs instead of {ended}, and {by_xla} with XLA's own methods",
         f"in flight a layer took {few(8, 4)} µs, with 4 and 4 {few(4, 4)}, with 4 and 8, which "
         f"fetches all adapters in use at once, {few(4, 8)}",
         f"{many[0]} µs with 4 tiles in flight instead of {many[1]}",
@@ -167,9 +167,8 @@ def test_what_is_said_of_two_gpus():
         PAGE,
         f"projections took {ms('project', 'fsdp', parts)} ms of a step under FSDP and "
         f"{ms('project', 'dp', parts)} under data",
-        f"With a block for each tile they take {ms('project', 'fsdp', whole)} under FSDP. Where "
-        "nothing runs beside "
-        f"them such blocks cost time ({ms('project', 'dp', whole)}",
+        f"With a block for each tile they take {ms('project', 'fsdp', whole)} under FSDP. If "
+        f"nothing else runs at the same time, such blocks cost time ({ms('project', 'dp', whole)}",
         f"takes as long either way ({ms('project_back', 'dp', parts)} and "
         f"{ms('project_back', 'dp', whole)} ms)",
     )

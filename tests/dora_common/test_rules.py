@@ -81,7 +81,7 @@ def test_rules_may_be_one_or_several_of_the_packages_class():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"path": "("}, ValueError, r"path is '\(', which is no regular expression"),
+        ({"path": "("}, ValueError, r"path is '\(', which is not a valid regular expression"),
         ({"path": 3}, TypeError, "path is 3; expected a regular expression"),
         ({"rank": 0}, ValueError, "rank is 0; expected at least 1"),
         ({"rank": -3}, ValueError, "rank is -3"),
@@ -92,7 +92,7 @@ def test_rules_may_be_one_or_several_of_the_packages_class():
         ({"alpha": math.nan}, ValueError, "alpha is nan; expected a finite number"),
         ({"alpha": math.inf}, ValueError, "alpha is inf; expected a finite number"),
         ({"alpha": 1e300}, ValueError, "alpha is 1e[+]300, a scale of 5e[+]299 at rank 2;"),
-        ({"alpha": -1e-300}, ValueError, "expected an alpha, .* whose scale is 0 or from 1.2e-38"),
+        ({"alpha": -1e-300}, ValueError, "expected a scale of 0, or .* from 1.2e-38"),
         ({"use_rslora": "no"}, TypeError, "use_rslora is 'no'; expected True or False"),
         ({"dropout": None}, TypeError, "dropout is None"),
         ({"dropout": 1.0}, ValueError, "dropout is 1.0; expected a probability"),

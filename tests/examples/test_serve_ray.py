@@ -93,7 +93,7 @@ def test_only_a_stream_ends_with_its_replica(kind):
 
     async def answered():
         handle, request = Handle(), mock.Mock(method="POST")
-        _, _, first, rest = await serve_ray.Ingress(handle)._begun(handle, request, b"")
+        _, _, first, rest = await serve_ray.Ingress(handle)._ask(handle, request, b"")
         return first + b"".join([part async for part in rest])
 
     if kind == "application/json":

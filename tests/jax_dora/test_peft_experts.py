@@ -212,7 +212,7 @@ class TestDoRA:
 
     def test_it_is_refused_unless_asked_for(self, torch_model, tmp_path):
         ours = train(adapted_by_hand(Model(torch_model)))
-        match = r"use_dora=True beside packed experts.*experts\.gate_up_proj.*for_peft=False"
+        match = r"use_dora=True for packed experts.*experts\.gate_up_proj.*for_peft=False"
         with pytest.raises(NotImplementedError, match=match):
             save_adapter(ours, tmp_path)
         with pytest.raises(ValueError, match="use_dora is False and the magnitude of"):

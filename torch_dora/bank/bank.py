@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_common.hyperparameters import ADAPTER_NAMES, adapter_scale
-from dora_common.peft.folder import opened
+from dora_common.peft.folder import open_folder
 from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_sizes, check_slot
 from torch_dora.adapt.apply import WRAPPERS, check_model, modules_with_names, output_head
@@ -153,7 +153,7 @@ class AdapterBank:
 
     def _of_folder(self, folder: str | os.PathLike[str], name: str | None) -> dict[str, Entry]:
         parameters = parameters_of(self.model)
-        with opened(folder, "pt", name) as source:
+        with open_folder(folder, "pt", name) as source:
             fit = source.fit_to_bank(outline(layers_of(self.model), parameters))
             self._check_paths(fit.adapters)
             entries = {}

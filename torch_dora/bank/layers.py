@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dora_common.slots import check_ids, check_ids_like, check_plain, check_rows
+from dora_common.slots import check_ids, check_ids_array, check_plain, check_rows
 from torch_dora.adapt.apply import HOOKS, check_model
 from torch_dora.bank.bank import AdapterBank
 from torch_dora.layers import dora_layers, fast_path, named_modules, own_forward, placement
@@ -144,7 +144,7 @@ def _checked(bank: AdapterBank, adapter_ids: Any) -> Tensor:
     if isinstance(adapter_ids, list | tuple) and not ids.numel():
         ids = ids.long()  # torch takes a list of nothing for floats
     is_other = ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool
-    check_ids_like(ids, are_integers=not is_other)
+    check_ids_array(ids, are_integers=not is_other)
     known = set(ids.tolist())
     slots = known.intersection(range(bank.slots))
     check_ids(known, bank.slots, [one for one in slots if bank.is_empty(one)])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from dora_common.peft.fit import Adapter, Fit
-from dora_common.peft.folder import Folder, opened
+from dora_common.peft.folder import Folder, open_folder
 from torch_dora.adapt import DoRARule
 from torch_dora.adapt.apply import adapt, refuse, replace
 from torch_dora.layers import DoRALayer, dora_layers, named_modules, placement
@@ -73,7 +73,7 @@ def load_adapter(
     if adapter_dtype is not None:
         check.is_float_dtype("adapter_dtype", adapter_dtype)
     layers = layers_of(model)
-    with opened(folder, "pt", adapter) as source:
+    with open_folder(folder, "pt", adapter) as source:
         parameters = parameters_of(model)
         model_outline = outline(layers, parameters)
         fit = source.fit(model_outline)
@@ -84,13 +84,13 @@ def load_adapter(
         trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
             wholes = {
-                name: source.kept(
+                name: source.checked(
                     name, source.read_parameter(name, keys).to(parameters[name].dtype)
                 )
                 for name, keys in fit.parameters.items()
             }
             rows = {
-                name: (list(at), source.kept(key, source.read(key).to(parameters[name].dtype)))
+                name: (list(at), source.checked(key, source.read(key).to(parameters[name].dtype)))
                 for name, (key, at) in fit.tokens.items()
             }
             new = _make_layers(model, source, fit, adapter_dtype, dropout_mode, implementation)
@@ -103,7 +103,7 @@ def load_adapter(
             for parameter, was in trainable.items():
                 parameter.requires_grad_(was)
             raise
-    source.tell_of_replaced(fit, model_outline)
+    source.warn_about_replaced(fit, model_outline)
     tell_of_shared(model, fit.adapters.keys())
     replace(model, new)
     for layer, tensors in values:
@@ -184,11 +184,11 @@ def _values(layer: Any, source: Folder, adapter: Adapter, exactly: bool) -> dict
     for name in ("lora_a", "lora_b"):
         key, parameter = adapter.keys[name], getattr(layer, name)
         value = source.read(key).reshape(parameter.shape).to(parameter.dtype)
-        values[name] = source.kept(key, value)
+        values[name] = source.checked(key, value)
     if key := adapter.keys.get("magnitude"):
         value = values["magnitude"] = source.read(key).reshape(-1)
         if exactly:
-            source.refuse_rounding(key, value, value.to(layer.magnitude.dtype))
+            source.check_not_rounded(key, value, value.to(layer.magnitude.dtype))
     return values
 
 

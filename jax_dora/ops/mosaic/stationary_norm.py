@@ -57,22 +57,19 @@ def refuses(
         )
     if 0 in (in_features, rank, out):
         return f"one of in = {in_features}, rank = {rank}, out = {out} is 0"
-    alignment = hopper.ALIGNMENT
     if isinstance(stored, Format):
         if stored.has_zero_point:
             return f"the kernel's format is {stored} with zero points"
         if stored.tile[0] % TILE_ROWS:
             return f"the kernel's format is {stored}; a tile needs a multiple of {TILE_ROWS} rows"
-        # Rows past the end would be read as codes of zero, which are not zeros.
-        if in_features % (2 * TILE_ROWS):
-            return f"in = {in_features} is not a multiple of {2 * TILE_ROWS}"
-        alignment = 16 * stored.packed
     elif jnp.dtype(stored) not in HALVES:
         return f"the kernel has dtype {jnp.dtype(stored)}, neither bfloat16 nor float16"
-    elif in_features % hopper.ROW_ALIGNMENT:
-        return f"in = {in_features} is not a multiple of {hopper.ROW_ALIGNMENT}"
-    if out % alignment:
-        return f"out = {out} is not a multiple of {alignment}"
+    for name, size, unit in (
+        ("in", in_features, 2 * TILE_ROWS),
+        ("out", out, CONSUMERS * COLUMNS),
+    ):
+        if size % unit:
+            return f"{name} = {size} is not a multiple of {unit}"
     if _slices(rank, adapter_dtype) > MOST_SLICES:
         return f"B of rank {rank} and dtype {jnp.dtype(adapter_dtype)} does not fit into registers"
     return None
@@ -129,13 +126,13 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
     *scales, lora_a, lora_b, scale = operands
     (in_features, out), c = w.shape, config
     # A run is of whole pairs of tiles.
-    tiling = Tiling(pl.cdiv(in_features, 2 * TILE_ROWS) * TILE_ROWS, out, c, sm_count)
+    tiling = Tiling(in_features // 2, out, c, sm_count)
     lora_a, lora_b, products = norm.cut_adapter(
         lora_a, lora_b, norm.pieces(jnp.bfloat16, lora_a.dtype)
     )
     slices = len(products)
-    scales = [hopper.pad(repeated(one, 1, out), one.shape[0], tiling.padded_out) for one in scales]
-    tiles_per_scale = 2 * tiling.row_tiles // scales[0].shape[0] if scales else 1
+    scales = [repeated(one, 1, out) for one in scales]
+    tiles_per_scale = 2 * tiling.row_tiles // len(scales[0]) if scales else 1
     tables = [jnp.asarray(stationary_tile.table(w.dtype))] if bits(w.dtype) == 4 else []
     # A row of a copied tile takes at most 128 bytes.
     parts = CONSUMERS if bits(w.dtype) == 16 else 1
@@ -314,7 +311,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
         buffers["table_ready"] = plgpu.Barrier()
     partials = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((tiling.splits, tiling.padded_out), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((tiling.splits, out), jnp.float32),
         grid=(tiling.blocks,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
@@ -322,7 +319,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
         scratch_types={"buffers": buffers},
         kernel_name="dora_norm_stationary",
     )(lora_a, lora_b, w, jnp.reshape(scale, 1).astype(jnp.float32), *tables, *scales)
-    return jnp.sum(partials, axis=0)[:out]
+    return jnp.sum(partials, axis=0)
 
 
 def _columns(cols: Any, consumer: Any) -> Any:

@@ -11,7 +11,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import CONFIG, TENSORS, opened
+from dora_common.peft.folder import CONFIG, TENSORS, open_folder
 from dora_common.peft.names import patterns_for, targets_for
 
 MODULES = [
@@ -154,7 +154,7 @@ def test_what_a_configuration_lacks_is_as_in_peft(fields: dict[str, Any], tmp_pa
     (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 2} | fields))
     save_file({"x.a.lora_A.weight": np.ones((2, 3), np.float32)}, tmp_path / TENSORS)
 
-    with opened(tmp_path, "np") as source:
+    with open_folder(tmp_path, "np") as source:
         assert source.config.lora_alpha == LoraConfig().lora_alpha
         assert source.config.target_modules == ("x.a",)
 

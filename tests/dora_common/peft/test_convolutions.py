@@ -213,7 +213,7 @@ def test_a_magnitude_per_input_feature_is_refused_by_name(kind: str, tmp_path: P
     }
     save_file(tensors, file)
 
-    told = r"q\.dora_scale has shape \[1, 4.*LyCORIS's for a magnitude per input feature"
+    told = r"q\.dora_scale has shape \[1, 4.*LyCORIS's shape for a magnitude per input"
     with pytest.raises(ValueError, match=told):
         jax_dora.peft.load_adapter(base, tmp_path)
     theirs = nn.Module()

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import CONFIG, TENSORS, opened
+from dora_common.peft.folder import CONFIG, TENSORS, open_folder
 from dora_common.peft.layers import Layer, Outline
 from dora_common.peft.writing import write
 
@@ -33,7 +33,7 @@ def save(folder: Path, rank: int, *, overwrite: bool = False) -> None:
 
 def rank_in(folder: Path) -> int:
     """The rank, which tensors and configuration have to agree about."""
-    with opened(folder, "np") as source:
+    with open_folder(folder, "np") as source:
         (key,) = source.tensors
         array = source.read(key)
         assert array.shape == (source.config.r, 3)
@@ -259,7 +259,7 @@ def test_what_is_not_finite_is_not_read(value: float, dtype: str, tmp_path: Path
     write(tmp_path / "a", config, lambda path: save_file({key: array}, path))
 
     with (
-        opened(tmp_path / "a", "np") as source,
+        open_folder(tmp_path / "a", "np") as source,
         pytest.raises(ValueError, match=rf"{key} holds NaN or infinity, in 1 of 6 elements"),
     ):
         source.read(key)
@@ -282,7 +282,7 @@ def test_an_adapter_is_found_by_its_name_alone(tmp_path: Path) -> None:
         ("a/second", "second"),
         ("b", "third"),
     ):
-        with opened(tmp_path / folder, "np", name) as source:
+        with open_folder(tmp_path / folder, "np", name) as source:
             assert source.config.r == (3 if name == "second" else 2)
     for folder, name, there in (
         ("a", "sceond", "default, second"),
@@ -291,7 +291,7 @@ def test_an_adapter_is_found_by_its_name_alone(tmp_path: Path) -> None:
     ):
         with (
             pytest.raises(FileNotFoundError, match=f"adapter is '{name}'.*one of {there}$"),
-            opened(tmp_path / folder, "np", name),
+            open_folder(tmp_path / folder, "np", name),
         ):
             pass
 
@@ -299,7 +299,7 @@ def test_an_adapter_is_found_by_its_name_alone(tmp_path: Path) -> None:
 def test_keys_of_another_adapter_ask_for_its_name(tmp_path: Path) -> None:
     named(tmp_path / "a", "third")
     with (
-        opened(tmp_path / "a", "np") as source,
+        open_folder(tmp_path / "a", "np") as source,
         pytest.raises(ValueError, match="of the adapter 'third'; pass adapter='third'"),
     ):
         source.fit(Outline([Layer("a", "linear", 3, 3)], {}, {}))

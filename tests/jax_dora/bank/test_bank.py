@@ -56,7 +56,7 @@ def test_what_is_loaded_again_takes_no_norm():
     assert not found
     for array in jax.tree.leaves(bank.arrays):
         assert jnp.array_equal(array[:, 0], array[:, 1])
-    known = [facts.is_dora.any() for facts in read.facts_beside(bank.kernels()).values()]
+    known = [facts.is_dora.any() for facts in read.facts_for(bank.kernels()).values()]
     assert not any(known)
 
     kernel = model.blocks.linear.kernel
@@ -73,8 +73,8 @@ def test_groups_of_projections_are_loaded_as_all_at_once(monkeypatch):
     """The largest kernels first, and without compiling again."""
     model, found = Mixed(nnx.Rngs(0)), []
     ranks = [{"attention/query": 3, "attention/out": 6}, {"named/gate": 6, "blocks/0": 2}]
-    for least in (projections.LEAST_NUMBERS, 1):
-        monkeypatch.setattr(projections, "LEAST_NUMBERS", least)
+    for least in (projections.MIN_GROUP_SIZE, 1):
+        monkeypatch.setattr(projections, "MIN_GROUP_SIZE", least)
         bank = AdapterBank(model, 3, 6)
         read = [bank.read(drawn(bank, one, seed)) for seed, one in enumerate(ranks)]
         bank = bank.load(0, read[0])
@@ -84,8 +84,8 @@ def test_groups_of_projections_are_loaded_as_all_at_once(monkeypatch):
         found.append(bank)
     for one, other in zip(*(jax.tree.leaves(bank.arrays) for bank in found), strict=True):
         assert jnp.array_equal(one, other, equal_nan=True)
-    at_once, grouped = (bank._plan.groups for bank in found)
-    assert (len(at_once), len(grouped)) == (1, projections.GROUPS)
+    at_once, grouped = (bank._programs.groups for bank in found)
+    assert (len(at_once), len(grouped)) == (1, projections.MAX_GROUPS)
     sizes = [math.prod(bank.projections[path].shape) for group in grouped for path in group.paths]
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == len(bank.paths)
@@ -95,13 +95,13 @@ def test_a_load_sends_everything_before_it_launches_a_program(monkeypatch):
     bank = AdapterBank(Block(nnx.Rngs(0)), 2, 16)
     first, second = (bank.read(drawn(bank, {"linear": 11, "heads": 3}, seed)) for seed in (0, 1))
     bank, launched = bank.load(0, first), []
-    clear, device_put = bank._plan.clear, jax.device_put
+    clear, device_put = bank._programs.clear, jax.device_put
 
     def sent(*arguments):
         assert not launched
         return device_put(*arguments)
 
-    monkeypatch.setattr(bank._plan, "clear", lambda *given: launched.append(0) or clear(*given))
+    monkeypatch.setattr(bank._programs, "clear", lambda *given: launched.append(0) or clear(*given))
     monkeypatch.setattr(jax, "device_put", sent)
     with jax.transfer_guard_host_to_device("disallow"):
         assert bank.load(0, second).arrays["linear"].rank.tolist() == [11, 0]

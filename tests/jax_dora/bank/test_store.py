@@ -22,7 +22,7 @@ def made():
 
 @pytest.fixture
 def store(made):
-    return AdapterStore(type(made).tree_unflatten(made._plan, (made._plan.make(),)))
+    return AdapterStore(type(made).tree_unflatten(made._programs, (made._programs.make(),)))
 
 
 def adapter(seed):

@@ -121,6 +121,8 @@ CASES = {
     "8 rows": (few_rows, None, 8, 2048, 5120),
     **{f"norm, {q}": (norm, q, 2048, 2048, 384) for q in (None, *QTYPES)},
     "norm, rank 16": (norm, None, 4096, 4096, 16),
+    # Ranks whose strips of B lie in shared memory.
+    **{f"norm, rank 512, {q}": (norm, q, 2048, 2048, 512) for q in (None, "nf4")},
     "projection": (linear, 512, 2048, 2048, 384),
     "projection, rank 16": (linear, 1024, 2048, 4096, 16),
     "ragged": (linear, 517, 1032, 1544, 24),

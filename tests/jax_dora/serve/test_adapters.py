@@ -36,7 +36,7 @@ def told():
 
 @pytest.fixture
 def adapters(folder, told):
-    return Adapters(folder, read, taken="base", metrics=Metrics(), tell=told.append)
+    return Adapters(folder, read, base_name="base", metrics=Metrics(), tell=told.append)
 
 
 def test_they_come_change_and_go(folder, adapters, told):
@@ -103,7 +103,7 @@ def test_names_that_are_refused(folder, adapters, name):
     write(folder / name)
     adapters.scan(settle=False)
     assert adapters.names() == []
-    assert "expected letters, digits" in adapters.damaged()[name]
+    assert "expected at most 128 letters, digits" in adapters.damaged()[name]
 
 
 def test_nothing_outside_is_read(folder, adapters, tmp_path):
@@ -118,7 +118,7 @@ def test_nothing_outside_is_read(folder, adapters, tmp_path):
     (folder / "alias").symlink_to(folder / "inside")
     adapters.scan(settle=False)
     assert adapters.names() == ["alias", "inside"]
-    assert all("leads out of" in told for told in adapters.damaged().values())
+    assert all("links out of" in told for told in adapters.damaged().values())
     for name in ("../elsewhere", "inside/../../elsewhere", "/etc", ".", "..", ""):
         assert adapters.get(name) is None
 
@@ -139,7 +139,7 @@ def test_one_that_changes_while_it_is_read_is_read_again(folder, told):
             write(one, "22")
         return text
 
-    adapters = Adapters(folder, read_slowly, taken="base", metrics=Metrics(), tell=told.append)
+    adapters = Adapters(folder, read_slowly, base_name="base", metrics=Metrics(), tell=told.append)
     write(folder / "one")
     adapters.scan(settle=False)
     assert adapters.names() == []

@@ -65,7 +65,7 @@ def test_who_waits_longer_than_the_end_takes_is_told(settings):
         )
         next(stream)
         server.stop()
-        with pytest.raises(openai.APIError, match="the server ends"):
+        with pytest.raises(openai.APIError, match="the server has stopped"):
             list(stream)
 
 
@@ -111,7 +111,7 @@ def test_a_key_is_asked_for(model, settings):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--adapters nowhere", "nowhere is no folder; expected one of adapters"),
+        ("--adapters nowhere", "nowhere is no folder; expected a folder of adapters"),
         ("--max-length 600", "--max-length is 600; expected at most config.json"),
         ("--port 70000", "'70000' is out of range"),
         ("--api-key @nowhere", "No such file"),
@@ -125,7 +125,7 @@ def test_a_key_is_asked_for(model, settings):
         ("--slots 2", "--slots needs --adapters"),
         ("--max-rank 8", "--max-rank needs --adapters"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
-        ("--mesh dp=2", "--mesh has {'dp': 2}; expected tp alone"),
+        ("--mesh dp=2", "--mesh has {'dp': 2}; expected only tp"),
         ("--mesh tp=3", "the mesh dp=1,fsdp=1,tp=3 takes 3 devices"),
         ("--mesh auto", "num_attention_heads is 4, and tp of the mesh is 8"),
     ],

@@ -14,7 +14,7 @@ program = jax.jit(module.draw, static_argnums=3)
 
 
 def draw(logits, settings, places):
-    return program(logits, settings, places, DrawFeatures.by(settings))
+    return program(logits, settings, places, DrawFeatures.needed_by(settings))
 
 
 def settings(count, temperature=0.0, top_p=1.0, seeds=None, logprobs=False):
@@ -64,7 +64,7 @@ def test_only_what_is_asked_for_is_computed():
         settings(3, 1.0, 0.5),
         settings(3, 0.0, 0.5, logprobs=True),
     ):
-        features = DrawFeatures.by(some)
+        features = DrawFeatures.needed_by(some)
         found = str(jax.make_jaxpr(module.draw, static_argnums=3)(logits, some, places, features))
         assert {name: one in found for name, one in work.items()} == features._asdict()
         assert "cond[" not in found

@@ -1,4 +1,4 @@
-"""Rows and slots: who has them when, what is compiled, and what one request does to another."""
+"""The engine: rows and slots, what is compiled, and the effect of requests on each other."""
 
 import contextlib
 import shutil
@@ -12,12 +12,12 @@ import pytest
 from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.models import load_model
 from jax_dora.serve import engine as module
-from jax_dora.serve import slots as programs
-from jax_dora.serve.adapters import Served
+from jax_dora.serve import runner as programs
+from jax_dora.serve.adapters import ServedAdapter
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.request import Request
-from jax_dora.serve.slots import Part, Slots
+from jax_dora.serve.runner import ModelRunner, PromptPiece
 from tests.jax_dora.serve import serving
 from tests.jax_dora.serve.test_answers import complete
 from tests.jax_dora.serve.test_http import until
@@ -41,21 +41,21 @@ def test_nothing_is_compiled_after_the_start(served):
 
 
 def test_a_step_for_the_same_rows_sends_nothing(model):
-    slots = Slots(load_model(model), None, 2, 16, 16)
+    runner = ModelRunner(load_model(model), None, 2, 16, 16)
     for going in ((0,), (0, 1)):
-        slots.step(going)
+        runner.decode(going)
         with jax.transfer_guard_host_to_device("disallow"):
-            slots.step(going)
+            runner.decode(going)
 
 
 def test_nothing_is_compiled_for_weights_committed_to_a_device(model):
     """As those are whose layout is not JAX's own: a program's results are so as well."""
     fp8 = "float8_e4m3fn"
-    slots = Slots(load_model(model, quantize=fp8, act_qtype=fp8), None, 2, 16, 16)
-    slots.warm_up()
+    runner = ModelRunner(load_model(model, quantize=fp8, act_qtype=fp8), None, 2, 16, 16)
+    runner.warm_up()
     with serving.nothing_compiled():
-        slots.read([Part(0, (1,), 0)], 16)
-        slots.step((0,))
+        runner.prefill([PromptPiece(0, (1,), 0)], 16)
+        runner.decode((0,))
 
 
 def test_steps_are_compiled_as_decoding_is(monkeypatch):
@@ -67,8 +67,8 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
 
     monkeypatch.setattr(jax, "jit", jit)
     programs._programs.__wrapped__(None, (("of the loop", 1),))
-    assert handed["_step"] == DECODING_OPTIONS
-    assert handed["_read"] == {"of the loop": 1}
+    assert handed["_decode"] == DECODING_OPTIONS
+    assert handed["_prefill"] == {"of the loop": 1}
 
 
 @contextlib.contextmanager
@@ -120,9 +120,9 @@ def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
 
 
 class Recorder:
-    """Slots that compute nothing: token 1, whatever is asked."""
+    """A model runner that computes nothing and always draws token 1."""
 
-    rows, capacity, widths, together = 2, 50, (8,), {8: 2}
+    rows, capacity, widths, prompts_per_call = 2, 50, (8,), {8: 2}
 
     def __init__(self):
         self.taken = []
@@ -130,16 +130,16 @@ class Recorder:
     def width(self, left):
         return 8
 
-    def take(self, row, request, slot):
+    def assign_row(self, row, request, slot):
         self.taken.append((request.adapter and request.adapter.name, slot))
 
-    def give_up(self, row):
+    def free_row(self, row):
         pass
 
-    def read(self, parts, width):
+    def prefill(self, parts, width):
         return self.drawn()
 
-    def step(self, going):
+    def decode(self, going):
         list(going)
         return self.drawn()
 
@@ -172,16 +172,16 @@ class OneSlot:
 
 @pytest.fixture
 def fake(served):
-    slots, bank = Recorder(), OneSlot()
+    runner, bank = Recorder(), OneSlot()
     tokenizer = served[0].service.tokenizer
-    engine = Engine(slots, bank, tokenizer, [256], queue=20, metrics=Metrics())
-    return engine, slots, bank
+    engine = Engine(runner, bank, tokenizer, [256], queue=20, metrics=Metrics())
+    return engine, runner, bank
 
 
 def ask(engine, name=None, count=3, made=None):
     pieces = []
     made = {} if made is None else made
-    adapter = None if name is None else made.setdefault(name, Served(name, None))
+    adapter = None if name is None else made.setdefault(name, ServedAdapter(name, None))
     answer = engine.submit(Request((1, 2, 3), count, pieces.append, adapter=adapter))
     return answer, pieces
 
@@ -194,12 +194,12 @@ def run(engine, turns=200):
 
 
 def test_who_waits_for_a_slot_is_overtaken_as_often_as_there_are_rows(fake):
-    engine, slots, bank = fake
+    engine, runner, bank = fake
     made = {}
     asked = [ask(engine, "a", 40, made), *[ask(engine, name, 3, made) for name in "baaaa"]]
     run(engine)
     # "b" lets two others pass, and no more.
-    assert [name for name, _ in slots.taken] == ["a", "a", "a", "b", "a", "a"]
+    assert [name for name, _ in runner.taken] == ["a", "a", "a", "b", "a", "a"]
     assert all(pieces[-1].finish == "length" for _, pieces in asked)
     assert bank.pins == 0
     assert engine.free_rows == 2

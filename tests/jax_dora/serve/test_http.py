@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
+from jax_dora.serve.body import completion
 from jax_dora.serve.errors import ApiError
-from jax_dora.serve.fields import completion
 
 OPTIONS = {"prompt": "12", "max_tokens": 2, "temperature": 0}
 
@@ -47,7 +47,7 @@ def test_unknown_models_are_told_the_near_ones(served):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="frensh", **OPTIONS)
     assert caught.value.code == "model_not_found"
-    assert "'frensh' does not exist; near are 'french'" in caught.value.message
+    assert "'frensh' does not exist; the nearest are 'french'" in caught.value.message
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("../../etc/passwd")
     assert client.models.retrieve("french").parent == "tiny"
@@ -58,7 +58,7 @@ def test_too_long_is_told_in_numbers(served):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="x" * 90, max_tokens=7)
     assert caught.value.code == "context_length_exceeded"
-    assert "90 tokens and max_tokens is 7, together 97; this server's most is 96" in str(
+    assert "90 tokens and max_tokens is 7, together 97; this server's maximum is 96" in str(
         caught.value
     )
     answer = client.completions.create(model="tiny", prompt="x" * 90, max_tokens=6, temperature=0)
@@ -83,7 +83,7 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
 @pytest.mark.parametrize(
     ("path", "changes", "message"),
     [
-        ("completions", {"n": 2}, "n is 2; expected 1 or nothing"),
+        ("completions", {"n": 2}, "n is 2; expected 1 or no such field"),
         ("completions", {"best_of": 3}, "best_of is 3"),
         ("completions", {"echo": True}, "echo is True"),
         ("completions", {"suffix": "x"}, "suffix is 'x'"),
@@ -96,15 +96,15 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("completions", {"prompt": [[]]}, "several are not supported"),
         ("completions", {"prompt": [257]}, "prompt has token 257; expected 0 to 256"),
         ("completions", {"prompt": [-1]}, "prompt has token -1"),
-        ("completions", {"prompt": "\ud800"}, "prompt is '\\ud800'; expected Unicode"),
-        ("completions", {"stop": ["a", "\ud800"]}, "stop is '\\ud800'; expected Unicode"),
-        ("completions", {"n": True}, "n is True; expected 1 or nothing"),
-        ("completions", {"echo": 0}, "echo is 0; expected False or nothing"),
-        ("completions", {"safety_identifier": 3}, "safety_identifier is 3; expected a text"),
+        ("completions", {"prompt": "\ud800"}, "prompt is '\\ud800'; expected valid Unicode"),
+        ("completions", {"stop": ["a", "\ud800"]}, "stop is '\\ud800'; expected valid Unicode"),
+        ("completions", {"n": True}, "n is True; expected 1 or no such field"),
+        ("completions", {"echo": 0}, "echo is 0; expected False or no such"),
+        ("completions", {"safety_identifier": 3}, "safety_identifier is 3; expected a string"),
         ("completions", {"service_tier": "flex"}, "service_tier is 'flex'; expected 'auto'"),
-        ("completions", {"user": 3}, "user is 3; expected a text"),
+        ("completions", {"user": 3}, "user is 3; expected a string"),
         ("completions", {"metadata": "x"}, "metadata is 'x'; expected an object"),
-        ("completions", {"stream_options": {"include_usage": True}}, "it beside stream alone"),
+        ("completions", {"stream_options": {"include_usage": True}}, "unless stream is true"),
         ("completions", {"model": None}, "model is None"),
         ("completions", {"model": 5}, "model is 5"),
         ("completions", {"max_tokens": 0}, "max_tokens is 0; expected a whole number from 1"),
@@ -116,7 +116,7 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("completions", {"top_p": 0}, "top_p is 0; expected a number above 0"),
         ("completions", {"seed": 2**63}, "seed is 9223372036854775808"),
         ("completions", {"stop": ["a"] * 5}, "stop is"),
-        ("completions", {"stop": [""]}, "expected texts of 1 to 256 letters"),
+        ("completions", {"stop": [""]}, "expected strings of 1 to 256"),
         ("completions", {"stop": 3}, "stop is 3"),
         ("completions", {"logprobs": 21}, "logprobs is 21"),
         ("completions", {"stream": 1}, "stream is 1; expected true or false"),
@@ -124,10 +124,10 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("chat/completions", {"messages": []}, "messages is []"),
         ("chat/completions", {"messages": ["x"]}, "objects with role and content"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "content that is a text"),
-        ("chat/completions", {"messages": [MESSAGE | {"name": 5}]}, "a name that is a text"),
+        ("chat/completions", {"messages": [MESSAGE | {"name": 5}]}, "a name that is a string"),
         ("chat/completions", {"messages": [MESSAGE | {"role": "\ud800"}]}, "messages is '\\ud800"),
         ("chat/completions", {"messages": [MESSAGE | {"audio": {}}]}, "messages is ['audio']"),
-        ("chat/completions", {"top_logprobs": 2}, "expected true beside top_logprobs"),
+        ("chat/completions", {"top_logprobs": 2}, "expected true, since top_logprobs"),
         ("chat/completions", {"tools": [{"type": "function"}]}, "tools is"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format is"),
         (

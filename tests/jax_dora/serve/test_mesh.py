@@ -5,29 +5,29 @@ import pytest
 
 from jax_dora.models import DecoderSharding, load_model
 from jax_dora.serve.request import Request
-from jax_dora.serve.slots import Part, Slots, make_bank
+from jax_dora.serve.runner import ModelRunner, PromptPiece, make_bank
 from tests.jax_dora.serve import serving
 
 PROMPTS = ([7, 3, 99], [5], [12, 30, 61, 8, 8, 45, 2])
 COUNT = 8
 
 
-def answers(slots, adapters):
+def answers(runner, adapters):
     """Returns the tokens that follow the prompts, each row with its slot's adapter."""
     parts = []
     for row, (prompt, slot) in enumerate(zip(PROMPTS, adapters, strict=True)):
         request = Request(tuple(prompt), COUNT, lambda _: None)
-        slots.take(row, request, slot)
-        parts.append(Part(row, prompt, 0))
+        runner.assign_row(row, request, slot)
+        parts.append(PromptPiece(row, prompt, 0))
     texts = [[] for _ in PROMPTS]
     for row, part in enumerate(parts):
-        texts[row].append(int(slots.read([part], 16).tokens[row]))
+        texts[row].append(int(runner.prefill([part], 16).tokens[row]))
     for _ in range(COUNT - 1):
-        drawn = slots.step(range(3)).tokens
+        drawn = runner.decode(range(3)).tokens
         for row, text in enumerate(texts):
             text.append(int(drawn[row]))
     for row in range(3):
-        slots.give_up(row)
+        runner.free_row(row)
     return texts
 
 
@@ -39,11 +39,11 @@ def test_two_devices_answer_as_one(model, adapters, reference):
     bank = make_bank(loaded, 2, 8)
     french, lora = (bank.pin(n, bank.bank.read(adapters / n)) for n in ("french", "lora"))
     assert bank.bank.arrays["model/layers/mlp/up_proj"].lora_b.sharding.spec[-1] == "tp"
-    slots = Slots(loaded, bank, rows=3, capacity=32, chunk=16)
-    found = answers(slots, (french, -1, lora))
+    runner = ModelRunner(loaded, bank, rows=3, capacity=32, chunk=16)
+    found = answers(runner, (french, -1, lora))
     for prompt, name, text in zip(PROMPTS, ("french", None, "lora"), found, strict=True):
         (wanted,) = reference.tokens(name and adapters / name, [prompt], COUNT)
         assert text[: len(wanted)] == wanted  # which ends where a text does
-    assert slots._cache.keys.sharding.is_equivalent_to(sharding.heads, 5)
+    assert runner._cache.keys.sharding.is_equivalent_to(sharding.heads, 5)
     with serving.nothing_compiled():
-        assert answers(slots, (french, -1, lora)) == found
+        assert answers(runner, (french, -1, lora)) == found

@@ -1,4 +1,4 @@
-"""The way of each tensor of a folder into a model, found tensor by tensor, and what is wrong."""
+"""Finds the destination of each tensor of a folder in a model, and collects all problems."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,21 +10,22 @@ from dora_common.peft.layers import Outline, Shape, key_modules
 from dora_common.peft.names import matches
 from dora_common.rules import OUTPUT_HEADS
 
-# safetensors' names of the dtypes an adapter may have.
+# The dtypes that an adapter's tensors may have, as safetensors names them.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-MOST_LISTED = 20  # problems, in one message
+MAX_LISTED = 20  # problems in one error message
 
 
-class Fitting:
-    """The places of a folder's tensors as they are found, and what is wrong with them.
+class Matcher:
+    """The destinations found so far for a folder's tensors, and the problems with them.
 
     Attributes:
-      selected: the layers that the configuration names.
-      adapters: the keys found for each of them, by layer name.
+      selected: the names of the layers that the configuration selects.
+      adapters: the keys found for each adapter, by layer name and role.
       whole: the keys that hold a parameter's value, by the parameter's name.
-      tokens: the key that holds some rows of a parameter, and which, by the parameter's name.
-      problems: what is wrong, a phrase each.
+      tokens: the key that holds some rows of a parameter and the indices of these rows, by the
+        parameter's name.
+      problems: descriptions of the problems.
     """
 
     def __init__(self, config: AdapterConfig, outline: Outline) -> None:
@@ -50,7 +51,7 @@ class Fitting:
         self.problems: list[str] = []
 
     def place(self, key: str, parsed: Key, dtype: str, shape: Shape) -> None:
-        """Notes where a tensor belongs, or what is wrong with it."""
+        """Records the destination of a tensor, or the problem with it."""
         if dtype not in FLOATS:
             problem = f"is {dtype}; expected one of {', '.join(FLOATS)}"
         elif parsed.role == "tokens":
@@ -58,25 +59,28 @@ class Fitting:
         elif parsed.role is not None:
             problem = self._place_in_adapter(key, parsed.module, parsed.role, shape)
         else:
-            problem = self._problem_of_parameter(parsed, shape)
+            problem = self._problem_with_parameter(parsed, shape)
             if not problem and not parsed.is_original:
                 self.whole.setdefault(parsed.name, []).append(key)
         if problem:
             self.problems.append(f"{key} {problem}")
 
-    def refuse_tied_adapters(self) -> None:
-        """Refuses an adapter of the embedding that would have to be the head's too."""
+    def check_tied_adapters(self) -> None:
+        """Raises NotImplementedError if tied layers would have to share one adapter."""
         tied = [one for one in self.selected if f"{one}.weight" in self.ties]
         if tied and self.config.ensure_weight_tying:
             raise NotImplementedError(
                 f"ensure_weight_tying is true and target_modules selects {', '.join(sorted(tied))}"
-                ", whose weight is tied, so that PEFT ties the adapters too; expected false there"
+                ", whose weight is tied, so that PEFT ties the adapters too; expected "
+                "ensure_weight_tying to be false"
             )
 
     def untied(self) -> list[str]:
-        """Returns the parameters that need an array of their own once the stored ones are loaded:
-        PEFT gives one to every module of modules_to_save, and leaves what it was tied to as it was,
-        unless the configuration keeps ties."""
+        """Returns the names of the parameters that need an array of their own.
+
+        PEFT gives an array of its own to every module in modules_to_save, and does not change the
+        parameters that it was tied to, unless the configuration keeps ties.
+        """
         untied = []
         for names in self.tied:
             saved = [name for name in names if name in self.whole and self.config.saves(name)]
@@ -85,8 +89,10 @@ class Fitting:
         return untied
 
     def by_array(self, untied: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Returns the keys of every parameter that is stored whole; of several that stay one array,
-        by the first one's name."""
+        """Returns the keys of every parameter that is stored whole, by the parameter's name.
+
+        Parameters that stay tied are one entry, under the first stored name.
+        """
         found: dict[str, tuple[str, ...]] = {}
         for name, keys in self.whole.items():
             tied = (one for one in self.ties.get(name, ()) if one in self.whole)
@@ -101,40 +107,40 @@ class Fitting:
         rows, *width = self.parameters.get(name, (0,))
         tied = [one for one in self.ties.get(name, ()) if one != name]
         if layer is None or layer.kind == "conv":
-            return f"finds no embedding{self._hint(module, self.layers)}"
+            return f"finds no embedding{self._nearest(module, self.layers)}"
         if indices is None:
-            return "holds rows that trainable_token_indices does not name"
+            return "holds rows, but trainable_token_indices does not name this module"
         if shape != (len(indices), *width):
             return f"has shape {list(shape)}; expected {[len(indices), *width]}"
         if max(indices) >= rows:
             return f"holds row {max(indices)} of {name}, which has {rows}"
         if module in self.selected or self.config.saves(name):
             return f"holds rows of {name}, which target_modules or modules_to_save names too"
-        embeddings = [one for one in self.ties.get(name, ()) if self._is_of_embedding(one)]
+        embeddings = [one for one in self.ties.get(name, ()) if self._is_embedding_weight(one)]
         if name in embeddings[1:]:
             return (
-                f"holds rows of {name}, which is tied to {embeddings[0]} and would get them alone "
-                "in PEFT; expected rows of that one, to which PEFT ties the others"
+                f"holds rows of {name}, which is tied to {embeddings[0]}; PEFT would change only "
+                f"{name}; expected rows of {embeddings[0]}, to which PEFT ties the others"
             )
         if layer.kind == "linear" and (tied or f"{module}.bias" in self.parameters):
             return (
-                f"holds rows of {name}, which has a bias or is tied to {tied or 'nothing'}; "
+                f"holds rows of {name}, which has a bias or is tied (to {tied or 'nothing'}); "
                 "expected rows of the embedding"
             )
         self.tokens[name] = (key, indices)
         return None
 
-    def _is_of_embedding(self, name: str) -> bool:
+    def _is_embedding_weight(self, name: str) -> bool:
         layer = self.layers.get(name.removesuffix(".weight"))
         return layer is not None and layer.kind == "embedding"
 
-    def _refuse_adapted_heads(self) -> None:
+    def _check_adapted_heads(self) -> None:
         for name, (key, _) in self.tokens.items():
             for tied in self.ties.get(name, ()):
                 if tied.removesuffix(".weight") in self.adapters:
                     self.problems.append(
                         f"{key} holds rows of {name}, which is tied to {tied}, whose adapter PEFT "
-                        "would leave out beside them; expected target_modules without it"
+                        "would then ignore; expected target_modules without it"
                     )
 
     def _find_missing_tokens(self) -> None:
@@ -153,10 +159,10 @@ class Fitting:
         if layer is None and module in self.refusals:
             return f"is of a weight that cannot be adapted: {self.refusals[module]}"
         if layer is None:
-            return f"finds no layer that can be adapted{self._hint(module, self.layers)}"
+            return f"finds no layer that can be adapted{self._nearest(module, self.layers)}"
         found = self.adapters.setdefault(module, {})
         if role in found:
-            return f"and {found[role]} are the same tensor; expected one"
+            return f"and {found[role]} are the same tensor; expected one of them"
         found[role] = key
         rank = self.config.rank_of(module)
         if module not in self.selected:
@@ -169,8 +175,8 @@ class Fitting:
             return "is a magnitude; expected none, since use_dora is false"
         if key.endswith("dora_scale") and len(shape) > 1 and shape[0] == 1:
             return (
-                f"has shape {list(shape)}, which is LyCORIS's for a magnitude per input feature "
-                "(wd_on_output=False), and not DoRA's per output feature; expected "
+                f"has shape {list(shape)}, which is LyCORIS's shape for a magnitude per input "
+                "feature (wd_on_output=False), but DoRA has one per output feature; expected "
                 f"{[layer.out_features, *(1,) * (len(shape) - 1)]}: train with wd_on_output=True"
             )
         if layer.kind == "experts" and layer.in_features == layer.out_features:
@@ -180,33 +186,35 @@ class Fitting:
             return f"has shape {list(shape)}; expected {list(accepted[0])} for rank {rank}"
         return None
 
-    def _problem_of_parameter(self, key: Key, shape: Shape) -> str | None:
+    def _problem_with_parameter(self, key: Key, shape: Shape) -> str | None:
         if key.name not in self.parameters:
-            return f"finds no parameter{self._hint(key.name, self.parameters)}"
+            return f"finds no parameter{self._nearest(key.name, self.parameters)}"
         if shape != self.parameters[key.name]:
             return f"has shape {list(shape)}; expected {list(self.parameters[key.name])}"
         tied = self.ties.get(key.name, ()) if self.config.ensure_weight_tying else ()
-        announced = self._is_announced(key.name) or any(map(self._is_announced, tied))
-        if not (announced or self._is_token_embedding(key)):
+        is_named = self._is_stored(key.name) or any(map(self._is_stored, tied))
+        if not (is_named or self._is_token_embedding(key)):
             return (
                 "is a parameter of the base model; expected it to be named by modules_to_save or "
                 "bias in adapter_config.json"
             )
         return None
 
-    def _is_announced(self, name: str) -> bool:
+    def _is_stored(self, name: str) -> bool:
         return self.config.stores(name, of_adapted_layer=name.rpartition(".")[0] in self.selected)
 
     def _is_token_embedding(self, key: Key) -> bool:
-        is_embedding = self._is_of_embedding(f"{key.module}.weight")
-        # PEFT stores the weights of both when the vocabulary was resized.
-        named = key.module.rpartition(".")[2] in TOKEN_EMBEDDINGS
-        return key.parameter == "weight" and (is_embedding or named)
+        is_embedding = self._is_embedding_weight(f"{key.module}.weight")
+        # PEFT stores the weights of embedding and head if the vocabulary was resized.
+        has_known_name = key.module.rpartition(".")[2] in TOKEN_EMBEDDINGS
+        return key.parameter == "weight" and (is_embedding or has_known_name)
 
-    def _hint(self, name: str, there: Iterable[str]) -> str:
-        """Returns the end of a message: what the model has instead. Finding it takes time, so only
-        for what will be listed."""
-        names = sorted(there) if len(self.problems) < MOST_LISTED else []
+    def _nearest(self, name: str, existing: Iterable[str]) -> str:
+        """Returns the end of an error message with the nearest names that the model has.
+
+        The search takes time, so it is left out for problems that will not be listed.
+        """
+        names = sorted(existing) if len(self.problems) < MAX_LISTED else []
         nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         return f"; the nearest are {', '.join(nearest)}" if nearest else ""
 
@@ -216,11 +224,11 @@ class Fitting:
             if not any(matches((target,), name) for name in experts):
                 self.problems.append(
                     f"{target}, which target_parameters names, is no parameter with packed experts "
-                    f"that can be adapted; the model's are {checks.short(experts)}"
+                    f"that can be adapted; the model has {checks.short(experts)}"
                 )
 
     def find_missing(self) -> None:
-        """Notes what the configuration announces and the folder has not."""
+        """Records everything that the configuration selects and the folder lacks."""
         self._find_missing_parameters()
         if not self.selected:
             self.problems.append(
@@ -231,7 +239,7 @@ class Fitting:
         for name in sorted(self.selected):
             found = self.adapters.get(name)
             if found is None:
-                # PEFT leaves the output head out of the models that tell it which one that is.
+                # "all-linear" excludes the output head in PEFT only if PEFT can identify it.
                 is_head = name.rpartition(".")[2] in OUTPUT_HEADS
                 if not (is_head and self.config.targets_all_linear):
                     self.problems.append(
@@ -246,7 +254,7 @@ class Fitting:
         if self.config.keeps_ties:
             stored |= {tied for name in self.whole for tied in self.ties.get(name, ())}
         for name in sorted(set(self.parameters) - stored):
-            if self._is_announced(name):
-                self.problems.append(f"{name} is missing, though adapter_config.json announces it")
+            if self._is_stored(name):
+                self.problems.append(f"{name} is missing, though adapter_config.json selects it")
         self._find_missing_tokens()
-        self._refuse_adapted_heads()
+        self._check_adapted_heads()

@@ -1,5 +1,4 @@
-"""Keeps account of which adapter lies in which slot of a bank: pinned while used, the least
-recently used out."""
+"""A least-recently-used cache of adapters in the slots of a bank, with pinning."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -8,13 +7,16 @@ from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
 
 
-class Residents[Key: Hashable]:
-    """The adapters in the slots of one bank, by keys of the caller's own. Not for several threads.
+class SlotCache[Key: Hashable]:
+    """Assigns the slots of one bank to adapters, under keys that the caller chooses.
+
+    A pinned adapter keeps its slot. If there is no empty slot, the least recently used adapter that
+    is not pinned loses its slot. Instances are not thread-safe.
 
     Attributes:
-      bank: as it is now.
-      loads, evictions: how many there were.
-      slots: of each adapter that has one, the least recently used first.
+      bank: the current bank.
+      loads, evictions: the numbers of loads and of evictions so far.
+      slots: the slot of each adapter that has one, by key, the least recently used first.
     """
 
     def __init__(self, bank: AdapterBank) -> None:
@@ -25,27 +27,33 @@ class Residents[Key: Hashable]:
         self._pins: Counter[Key] = Counter()
 
     def has_room(self, key: Key) -> bool:
-        """Returns whether an adapter lies in a slot, or could be put into one."""
+        """Returns whether an adapter has a slot, or `pin` can give it one."""
         return key in self.slots or bool(self._free) or len(self._pins) < len(self.slots)
 
     def pins(self, key: Key) -> int:
-        """Returns how often an adapter is pinned."""
+        """Returns how many times an adapter is pinned."""
         return self._pins[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self.slots
 
     def pin(self, key: Key, adapter: HostAdapter | None) -> int | None:
-        """Returns the slot in which an adapter lies until it is unpinned as often; None where every
-        slot is pinned for others. One that lies in a slot already need not be given.
+        """Pins an adapter, which keeps its slot until it is unpinned as many times as pinned.
 
-        Raises whatever loading it does; nothing is changed then but that another may have lost its
-        slot.
+        Loads the adapter if it has no slot. If this raises an error, the adapter is not pinned,
+        though another adapter may have lost its slot.
+
+        Args:
+          key: the adapter's key.
+          adapter: the adapter; may be None if it has a slot already.
+
+        Returns:
+          the slot, or None if all slots are pinned for other adapters.
         """
         if not self.has_room(key):
             return None
         if key not in self.slots:
-            slot = self._empty()
+            slot = self._free_slot()
             assert adapter is not None
             try:
                 self.bank = self.bank.load(slot, adapter)
@@ -64,15 +72,15 @@ class Residents[Key: Hashable]:
             del self._pins[key]
 
     def drop(self, key: Key) -> None:
-        """Empties the slot of an adapter that nobody has pinned, if it has one."""
+        """Empties the slot of an adapter, if it has one. The adapter must not be pinned."""
         if key in self.slots:
             slot = self.slots.pop(key)
             self.bank = self.bank.evict(slot)
             self._free.append(slot)
             self.evictions += 1
 
-    def _empty(self) -> int:
-        """Returns a slot to load into, its adapter forgotten; there has to be room."""
+    def _free_slot(self) -> int:
+        """Returns an empty slot, or that of the least recently used adapter that is not pinned."""
         if self._free:
             return self._free.pop()
         oldest = next(one for one in self.slots if one not in self._pins)

@@ -1,0 +1,318 @@
+"""Transfers adapters to the device, and compiles the programs that change a bank's slots."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+
+from jax_dora import ops
+from jax_dora.bank.host import RANKS, CachedG, Facts, HostAdapter, piece_shape
+from jax_dora.bank.projections import BankProjection, groups
+from jax_dora.layers.call import bounded_norm
+from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.compose import accumulator
+
+# The number of axes of each array without the stack's axes: the slot axis and the axes behind it.
+SLOT_AXES = Slots(lora_a=3, lora_b=3, g=2, scale=1, rank=1)
+
+type Arrays = dict[str, Slots]
+# The device arrays of one piece of a `HostAdapter`, by path.
+type Piece = dict[str, tuple[jax.Array, ...]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BaseModel:
+    """The base model of a bank, and the kernels of the bank's projections by path.
+
+    The values of the kernels are read at every load.
+    """
+
+    model: nnx.Module
+    kernels: Mapping[str, nnx.Variable]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Projections whose adapters are transferred together, and the programs for them.
+
+    The norms of one group are computed while the matrices of the next group are transferred.
+
+    Attributes:
+      paths: the paths of the projections.
+      write: writes a piece of lora_a and lora_b into a slot.
+      finish: computes g, and writes g, scale and rank into a slot.
+    """
+
+    paths: list[str]
+    write: Callable[..., Arrays]
+    finish: Callable[..., tuple[Arrays, dict[str, jax.Array]]]
+
+
+class BankPrograms:
+    """The static part of a bank: its projections, and the programs that change slots.
+
+    All banks that are derived from one bank share this object, so that a function compiled for one
+    of them accepts all. JAX keeps it alive as long as its compilation cache. Therefore `base` is a
+    weak reference, and only the banks keep the base model with its weights alive.
+    """
+
+    def __init__(
+        self, base: BaseModel, slots: int, max_rank: int, projections: Iterable[BankProjection]
+    ) -> None:
+        self.base = weakref.ref(base)
+        self.slots = slots
+        self.max_rank = max_rank
+        self.projections = {projection.path: projection for projection in projections}
+        shardings = {path: projection.shardings() for path, projection in self.projections.items()}
+        self.shardings = shardings
+
+        # Device arrays that are transferred once: pieces of zeros for projections that an adapter
+        # leaves out, and the numbers of slots and ranks.
+        self._zeros: dict[str, tuple[jax.Array, ...]] = {}
+        self._numbers: dict[int, jax.Array] = {}
+        self._pending_g: list[CachedG] = []
+
+        def jit(function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
+            if is_explicit:
+                out_sharding = jax.tree.map(_over_explicit_axes, out_shardings)
+                function = cast(Any, jax.sharding.auto_axes(function, out_sharding=out_sharding))
+            return _allow_nans(jax.jit(function, donate_argnums=0, out_shardings=out_shardings))
+
+        def make_group(paths: list[str]) -> Group:
+            arrays = {path: shardings[path] for path in paths}
+            g = {path: _without_axis(one.g, -2) for path, one in arrays.items()}
+            return Group(paths, jit(_write, arrays), jit(self._finish, (arrays, g)))
+
+        meshes = [one.mesh for one in jax.tree.leaves(shardings)]
+        self._is_on_mesh = bool(meshes)
+        self._device = None if meshes else _device_of(base)
+        is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
+        self.make = _allow_nans(jax.jit(self._make, out_shardings=self._device or shardings))
+        self.clear = jit(_clear, shardings)
+        self.groups = [make_group(paths) for paths in groups(self.projections.values())]
+
+    def _make(self) -> Arrays:
+        return {path: self._empty(projection) for path, projection in self.projections.items()}
+
+    def _empty(self, projection: BankProjection) -> Slots:
+        in_features, out = projection.sizes
+        max_rank = -(-self.max_rank // RANKS) * RANKS
+        lead, wide = (*projection.stack.shape, self.slots), accumulator(projection.dtype)
+        return Slots(
+            lora_a=jnp.zeros((*lead, max_rank, in_features), projection.dtype),
+            lora_b=jnp.zeros((*lead, max_rank, out), projection.dtype),
+            g=jnp.full((*lead, out), jnp.nan, wide),
+            scale=jnp.zeros(lead, wide),
+            rank=jnp.zeros(lead, jnp.int32),
+        )
+
+    def load(
+        self, arrays: Arrays, host: HostAdapter, kernels: Mapping[str, Any], slot: int
+    ) -> Arrays:
+        """Returns the arrays, which are donated, with an adapter in a slot.
+
+        All transfers are started before any program is launched, in the order of their use. A GPU
+        has one queue for transfers from the host, where a transfer waits for the programs that were
+        launched before it.
+        """
+        facts = host.facts_for(kernels)
+        number = self._number(slot)
+        starts = [self._number(index * RANKS) for index in range(len(host.pieces))]
+        transfers = [self._transfer_group(group, host, facts) for group in self.groups]
+        arrays, g = self.clear(arrays, number), {}
+        for group, (pieces, facts) in zip(self.groups, transfers, strict=True):
+            part = {path: arrays[path] for path in group.paths}
+            for start, piece in zip(starts, pieces, strict=True):
+                part = group.write(part, piece, number, start)
+            group_kernels = {path: kernels[path] for path in group.paths}
+            part, group_g = group.finish(part, group_kernels, facts, number)
+            arrays |= part
+            g |= group_g
+        self._cache_g(host.cached_g, kernels, g)
+        return arrays
+
+    def _number(self, number: int) -> Any:
+        """Returns a number as an argument for programs.
+
+        On one device it is transferred once and kept, since a later transfer waits for the pieces.
+        """
+        if self._is_on_mesh:
+            return np.int32(number)
+        if number not in self._numbers:
+            self._numbers[number] = jax.device_put(np.int32(number))
+        return self._numbers[number]
+
+    def _transfer_group(
+        self, group: Group, host: HostAdapter, facts: Mapping[str, Facts]
+    ) -> tuple[list[Piece], dict[str, Facts]]:
+        """Transfers a group's part of an adapter to the bank's devices.
+
+        On a mesh, a piece has lora_a and lora_b at each path. On one device it has both as one
+        array, since each array takes extra time.
+        """
+        pieces = [
+            {path: self._transfer(path, piece.get(path)) for path in group.paths}
+            for piece in host.pieces
+        ]
+        group_facts = {path: facts[path] for path in group.paths}
+        if not self._is_on_mesh and any(one.is_dora.any() for one in group_facts.values()):
+            group_facts = jax.device_put(group_facts)
+        return pieces, group_facts
+
+    def _transfer(self, path: str, piece: np.ndarray | None) -> tuple[jax.Array, ...]:
+        """Transfers the array at one path of a piece; zeros if the piece lacks the path."""
+        projection, sharding = self.projections[path], self.shardings[path]
+        if piece is None:
+            if path not in self._zeros:
+                zeros = np.zeros(piece_shape(projection), projection.dtype)
+                self._zeros[path] = self._transfer(path, zeros)
+            return self._zeros[path]
+        if sharding.lora_a is None:
+            return (jax.device_put(piece, self._device),)
+        lora_a, lora_b = np.split(piece, [projection.sizes[0]], axis=-1)
+        return (
+            jax.device_put(lora_a, _without_axis(sharding.lora_a, -3)),
+            jax.device_put(lora_b, _without_axis(sharding.lora_b, -3)),
+        )
+
+    def _cache_g(self, cached: CachedG, kernels: Any, g: Mapping[str, jax.Array]) -> None:
+        """Caches the g of an adapter that has been loaded, without waiting for the transfer."""
+        self._pending_g = [one for one in self._pending_g if not one.has_transferred()]
+        if cached.get(kernels) is None:
+            cached.store(kernels, g)
+            self._pending_g.append(cached)
+
+    def _finish(
+        self, arrays: Arrays, kernels: Mapping[str, Any], facts: Mapping[str, Facts], slot: Any
+    ) -> tuple[Arrays, dict[str, jax.Array]]:
+        """Writes g, scales and ranks of a slot after its matrices; returns the arrays and g."""
+
+        def matrix(array: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(array, slot, array.ndim - 3, keepdims=False)
+
+        adapters = {
+            path: (matrix(old.lora_a), matrix(old.lora_b), facts[path])
+            for path, old in arrays.items()
+        }
+
+        def compute_g() -> dict[str, jax.Array]:
+            return {
+                path: _g(self.projections[path], kernels[path], adapters[path]) for path in arrays
+            }
+
+        # A single condition for all projections, since on a GPU the host waits at each condition.
+        any_dora = jnp.stack([jnp.any(one.is_dora) for one in facts.values()]).any()
+        g = lax.cond(any_dora, compute_g, lambda: {path: facts[path].magnitude for path in arrays})
+        written = {
+            path: _set(old, slot, g=g[path], scale=facts[path].scale, rank=facts[path].rank)
+            for path, old in arrays.items()
+        }
+        return written, g
+
+
+def _device_of(base: BaseModel) -> jax.sharding.SingleDeviceSharding | None:
+    """Returns the device that the kernels are committed to, or None unless it is a single one."""
+    kernels = jax.tree.leaves([kernel.get_value() for kernel in base.kernels.values()])
+    committed = [one for one in kernels if isinstance(one, jax.Array) and one.committed]
+    devices = {device for one in committed for device in one.devices()}
+    return jax.sharding.SingleDeviceSharding(devices.pop()) if len(devices) == 1 else None
+
+
+def _allow_nans(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Disables `jax.debug_nans` in a function, since empty slots contain NaN."""
+
+    def wrapper(*arguments: Any) -> Any:
+        with jax.debug_nans(False):
+            return function(*arguments)
+
+    return wrapper
+
+
+def _over_explicit_axes(sharding: jax.NamedSharding) -> jax.NamedSharding:
+    """Returns the sharding over the explicit axes of its mesh only."""
+    mesh = sharding.mesh
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def explicit(names: Any) -> Any:
+        given = names if isinstance(names, tuple) else (names,)
+        return tuple(name for name in given if types.get(name) is AxisType.Explicit) or None
+
+    return jax.NamedSharding(mesh, jax.P(*map(explicit, sharding.spec)))
+
+
+def _without_axis(sharding: Any, axis: int) -> Any:
+    """Returns the sharding without the entry for an array axis; None for None."""
+    if sharding is None:
+        return None
+    spec = list(sharding.spec)
+    del spec[axis]
+    return jax.NamedSharding(sharding.mesh, jax.P(*spec))
+
+
+def _clear(arrays: Arrays, slot: Any) -> Arrays:
+    """Empties a slot: sets its g to NaN, and everything else to zero."""
+    return {
+        path: _set(old, slot, lora_a=0, lora_b=0, g=jnp.nan, scale=0, rank=0)
+        for path, old in arrays.items()
+    }
+
+
+def _write(arrays: Arrays, piece: Piece, slot: Any, start: Any) -> Arrays:
+    """Writes a piece of lora_a and lora_b into a slot, from rank `start` on."""
+
+    def update(old: jax.Array, new: jax.Array) -> jax.Array:
+        position = [np.int32(0)] * old.ndim
+        position[-3:-1] = [slot, start]
+        return lax.dynamic_update_slice(old, jnp.expand_dims(new, -3), position)
+
+    def update_both(old: Slots, new: tuple[jax.Array, ...]) -> Slots:
+        if len(new) == 1:
+            new = tuple(jnp.split(new[0], [old.lora_a.shape[-1]], axis=-1))
+        return old._replace(lora_a=update(old.lora_a, new[0]), lora_b=update(old.lora_b, new[1]))
+
+    return {path: update_both(old, piece[path]) for path, old in arrays.items()}
+
+
+def _set(old: Slots, slot: Any, **values: Any) -> Slots:
+    """Returns `old` with new values in a slot: arrays, or numbers to fill the slot's part with."""
+
+    def update(name: str, value: Any) -> jax.Array:
+        array = getattr(old, name)
+        axis = array.ndim - getattr(SLOT_AXES, name)
+        value = jnp.asarray(value, array.dtype)
+        new = jnp.expand_dims(value, axis) if value.ndim else value
+        new = jnp.broadcast_to(new, (*array.shape[:axis], 1, *array.shape[axis + 1 :]))
+        return lax.dynamic_update_slice_in_dim(array, new, slot, axis)
+
+    return old._replace(**{name: update(name, value) for name, value in values.items()})
+
+
+def _g(
+    projection: BankProjection, kernel: Any, adapter: tuple[jax.Array, jax.Array, Facts]
+) -> jax.Array:
+    """Returns g [*stack, out], the factor of the results; `adapter` is lora_a, lora_b and facts."""
+
+    def g_of_layer(kernel: Any, adapter: Any) -> jax.Array:
+        lora_a, lora_b, facts = adapter
+        layout = projection.layout(lora_a.shape[0])
+        if not layout.is_one_matrix:
+            kernel = layout.kernel.to_matrices(kernel)[0]
+        norm = ops.factored_norm(kernel, lora_a.T, lora_b, facts.scale)
+        norm = bounded_norm(norm, projection.dtype)
+        g = ops.magnitude_scale(facts.magnitude, norm, projection.dtype)
+        return jnp.where(facts.is_dora, g.astype(facts.magnitude.dtype), facts.magnitude)
+
+    if projection.stack.axis or not isinstance(kernel, jax.Array):
+        return projection.stack.map_leading(g_of_layer, kernel, adapter)
+    function = g_of_layer
+    for _ in projection.stack.shape:
+        # Computes all layers at once: a loop would first copy each layer's kernel.
+        function = jax.vmap(function)
+    return function(kernel, adapter)
