@@ -22,7 +22,6 @@ from jax_dora.ops.mosaic import (
     product_tiling,
     project,
     project_back,
-    stationary_norm,
     swiglu_backward,
 )
 from tests.jax_dora.programs import aval, for_cuda
@@ -235,7 +234,7 @@ def test_every_kernel_is_launched_with_its_config(monkeypatch):
 
         monkeypatch.setattr(module, "launch", run)
 
-    for module in (stationary_norm, project, project_back, compose_backward):
+    for module in (norm, project, project_back, compose_backward):
         recorded(module)
     x, w = jnp.ones((128, 64), BF16), jnp.ones((64, 128), BF16)
     a, b, m = jnp.ones((64, 16), BF16), jnp.ones((16, 128), BF16), jnp.ones(128)
@@ -249,7 +248,7 @@ def test_every_kernel_is_launched_with_its_config(monkeypatch):
         jax.eval_shape(jax.grad(run, (0, 4)), x, w, a, b, m)
     projection = product_tiling.config(128, 64, 128, BF16)
     assert used == [
-        (stationary_norm, stationary_norm.config(64, 16, 128, BF16, BF16)),
+        (norm, norm.config(64, 16, 128, BF16, BF16)),
         (project, projection),
         (compose_backward, elementwise.Config()),
         (project_back, projection),
