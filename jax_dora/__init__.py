@@ -35,7 +35,7 @@ from jax_dora.norms import with_norms as with_norms
 from jax_dora.weights.registry import einsum_axes as einsum_axes
 from jax_dora.weights.registry import register as register
 
-if not _typing.TYPE_CHECKING:  # type checkers would take every name for one of the package
+if not _typing.TYPE_CHECKING:  # With a __getattr__, type checkers would accept every name.
 
     def __getattr__(name: str) -> None:
         raise _no_attribute(__name__, name)

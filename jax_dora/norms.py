@@ -1,8 +1,8 @@
-"""Norms as values: take them once, use them as often as the adapters stand still.
+"""Norms as values: compute them once, and use them until the adapters change.
 
-The norm depends on kernel, lora_a and lora_b alone. Between two optimizer steps none of them moves,
-so the micro-steps of gradient accumulation can share one norm. Taken in the step that
-differentiates those very adapters, it cannot be stale:
+A norm depends on kernel, lora_a and lora_b alone. None of them changes between two optimizer steps,
+so all micro-steps of gradient accumulation can share one norm. In the example, each step computes
+the norms from the same adapters that it differentiates, so they are never out of date:
 
     @nnx.jit
     def train_step(model, optimizer, batches):
@@ -16,7 +16,7 @@ differentiates those very adapters, it cannot be stale:
             ...
         optimizer.update(model, total)
 
-Results are bit for bit those of computing the norm in every call. For inference, `freeze` makes
+The results are bit for bit those of computing the norm in every call. For inference, `freeze` makes
 g = magnitude / norm a constant.
 """
 
@@ -28,48 +28,49 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from jax_dora.adapt.tree import Found, check_model, find_dora_layers
+from jax_dora.adapt.tree import FoundModule, check_model, find_dora_layers
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
 from jax_dora.layers.call import g_of_call
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
-from jax_dora.weights.adapter import WeightAdapter
+from jax_dora.weights.weight_adapter import WeightAdapter
 
 
 class StackedConstant(Constant, nnx.Param):
-    """A `Constant` of layers that are stacked along another axis than the first: an `nnx.Param`, so
-    that whatever takes the kernel apart along that axis takes the constant apart along it too."""
+    """A `Constant` for layers that are stacked along another axis than the first. It is an
+    `nnx.Param`, so a transform that splits the kernel along that axis splits the constant along it
+    too."""
 
 
 def norms(model: nnx.Module) -> dict[str, jax.Array]:
-    """Computes the norm of every DoRA layer of `model`, as its parameters are now.
+    """Computes the norm of every DoRA layer of `model` from its current parameters.
 
     Returns:
-      By the layer's path, the norm in the shape of its magnitude: f32[out], or f32[layers, out] of
-      a stack. No gradient flows through it.
+      A dict from the layer's path to its norm, in the magnitude's shape: f32[out], or f32[layers,
+        out] for a stack of layers. No gradient flows through it.
 
     Raises:
-      TypeError: `model` is no nnx module.
-      ValueError: there is no DoRA layer in `model`.
+      TypeError: `model` is not an nnx module.
+      ValueError: `model` has no DoRA layer.
     """
     return {found.paths[0]: found.module.norm() for found in _dora_layers(model)}
 
 
 def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array]) -> Model:
-    """Returns a copy of `model`, for a call or a few, whose layers use these norms.
+    """Returns a copy of `model` whose layers use the given norms instead of computing them.
 
-    The copy shares the variables of `model`: gradients reach its adapters through it, and what a
-    call updates, such as the counts of dropout's streams, is updated in `model`. Nothing compares
-    the norms with the adapters; take them anew after every update.
+    The copy shares the variables of `model`. Gradients reach the model's adapters through the copy,
+    and what a call updates, such as the counts of dropout streams, is updated in `model` too.
+    Nothing checks that the norms belong to the adapters, so compute them again after every update.
 
     Args:
       model: a model with DoRA layers.
-      values: what `norms` has returned, for all of its DoRA layers; traced arrays too.
+      values: what `norms` returned, with all of the model's DoRA layers; the arrays may be traced.
 
     Raises:
-      TypeError: `model` is no nnx module, or a norm's dtype is not fp32 or fp64.
-      ValueError: a layer's norm is missing or has another shape, or a path is no DoRA layer's.
+      TypeError: `model` is not an nnx module, or a norm's dtype is neither fp32 nor fp64.
+      ValueError: a layer's norm is missing or has another shape, or a path is not a DoRA layer's.
     """
     _dora_layers(model)
     if not isinstance(values, Mapping):
@@ -82,20 +83,21 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
     paths = {path for found in layers for path in found.paths}
     if unknown := values.keys() - paths:
         raise ValueError(
-            f"values has norms for {sorted(unknown)}; the model's DoRA layers are:{listing(paths)}"
+            f"values has norms for {sorted(unknown)}, where the model has no DoRA layer; the "
+            f"model's DoRA layers are:{listing(paths)}"
         )
     for found in layers:
         path = next((path for path in found.paths if path in values), None)
         if path is None:
             raise ValueError(
-                f"values has no norm for {found.paths[0]!r}; expected one for every DoRA layer, as "
-                "jax_dora.norms(model) returns them"
+                f"values has no norm for {found.paths[0]!r}; expected one for every DoRA layer: "
+                "pass all that jax_dora.norms(model) returns"
             )
         value, shape = jnp.asarray(values[path]), found.module.magnitude.shape
         if value.dtype not in (jnp.float32, jnp.float64):
             raise TypeError(
                 f"values has a norm of dtype {value.dtype} for {path!r}; expected float32, as "
-                "jax_dora.norms(model) returns it: g is only as exact as its norm"
+                "jax_dora.norms(model) returns it: a less exact norm makes g less exact"
             )
         if value.shape != shape:
             raise ValueError(
@@ -108,18 +110,20 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
 
 
 def freeze[Model: nnx.Module](model: Model) -> Model:
-    """Returns a copy of `model` for inference, which shares its arrays: g constant, adapters not
-    trainable.
+    """Returns a copy of `model` for inference, with a constant g and adapters that are not
+    trainable. The copy shares the arrays of `model`, which stays trainable.
 
-    Neither `nnx.Param` nor `nnx.LoRAParam` finds lora_a, lora_b and magnitude in it, so that no
-    optimizer can move them from under g; but `nnx.Param` does where layers are stacked along
-    another axis than the first, since that is how a transform knows their axis. The adapters'
-    dropout is off, until `model.train()` turns it on; what else `model` drops is `model.eval()`'s
-    to turn off. `model` itself stays trainable.
+    In the copy, lora_a, lora_b and magnitude are neither `nnx.Param`s nor `nnx.LoRAParam`s, so no
+    optimizer can change them without changing g. Layers that are stacked along another axis than
+    the first are an exception: their adapters stay `nnx.Param`s, so that transforms know the
+    axis.
+
+    The adapters' dropout is off until `model.train()` turns it on. Other dropout in the model is
+    unchanged; `model.eval()` turns it off.
 
     Raises:
-      TypeError: `model` is no nnx module.
-      ValueError: there is no DoRA layer in `model`.
+      TypeError: `model` is not an nnx module.
+      ValueError: `model` has no DoRA layer.
     """
     frozen = with_norms(nnx.merge(*nnx.split(model)), norms(model))
     for found in find_dora_layers(frozen):
@@ -130,59 +134,62 @@ def freeze[Model: nnx.Module](model: Model) -> Model:
         layer.given_norm = nnx.data(None)
         for name in ADAPTER_NAMES:
             variable = getattr(layer, name)
-            # As it is: a constructor would lay it out again by its metadata, which of a stack may
-            # lack the leading axis, and run its hooks once more.
+            # The constructor would shard the value again by its metadata, which may lack the
+            # leading axis of a stack, and would run the variable's hooks a second time.
             constant = kind.from_metadata(variable.get_raw_value(), variable.get_metadata())
             setattr(layer, name, constant)
     return frozen
 
 
 def remat_policy(*names: str) -> Callable[..., bool]:
-    """Returns a policy for `jax.checkpoint`, `nnx.remat` and `nn.remat` that keeps what DoRA layers
-    would compute twice for little.
+    """Returns a policy for `jax.checkpoint`, `nnx.remat` and `nn.remat` that keeps the small arrays
+    of DoRA layers, rather than computing them twice.
 
-    That is every layer's norm: f32[out], which depends on no activation, so that keeping it costs
-    next to nothing and saves the backward pass one reading of every kernel. And, of the layers with
-    `keep_inner=True`, the result, or under a bias and in fp16 x (kernel + s·lora_a lora_b), which
-    is as large.
+    The policy keeps these arrays:
 
-    The last projection of a rematerialised block is where `keep_inner` is worth a thought. Nothing
-    in the block reads its result, so a plain or a LoRA layer is not computed again there; a DoRA
-    layer is, for the sake of its magnitude's gradient alone, which reads that array:
+    - The norm of every layer, f32[out]. It depends on no activation, so keeping it costs next to
+      nothing and saves the backward pass one read of every kernel.
+    - For layers with `keep_inner=True`, the result or, with a bias and in fp16, x (kernel +
+      s·lora_a lora_b), which has the same size.
+
+    Consider `keep_inner` for the last projection of a rematerialised block. Nothing in the block
+    reads its result, so the backward pass does not recompute a plain or a LoRA layer there. It does
+    recompute a DoRA layer, only because the magnitude's gradient reads that array:
 
         rules = [DoRARule(r"blocks/\\d+/down", 16, 32, keep_inner=True), DoRARule(...)]
         nnx.remat(block, policy=jax_dora.remat_policy())
 
-    (Not with dropout mode "input", in which there is no such array.)
+    Dropout mode "input" has no such array, and does not accept `keep_inner`.
 
     Args:
-      *names: further names given by `jax.ad_checkpoint.checkpoint_name`, to be kept too.
+      *names: further names to keep, as given to `jax.ad_checkpoint.checkpoint_name`.
 
     Raises:
-      TypeError: a name is no string.
+      TypeError: a name is not a string.
       ValueError: a name is empty.
     """
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"remat_policy is given {name!r}; expected names, as strings")
+            raise TypeError(f"remat_policy got {name!r}; expected names, as strings")
         if not name:
             raise ValueError(
-                "remat_policy is given ''; expected names that jax.ad_checkpoint.checkpoint_name "
-                "has given: leave it out to keep none of your own"
+                "remat_policy got ''; expected names that your model passes to "
+                "jax.ad_checkpoint.checkpoint_name: pass no name to keep only DoRA's own arrays"
             )
     return jax.checkpoint_policies.save_only_these_names(NORM_NAME, INNER_NAME, *names)
 
 
-def _dora_layers(model: nnx.Module) -> list[Found]:
+def _dora_layers(model: nnx.Module) -> list[FoundModule]:
     check_model(model)
     layers = find_dora_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no DoRA layer; build it with one, or call apply_dora first"
+            f"{type(model).__name__} has no DoRA layer; expected at least one: build the model "
+            "with one, or call apply_dora first"
         )
     return layers
 
 
 def _constant_of(layer: DoRALayer | WeightAdapter) -> type[Constant]:
-    """Returns the variable for a constant of a layer, perhaps of a stack."""
+    """Returns the variable type for a constant of `layer`, which may be a stack of layers."""
     return StackedConstant if layer.stack.axis else Constant

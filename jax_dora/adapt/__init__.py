@@ -1,7 +1,31 @@
-"""Adapters into an existing model, out of it, into its weights, and one in another's place.
+"""Adds adapters to an existing model, removes them, merges them into its weights, and exchanges
+them.
 
-Checkpoints need nothing of this library. Orbax saves an adapter alone by the arrays of
-`get_adapter`, and restores it into those of a model adapted by the same rules:
+`apply_dora(model, rules)` takes these steps:
+
+1. `find_sites` lists the model's weights as `Site`s: layers that have a DoRA class, registered
+   parameters and, with `example=`, all parameters that a product or lookup reads. `trace_reads`
+   calls the model abstractly for that.
+2. `assign_rules` finds the rule of each site.
+3. `adapt_site` creates the DoRA layer that replaces a layer, or the adapter of a weight that is not
+   in such a layer (`jax_dora.weights`).
+4. `replace_modules` puts the DoRA layers into a copy of the model.
+
+| file | content |
+| --- | --- |
+| apply.py | `apply_dora` |
+| adapter.py | `Adapter`, `get_adapter`, `set_adapter`: an adapter as a value |
+| merge.py | `merge_dora` |
+| quantize.py | `quantize` |
+| coverage.py | `coverage`: the table of a model's weights |
+| site.py | `Site`: a weight and how it can be adapted |
+| find_sites.py | lists the sites of a model |
+| trace_reads.py | finds the operations that read each weight in an abstract call |
+| infer_stack.py | finds the axis along which `nnx.vmap` has stacked layers |
+| tree.py | walks a model by paths, replaces its modules; `remove_dora` |
+
+Checkpoints need nothing from this library. Orbax saves an adapter alone as the arrays of
+`get_adapter`, and restores it into the arrays of a model with the same rules:
 
     checkpointer.save(folder, get_adapter(model).arrays)
     fresh = get_adapter(model)
@@ -10,7 +34,7 @@ Checkpoints need nothing of this library. Orbax saves an adapter alone by the ar
 
 (`rngs` is for the masks of an adapter with dropout.)
 
-To go on with training bit for bit, save all that a step changes, and the base model not at all:
+To resume training bit for bit, save everything that a step changes, but not the base model:
 
     changing = nnx.Any(nnx.LoRAParam, nnx.RngState, nnx.OptState)
     checkpointer.save(folder, nnx.to_pure_dict(nnx.state((model, optimizer), changing)))

@@ -1,9 +1,9 @@
-"""Adapters as values: taken out of a model, and put into one.
+"""Adapters as values: `get_adapter` reads one from a model, `set_adapter` puts one into a model.
 
-A layer holds one adapter at a time. DoRA has no agreed meaning for several at once, since each
-brings a norm and a magnitude of its own, so that they do not simply add up: `merge_dora` with
-`adapters=` merges them in turn as PEFT does, each with its norm over the base alone, and
-`merge_dora` followed by `apply_dora` or `set_adapter` puts one on top of another.
+A layer holds one adapter at a time. Several DoRA adapters have no agreed meaning together: each has
+its own norm and magnitude, so they do not simply add up. There are two ways to combine them.
+`merge_dora` with `adapters=` merges them in turn as PEFT does, each with the norm of the base
+weight. `merge_dora` followed by `apply_dora` or `set_adapter` puts one adapter on top of another.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
-from jax_dora.adapt.reads import trace_reads
+from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
-from jax_dora.adapt.sites import sites
+from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import (
-    Found,
+    FoundModule,
     check_model,
     find_dora_layers,
     find_modules,
@@ -30,20 +30,20 @@ from jax_dora.adapt.tree import (
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.module import adapters_of, at_path, has_dora_type
-from jax_dora.weights.reads import Example
+from jax_dora.weights.read_log import Example
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight:
-    """Says where an adapter lies that stands beside a weight, in a module which keeps its class.
+    """Locates the adapter of a weight in a module that keeps its class.
 
     Attributes:
-      path: of the weight.
-      module: the path of the module that owns it.
-      param, axes: as `jax_dora.register`'s.
-      reader: the path of the module whose methods read it.
-      inside: the path from there to the owner.
-      is_lookup: whether it is an embedding.
+      path: the weight's path.
+      module: the path of the module that owns the weight.
+      param, axes: see `jax_dora.register`.
+      reader: the path of the module whose methods read the weight.
+      inside: the path from the reader to the owner.
+      is_lookup: whether the weight is an embedding.
     """
 
     path: str
@@ -57,15 +57,17 @@ class AdaptedWeight:
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """One adapter of a whole model, without the model: a pytree whose leaves are its arrays.
+    """An adapter of a whole model, without the model: a pytree whose leaves are the adapter's
+    arrays.
 
     Attributes:
-      rules: one for each layer, whose path it matches exactly.
-      arrays: by the layer's path, then "lora_a", "lora_b", "magnitude", in the layer's shapes. In
-        any order: JAX sorts the keys of a dict wherever it maps over a pytree.
-      weights: of those that are no layers of their own.
-      stack_axes: the paths of layers that are stacked, and the first axis of the kernel's that
-        they are stacked along.
+      rules: one rule for each layer; its path matches that layer alone.
+      arrays: by the layer's path, then by "lora_a", "lora_b" and "magnitude", in the layer's
+        shapes. The order of the keys has no meaning, since JAX sorts the keys of a dict in every
+        pytree operation.
+      weights: the weights that are adapted but are not the kernel of a `DoRALayer`.
+      stack_axes: the path of each stack of layers, and the first axis along which its kernel is
+        stacked.
     """
 
     rules: tuple[DoRARule, ...]
@@ -80,11 +82,11 @@ jax.tree_util.register_dataclass(
 
 
 def get_adapter(model: nnx.Module) -> Adapter:
-    """Returns the adapter that `model` holds, on the arrays of its parameters at this moment.
+    """Returns the adapter of `model`, with the current arrays of its parameters.
 
     Raises:
-      TypeError: `model` is no nnx module.
-      ValueError: it holds no adapter.
+      TypeError: `model` is not an nnx module.
+      ValueError: `model` has no adapter.
     """
     check_model(model, for_linen="jax_dora.linen.split_adapters")
     layers = {found.paths[0]: found.module for found in find_dora_layers(model)}
@@ -102,8 +104,8 @@ def get_adapter(model: nnx.Module) -> Adapter:
 
 
 def stack_axes(model: nnx.Module) -> tuple[tuple[str, int], ...]:
-    """Returns along which axis of its kernel each DoRA layer is stacked that is a stack, by its
-    path; the first axis, of several."""
+    """Returns (path, axis) for each DoRA layer that is a stack of layers: the axis along which its
+    kernels are stacked, or the first of several."""
     return tuple(
         (found.paths[0], found.module.stack_axis % found.module.kernel_param.ndim)
         for found in find_modules(model)
@@ -112,7 +114,7 @@ def stack_axes(model: nnx.Module) -> tuple[tuple[str, int], ...]:
 
 
 def adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
-    """Returns where the adapters of `model` lie that stand beside weights."""
+    """Returns the adapted weights of `model` that are not the kernel of a `DoRALayer`."""
     modules = find_modules(model)
     readers = {
         (id(at_path(found.module, path)), param): (found.paths[0], path)
@@ -122,21 +124,21 @@ def adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
     }
     return tuple(
         AdaptedWeight(
-            one.path(found.paths[0]),
+            adapter.path(found.paths[0]),
             found.paths[0],
-            one.spec.param,
-            one.spec.axes,
-            *readers[id(found.module), one.spec.param],
-            one.spec.is_lookup,
+            adapter.spec.param,
+            adapter.spec.axes,
+            *readers[id(found.module), adapter.spec.param],
+            adapter.spec.is_lookup,
         )
         for found in modules
-        for one in adapters_of(found.module)
+        for adapter in adapters_of(found.module)
     )
 
 
-def weights_of_call(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...]:
-    """Returns the weights of `model`, which holds no adapter, that adapters can stand beside, by
-    what reads them in a call with `example`."""
+def find_adaptable_weights(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...]:
+    """Returns the weights of `model`, a model without adapters, that are not in a layer with a DoRA
+    class and that can be adapted, as a call with `example` shows."""
     paths = {id(found.module): found.paths[0] for found in find_modules(model)}
     return tuple(
         AdaptedWeight(
@@ -148,7 +150,7 @@ def weights_of_call(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...
             site.reader[1],
             site.is_lookup,
         )
-        for site in sites(model, trace_reads(model, Example.of(example)))
+        for site in find_sites(model, trace_reads(model, Example.of(example)))
         if site.reader is not None and not site.is_layer and not site.refusal
     )
 
@@ -156,26 +158,28 @@ def weights_of_call(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...
 def set_adapter[Model: nnx.Module](
     model: Model, adapter: Adapter | None, *, rngs: nnx.Rngs | None = None
 ) -> Model:
-    """Returns `model` with `adapter` in place of the one that it holds, if any; None leaves none.
+    """Returns a copy of `model` with `adapter` in place of its own adapter; None removes the
+    adapter.
 
         adapters = {"french": get_adapter(french), "code": get_adapter(code)}
         model = set_adapter(model, adapters["code"])
 
-    The result is a model of its own that shares the arrays of both; magnitudes in bf16 or fp16 are
-    cast to float32, as `load_adapter` does. A function compiled by
-    `nnx.jit` serves every adapter of the same layers, ranks and scales without compiling again.
+    The copy shares the arrays of `model` and of `adapter`. Magnitudes in bf16 or fp16 are cast to
+    float32, as in `load_adapter`. A function compiled by `nnx.jit` does not compile again for an
+    adapter with the same layers, ranks and scales.
 
-    An adapter's dropout is on or off as it was in the layer whose place it takes. Where that layer
-    had none, it is on if anything else in `model` is in training (its `deterministic` is False),
-    and off otherwise. `train()` and `eval()` of the result switch it.
+    The dropout of each new layer is on or off like the dropout of the layer that it replaces. If
+    that layer has no dropout, the new dropout is on if any module in `model` is in training (its
+    `deterministic` is False), and off otherwise. `train()` and `eval()` of the copy switch it.
 
     Args:
-      rngs: for the masks of an adapter with dropout; only such a one needs it.
+      rngs: for the dropout masks; only an adapter with dropout needs it.
 
     Raises:
-      TypeError: `model` is no nnx module, `adapter` no `Adapter`.
-      ValueError: the adapter has a layer that the model lacks, or of another shape, or dropout and
-        no rngs; or its rules are not those of its arrays. `model` is left as it is.
+      TypeError: `model` is not an nnx module, or `adapter` is not an `Adapter`.
+      ValueError: the adapter has a layer that the model lacks or that has another shape there; or
+        it has dropout and `rngs` is None; or its rules and its arrays belong to different layers.
+        `model` stays unchanged.
     """
     check_model(model, for_linen="jax_dora.linen.join_adapters")
     base = remove_dora(model)
@@ -186,15 +190,15 @@ def set_adapter[Model: nnx.Module](
             f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or None"
         )
     rules = rules_by_path(adapter)
-    layers = {path: site for site in sites(base) if site.is_layer for path in site.found.paths}
+    layers = {path: site for site in find_sites(base) if site.is_layer for path in site.found.paths}
     for path, axis in adapter.stack_axes:
         if path in layers:
             layers[path].stack_axis = axis
     by_path = {path: found for found in find_modules(base) for path in found.paths}
-    there = layers | {one.path: site_of(one, by_path) for one in adapter.weights}
+    sites = layers | {weight.path: site_of(weight, by_path) for weight in adapter.weights}
     replacements: dict[int, Any] = {}
     for path, arrays in adapter.arrays.items():
-        rule, site = rules[path], there.get(path)
+        rule, site = rules[path], sites.get(path)
         if site is None:
             raise ValueError(
                 f"adapter has a layer {path!r}; the model's layers that can be adapted are:"
@@ -202,7 +206,7 @@ def set_adapter[Model: nnx.Module](
             )
         if rule.dropout and rngs is None:
             raise ValueError(
-                f"rngs is None and the adapter drops inputs of {path!r}; expected nnx.Rngs with a "
+                f"rngs is None and the adapter has dropout for {path!r}; expected nnx.Rngs with a "
                 "dropout stream"
             )
         layer = adapt_site(site, rule, rngs or nnx.Rngs(0))
@@ -210,62 +214,67 @@ def set_adapter[Model: nnx.Module](
             parameter = getattr(layer, name)
             if parameter.shape != value.shape:
                 raise ValueError(
-                    f"adapter has {name} {value.shape} for {path!r}; this model's layer takes "
-                    f"{parameter.shape}"
+                    f"adapter has {name} {value.shape} for {path!r}; expected {parameter.shape}, "
+                    "as this model's layer needs"
                 )
             if name == "magnitude" and value.dtype.itemsize < parameter.dtype.itemsize:
                 value = value.astype(parameter.dtype)
             parameter.set_value(value)
         if site.is_layer:
             replacements[id(site.found.module)] = layer
-    return _in_the_mode_of(model, replace_modules(base, replacements))
+    return _copy_training_mode(model, replace_modules(base, replacements))
 
 
-def site_of(weight: AdaptedWeight, by_path: dict[str, Found]) -> Site | None:
-    """Returns where the adapter of a weight goes; None where the model has no such weight."""
+def site_of(weight: AdaptedWeight, by_path: dict[str, FoundModule]) -> Site | None:
+    """Returns the site of an adapted weight; None if the model has no such weight."""
     found, reader = by_path.get(weight.module), by_path.get(weight.reader)
     if found is None or reader is None or not hasattr(found.module, weight.param):
         return None
     if getattr(found.module, weight.param).ndim < len(weight.axes):
         return None
-    own = (reader.module, weight.inside)
     return Site(
         (weight.path,),
         found,
         weight.param,
         axes=weight.axes,
-        reader=own,
+        reader=(reader.module, weight.inside),
         is_lookup=weight.is_lookup,
     )
 
 
 def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
+    """Returns the rule of each layer of `adapter` by the layer's path.
+
+    Raises:
+      ValueError: rules and arrays belong to different layers, or an array is missing or unknown.
+    """
     rules = {rule.path: rule for rule in adapter.rules}
     patterns = {path: re.escape(path) for path in adapter.arrays}
-    if odd := rules.keys() ^ set(patterns.values()):
+    if unmatched := rules.keys() ^ set(patterns.values()):
         raise ValueError(
             "adapter has rules and arrays of different layers; expected a rule for each layer that "
-            f"has arrays, as get_adapter returns them. Layers not in both of:{listing(odd)}"
+            "has arrays, as get_adapter returns them. The layers with only one of the two are:"
+            f"{listing(unmatched)}"
         )
     for path, arrays in adapter.arrays.items():
         if arrays.keys() != set(ADAPTER_NAMES):
             raise ValueError(
-                f"adapter has {sorted(arrays)} for {path!r}; expected {sorted(ADAPTER_NAMES)}, all "
-                "that get_adapter returns"
+                f"adapter has {sorted(arrays)} for {path!r}; expected {sorted(ADAPTER_NAMES)}, as "
+                "get_adapter returns them"
             )
     return {path: rules[pattern] for path, pattern in patterns.items()}
 
 
-def _in_the_mode_of[Model: nnx.Module](other: nnx.Module, model: Model) -> Model:
-    """Puts `model`, in place, in training or evaluation as `other` is, module by module. Dropout
-    that `other` does not have is on if anything in `other` is in training."""
+def _copy_training_mode[Model: nnx.Module](other: nnx.Module, model: Model) -> Model:
+    """Sets the modules of `model`, in place, to training or evaluation like those of `other`.
+    Dropout that `other` does not have is on if any module of `other` is in training."""
     others = {path: found.module for found in find_modules(other) for path in found.paths}
-    trains = any(getattr(one, "deterministic", None) is False for one in others.values())
+    is_training = any(getattr(module, "deterministic", None) is False for module in others.values())
     for found in find_modules(model):
-        twin = others.get(found.paths[0])
+        source = others.get(found.paths[0])
         for name in ("deterministic", "use_running_average"):
-            if hasattr(twin, name) and hasattr(found.module, name):
-                setattr(found.module, name, getattr(twin, name))
-        if twin is None and isinstance(found.module, nnx.Dropout):
-            found.module.deterministic = not trains
+            if hasattr(source, name) and hasattr(found.module, name):
+                setattr(found.module, name, getattr(source, name))
+        if source is None and isinstance(found.module, nnx.Dropout):
+            found.module.deterministic = not is_training
     return model

@@ -1,4 +1,4 @@
-"""Adapters into an existing nnx model."""
+"""`apply_dora`: adds fresh adapters to an existing nnx model."""
 
 import contextlib
 import dataclasses
@@ -9,59 +9,63 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import as_rules
-from jax_dora.adapt.coverage import logged
-from jax_dora.adapt.reads import trace_reads
-from jax_dora.adapt.site import Site, assigned, refuse
-from jax_dora.adapt.sites import REMEDY, sites
+from jax_dora.adapt.coverage import log_summary
+from jax_dora.adapt.find_sites import REMEDY, find_sites
+from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
+from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
-from jax_dora.layers.base_layer import mesh_sharding, padded
+from jax_dora.layers.base_layer import mesh_sharding, pad_axes
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.weights.adapter import AdapterSpec
 from jax_dora.weights.module import add_adapter
-from jax_dora.weights.reads import Example
+from jax_dora.weights.read_log import Example
+from jax_dora.weights.weight_adapter import AdapterSpec
 
 
 def apply_dora[Model: nnx.Module](
     model: Model, rules: Rules, *, rngs: nnx.Rngs, example: Any = None
 ) -> Model:
-    """Returns `model` with a fresh DoRA adapter in every layer that a rule matches.
+    """Returns a copy of `model` with a fresh DoRA adapter in every layer that a rule matches.
 
         model = apply_dora(model, DoRARule("all-linear", rank=16, alpha=32), rngs=nnx.Rngs(0))
 
-    The result is a model of its own, which computes what `model` did; `model` is left as it is. The
-    two share the arrays of every parameter, and no array is copied. A layer keeps its dtype, its
-    bias and its sharding metadata; its adapter is sharded like its kernel. A fresh adapter is there
-    to be trained: its dropout is on until `model.eval()` turns it off.
+    The copy computes the same function as `model`, which stays unchanged. The two share the arrays
+    of every parameter; no array is copied. A layer keeps its dtype, its bias and its sharding
+    metadata, and its adapter is sharded like its kernel. Dropout of the fresh adapter is on until
+    `model.eval()` turns it off.
 
-    Adapted are `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum`, `nnx.Embed`, `nnx.Conv` and
-    `nnx.ConvTranspose`, also where `nnx.vmap` has stacked them for `nnx.scan`; and, in modules that
-    keep their class, the parameters that `jax_dora.register` has named, among them those of public
-    model libraries. A module that is shared stays shared, and a rule that matches one of its paths
-    adapts it everywhere.
+    Without `example`, these can be adapted:
 
-    With `example` every parameter of two axes or more that a matrix product or a lookup reads can
-    be adapted, whoever wrote the code, and "all-linear" means all that products read but embeddings
-    and the output head. The model is called once with it, abstractly, to find what reads each
-    parameter: adapted are the products and lookups; whatever else reads it is given the merged
-    weight W', at the cost of an array of its size, which `jax_dora.coverage` tells.
+    - `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum`, `nnx.Embed`, `nnx.Conv` and
+      `nnx.ConvTranspose`, also if `nnx.vmap` has stacked them for `nnx.scan`.
+    - Parameters that `jax_dora.register` has named, in modules that keep their class. The
+      parameters of public model libraries are registered already.
+
+    A shared module stays shared: a rule that matches one of its paths adapts it everywhere.
+
+    With `example`, every parameter of two axes or more that a matrix product or a lookup reads can
+    be adapted, whoever wrote the code. "all-linear" then selects all parameters that products read,
+    but not embeddings and the output head. The model is called once with `example`, abstractly, to
+    find the operations that read each parameter. Products and lookups become adapted ones. Any
+    other operation gets the merged weight W', which costs an array of the weight's size;
+    `jax_dora.coverage` reports these.
 
     Args:
-      model: an nnx module; one of the layers above is a model too, whose path is "".
-      rules: one rule or several; the first that matches a layer's path adapts it. Only modules
-        that hold parameters themselves are matched, so ".*" does not stumble over containers. The
-        path of a weight is that of its module, where this has several, with the parameter's name
-        behind it.
-      rngs: its `params` stream draws the adapters, its `dropout` stream makes their masks.
-      example: what the model is called with: a tuple of arguments, a dict of keyword arguments, or
-        a function that takes the model and calls it; arrays or `jax.ShapeDtypeStruct`s.
+      model: an nnx module. One of the layers above is a model too, with the path "".
+      rules: one rule or several; the first rule that matches a layer's path adapts it. Only modules
+        that hold parameters themselves are matched, so ".*" does not fail on containers. The path
+        of a weight is its module's path, followed by the parameter's name if the module has several
+        weights.
+      rngs: its `params` stream draws the adapters, its `dropout` stream their dropout masks.
+      example: the inputs to call the model with: a tuple of arguments, a dict of keyword arguments,
+        or a function that takes the model and calls it. Arrays may be `jax.ShapeDtypeStruct`s.
 
     Raises:
-      TypeError: `model` is no nnx module; a rule matches what cannot be adapted.
-      ValueError: a rule adapts nothing; a matched layer is adapted already; a rule does not fit
-        its layer. The message lists what is there. Or `model` is abstract, outside of
+      TypeError: `model` is not an nnx module, or a rule matches something that cannot be adapted.
+      ValueError: a rule adapts nothing, a matched layer has an adapter already, or a rule does not
+        fit its layer; the message lists what there is. Or `model` is abstract, outside
         `nnx.eval_shape`.
-      NotImplementedError: a matched layer has a setting that its adapter would not honour.
+      NotImplementedError: a matched layer has a setting that its adapter would ignore.
     """
     check_model(model, for_linen="jax_dora.linen.apply_dora")
     if not isinstance(rngs, nnx.Rngs):
@@ -69,31 +73,35 @@ def apply_dora[Model: nnx.Module](
     rules = as_rules(DoRARule, rules)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
         raise ValueError(
-            "model is abstract: it holds shapes instead of arrays; expected arrays, or this call "
+            "model is abstract: it has shapes instead of arrays; expected arrays, or this call "
             "inside of nnx.eval_shape, as in nnx.eval_shape(lambda model: apply_dora(model, rules, "
             "rngs=nnx.Rngs(0)), model)"
         )
     traced = None if example is None else trace_reads(model, Example.of(example))
     copy = nnx.clone(model)
-    found = sites(copy, traced)
-    matched = assigned(found, rules)
-    _refuse_others([site for site, _ in matched])
+    found = find_sites(copy, traced)
+    matched = assign_rules(found, rules)
+    _check_adaptable([site for site, _ in matched])
     replacements = {}
     for site, rule in matched:
         adapted = adapt_site(site, rule, rngs)
         if site.is_layer:
             replacements[id(site.found.module)] = adapted
         site.is_adapted = True
-    logged(found)
+    log_summary(found)
     return replace_modules(copy, replacements)
 
 
 def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
-    """Returns the DoRA layer over the site's module, whose parameters it shares, or the adapter
-    that stands beside its weight then."""
+    """Adapts the weight of one site.
+
+    Returns:
+      For a layer, a DoRA layer that shares the layer's parameters. For any other weight, its new
+        `WeightAdapter`, which stores the adapter's arrays in the site's module.
+    """
     module, cls = site.found.module, dora_class_of(site.found.module) if site.is_layer else None
     sharding = mesh_sharding(getattr(module, cls.kernel_name if cls else site.param))
-    # Flax places a parameter with sharding metadata at once, on the mesh in scope.
+    # Flax shards a parameter with sharding metadata when it is created, on the current mesh.
     scope = (
         contextlib.nullcontext() if sharding is None else jax.set_mesh(cast(Mesh, sharding.mesh))
     )
@@ -101,11 +109,12 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
         if cls is None:
             assert site.reader is not None
             name = "" if site.names[0] in site.found.paths else site.param
-            # Initializers are not remembered: models with and without them are of one structure.
+            # Initializers are not stored, so that models with and without them have the same
+            # structure.
             settings = dataclasses.replace(rule, path="", lora_a_init=None, lora_b_init=None)
             spec = AdapterSpec(site.param, site.axes, name, settings, site.is_lookup)
             adapted = add_adapter(module, spec, *site.reader)
-            adapted.make(rule, rngs)
+            adapted.create_arrays(rule, rngs)
         else:
             options = {"stack_axis": site.stack.axis, **rule.options()}
             adapted = cls.from_base(module, rngs=rngs, **options)
@@ -115,25 +124,26 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
 
 
 def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
-    stack, spec = adapted.stack, padded(sharding.spec, adapted.kernel_param.ndim)
-    for name, names in adapted.layout.adapter_axes(stack.without(spec)).items():
+    stack, spec = adapted.stack, pad_axes(sharding.spec, adapted.kernel_param.ndim)
+    for name, names in adapted.layout.adapter_axes(stack.layer_part(spec)).items():
         variable = getattr(adapted, name)
-        of_all = stack.joined(stack.of_stack(spec), names)
-        target = NamedSharding(sharding.mesh, PartitionSpec(*of_all))
+        all_names = stack.combine(stack.stack_part(spec), names)
+        target = NamedSharding(sharding.mesh, PartitionSpec(*all_names))
         variable.set_value(jax.device_put(variable.get_value(), target))
 
 
-def _refuse_others(matched: list[Site]) -> None:
-    refuse(
+def _check_adaptable(matched: list[Site]) -> None:
+    raise_for_sites(
         [site for site in matched if site.is_adapted and not site.refusal],
         ValueError,
-        "a layer holds one adapter at a time, and these that the rules match hold one already: "
-        "take it out with remove_dora, or merge it with merge_dora, first",
+        "a layer holds one adapter at a time, and the rules match layers that hold one already; "
+        "remove it with remove_dora, or merge it with merge_dora, first. These layers are",
     )
     names = ", ".join(f"nnx.{base.__name__}" for base in DORA_CLASSES)
-    refuse(
+    raise_for_sites(
         [site for site in matched if site.refusal],
         TypeError,
-        f"the rules match what cannot be adapted; expected {names}, and what jax_dora.register "
-        f"has named: {REMEDY}, or narrow the rules' paths so that they leave out",
+        f"the rules match modules or weights that cannot be adapted; expected {names}, and "
+        f"parameters that jax_dora.register has named: {REMEDY}, or narrow the rules' paths so "
+        "that they do not match these",
     )

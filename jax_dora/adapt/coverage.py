@@ -1,4 +1,4 @@
-"""The table of a model's weights: which are adapted, and which can be."""
+"""`coverage`: a table of a model's weights, which tells what is adapted and what can be adapted."""
 
 import dataclasses
 import logging
@@ -8,13 +8,13 @@ from typing import Any
 
 from flax import nnx
 
-from jax_dora.adapt.reads import trace_reads
+from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
-from jax_dora.adapt.sites import sites
+from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import check_model
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import quantised
-from jax_dora.weights.reads import Example
+from jax_dora.weights.read_log import Example
 
 _LOG = logging.getLogger("jax_dora")
 
@@ -24,14 +24,14 @@ class CoveredWeight:
     """One weight of a model.
 
     Attributes:
-      path: of the weight, as rules match it.
-      shape: of its array.
+      path: the weight's path, as rules match it.
+      shape: the weight's shape.
       status: "adapted", "adaptable" or "not adaptable".
-      how: what adapts it, with its axes as `jax_dora.register` has them; or why nothing can. Of a
-        quantised weight its format too.
-      is_linear: whether "all-linear" means it.
-      merged_bytes: the size of the arrays that a call makes of W' for readers that are no products
-        of it, in fp32.
+      how: what adapts the weight, with its axes as in `jax_dora.register`; or why nothing can adapt
+        it. For a quantised weight also the format.
+      is_linear: whether "all-linear" selects the weight.
+      merged_bytes: the size, in fp32, of the arrays W' that a call computes for operations that are
+        neither products nor lookups.
     """
 
     path: str
@@ -43,48 +43,49 @@ class CoveredWeight:
 
     @property
     def elements(self) -> int:
-        """The number of its elements."""
+        """The number of the weight's elements."""
         return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """A table of a model's weights of two axes or more. `str()` prints it.
+    """A table of a model's weights of two axes or more. `str()` formats it.
 
     Attributes:
-      weights: one row each.
+      weights: one row for each weight.
     """
 
     weights: tuple[CoveredWeight, ...]
 
     def count(self, *statuses: str) -> int:
         """Returns how many weights have one of these statuses."""
-        return sum(one.status in statuses for one in self.weights)
+        return sum(weight.status in statuses for weight in self.weights)
 
     def share(self, *statuses: str) -> float:
-        """Returns the share of all elements that lies in weights of these statuses, 0 to 1."""
-        total = sum(one.elements for one in self.weights)
-        part = sum(one.elements for one in self.weights if one.status in statuses)
+        """Returns the share of all elements, 0 to 1, that belong to weights with one of these
+        statuses."""
+        total = sum(weight.elements for weight in self.weights)
+        part = sum(weight.elements for weight in self.weights if weight.status in statuses)
         return part / total if total else 0.0
 
     def summary(self) -> str:
-        """Returns one line with counts and shares."""
-        told = [
+        """Returns counts and shares by status in one line."""
+        parts = [
             f"{self.count(status)} {status} ({self.share(status):.1%} of the elements)"
             for status in ("adapted", "adaptable", "not adaptable")
         ]
-        return f"{len(self.weights)} weights: {', '.join(told)}"
+        return f"{len(self.weights)} weights: {', '.join(parts)}"
 
     def __str__(self) -> str:
-        total = sum(one.elements for one in self.weights) or 1
+        total = sum(weight.elements for weight in self.weights) or 1
         rows = [("path", "shape", "elements", "share", "status", "how")]
-        for one in self.weights:
-            shape = "×".join(map(str, one.shape))
-            how = one.how
-            if one.merged_bytes:
-                how += f"; W' as an array, {_size(one.merged_bytes)}"
-            share = f"{one.elements / total:.1%}"
-            rows.append((one.path, shape, f"{one.elements:,}", share, one.status, how))
+        for weight in self.weights:
+            shape = "×".join(map(str, weight.shape))
+            how = weight.how
+            if weight.merged_bytes:
+                how += f"; W' as an array, {_size(weight.merged_bytes)}"
+            share = f"{weight.elements / total:.1%}"
+            rows.append((weight.path, shape, f"{weight.elements:,}", share, weight.status, how))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = [
             "  ".join(
@@ -102,22 +103,23 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
         print(jax_dora.coverage(model, tokens))
 
     Args:
-      model: with adapters or without; its arrays may be abstract.
-      *example, **kwargs: what to call the model with, once and abstractly, to see what reads each
-        weight: arrays or `jax.ShapeDtypeStruct`s. Or one function that takes the model and calls
-        it. Without any, only the modules' classes say.
+      model: a model with or without adapters; its arrays may be abstract.
+      *example, **kwargs: the inputs to call the model with, once and abstractly, to find the
+        operations that read each weight: arrays or `jax.ShapeDtypeStruct`s. Or one function that
+        takes the model and calls it. Without inputs, only the classes of the modules decide.
 
     Raises:
-      TypeError: `model` is no nnx module.
-      Exception: whatever the call of the model raises.
+      TypeError: `model` is not an nnx module.
+      Exception: any error of the model's call.
     """
     check_model(model)
-    given = Example.of_arguments(*example, **kwargs)
-    return table(sites(model, trace_reads(model, given) if example or kwargs else None))
+    inputs = Example.of_arguments(*example, **kwargs)
+    return table(find_sites(model, trace_reads(model, inputs) if example or kwargs else None))
 
 
-def logged(found: Iterable[Site]) -> None:
-    _LOG.info(table(found).summary())
+def log_summary(sites: Iterable[Site]) -> None:
+    """Logs how many weights are adapted, and their share of all elements."""
+    _LOG.info(table(sites).summary())
 
 
 def _size(count: int) -> str:
@@ -126,8 +128,8 @@ def _size(count: int) -> str:
     return f"{count / 1024**power:.4g} {units[power]}"
 
 
-def table(found: Iterable[Site]) -> Coverage:
-    return Coverage(tuple(_row(site) for site in found if site.param))
+def table(sites: Iterable[Site]) -> Coverage:
+    return Coverage(tuple(_row(site) for site in sites if site.param))
 
 
 def _row(site: Site) -> CoveredWeight:

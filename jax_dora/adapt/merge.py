@@ -1,4 +1,4 @@
-"""Adapters into the weights: plain layers, merged in fp32 and cast once."""
+"""`merge_dora`: merges adapters into the weights of plain layers, in fp32, cast once."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from dora_common.rules import listing
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
 from jax_dora.adapt.tree import (
-    Found,
+    FoundModule,
     check_model,
     find_dora_layers,
     find_modules,
@@ -27,7 +27,7 @@ from jax_dora.adapt.tree import (
     shared_variables,
 )
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base_layer import set_as_read
+from jax_dora.layers.base_layer import set_and_verify
 from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import compute_plain
@@ -35,7 +35,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import round_to
-from jax_dora.weights.adapter import WeightAdapter
+from jax_dora.weights.weight_adapter import WeightAdapter
 
 _LOG = logging.getLogger("jax_dora")
 
@@ -63,46 +63,49 @@ def merge_dora(
     requantize: bool = False,
     return_report: bool = False,
 ) -> Any:
-    """Returns `model` as a plain model, with every adapter in its layer's kernel.
+    """Returns `model` as a plain model, with every adapter merged into its layer's kernel.
 
-    The kernel becomes W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)), evaluated in fp32 and cast once to
-    the kernel's dtype. In bf16 that cast can cost more than a small adapter does: `return_report`
-    says. `model` is left as it is, and is the way back; nothing is ever divided out again.
+    The kernel becomes W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)), computed in fp32 and cast once to
+    the kernel's dtype. In bf16 that cast can lose more than a small adapter changes;
+    `return_report` measures it. `model` stays unchanged, so keep it to undo the merge: there is no
+    operation that recovers W from W'.
 
-    A quantised kernel becomes a bf16 one: rounded to the steps of its format again, it can lose all
-    that the adapter changed. `requantize` does so nevertheless, and then `return_report` is due.
+    A quantised kernel becomes a bf16 kernel. Rounding it to the quantised format again can lose all
+    that the adapter changed. `requantize` does it anyway, and then requires `return_report`.
 
-    A merged embedding is one array for every use of it: an output head that is tied to it is
-    adapted from then on even where `adapt_attend` was False (as by PEFT's merging). Untie it first,
-    or set `adapt_attend`, where that matters.
+    A merged embedding is one array for all its uses. An output head that is tied to it becomes
+    adapted too, even if `adapt_attend` was False; PEFT's merging does the same. To avoid this,
+    untie the head first, or train with `adapt_attend`.
 
-    Of layers that share a parameter each has an adapter of its own, and gets an array of its own:
-    whatever else refers to the parameter keeps the base's, as in `model`.
+    If layers share a parameter, each has its own adapter and gets its own merged array. Other
+    modules that refer to the parameter keep the base value, as in `model`.
 
-    Logs a warning of adapters that are as they were made while others have moved.
+    A warning is logged for adapters that are as they were created while others have changed.
 
     Args:
-      model: a model with an adapter; dropout plays no part.
-      adapters: merges these into the base of `model` instead of the adapter that it holds: several
-        in turn, as PEFT does since 0.21. After each, W' becomes g∘(W' + s·lora_a lora_b), where g
-        is its magnitude by its norm over the base W alone; so each scales what was merged before
-        it, and the order matters. The cast to the kernel's dtype comes once, after the last.
-      requantize: of a quantised kernel return one of the same format and tiles, not a bf16 one.
-      return_report: return a `MergeReport` too.
+      model: a model with an adapter; dropout has no effect.
+      adapters: adapters to merge into the base of `model`, instead of its own adapter. They are
+        merged in turn, as PEFT does since 0.21. Each step replaces W' by g∘(W' + s·lora_a lora_b),
+        where g is the adapter's magnitude divided by its norm over the base W alone. So each
+        adapter also scales those merged before it, and the order matters. The cast to the kernel's
+        dtype is done once, after the last.
+      requantize: return quantised kernels in the same format and tiles instead of bf16.
+      return_report: also return a `dora_common.merge_report.MergeReport`.
 
     Returns:
-      The merged model, or that and the report.
+      The merged model, or (merged model, report).
 
     Raises:
-      TypeError: `model` is no nnx module.
+      TypeError: `model` is not an nnx module.
       ValueError: there is no adapter to merge, or one of `adapters` does not fit the model; or
-        `requantize` without `return_report`.
+        `requantize` is True without `return_report`.
       NotImplementedError: a kernel's variable returns another value than was set.
     """
     if requantize and not return_report:
         raise ValueError(
-            "requantize is True and return_report False; expected both: rounded to the format's "
-            "steps an adapter can be lost, and the report says how much of it is, layer by layer"
+            "requantize is True and return_report False; expected both True: rounding to the "
+            "quantised format can lose an adapter, and the report tells how much of it is lost in "
+            "each layer"
         )
     if adapters is not None and not isinstance(adapters, Sequence):
         raise TypeError(
@@ -114,54 +117,56 @@ def merge_dora(
     if adapters is not None:
         models = [set_adapter(merged, _without_dropout(adapter)) for adapter in adapters]
     sources: dict[str, list[DoRALayer | WeightAdapter]] = {}
-    for number, one in enumerate(models):
-        in_one = find_dora_layers(one)
-        _warn_of_untrained(in_one, "" if adapters is None else f"adapters[{number}]: ")
-        for found in in_one:
-            # By every path: of a shared layer's, a copy of the model may hold another first.
+    for number, adapted in enumerate(models):
+        dora_layers = find_dora_layers(adapted)
+        _warn_of_untrained(dora_layers, "" if adapters is None else f"adapters[{number}]: ")
+        for found in dora_layers:
+            # By every path, since the first path of a shared layer may differ in a copy.
             for path in found.paths:
                 sources.setdefault(path, []).append(found.module)
     if not sources:
         raise ValueError(
-            "model holds no adapter and adapters names none; expected a model from apply_dora"
+            f"model holds no adapter and adapters is {adapters!r}; expected a model from "
+            "apply_dora, or adapters from get_adapter"
         )
     layers, shared, done = [], shared_variables(merged), set()
     bases = {path: found.module for found in find_modules(merged) for path in found.paths}
-    for path, its in sources.items():
-        adapter, name = its[0], its[0].kernel_name
+    for path, layer_adapters in sources.items():
+        adapter, name = layer_adapters[0], layer_adapters[0].kernel_name
         base = bases[adapter.module_path(path) if isinstance(adapter, WeightAdapter) else path]
         if (id(base), name) in done:
             continue
         done.add((id(base), name))
-        # Whether it counts in its own module's methods alone, wherever else the parameter is read.
-        is_own = isinstance(adapter, DoRALayer) or ((), name) in adapter.module.dora_reads
-        if id(getattr(base, name)) in shared and is_own:
+        # The adapter has an effect in its own module's methods alone, so other modules that share
+        # the parameter keep the base value.
+        is_local = isinstance(adapter, DoRALayer) or ((), name) in adapter.module.dora_reads
+        if id(getattr(base, name)) in shared and is_local:
             setattr(base, name, getattr(base, name).copy())
-        layers.append(_merge_layer(path, base, its, requantize, return_report))
+        layers.append(_merge_layer(path, base, layer_adapters, requantize, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
 
 
-def _warn_of_untrained(layers: list[Found], of: str) -> None:
-    """Warns of adapters that no gradient has reached while others have moved: their model reads
-    the weight by itself, and not by the layer.
+def _warn_of_untrained(layers: list[FoundModule], prefix: str) -> None:
+    """Warns of adapters that no gradient has reached while others have changed: the model reads the
+    weight itself instead of calling the layer.
 
     Args:
-      of: what the warning begins with, to tell several adapters apart.
+      prefix: the beginning of the warning, to distinguish several adapters.
     """
-    has_moved: dict[str, bool] = {}
-    for one in layers:
-        arrays = (one.module.lora_a[...], one.module.lora_b[...])
+    is_trained: dict[str, bool] = {}
+    for found in layers:
+        arrays = (found.module.lora_a[...], found.module.lora_b[...])
         if not any(isinstance(array, Tracer) for array in arrays):
-            has_moved[one.paths[0]] = all(bool(jnp.any(array)) for array in arrays)
-    still = [path for path, moved in has_moved.items() if not moved]
-    if still and any(has_moved.values()):
+            is_trained[found.paths[0]] = all(bool(jnp.any(array)) for array in arrays)
+    untrained = [path for path, trained in is_trained.items() if not trained]
+    if untrained and any(is_trained.values()):
         _LOG.warning(
-            "%slora_a or lora_b is zero, as when they were made, in adapters beside which others "
-            "are not; where the model reads a weight by itself, and never calls its layer, the "
-            "adapter does nothing: adapt it by apply_dora(..., example=), inputs to call the model "
-            "with:%s",
-            of,
-            listing(still),
+            "%slora_a or lora_b is still zero in some adapters, while others are trained. An "
+            "adapter has no effect if the model reads the weight itself and never calls its layer: "
+            "adapt such weights by apply_dora(..., example=) with inputs for the model. The "
+            "adapters are:%s",
+            prefix,
+            listing(untrained),
         )
 
 
@@ -173,11 +178,12 @@ def _without_dropout(adapter: Adapter) -> Adapter:
 def _merge_layer(
     path: str, base: Any, sources: list[DoRALayer | WeightAdapter], requantize: bool, report: bool
 ) -> MergedLayer | None:
-    """Sets the kernel of `base` to the merged one."""
+    """Sets the kernel of `base` to the merged kernel. Returns the layer's entry of the report, or
+    None without `report`."""
     parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
     change: Any = functools.reduce(_change, sources, None)
-    merged = changed(kernel, change)
+    merged = add_change(kernel, change)
     if quantised.is_quantised(kernel) and requantize:
         exact = quantised.dense(kernel, change.dtype) + change
         tile = tuple(n // m for n, m in zip(kernel.shape, kernel.scale.shape, strict=True))
@@ -185,44 +191,45 @@ def _merge_layer(
     elif quantised.is_quantised(kernel):
         compute_plain(base)
     with named_in_errors(path, "merged"):
-        set_as_read(parameter, merged)
-    return reported(path, kernel, change, merged) if report else None
+        set_and_verify(parameter, merged)
+    return report_entry(path, kernel, change, merged) if report else None
 
 
-def changed(kernel: jax.Array, change: jax.Array) -> jax.Array:
-    """Returns kernel + change, evaluated in the dtype of `change` and cast once to the kernel's, or
-    to bf16 where it is quantised."""
+def add_change(kernel: jax.Array, change: jax.Array) -> jax.Array:
+    """Returns kernel + change, computed in the dtype of `change` and cast once: to the kernel's
+    dtype, or to bf16 for a quantised kernel."""
     dtype = jnp.bfloat16 if quantised.is_quantised(kernel) else kernel.dtype
     return (quantised.dense(kernel, change.dtype) + change).astype(dtype)
 
 
-def reported(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -> MergedLayer:
-    """Measures how far `merged`, which `changed` returns or a quantised kernel, is from the sum of
-    the kernel of the layer at `path` and its change."""
+def report_entry(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -> MergedLayer:
+    """Measures how far `merged` is from the exact sum of the kernel of the layer at `path` and its
+    change. `merged` is the result of `add_change`, or a quantised kernel."""
     before = quantised.dense(kernel, change.dtype)
     exact = before + change
     error = quantised.dense(merged, change.dtype) - exact
-    measured = {"weight": before, "merged": exact, "change": change, "error": error}
+    arrays = {"weight": before, "merged": exact, "change": change, "error": error}
     is_quantised = quantised.is_quantised(merged)
     return MergedLayer.from_norms(
         path,
         quantised.qtype_name(merged) if is_quantised else str(merged.dtype),
-        **{name: float(jnp.linalg.norm(one)) for name, one in measured.items()},
+        **{name: float(jnp.linalg.norm(array)) for name, array in arrays.items()},
         max_abs=float(jnp.max(jnp.abs(error))),
     )
 
 
 def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.Array:
+    """Returns W' - W after merging `layer`, given W' - W of the adapters merged before it."""
     parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
     parameters["kernel"] = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
-    return _change_of_each(layer.stack, Setting.of(layer), parameters)
+    return _change_by_layer(layer.stack, Setting.of(layer), parameters)
 
 
 class Setting(NamedTuple):
-    """The settings that a change of a kernel depends on: `layout`, `scale` and `result_dtype` of a
-    DoRA layer, without the axes of a stack."""
+    """The settings that determine the change of a kernel: `layout`, `scale` and `result_dtype` of a
+    single DoRA layer, without stack axes."""
 
     layout: Layout
     scale: float
@@ -234,29 +241,28 @@ class Setting(NamedTuple):
 
 
 def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
-    """Returns W' - W in the kernel's shape, in fp32 (fp64 if a parameter is).
+    """Returns W' - W in the kernel's shape, in fp32 (fp64 if a parameter is fp64).
 
     Args:
-      setting: the layer's.
-      **parameters: kernel, lora_a, lora_b and magnitude, with the axes of a stack in front; and
-        before, like the kernel, where W' - W of adapters that were merged before this one is not
-        zero.
+      setting: the layer's settings.
+      **parameters: kernel, lora_a, lora_b and magnitude, with leading stack axes. Optionally
+        before, in the kernel's shape: W' - W of the adapters merged before this one.
     """
     kernel = parameters["kernel"]
     stack = Stack(kernel.shape[: kernel.ndim - len(setting.layout.kernel.stored)])
-    return _change_of_each(stack, setting, parameters)
+    return _change_by_layer(stack, setting, parameters)
 
 
-def _change_of_each(
+def _change_by_layer(
     stack: Stack, setting: Setting, parameters: Mapping[str, jax.Array]
 ) -> jax.Array:
-    """Returns the change of a kernel, layer by layer: all parameters are stacked by `stack`."""
-    return stack.map(lambda one: _one_change(setting, **one), parameters)
+    """Returns the change of a kernel, layer by layer; all parameters are stacked by `stack`."""
+    return stack.map(lambda layer: _layer_change(setting, **layer), parameters)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _one_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
-    """Returns `kernel_change` of a layer that is in no stack."""
+def _layer_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
+    """Returns `kernel_change` of a single layer."""
     change = functools.partial(_change_of_matrices, setting)
     kernel = quantised.stored(parameters["kernel"])
     if mesh := meshes.explicit(kernel):

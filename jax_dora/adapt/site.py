@@ -1,4 +1,4 @@
-"""A weight of a model, whether and how it can be adapted, and which rule does it."""
+"""`Site`: a weight of a model, with whether and how it can be adapted."""
 
 import dataclasses
 import functools
@@ -8,45 +8,46 @@ from typing import Any
 from flax import nnx
 
 from dora_common.rules import assign, listing
-from jax_dora.adapt.stack import stack_of
-from jax_dora.adapt.tree import Found
+from jax_dora.adapt.infer_stack import infer_stack
+from jax_dora.adapt.tree import FoundModule
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
-from jax_dora.weights.adapter import WeightAdapter, layout_of_weight, stack_of_weight
 from jax_dora.weights.module import adapters_of
 from jax_dora.weights.registry import class_name
+from jax_dora.weights.weight_adapter import WeightAdapter, layout_of_weight, stack_of_weight
 
 
 @dataclasses.dataclass(eq=False)
 class Site:
-    """A weight, or a module without one.
+    """A weight of a model, or a module without weights.
 
     Attributes:
-      names: the paths that a rule can match it by; the first is its own.
-      found: the module that owns it.
-      param: its name there; "" for a module without weights.
-      is_layer: whether a `DoRALayer` takes the module's place, rather than an adapter the place
-        beside the weight.
-      axes: of a weight that is no layer, as `AdapterSpec.axes`.
-      stack_axis: of a layer the axis along which its kernel is a stack, where that is known, as by
-        a traced call; as `stack_of`'s.
-      reader: the module whose methods read it, and the path from there to the owner.
-      is_linear: whether "all-linear" means it.
-      is_lookup: of a weight that is no layer, whether it is an embedding.
-      is_adapted: whether it holds an adapter.
-      refusal: why it cannot be adapted, or "".
-      how: what is known of it, in a few words.
-      merged: how many readers are given the merged weight W', which is a temporary of its size.
-      is_matched: whether rules may match it.
-      contained: the parameter where it is no attribute of the module, but stands in a list, tuple
-        or dict that is one, or that a parameter holds; `param` is the path to it then.
+      names: the paths by which a rule can match the weight; the first is its own path.
+      found: the module that owns the weight.
+      param: the parameter's name in that module; "" for a module without weights.
+      is_layer: whether a `DoRALayer` replaces the module. Otherwise the module keeps its class and
+        gets the adapter's arrays as further attributes.
+      axes: if `is_layer` is False, the weight's axes as in `AdapterSpec.axes`.
+      stack_axis: if `is_layer` is True, the axis along which the kernels are stacked, or None if
+        that is unknown; see `infer_stack`.
+      reader: the module whose methods read the weight, and the path from that module to the owner.
+      is_linear: whether "all-linear" selects the weight.
+      is_lookup: if `is_layer` is False, whether the weight is an embedding.
+      is_adapted: whether the weight has an adapter.
+      refusal: why the weight cannot be adapted, or "".
+      how: what adapts the weight, or what is known about it, in a few words.
+      merged: how many operations get the merged weight W', a temporary of the weight's size.
+      is_matched: whether rules may match the weight.
+      nested_param: a parameter that is inside a list, tuple or dict, rather than an attribute of
+        the module. The container is an attribute of the module or the value of one of its
+        parameters, and `param` is the path to the parameter.
     """
 
     names: tuple[str, ...]
-    found: Found
+    found: FoundModule
     param: str
     is_layer: bool = False
     axes: str = ""
@@ -59,59 +60,59 @@ class Site:
     how: str = ""
     merged: int = 0
     is_matched: bool = True
-    contained: nnx.Param | None = None
+    nested_param: nnx.Param | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The weight's shape; () for a module without one."""
+        """The weight's shape; () for a module without weights."""
         return tuple(self.parameter.shape) if self.param else ()
 
     @property
     def parameter(self) -> nnx.Param:
-        """The weight, where there is one."""
-        held = self.contained
-        return getattr(self.found.module, self.param) if held is None else held
+        """The weight's parameter."""
+        if self.nested_param is not None:
+            return self.nested_param
+        return getattr(self.found.module, self.param)
 
     @functools.cached_property
     def stack(self) -> Stack:
         """The axes along which layers are stacked in the weight."""
         if self.is_layer:
-            return stack_of(self.found.module, self.stack_axis)
+            return infer_stack(self.found.module, self.stack_axis)
         return stack_of_weight(self.shape, self.axes)
 
     def layout(self, rank: int) -> Layout:
-        """Returns how one layer of the weight and an adapter of this rank are matrices."""
+        """Returns how to view a single layer's weight, and an adapter of this rank, as matrices."""
         if self.is_layer:
             return kind_of(self.found.module).layout_of(self.found.module, rank)
         return layout_of_weight(self.shape, self.axes, rank)
 
     @property
     def adapter(self) -> DoRALayer | WeightAdapter | None:
-        """The DoRA layer or `WeightAdapter` that holds the weight's adapter; None where there is
-        none."""
+        """The DoRA layer or `WeightAdapter` with the weight's adapter; None if there is none."""
         if isinstance(self.found.module, DoRALayer):
             return self.found.module
-        found = adapters_of(self.found.module)
-        return next((one for one in found if one.spec.param == self.param), None)
+        adapters = adapters_of(self.found.module)
+        return next((adapter for adapter in adapters if adapter.spec.param == self.param), None)
 
     def described(self) -> str:
-        """Returns its path, its class and why it cannot be adapted, for a message."""
+        """Returns the path, the class and the refusal, for an error message."""
         kind = class_name(type(self.found.module))
         if self.is_adapted:
             kind = type(self.found.module).__name__
         return f"{self.names[0]} ({kind}){': ' if self.refusal else ''}{self.refusal}"
 
 
-def assigned(found: Iterable[Site], rules: Sequence[DoRARule]) -> list[tuple[Site, DoRARule]]:
-    """Returns the sites that rules match, each with its rule."""
-    matchable = [site for site in found if site.is_matched]
+def assign_rules(sites: Iterable[Site], rules: Sequence[DoRARule]) -> list[tuple[Site, DoRARule]]:
+    """Returns each site that a rule matches, with its rule."""
+    matchable = [site for site in sites if site.is_matched]
     chosen = assign(
         rules, [site.names for site in matchable], [site.is_linear for site in matchable]
     )
     return [(site, rule) for site, rule in zip(matchable, chosen, strict=True) if rule]
 
 
-def refuse(found: Iterable[Site], error: type[Exception], message: str) -> None:
-    """Raises an error that lists these sites behind its message, if there are any."""
-    if told := [site.described() for site in found]:
-        raise error(f"{message}:{listing(told)}")
+def raise_for_sites(sites: Iterable[Site], error: type[Exception], message: str) -> None:
+    """Raises `error` with the message and the list of sites, if there are any."""
+    if described := [site.described() for site in sites]:
+        raise error(f"{message}:{listing(described)}")

@@ -1,4 +1,4 @@
-"""Walking an nnx model by paths, replacing modules in it, and taking adapters out."""
+"""Walks an nnx model by paths, replaces modules in it, and removes adapters."""
 
 import collections
 import contextlib
@@ -11,12 +11,12 @@ from flax import linen, nnx
 
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.module import adapters_of, as_plain, has_dora_type
+from jax_dora.weights.module import adapters_of, has_dora_type, restore_plain_class
 
 
 @dataclasses.dataclass
-class Found:
-    """A module and every path that leads to it: more than one where it is shared."""
+class FoundModule:
+    """A module and every path to it; a shared module has several."""
 
     module: Any
     paths: tuple[str, ...]
@@ -24,7 +24,11 @@ class Found:
 
 @contextlib.contextmanager
 def named_in_errors(path: str, done: str) -> Iterator[None]:
-    """Names a layer in the errors that say why it cannot be `done`: adapted, or quantised."""
+    """Prefixes errors with the layer's path: "'a/b' cannot be adapted: …".
+
+    Args:
+      done: the participle, such as "adapted" or "quantised".
+    """
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -32,10 +36,11 @@ def named_in_errors(path: str, done: str) -> Iterator[None]:
 
 
 def check_model(model: Any, *, for_linen: str | None = None) -> None:
-    """Raises TypeError unless `model` is an nnx module.
+    """Raises TypeError if `model` is not an nnx module.
 
     Args:
-      for_linen: what does the same for a linen model, by its full name; None where nothing does.
+      for_linen: the full name of the function that does the same for a linen model; None if there
+        is none.
     """
     if isinstance(model, nnx.Module):
         return
@@ -44,33 +49,33 @@ def check_model(model: Any, *, for_linen: str | None = None) -> None:
         message += f": for Flax linen there is {for_linen}"
     elif isinstance(model, linen.Module):
         message += (
-            ": this has no counterpart for Flax linen, for which there are apply_dora, merge_dora, "
-            "split_adapters and join_adapters in jax_dora.linen; write the model in nnx for it"
+            ": this function has no counterpart for Flax linen; jax_dora.linen has apply_dora, "
+            "merge_dora, split_adapters and join_adapters. Write the model in nnx to use this one"
         )
     raise TypeError(message)
 
 
-def find_dora_layers(model: nnx.Module) -> list[Found]:
+def find_dora_layers(model: nnx.Module) -> list[FoundModule]:
     """Returns every DoRA layer and adapted weight of `model`, in the order of the paths."""
     layers = []
     for found in find_modules(model):
         if isinstance(found.module, DoRALayer):
             layers.append(found)
         for adapter in adapters_of(found.module):
-            layers.append(Found(adapter, tuple(map(adapter.path, found.paths))))
+            layers.append(FoundModule(adapter, tuple(map(adapter.path, found.paths))))
     return layers
 
 
-def find_modules(model: nnx.Module) -> list[Found]:
-    """Returns every module of `model`, itself included, in the order of the paths."""
-    found: dict[int, Found] = {}
+def find_modules(model: nnx.Module) -> list[FoundModule]:
+    """Returns every module of `model`, including `model`, in the order of the paths."""
+    found: dict[int, FoundModule] = {}
 
     def visit(node: Any, path: tuple[str, ...], above: tuple[int, ...]) -> None:
-        if id(node) in above:  # a module that refers back to its parent
+        if id(node) in above:  # The module refers back to a parent.
             return
         if isinstance(node, nnx.Module):
             name = "/".join(path)
-            entry = found.setdefault(id(node), Found(node, ()))
+            entry = found.setdefault(id(node), FoundModule(node, ()))
             entry.paths = (*entry.paths, name)
         for key, child in _children(node):
             visit(child, (*path, *key), (*above, id(node)))
@@ -80,7 +85,7 @@ def find_modules(model: nnx.Module) -> list[Found]:
 
 
 def shared_variables(model: nnx.Module) -> set[int]:
-    """Returns the `id` of every variable that stands in more than one place in `model`."""
+    """Returns the `id` of every variable that occurs in more than one place in `model`."""
     counts = collections.Counter(
         id(leaf)
         for found in find_modules(model)
@@ -88,12 +93,12 @@ def shared_variables(model: nnx.Module) -> set[int]:
         for leaf in jax.tree.leaves(value, is_leaf=is_node)
         if isinstance(leaf, nnx.Variable)
     )
-    return {one for one, count in counts.items() if count > 1}
+    return {identity for identity, count in counts.items() if count > 1}
 
 
 def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -> Any:
-    """Replaces the module of each `id` in `model`, in place, and returns `model`, or what replaces
-    it itself."""
+    """Replaces modules in `model`, in place, by their `id`. Returns `model`, or the replacement of
+    `model` itself."""
     done: set[int] = set()
 
     def visit(value: Any) -> Any:
@@ -117,36 +122,38 @@ def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -
 
 
 def remove_dora[Model: nnx.Module](model: Model) -> Model:
-    """Returns `model` without its adapters: the base model exactly, on its own arrays.
+    """Returns a copy of `model` without adapters: exactly the base model, on the same arrays.
 
-    The result is a model of its own, as `apply_dora`'s; one without adapters is copied as it is.
+    A model without adapters is copied unchanged.
 
     Raises:
-      TypeError: `model` is no nnx module.
+      TypeError: `model` is not an nnx module.
     """
     check_model(model, for_linen="jax_dora.linen.split_adapters")
     copy = nnx.clone(model)
     modules = [found.module for found in find_modules(copy)]
     for module in modules:
         if has_dora_type(module):
-            as_plain(module)
+            restore_plain_class(module)
     return replace_modules(
-        copy, {id(one): one.base_layer() for one in modules if isinstance(one, DoRALayer)}
+        copy, {id(layer): layer.base_layer() for layer in modules if isinstance(layer, DoRALayer)}
     )
 
 
 def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (keys, child) of a module, with two keys or more for a module in a container."""
+    """Yields (keys, child) for each module in an attribute of `node`; a module in a container has
+    two keys or more."""
     if not isinstance(node, nnx.Pytree):
         return
     for name, value in _attributes(node):
-        for keys, leaf in [((), value)] if isinstance(value, nnx.Pytree) else contained(value):
+        for keys, leaf in [((), value)] if isinstance(value, nnx.Pytree) else nested_leaves(value):
             if isinstance(leaf, nnx.Pytree):
                 yield (name, *keys), leaf
 
 
-def contained(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (keys, leaf) of all that stands in a plain list, tuple or dict; nothing of others."""
+def nested_leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields (keys, leaf) for everything inside a plain list, tuple or dict; yields nothing for
+    other values."""
     if isinstance(value, list | tuple | dict) and not is_node(value):
         for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node):
             yield tuple(jax.tree_util.keystr((key,), simple=True) for key in keys), leaf

@@ -14,7 +14,7 @@ from dora_common.hyperparameters import adapter_scale
 from dora_common.peft.folder import open_folder
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
-from jax_dora.adapt.sites import sites
+from jax_dora.adapt.find_sites import find_sites
 from jax_dora.bank.projections import BankProjection, rejection_reason
 from jax_dora.ops.compose import accumulator
 from jax_dora.peft.names import Names
@@ -154,7 +154,7 @@ def read_adapter(
             )
         host = {name: np.asarray(value) for name, value in arrays.items()}
         for name, value in host.items():
-            expected = stack.joined(stack.shape, getattr(layout, name).stored)
+            expected = stack.combine(stack.shape, getattr(layout, name).stored)
             if value.shape != expected:
                 raise ValueError(
                     f"adapter has {name} {value.shape} for {path!r}; expected {expected}, for rank "
@@ -200,7 +200,7 @@ def read_folder(
 def _unknown_projection(
     model: nnx.Module, projections: Sequence[BankProjection], path: str
 ) -> ValueError:
-    reasons = {name: rejection_reason(site) for site in sites(model) for name in site.names}
+    reasons = {name: rejection_reason(site) for site in find_sites(model) for name in site.names}
     reason = "the model has no layer of that path"
     if path in reasons:
         reason = reasons[path] or "the bank was made without it: include it in the bank's path="

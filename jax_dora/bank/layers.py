@@ -13,7 +13,7 @@ from jax import lax
 from dora_common.slots import check_rows
 from jax_dora.bank.projections import BankProjection
 from jax_dora.layers import DoRALinear
-from jax_dora.layers.base_layer import bare, copy_attributes
+from jax_dora.layers.base_layer import copy_attributes, new_instance
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import Projection, bank_linear, bank_linears
@@ -114,7 +114,7 @@ class BankLayer(nnx.Module):
 
     def _unbiased(self) -> Any:
         """Returns the base layer without its bias, since the magnitude does not scale the bias."""
-        base = bare(self.base_type)
+        base = new_instance(self.base_type)
         copy_attributes(self, base, leave_out={"bias", "use_bias", *_BANK_ATTRIBUTES})
         base.bias, base.use_bias = nnx.data(None), False
         return base

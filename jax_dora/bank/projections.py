@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import listing
 from dora_common.slots import check_plain
-from jax_dora.adapt.site import Site, assigned
-from jax_dora.adapt.sites import sites
+from jax_dora.adapt.find_sites import find_sites
+from jax_dora.adapt.site import Site, assign_rules
 from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
-from jax_dora.layers.base_layer import padded
+from jax_dora.layers.base_layer import pad_axes
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.projection import DoRAProjection
@@ -75,8 +75,8 @@ class BankProjection:
         sharding = self.sharding
         if sharding is None:
             return Slots(None, None, None, None, None)
-        spec = padded(sharding.spec, self.stack.count + len(self.layout(1).kernel.stored))
-        lead, names = self.stack.of_stack(spec), self.stack.without(spec)
+        spec = pad_axes(sharding.spec, self.stack.count + len(self.layout(1).kernel.stored))
+        lead, names = self.stack.stack_part(spec), self.stack.layer_part(spec)
         kernel = self.layout(1).kernel
         # If several kernel axes form the feature axis, only the outermost of them may be sharded.
         rows, columns = names[kernel.rows[0]], names[kernel.columns[0]]
@@ -97,7 +97,10 @@ def projections(model: nnx.Module, path: str) -> dict[BankProjection, nnx.Variab
     """Returns the projections of a plain model with matching paths, and their kernels."""
     check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
     matched = [
-        site for site, _ in assigned(sites(model, stack_axis=0), [DoRARule(path, rank=1, alpha=1)])
+        site
+        for site, _ in assign_rules(
+            find_sites(model, stack_axis=0), [DoRARule(path, rank=1, alpha=1)]
+        )
     ]
     made = dict(_projection(site) for site in matched if rejection_reason(site) is None)
     if not made:

@@ -1,4 +1,4 @@
-"""The Flax layer that an adapter is put on: what may be adapted, and how its kernel is sharded."""
+"""The Flax layer below an adapter: whether it can be adapted, its attributes and its sharding."""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,12 +11,12 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_dora.layers.quantised import ARITHMETIC, BY_ROWS
+from jax_dora.layers.quantised import ARITHMETIC, ROW_WISE_ARITHMETIC
 from jax_dora.ops.quantised import stored
 
-# What a Flax layer may be given in place of its own arithmetic. The adapter's part of the result
-# would not go through it.
-_OWN_ARITHMETIC = {
+# The attributes by which a user replaces a Flax layer's arithmetic, and the values that can be
+# adapted. The adapter's part of the result would not use any other value.
+_CUSTOM_ARITHMETIC = {
     "promote_dtype": (dtypes.promote_dtype,),
     "dot_general": (None, lax.dot_general),
     "dot_general_cls": (None,),
@@ -28,92 +28,97 @@ _OWN_ARITHMETIC = {
 
 
 def check_base(base: Any, expected: type[nnx.Module]) -> None:
-    """Checks that a layer of type `expected` can be adapted."""
+    """Raises TypeError or NotImplementedError if `base`, expected to be a layer of type `expected`,
+    cannot be adapted."""
     if not isinstance(base, expected):
         raise TypeError(
-            f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}: of a "
-            "module that holds one, adapt that one"
+            f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}: if a "
+            "module contains such a layer, adapt that layer"
         )
     if type(base).__call__ is not expected.__call__:
-        way_on = way_on_from(base) or (
-            f"expected an nnx.{expected.__name__} itself, or apply_dora's example=, inputs to call "
-            "the model with, by which what reads the weight is adapted"
+        hint = adaptation_hint(base) or (
+            f"expected an nnx.{expected.__name__} itself, or inputs for the model as example= of "
+            "apply_dora, which then adapts the operations that read the weight"
         )
         raise TypeError(
             f"the layer is a {type(base).__name__}, which computes something else than "
-            f"nnx.{expected.__name__}; {way_on}"
+            f"nnx.{expected.__name__}; {hint}"
         )
-    for name, allowed in _OWN_ARITHMETIC.items():
+    for name, allowed in _CUSTOM_ARITHMETIC.items():
         value = getattr(base, name, allowed[0])
-        ours = (of.get(name, allowed[0]) for of in (ARITHMETIC, BY_ROWS))
-        if not any(value is one for one in (*allowed, *ours)):
+        quantised = (table.get(name, allowed[0]) for table in (ARITHMETIC, ROW_WISE_ARITHMETIC))
+        if not any(value is choice for choice in (*allowed, *quantised)):
             shape = getattr(value, "shape", None)
-            told = repr(value) if shape is None else f"an array of shape {tuple(shape)}"
+            described = repr(value) if shape is None else f"an array of shape {tuple(shape)}"
             raise NotImplementedError(
-                f"the layer's {name} is {told}; expected Flax's default, the only one that a "
-                "DoRA layer honours: set it back, or leave this layer unadapted"
+                f"the layer's {name} is {described}; expected Flax's default, the only value that "
+                "a DoRA layer supports: reset it, or leave this layer unadapted"
             )
 
 
-def way_on_from(layer: Any) -> str:
-    """Returns what to do instead, where a layer's class says why nobody can adapt it, or ""."""
+def adaptation_hint(layer: Any) -> str:
+    """Returns what a user can do instead, if the layer's class says that it cannot be adapted; else
+    ""."""
     return getattr(type(layer), "instead_of_adapting", "")
 
 
-def set_as_read(parameter: nnx.Variable, value: Any) -> None:
-    """Sets a parameter so that its value is read as given.
+def set_and_verify(parameter: nnx.Variable, value: Any) -> None:
+    """Sets the value of a parameter, and checks that reading the parameter returns the same value.
 
     Raises:
-      NotImplementedError: its class or its hooks make another number of it.
+      NotImplementedError: the variable's class or hooks change the value.
     """
     parameter.set_value(value)
-    read, wanted = jax.tree.leaves(parameter.get_value()), jax.tree.leaves(value)
-    for one, other in zip(read, wanted, strict=True):
-        is_known = one is not other and not isinstance(one, Tracer)
-        if is_known and not jnp.array_equal(one, other, equal_nan=True):
+    read_leaves, set_leaves = jax.tree.leaves(parameter.get_value()), jax.tree.leaves(value)
+    for read, wanted in zip(read_leaves, set_leaves, strict=True):
+        is_comparable = read is not wanted and not isinstance(read, Tracer)
+        if is_comparable and not jnp.array_equal(read, wanted, equal_nan=True):
             raise NotImplementedError(
-                f"what is read of its kernel, a {type(parameter).__name__}, is not what was set; "
-                "expected a variable without get_value, set_value or hooks of its own: put "
-                "nnx.Param of what is read of it into the plain layer"
+                f"its kernel, a {type(parameter).__name__}, returns another value than was set; "
+                "expected a variable without its own get_value, set_value or hooks: replace it in "
+                "the plain layer by an nnx.Param of the value that it returns"
             )
 
 
 def copy_attributes(source: Any, target: Any, leave_out: Collection[str] = ()) -> None:
-    """Sets every attribute of `source` on `target`, variables too, as data where it is data."""
+    """Sets every attribute of `source` on `target`, variables included, and keeps which of them are
+    pytree data."""
     is_data = vars(source)["_pytree__nodes"]
     for name, value in vars(source).items():
         if not name.startswith("_pytree__") and name not in leave_out:
             setattr(target, name, nnx.data(value) if is_data[name] else value)
 
 
-def bare(module_type: type[nnx.Module]) -> Any:
-    """Returns an object of this class without attributes, whose constructor has not run."""
+def new_instance(module_type: type[nnx.Module]) -> Any:
+    """Returns an instance of `module_type` without attributes: its constructor does not run."""
     module = nnx.Module()
     module.__class__ = module_type
     return module
 
 
 def is_node(value: Any) -> bool:
-    """Returns whether a walk through a model treats `value` as one thing, not as a container."""
+    """Returns whether `value` is an nnx module or variable, rather than a container to walk
+    into."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def axis_names(kernel: nnx.Param) -> tuple[Any, ...]:
-    """Returns for each of the kernel's axes the axis of the mesh that it is sharded over, or None,
-    as its `out_sharding` metadata says."""
-    return padded(_sharding_metadata(kernel).get("out_sharding", ()), kernel.ndim)
+    """Returns the mesh axis over which each kernel axis is sharded, from its `out_sharding`
+    metadata; None for an axis that is not sharded."""
+    return pad_axes(_sharding_metadata(kernel).get("out_sharding", ()), kernel.ndim)
 
 
-def padded(names: Any, ndim: int) -> tuple[Any, ...]:
-    """Returns the names of an array's axes, None for each that has none."""
+def pad_axes(names: Any, ndim: int) -> tuple[Any, ...]:
+    """Returns `names`, one entry for each of the first axes of an array, padded with None to `ndim`
+    entries."""
     return (*names, *(None,) * (ndim - len(names)))
 
 
 def sharded_like(
     kernel: nnx.Param, kind: type[nnx.LoRAParam], value: Any, names: tuple[Any, ...]
 ) -> Any:
-    """Returns a variable of this kind for an adapter's array, with the kernel's sharding metadata
-    and these names of its own axes; as it is where the value brings metadata."""
+    """Returns a variable of type `kind` with the kernel's sharding metadata, but with `names` as
+    the names of its own axes. A value with metadata of its own keeps that metadata."""
     if isinstance(value, nnx.VariableMetadata):
         return kind(value)
     metadata = _sharding_metadata(kernel)
@@ -124,13 +129,14 @@ def sharded_like(
             getattr(value, "sharding", None), NamedSharding
         )
         if sharding is not None and not is_on_mesh:
-            # Flax shards what lies on a mesh alone; an initializer may make it on one device.
+            # Flax shards only arrays that are on a mesh; an initializer may create the value on a
+            # single device.
             value = jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
     return kind(value, **metadata)
 
 
 def mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
-    """Returns how a concrete array lies on a mesh of its own."""
+    """Returns the sharding of a concrete array on a concrete mesh; None for any other array."""
     value = stored(variable.get_value())
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         sharding = value.sharding

@@ -1,7 +1,7 @@
-"""The parts of a call of a DoRA layer: its norm, its dropout, the product, its sharding.
+"""The parts of a DoRA layer's call: norm, g, dropout, product and the sharding of the result.
 
-Functions, and not methods: `nnx.tabulate` lists every public method that a call reaches, and
-compiles it.
+These are functions rather than methods because `nnx.tabulate` lists and compiles every public
+method that a call reaches.
 """
 
 import functools
@@ -26,7 +26,8 @@ from jax_dora.ops.norm import epsilon, norm_implementation, ratio
 from jax_dora.ops.operands import Projection
 from jax_dora.ops.quantised import stored
 
-# Odd, so that the masks of products that share a seed differ.
+# The difference of the seeds of products that share a dropout. It is odd, so all multiples of it
+# below 2**32 differ and every product has its own mask.
 NEXT_SEED = 0x9E3779B9
 
 
@@ -37,12 +38,15 @@ def g_of_call(
     layout: Layout | None = None,
     order: Callable[[jax.Array], jax.Array] = lambda array: array,
 ) -> jax.Array:
-    """Returns g of a call with a result of `dtype`, in the magnitude's shape: a frozen layer's own,
-    else by the given norm, or by a computed one that `jax_dora.remat_policy` keeps.
+    """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape.
+
+    A frozen layer returns its stored g. Otherwise the norm is the given norm or, without one,
+    computed here and tagged so that `jax_dora.remat_policy` keeps it.
 
     Args:
-      arrays, layout: kernel, lora_a and lora_b, and how they are matrices; the layer's by default.
-      order: lays what the layer holds of magnitude, norm and g out as `arrays` are.
+      arrays, layout: kernel, lora_a and lora_b, and how to view them as matrices; the layer's own
+        by default.
+      order: permutes the axes of the stored magnitude, norm and g to those of `arrays`.
     """
     if layer.given_g is not None:
         return order(layer.given_g[...])
@@ -58,22 +62,25 @@ def g_of_call(
 
 
 def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = None) -> jax.Array:
-    """Returns ‖kernel + s·lora_a lora_b‖ of the three arrays of one layer, as its magnitude."""
-    its: Layout = layout or layer.layout
-    by = norm_implementation(layer.implementation)
-    if its.is_one_matrix:
-        return ops.factored_norm(*arrays, scale=layer.scale, implementation=by)
+    """Returns ‖kernel + s·lora_a lora_b‖ of one layer's kernel, lora_a and lora_b, in its
+    magnitude's shape."""
+    layer_layout: Layout = layout or layer.layout
+    implementation = norm_implementation(layer.implementation)
+    if layer_layout.is_one_matrix:
+        return ops.factored_norm(*arrays, scale=layer.scale, implementation=implementation)
 
-    def of_matrices(arrays: Sequence[jax.Array]) -> jax.Array:
-        matrices = [axes.to_matrices(array) for axes, array in zip(its[:3], arrays, strict=True)]
-        norm = matrix_norm(*matrices, scale=layer.scale, implementation=by)
-        return its.magnitude.from_matrices(norm[:, None])
+    def compute(arrays: Sequence[jax.Array]) -> jax.Array:
+        matrices = [
+            axes.to_matrices(array) for axes, array in zip(layer_layout[:3], arrays, strict=True)
+        ]
+        norm = matrix_norm(*matrices, scale=layer.scale, implementation=implementation)
+        return layer_layout.magnitude.from_matrices(norm[:, None])
 
     kernel = stored(arrays[0])
     if mesh := meshes.explicit(kernel):
-        names = its.adapter_axes(meshes.spec(kernel))["magnitude"]
-        return meshes.with_auto_axes(of_matrices, mesh, jax.P(*names))(tuple(arrays))
-    return of_matrices(arrays)
+        names = layer_layout.adapter_axes(meshes.spec(kernel))["magnitude"]
+        return meshes.with_auto_axes(compute, mesh, jax.P(*names))(tuple(arrays))
+    return compute(arrays)
 
 
 def matrix_norm(
@@ -83,7 +90,8 @@ def matrix_norm(
     scale: float,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns ‖kernel + scale·lora_a lora_b‖ of every column: f32[n, out] of [n, in, out] etc."""
+    """Returns the norm of every column of kernel + scale·lora_a lora_b: f32[n, out] for a kernel
+    [n, in, out], lora_a [n, in, r] and lora_b [n, r, out]."""
     norm = functools.partial(ops.factored_norm, scale=scale, implementation=implementation)
     if kernel.shape[0] == 1:
         return norm(kernel[0], lora_a[0], lora_b[0])[None]
@@ -91,25 +99,31 @@ def matrix_norm(
 
 
 def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the norm, at least the eps that `ops.magnitude_scale` divides by for results of
-    `dtype`, and finite where the squares of finite numbers overflow; NaN stays NaN.
+    """Returns the norm, clipped to a positive and finite range.
 
-    A fresh layer's magnitude is this, so that its g is 1 for every finite kernel.
+    The lower bound is the eps of `ops.magnitude_scale` for results of `dtype`, which is the
+    smallest number that it divides by. The upper bound keeps the norm finite if the squares of
+    finite numbers overflow. NaN stays NaN.
+
+    A fresh layer's magnitude is this value, so its g is 1 for every finite kernel.
     """
     return jnp.clip(norm, epsilon(dtype), jnp.finfo(norm.dtype).max)
 
 
 def fresh_magnitude(layer: Any) -> jax.Array:
-    """Returns the magnitude of a DoRA layer with which it scales nothing."""
+    """Returns the magnitude with which a DoRA layer scales nothing: g = 1."""
     return bounded_norm(layer.norm(), layer.result_dtype)
 
 
 def operands_of_call(
     layer: Any, inputs: jax.Array, dropout: ops.Dropout | None = None
 ) -> dict[str, Any]:
-    """Returns the arrays of a call: x, kernel and bias as the base layer promotes them, the
-    adapter, g by the norm of the stored parameters, so that it does not depend on the dtype of the
-    computation, and the dropout."""
+    """Returns the arrays of a call by name: x, kernel and bias as the base layer promotes them,
+    lora_a, lora_b, g and the dropout.
+
+    g is computed from the parameters as stored, so it does not depend on the dtype of the
+    computation.
+    """
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
     return {
@@ -128,10 +142,10 @@ def dropout_of_call(
     deterministic: bool | None,
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None,
 ) -> ops.Dropout | None:
-    """Returns the dropout of this call, or None for none.
+    """Returns the dropout of this call, or None if nothing is dropped.
 
     Args:
-      deterministic, rngs: as `nnx.Dropout.__call__`'s; they take precedence over the layer's.
+      deterministic, rngs: see `nnx.Dropout.__call__`; they take precedence over the layer's own.
     """
     dropout = layer.dropout
     if dropout is None:
@@ -140,8 +154,8 @@ def dropout_of_call(
         deterministic = dropout.deterministic
     if deterministic is None:
         raise ValueError(
-            "deterministic is None in the call and in the layer; expected a bool from either, "
-            "or model.train() or model.eval() before"
+            "deterministic is None in the call and in the layer; expected a bool in one of them: "
+            "call model.train() or model.eval() first, or pass deterministic="
         )
     if deterministic or not dropout.rate:
         return None
@@ -149,7 +163,7 @@ def dropout_of_call(
     if rngs is None:
         raise ValueError(
             "rngs is None in the call and in the layer; expected an nnx.Rngs, an nnx.RngStream "
-            "or a key from either"
+            "or a key in one of them"
         )
     if isinstance(rngs, nnx.Rngs):
         rngs = rngs[dropout.rng_collection]
@@ -157,21 +171,21 @@ def dropout_of_call(
     return ops.Dropout(ops.draw_seed(key), dropout.rate, layer.dropout_mode)
 
 
-def dropout_of_each(dropout: ops.Dropout | None, *counts: int) -> ops.Dropout | None:
-    """Returns the dropout of so many matrices, each of which has a mask of its own: its seed has
-    further leading axes of these sizes."""
+def split_dropout(dropout: ops.Dropout | None, *counts: int) -> ops.Dropout | None:
+    """Returns a dropout for `counts` matrices, with a different mask for each. The result's seed
+    has these sizes as additional leading axes."""
     index = jnp.arange(math.prod(counts), dtype=jnp.uint32).reshape(*counts, 1)
-    more = index * jnp.uint32(NEXT_SEED)
+    offsets = index * jnp.uint32(NEXT_SEED)
     return jax.tree.map(
-        lambda seed: jnp.expand_dims(seed, tuple(range(len(counts)))) + more, dropout
+        lambda seed: jnp.expand_dims(seed, tuple(range(len(counts)))) + offsets, dropout
     )
 
 
 def product(layer: Any, operands: Mapping[str, Any]) -> jax.Array:
-    """Returns g ∘ x (kernel + s·lora_a lora_b) + bias of matrices by the layer's settings.
+    """Returns g ∘ x (kernel + s·lora_a lora_b) + bias of matrices, with the layer's settings.
 
     Args:
-      operands: x, kernel, lora_a, lora_b, g, bias and dropout, or None for the last two.
+      operands: x, kernel, lora_a, lora_b, g, and bias and dropout, which may be None.
     """
     arrays = dict(operands)
     dropout = arrays.pop("dropout")
@@ -194,7 +208,7 @@ def times_transposed(
     scale: float,
     precision: Any = None,
 ) -> jax.Array:
-    """Returns x W'ᵀ = x̂ Wᵀ + s·(x̂ lora_bᵀ) lora_aᵀ with x̂ = g∘x, of x [..., out]."""
+    """Returns x W'ᵀ of x [..., out], as x̂ Wᵀ + s·(x̂ lora_bᵀ) lora_aᵀ with x̂ = g∘x."""
     dtype, dot = x.dtype, functools.partial(jnp.matmul, precision=precision)
     scaled = (x.astype(g.dtype) * g.reshape((1,) * (x.ndim - 1) + g.shape)).astype(dtype)
     wide = lora_b.astype(accumulator(lora_b.dtype, dtype))
@@ -202,16 +216,19 @@ def times_transposed(
     return dot(scaled, kernel.T) + dot(z, lora_a.astype(dtype).T)
 
 
-def sharded_as(
+def with_out_sharding(
     out_sharding: Any, function: Callable[[Any], jax.Array], operands: Mapping[str, Any]
 ) -> jax.Array:
-    """Returns `function(operands)`, sharded as a call asks for.
+    """Returns `function(operands)` with the sharding that the caller asks for.
 
     Args:
-      out_sharding: a PartitionSpec or NamedSharding over explicit axes of the operands' mesh,
-        which XLA then partitions the call over; None leaves it as it is.
-      function: of arrays.
+      out_sharding: a PartitionSpec or NamedSharding over explicit axes of the operands' mesh. XLA
+        partitions the computation accordingly. None leaves the sharding as it is.
+      function: takes `operands`.
       operands: arrays by name, or None.
+
+    Raises:
+      ValueError: out_sharding names an axis that is not explicit.
     """
     if out_sharding is None:
         return function(operands)
@@ -219,12 +236,12 @@ def sharded_as(
     mesh = meshes.explicit(*arrays) or jax.typeof(stored(operands["kernel"])).sharding.mesh
     spec = getattr(out_sharding, "spec", out_sharding)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    named = jax.tree.leaves(tuple(spec))
-    if others := [name for name in named if types.get(name) is not AxisType.Explicit]:
+    names = jax.tree.leaves(tuple(spec))
+    if others := [name for name in names if types.get(name) is not AxisType.Explicit]:
         raise ValueError(
-            f"out_sharding is {spec}; expected explicit axes of the kernel's mesh, which "
-            f"{', '.join(others)} is not among {types}: use jax.lax.with_sharding_constraint on "
-            "the result for an axis that is left to XLA"
+            f"out_sharding is {spec}; expected explicit axes of the kernel's mesh, but "
+            f"{', '.join(others)} is not one of them: the mesh has {types}. For an axis that is "
+            "left to XLA, use jax.lax.with_sharding_constraint on the result"
         )
     if AxisType.Explicit not in mesh.axis_types:
         return function(operands)

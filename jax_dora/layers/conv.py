@@ -18,13 +18,17 @@ from jax_dora.ops.dropout import drop_for
 class DoRAConvolution(DoRAProduct):
     """y = conv(x, magnitude ∘ (kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖) + bias.
 
-    The norm is of each output channel, over the window and the input channels it reads. Computed
-    as y = base + ((g-1)∘base + g∘(s·lora)) + bias, where lora is a convolution with lora_a like
-    the base's (strides, padding, dilation, groups), then a product with lora_b. In a grouped
-    convolution every group has an adapter of its own, of rank / groups.
+    The norm is taken per output channel, over the window and the input channels of its group. The
+    layer computes
 
-    Arguments as `DoRALayer`'s; rank is a multiple of the number of groups, which of a depthwise
-    convolution is that of its input channels.
+        y = base + ((g-1)∘base + g∘(s·lora)) + bias
+
+    where lora is a convolution with lora_a, with the base layer's strides, padding, dilation and
+    groups, followed by a product with lora_b. In a grouped convolution each group has its own
+    adapter, of rank / groups.
+
+    The arguments are the same as for `DoRALayer`. The rank must be a multiple of the number of
+    groups; a depthwise convolution has as many groups as input channels.
 
     Attributes:
       kernel: [*window, in / groups, out].
@@ -39,8 +43,8 @@ class DoRAConvolution(DoRAProduct):
         groups = _groups(base)
         if options.rank % groups:
             raise ValueError(
-                f"rank is {options.rank} and the convolution has {groups} groups, each of which "
-                f"takes an equal part of the rank; expected a multiple of {groups}"
+                f"rank is {options.rank} and the convolution has {groups} groups, which share the "
+                f"rank equally; expected a multiple of {groups}"
             )
 
     @classmethod
@@ -75,14 +79,14 @@ class DoRAConvolution(DoRAProduct):
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
     def _convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Returns the base layer's result with another kernel and no bias."""
+        """Returns the base layer's convolution of x with `kernel`, without bias."""
         settings = vars(self) | {"kernel": kernel, "bias": None, "use_bias": False}
         stand_in: Any = SimpleNamespace(**settings)
         base_type: Any = self.base_type
         return base_type.__call__(stand_in, x)
 
     def _expand(self, z: jax.Array, lora_b: jax.Array) -> jax.Array:
-        """Takes [..., rank] to [..., out] by lora_b, group by group."""
+        """Multiplies z [..., rank] by lora_b, group by group; returns [..., out]."""
         layout, groups = self.layout, _groups(self)
         lora_b = layout.lora_b.to_matrices(lora_b).astype(z.dtype)
         if groups == 1:
@@ -102,8 +106,7 @@ class DoRAConvTranspose(DoRAConvolution, nnx.ConvTranspose):
     """`nnx.ConvTranspose` with an adapter; see `DoRAConvolution`.
 
     Raises:
-      NotImplementedError: transpose_kernel is True, whose kernel has the axes of inputs and outputs
-        the other way round.
+      NotImplementedError: transpose_kernel is True, which swaps the kernel's input and output axes.
     """
 
     base_type = nnx.ConvTranspose
@@ -113,8 +116,8 @@ class DoRAConvTranspose(DoRAConvolution, nnx.ConvTranspose):
         super().check(base, options)
         if base.transpose_kernel:
             raise NotImplementedError(
-                "transpose_kernel is True, which reads the kernel as that of the convolution in "
-                "the other direction; expected False, or this layer left out"
+                "transpose_kernel is True, which swaps the kernel's input and output axes; "
+                "expected False: leave this layer unadapted"
             )
 
 

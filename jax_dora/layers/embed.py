@@ -10,7 +10,7 @@ from flax.typing import Initializer
 
 from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import g_of_call, sharded_as, times_transposed
+from jax_dora.layers.call import g_of_call, times_transposed, with_out_sharding
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.mesh import with_auto_axes
 
@@ -18,13 +18,13 @@ from jax_dora.ops.mesh import with_auto_axes
 class DoRAEmbed(DoRALayer, nnx.Embed):
     """y = g∘E[ids] + g∘(s·lora_a[ids] lora_b) with g = magnitude / ‖E + s·lora_a lora_b‖.
 
-    The norm is of each feature, over the vocabulary. As in PEFT, lora_a starts at zero and lora_b
-    normal.
+    The norm is taken per feature, over the vocabulary. As in PEFT, lora_a starts at zero and lora_b
+    is drawn from a normal distribution. Dropout must be 0, since an embedding reads no activation.
 
-    Its dropout is 0, since an embedding reads no activation. With adapt_attend False, `attend`
-    leaves a tied output head as it was: PEFT does so, in whose files an embedding's adapter does
-    not reach the head, and `jax_dora.peft.load_adapter` sets it so. Merging adapts the head too,
-    since a merged embedding is one array for both uses.
+    A model with a tied output head calls `attend`. With adapt_attend=False, `attend` multiplies by
+    the base embedding. PEFT does the same: its embedding adapters do not reach the head, so
+    `jax_dora.peft.load_adapter` sets adapt_attend=False. Merging always changes the head too,
+    because the merged embedding is one array for both uses.
 
     Attributes:
       embedding: [vocabulary, features].
@@ -47,7 +47,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         if options.dropout:
             raise ValueError(
                 f"dropout is {options.dropout} for an embedding, which reads token ids and has no "
-                "activation to drop; expected 0: give embeddings a rule of their own"
+                "activation to drop; expected 0: use a separate rule for embeddings"
             )
 
     @classmethod
@@ -55,8 +55,8 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         return module.num_embeddings, module.features
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Takes integers [...] to [..., features], in the dtype that `nnx.Embed` would return,
-        sharded as it would be."""
+        """Returns the adapted rows of integers [...]: [..., features], with the dtype and the
+        sharding of `nnx.Embed`'s result."""
         base = nnx.Embed.__call__(self, inputs, out_sharding)
 
         def expand(inputs: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> jax.Array:
@@ -72,8 +72,8 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
         )
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Takes [..., features] to [..., vocabulary]: multiplies by the adapted embedding, or by
-        `embedding` itself where `adapt_attend` is False."""
+        """Multiplies [..., features] by the transposed adapted embedding, or by the transposed
+        `embedding` if `adapt_attend` is False; returns [..., vocabulary]."""
         if not self.adapt_attend:
             return nnx.Embed.attend(self, query, out_sharding)
         query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
@@ -84,6 +84,6 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
             "lora_b": self.lora_b[...],
             "g": g_of_call(self, query.dtype),
         }
-        return sharded_as(
+        return with_out_sharding(
             out_sharding, lambda arrays: times_transposed(**arrays, scale=self.scale), operands
         )

@@ -1,7 +1,8 @@
-"""A layer's parameters as matrices: kernel [n, in, out], lora_a [n, in, r], lora_b [n, r, out].
+"""How to view a layer's parameters as matrices: kernel [n, in, out], lora_a [n, in, r], lora_b [n,
+r, out].
 
-n is 1 but for grouped convolutions and for projections with batch axes, which have one matrix, and
-one adapter, for each group or batch index. A norm is taken over `in`, of every column.
+n is 1 for most layers. A grouped convolution has n groups, and a projection with batch axes has n
+batch indices; each has its own matrix and its own adapter. A norm is taken per column, over `in`.
 """
 
 import math
@@ -14,7 +15,14 @@ from jax_dora.ops import quantised
 
 
 class Axes(NamedTuple):
-    """One parameter: its stored shape, that shape with groups split off, and what each axis is."""
+    """The axes of one parameter.
+
+    Attributes:
+      stored: the parameter's shape.
+      split: the same shape with a grouped axis split in two, (groups, size / groups).
+      batch, rows, columns: the axes of `split` that form n, the rows and the columns of the
+        matrices.
+    """
 
     stored: tuple[int, ...]
     split: tuple[int, ...]
@@ -24,7 +32,7 @@ class Axes(NamedTuple):
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """Returns the shape [n, rows, columns]."""
+        """The shape [n, rows, columns]."""
 
         def size(axes: tuple[int, ...]) -> int:
             return math.prod(self.split[axis] for axis in axes)
@@ -32,7 +40,7 @@ class Axes(NamedTuple):
         return size(self.batch), size(self.rows), size(self.columns)
 
     def to_matrices(self, array: jax.Array) -> jax.Array:
-        """Returns [n, rows, columns] of an array of the stored shape, quantised if it is."""
+        """Reshapes an array of shape `stored`, quantised or not, to [n, rows, columns]."""
         if quantised.is_quantised(array):
             groups = (self.batch, self.rows, self.columns)
             return quantised.with_own_scales(quantised.as_matrices(array, self.split, groups))
@@ -48,7 +56,7 @@ class Axes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The parameters of one layer; magnitude is [n, 1, out] as matrices."""
+    """The axes of one layer's parameters. As matrices, magnitude is [n, 1, out]."""
 
     kernel: Axes
     lora_a: Axes
@@ -57,17 +65,19 @@ class Layout(NamedTuple):
 
     @property
     def is_one_matrix(self) -> bool:
-        """Returns whether the parameters are stored as the matrices that they are."""
+        """Whether the parameters are stored as plain matrices: kernel [in, out], lora_a [in, r],
+        lora_b [r, out]."""
         return self.kernel[1:] == (self.kernel.stored, (), (0,), (1,))
 
     def adapter_axes(self, axes: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-        """Returns for the axes of lora_a, lora_b and magnitude what `axes` says of the kernel's."""
-        places = self.kernel[2:]
+        """Returns one entry for each axis of lora_a, lora_b and magnitude: the entry of the
+        corresponding kernel axis in `axes`, and None for the rank axis."""
+        groups = self.kernel[2:]
         if self.kernel.split != self.kernel.stored:
-            # A convolution's groups are a part of its last axis.
+            # A convolution stores its groups in the kernel's last axis.
             *window, features = range(len(axes))
-            places = (), window, (features,)
-        batch, rows, columns = (tuple(axes[axis] for axis in part) for part in places)
+            groups = (), window, (features,)
+        batch, rows, columns = (tuple(axes[axis] for axis in group) for group in groups)
         return {
             "lora_a": (*batch, *rows, None),
             "lora_b": (*batch, None, *columns),
@@ -76,15 +86,17 @@ class Layout(NamedTuple):
 
 
 def projection_layout(shape: tuple[int, ...], order: str, rank: int) -> Layout:
-    """Returns the layout of a kernel of this shape, a matrix or one with several axes of each sort.
+    """Returns the layout of a projection's kernel, which may have several batch, input and output
+    axes.
 
     lora_a is [*batch, *in, rank], lora_b [*batch, rank, *out] and magnitude [*batch, *out].
 
     Args:
-      order: a letter for each axis of the kernel, "b", "i" or "o".
+      shape: the kernel's shape.
+      order: the role of each kernel axis: "b" (batch), "i" (input) or "o" (output).
     """
-    places = [tuple(axis for axis, sort in enumerate(order) if sort == one) for one in "bio"]
-    batch, in_, out = (tuple(shape[axis] for axis in axes) for axes in places)
+    by_role = [tuple(axis for axis, role in enumerate(order) if role == wanted) for wanted in "bio"]
+    batch, in_, out = (tuple(shape[axis] for axis in axes) for axes in by_role)
     n = len(batch)
 
     def after_batch(rows: tuple[int, ...], columns: tuple[int, ...]) -> Axes:
@@ -93,7 +105,7 @@ def projection_layout(shape: tuple[int, ...], order: str, rank: int) -> Layout:
         return Axes(stored, stored, axes[:n], axes[n:split], axes[split:])
 
     return Layout(
-        kernel=Axes(shape, shape, *places),
+        kernel=Axes(shape, shape, *by_role),
         lora_a=after_batch(in_, (rank,)),
         lora_b=after_batch((rank,), out),
         magnitude=after_batch((), out),
@@ -101,10 +113,10 @@ def projection_layout(shape: tuple[int, ...], order: str, rank: int) -> Layout:
 
 
 def convolution_layout(kernel_shape: tuple[int, ...], groups: int, rank: int) -> Layout:
-    """Returns the layout of a kernel [*window, in / groups, out].
+    """Returns the layout of a convolution's kernel [*window, in / groups, out].
 
-    Each group has rank / groups of the rank: lora_a is [*window, in / groups, rank], lora_b
-    [rank / groups, out] and magnitude [out].
+    Each group has rank / groups of the rank: lora_a is [*window, in / groups, rank], lora_b [rank /
+    groups, out] and magnitude [out].
     """
     *rows, out = kernel_shape
     n = len(rows)

@@ -39,20 +39,20 @@ class DoRALinear(DoRAProduct, nnx.Linear):
     ) -> None:
         """
         Args:
-          in_features, out_features: as `nnx.Linear`'s.
+          in_features, out_features: see `nnx.Linear`.
           rank: the adapter's rank; it may exceed in_features and out_features.
           alpha: the scale s is alpha / rank.
-          rngs: its `params` stream makes parameters, its `dropout` stream masks.
-          base: the layer to adapt, as by `from_linear`; None makes one.
-          **options: the adapter's, which are the other attributes of `jax_dora.DoRARule`
+          rngs: its `params` stream draws the parameters, its `dropout` stream the dropout masks.
+          base: the layer to adapt, as in `from_linear`; None creates one.
+          **options: the adapter's options, which are the other attributes of `jax_dora.DoRARule`
             (use_rslora, dropout, dropout_mode, keep_inner, adapter_dtype, lora_a_init, lora_b_init,
-            implementation), and `nnx.Linear`'s (use_bias, dtype, param_dtype, precision,
+            implementation), and those of `nnx.Linear` (use_bias, dtype, param_dtype, precision,
             kernel_init, bias_init, kernel_metadata, bias_metadata).
 
         Raises:
           TypeError, ValueError: rank, alpha or another option is out of range.
-          NotImplementedError: `nnx.Linear` is given arithmetic of its own (dot_general,
-            promote_dtype, preferred_element_type), which the adapter would not honour.
+          NotImplementedError: an option replaces `nnx.Linear`'s arithmetic (dot_general,
+            promote_dtype, preferred_element_type), which the adapter would ignore.
         """
         names = {"arrays", "stack_axis", *OPTIONS}
         adapter = {name: options.pop(name) for name in names & options.keys()}
@@ -62,23 +62,23 @@ class DoRALinear(DoRAProduct, nnx.Linear):
             base = nnx.Linear(in_features, out_features, rngs=rngs, **options)
         elif options:
             raise TypeError(
-                f"{sorted(options)} are the base layer's own, or nobody's; expected some of "
+                f"{sorted(options)} are options of the base layer or unknown; expected some of "
                 f"{OPTIONS}"
             )
         super().__init__(base, rngs=rngs, **adapter)
 
     @classmethod
     def from_linear(cls, linear: nnx.Linear, *, rngs: nnx.Rngs, **options: Any) -> Self:
-        """Returns a DoRA layer over `linear`, whose kernel and bias it shares (the very
-        `nnx.Param`s).
+        """Returns a DoRA layer over `linear`. It shares the layer's kernel and bias (the same
+        `nnx.Param` objects).
 
         Args:
-          linear: the layer to adapt; dtype, precision and metadata are its own.
-          rngs, **options: as the constructor's, but for those of `nnx.Linear`.
+          linear: the layer to adapt; its dtype, precision and metadata are kept.
+          rngs, **options: as in the constructor, without the options of `nnx.Linear`.
 
         Raises:
-          TypeError: `linear` is no `nnx.Linear`, or a subclass with a `__call__` of its own.
-          TypeError, ValueError, NotImplementedError: as the constructor.
+          TypeError: `linear` is not an `nnx.Linear`, or is a subclass with its own `__call__`.
+          TypeError, ValueError, NotImplementedError: see the constructor.
         """
         check_base(linear, nnx.Linear)
         return cls(linear.in_features, linear.out_features, base=linear, rngs=rngs, **options)

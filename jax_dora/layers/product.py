@@ -1,4 +1,4 @@
-"""The base class of the DoRA layers that multiply what they are called with by their kernel."""
+"""The base class of the DoRA layers that multiply their input by their kernel."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,11 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, operands_of_call, sharded_as
+from jax_dora.layers.call import dropout_of_call, operands_of_call, with_out_sharding
 
 
 class DoRAProduct(DoRALayer):
-    """A DoRA layer over a projection or a convolution, whose `_result` a subclass computes."""
+    """A DoRA layer over a projection or a convolution. A subclass defines `_result`."""
 
     kernel: nnx.Param
     bias: nnx.Param | None
@@ -29,14 +29,14 @@ class DoRAProduct(DoRALayer):
     ) -> jax.Array:
         """
         Args:
-          inputs: as the base layer's.
-          out_sharding: the sharding of the result, as `nnx.Linear.__call__`'s: a PartitionSpec or
-            NamedSharding over explicit axes of the mesh, which is needed where they shard an axis
-            of the kernel that is contracted.
-          deterministic, rngs: as `nnx.Dropout.__call__`'s.
+          inputs: as for the base layer.
+          out_sharding: the sharding of the result, as for `nnx.Linear.__call__`: a PartitionSpec or
+            NamedSharding over explicit mesh axes. It is required if explicit axes shard a
+            contracted axis of the kernel.
+          deterministic, rngs: see `nnx.Dropout.__call__`.
 
         Returns:
-          What the base layer would return, in shape and dtype.
+          An array with the shape and dtype of the base layer's result.
 
         Raises:
           ValueError: out_sharding names an axis that is not explicit.
@@ -44,8 +44,8 @@ class DoRAProduct(DoRALayer):
         operands = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
         if out_sharding is None:
             return self._result(operands)
-        return sharded_as(out_sharding, self._result, operands)
+        return with_out_sharding(out_sharding, self._result, operands)
 
     def _result(self, operands: Mapping[str, Any]) -> jax.Array:
-        """Returns the result of a call from its arrays, as `operands_of_call` has them."""
+        """Computes the result of a call from its arrays, which `operands_of_call` returns."""
         raise NotImplementedError

@@ -1,8 +1,12 @@
 """DoRA for nnx.LinearGeneral and nnx.Einsum: projections over any axes, written as an einsum.
 
-An axis of the kernel is a batch axis where both the input and the result have it, an input axis
-where only the input has it, an output axis where only the result has it. The norm is over the
-input axes, of every output feature of every batch index.
+Each axis of the kernel has one of three roles:
+
+- batch axis: the input and the result have it too.
+- input axis: only the input has it too, and the product contracts it.
+- output axis: only the result has it too.
+
+The norm is taken over the input axes, for every output feature of every batch index.
 """
 
 import functools
@@ -15,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_dora.layers.call import dropout_of_each, product
+from jax_dora.layers.call import product, split_dropout
 from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import mesh as meshes
@@ -23,26 +27,26 @@ from jax_dora.ops.quantised import stored
 
 
 class Equation(NamedTuple):
-    """x, kernel -> y of an einsum: a letter for each axis."""
+    """The einsum x, kernel -> y: one letter for each axis of the operands and the result."""
 
     x: str
     kernel: str
     y: str
 
     def sort(self, letter: str) -> str:
-        """Returns the letter for an axis of the kernel: "b" for batch, "i" for input, "o" for
-        output."""
+        """Returns the role of the kernel axis `letter`: "b" (batch), "i" (input) or "o"
+        (output)."""
         if letter in self.y:
             return "b" if letter in self.x else "o"
         return "i"
 
     @property
     def order(self) -> str:
-        """Returns the letters for all axes of the kernel."""
+        """The roles of all kernel axes, as one string."""
         return "".join(map(self.sort, self.kernel))
 
     def kernel_letters(self, sort: str) -> str:
-        """Returns the kernel's axes of one sort, in the kernel's order."""
+        """Returns the letters of the kernel axes with the role `sort`, in the kernel's order."""
         return "".join(letter for letter in self.kernel if self.sort(letter) == sort)
 
 
@@ -50,8 +54,8 @@ class DoRAProjection(DoRAProduct):
     """The base class of `DoRALinearGeneral` and `DoRAEinsum`.
 
     Attributes:
-      kernel: as the base layer's.
-      lora_a: [*batch, *in, rank], the kernel's axes of each sort in the kernel's order.
+      kernel: as in the base layer.
+      lora_a: [*batch, *in, rank]; the axes of each role are in the kernel's order.
       lora_b: [*batch, rank, *out].
       magnitude: [*batch, *out].
     """
@@ -60,7 +64,8 @@ class DoRAProjection(DoRAProduct):
 
     @classmethod
     def equation(cls, module: Any, ndim: int | None = None) -> Equation:
-        """Returns the einsum for an input of `ndim` axes; None stands for the fewest."""
+        """Returns the einsum for an input of `ndim` axes; None means the smallest possible
+        number."""
         raise NotImplementedError
 
     @classmethod
@@ -73,15 +78,16 @@ class DoRAProjection(DoRAProduct):
         if mesh is None:
             return self._by_matrices(operands)
 
-        def plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            its = self.equation(self, x.ndim)
-            return jnp.einsum(f"{its.x},{its.kernel}->{its.y}", x, kernel.astype(x.dtype))
+        def base_result(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            equation = self.equation(self, x.ndim)
+            einsum = f"{equation.x},{equation.kernel}->{equation.y}"
+            return jnp.einsum(einsum, x, kernel.astype(x.dtype))
 
-        spec = meshes.result_spec(plain, x, kernel)
+        spec = meshes.result_spec(base_result, x, kernel)
         return meshes.with_auto_axes(self._by_matrices, mesh, spec)(operands)
 
     def _by_matrices(self, operands: Mapping[str, Any]) -> jax.Array:
-        """Computes one plain product for each batch index."""
+        """Computes the result as one matrix product for each batch index."""
         x, kernel, bias = operands["x"], operands["kernel"], operands["bias"]
         equation, layout = self.equation(self, x.ndim), self.layout
         batch, in_, out = map(equation.kernel_letters, "bio")
@@ -105,7 +111,7 @@ class DoRAProjection(DoRAProduct):
         for name in ("kernel", "lora_a", "lora_b"):
             arrays[name] = getattr(layout, name).to_matrices(operands[name])
         arrays["g"] = layout.magnitude.to_matrices(operands["g"])[:, 0]
-        arrays["dropout"] = dropout_of_each(operands["dropout"], arrays["kernel"].shape[0])
+        arrays["dropout"] = split_dropout(operands["dropout"], arrays["kernel"].shape[0])
         if batch:
             y = jax.vmap(functools.partial(product, self))(arrays)
         else:
@@ -147,9 +153,9 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
     """`nnx.Einsum` with an adapter; see `DoRAProjection`.
 
     Raises:
-      NotImplementedError: the layer gets its equation with each call, or one that is no
-        projection: an ellipsis in the kernel, a letter twice in one operand, an axis that is
-        summed away on its own.
+      NotImplementedError: the layer has no equation of its own, or one that is not a projection:
+        the kernel has an ellipsis, a letter occurs twice in one operand, or an axis of one operand
+        alone is summed.
     """
 
     base_type = nnx.Einsum
@@ -185,12 +191,12 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the same shape and dtype as `nnx.Einsum`; deterministic and rngs are as
-        `nnx.Dropout.__call__`'s."""
+        """Returns an array with the shape and dtype of `nnx.Einsum`'s result. For deterministic and
+        rngs see `nnx.Dropout.__call__`."""
         if einsum_str is not None:
             raise ValueError(
-                f"einsum_str is {einsum_str!r}; expected None: the layer has the equation "
-                f"{self.einsum_str!r}, which its adapter is made for"
+                f"einsum_str is {einsum_str!r}; expected None: the adapter fits the layer's own "
+                f"equation, {self.einsum_str!r}"
             )
         return super().__call__(inputs, out_sharding, deterministic=deterministic, rngs=rngs)
 
@@ -202,24 +208,24 @@ def _operands(einsum_str: str) -> tuple[str, str, str]:
 
 
 def _refusal(einsum_str: str | None) -> str | None:
-    """Says why an equation is no projection."""
+    """Returns why an equation is not a projection, or None if it is one."""
     if not einsum_str:
         return (
-            "einsum_str is None; expected an equation: a layer that gets it with each call has no "
-            "fixed output features. Give it to the constructor of nnx.Einsum"
+            "einsum_str is None; expected an equation: a layer that gets its equation with each "
+            "call has no fixed output features. Pass it to the constructor of nnx.Einsum"
         )
     x, kernel, y = _operands(einsum_str)
-    ellipses = tuple("..." in one for one in (x, kernel, y))
+    ellipses = tuple("..." in letters for letters in (x, kernel, y))
     x, y = x.replace("...", ""), y.replace("...", "")
     reason = None
     if ellipses[1]:
         reason = "the kernel has an ellipsis"
     elif ellipses[0] != ellipses[2]:
         reason = "the ellipsis is not in both the input and the result"
-    elif any(len(set(one)) < len(one) for one in (x, kernel, y)):
-        reason = "a letter stands twice in one operand"
+    elif any(len(set(letters)) < len(letters) for letters in (x, kernel, y)):
+        reason = "a letter occurs twice in one operand"
     elif lone := (set(x) ^ set(kernel)) - set(y):
-        reason = f"{sorted(lone)} is summed away on its own"
+        reason = f"{sorted(lone)} occurs in one operand alone and is summed away"
     elif not set(kernel) - set(x):
         reason = "the kernel has no output axis"
     elif not (set(x) & set(kernel)) - set(y):

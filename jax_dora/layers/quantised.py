@@ -1,9 +1,11 @@
-"""Flax layers over quantised kernels: their arithmetic, by the hooks that Flax has for it.
+"""Flax layers over quantised kernels, by the attributes that Flax has for custom arithmetic.
 
-`nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum` and `nnx.Conv` take their promotion of dtypes and
-their product as attributes. Those below dequantise the kernel for the product, and again for the
-product's gradient, and do with plain arrays what Flax's do. A layer whose `dot_general` is
-`dot_general_by_rows` quantises its activations too, adapted or not: that is all that says so.
+`nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum` and `nnx.Conv` store their dtype promotion and their
+product as attributes. The functions below replace them. They dequantise the kernel for the product,
+and again for the product's gradient; with plain arrays they do what Flax's functions do.
+
+A layer whose `dot_general` is `dot_general_by_rows` quantises its activations too. Nothing else
+records that, neither in a base layer nor in a DoRA layer.
 """
 
 import inspect
@@ -22,20 +24,21 @@ from jax_dora.ops.reduction import static_precision
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
-def promoting(array: Any) -> Any:
-    """Returns the array whose dtype counts where a layer promotes: a quantised one's scales."""
+def dtype_carrier(array: Any) -> Any:
+    """Returns the array whose dtype takes part in promotion: the scales of a quantised array, or
+    the array itself."""
     return array.scale if quantised.is_quantised(array) else array
 
 
 def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    """Returns arrays cast to one dtype, as Flax's does, and quantised ones as they are."""
-    promoted = dtypes.promote_dtype(tuple(map(promoting, args)), dtype=dtype, inexact=inexact)
+    """Returns the arrays cast to one dtype by Flax's rules. Quantised arrays are not cast."""
+    promoted = dtypes.promote_dtype(tuple(map(dtype_carrier, args)), dtype=dtype, inexact=inexact)
     pairs = zip(args, promoted, strict=True)
     return tuple(one if quantised.is_quantised(one) else cast for one, cast in pairs)
 
 
 def dot_general(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    """Returns `lax.dot_general` of arrays of which the second may be quantised."""
+    """Returns `lax.dot_general(lhs, rhs, ...)`, where rhs may be quantised."""
     return quantised.apply_dense(lambda x, w: lax.dot_general(x, w, *args, **kwargs), lhs, rhs)
 
 
@@ -46,20 +49,21 @@ def dot_general_by_rows(
     precision: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Returns `dot_general` without batch axes, of a quantised kernel [*in, *out] by an FP8 product
-    of `row_wise`."""
+    """Returns `dot_general` without batch axes. For a quantised kernel [*in, *out] it is an FP8
+    product by `row_wise`."""
     if not quantised.is_quantised(rhs):
         options = {"precision": precision, "out_sharding": out_sharding}
         return lax.dot_general(lhs, rhs, dimension_numbers, **options)
-    (of_x, of_kernel), _ = dimension_numbers
-    rows = [axis for axis in range(lhs.ndim) if axis not in of_x]
-    columns = [axis for axis in range(rhs.ndim) if axis not in of_kernel]
+    (x_contracted, kernel_contracted), _ = dimension_numbers
+    rows = [axis for axis in range(lhs.ndim) if axis not in x_contracted]
+    columns = [axis for axis in range(rhs.ndim) if axis not in kernel_contracted]
+    groups = tuple(kernel_contracted), tuple(columns)
 
     def multiply(operands: row_wise.Product) -> jax.Array:
         x, kernel = operands
-        x = x.transpose(*rows, *of_x)
+        x = x.transpose(*rows, *x_contracted)
         lead, out = x.shape[: len(rows)], [kernel.shape[axis] for axis in columns]
-        matrix = quantised.as_matrices(kernel, kernel.shape, (tuple(of_kernel), tuple(columns)))
+        matrix = quantised.as_matrices(kernel, kernel.shape, groups)
         product = meshes.differentiable(row_wise.linear)
         operands = row_wise.Product(x.reshape(*lead, matrix.shape[0]), matrix)
         return product(static_precision(precision), meshes.vary_alike(operands)).reshape(
@@ -77,12 +81,12 @@ def dot_general_by_rows(
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
-    """Returns `jnp.einsum` of arrays of which the second may be quantised."""
+    """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised."""
     return quantised.apply_dense(lambda x, w: jnp.einsum(equation, x, w, **kwargs), lhs, rhs)
 
 
 def convolve(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    """Returns `lax.conv_general_dilated` of arrays of which the second may be quantised."""
+    """Returns `lax.conv_general_dilated(lhs, rhs, ...)`, where rhs may be quantised."""
     convolved = lax.conv_general_dilated
     return quantised.apply_dense(lambda x, w: convolved(x, w, *args, **kwargs), lhs, rhs)
 
@@ -93,28 +97,29 @@ ARITHMETIC = {
     "einsum_op": einsum,
     "conv_general_dilated": convolve,
 }
-BY_ROWS = {"dot_general": dot_general_by_rows}
+ROW_WISE_ARITHMETIC = {"dot_general": dot_general_by_rows}
 
 
 def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
-    """Makes a layer of one of `LAYERS`, in place, one that computes with a quantised kernel.
+    """Makes a layer, whose class is one of `LAYERS`, compute with a quantised kernel, in place.
 
     Args:
-      act_qtype: what its activations are quantised to, as `jax_dora.ops.dora_linear`'s.
+      act_qtype: the format that activations are quantised to, as in `jax_dora.ops.dora_linear`.
     """
-    for name, function in (ARITHMETIC | BY_ROWS if act_qtype else ARITHMETIC).items():
+    for name, function in (ARITHMETIC | ROW_WISE_ARITHMETIC if act_qtype else ARITHMETIC).items():
         if hasattr(layer, name):
             setattr(layer, name, function)
 
 
 def act_qtype_of(layer: Any) -> str | None:
-    """Returns the format that a layer, adapted or not, quantises its activations to, or None."""
+    """Returns the format to which a layer, adapted or not, quantises its activations; None for no
+    quantisation."""
     return row_wise.QTYPE if getattr(layer, "dot_general", None) is dot_general_by_rows else None
 
 
 def compute_plain(layer: Any) -> None:
     """Reverses `compute_quantised`."""
-    base = next(one for one in LAYERS if isinstance(layer, one))
+    base = next(cls for cls in LAYERS if isinstance(layer, cls))
     parameters = inspect.signature(base.__init__).parameters
     for name in ARITHMETIC:
         if hasattr(layer, name):

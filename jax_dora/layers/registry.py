@@ -1,4 +1,4 @@
-"""The table of DoRA layers, by the Flax layers that they adapt."""
+"""The table from Flax layers to the DoRA layers that adapt them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax_dora.layers.embed import DoRAEmbed
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral
 
-# By the class of the base layer. Everything that adapts, merges, loads or saves asks here.
+# The DoRA layer by the class of the base layer, for all code that adapts, merges, loads or saves.
 DORA_CLASSES: dict[type[nnx.Module], type[DoRALayer]] = {
     cls.base_type: cls
     for cls in (
@@ -25,14 +25,14 @@ DORA_CLASSES: dict[type[nnx.Module], type[DoRALayer]] = {
 
 
 def dora_class_of(module: nnx.Module) -> type[DoRALayer] | None:
-    """Returns the class that adapts a base layer; None for a module that cannot be adapted, or that
-    is a DoRA layer already."""
+    """Returns the class that adapts a base layer; None for a DoRA layer and for a module that no
+    class adapts."""
     if isinstance(module, DoRALayer):
         return None
-    return next((DORA_CLASSES[one] for one in type(module).__mro__ if one in DORA_CLASSES), None)
+    return next((DORA_CLASSES[cls] for cls in type(module).__mro__ if cls in DORA_CLASSES), None)
 
 
 def kind_of(module: Any) -> Any:
-    """Returns the class that adapts a base layer, or that a DoRA layer has; None for any other
+    """Returns the class of a DoRA layer, or the class that adapts a base layer; None for any other
     module."""
     return type(module) if isinstance(module, DoRALayer) else dora_class_of(module)

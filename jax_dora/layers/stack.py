@@ -1,4 +1,4 @@
-"""The axes along which `nnx.vmap` has stacked layers in the arrays of one module."""
+"""Layers that `nnx.vmap` has stacked: one module whose parameters have additional axes."""
 
 import dataclasses
 import functools
@@ -15,33 +15,38 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The axes that a stack of layers adds to each parameter of one layer.
+    """The axes that stacking adds to each parameter of a layer.
 
     Attributes:
-      shape: their sizes; () for a single layer.
-      axis: 0, they are the leading ones; or the position of the only one, -1 for the last.
+      shape: the sizes of the stack axes; () for a single layer.
+      axis: 0 if the stack axes are the leading ones; else the position of the only stack axis, -1
+        for the last.
     """
 
     shape: tuple[int, ...] = ()
     axis: int = 0
 
     @classmethod
-    def of_kernel(cls, size: int, axis: int, ndim: int, least: int) -> "Stack":
-        """Returns the stack of a kernel whose axis `axis` is one of layers.
+    def of_kernel(cls, size: int, axis: int, ndim: int, magnitude_ndim: int) -> "Stack":
+        """Returns the stack of a kernel that is stacked along `axis`.
 
         Args:
-          size: of that axis.
-          ndim: of the kernel, that axis counted.
-          least: the fewest axes that a parameter of one layer has.
+          size: the size of that axis.
+          ndim: the number of kernel axes, that axis included.
+          magnitude_ndim: the number of axes of a single layer's magnitude, the parameter with the
+            fewest axes.
+
+        Raises:
+          NotImplementedError: a parameter would lack that axis, and it is not the last one.
         """
-        if axis <= least:
+        if axis <= magnitude_ndim:
             return cls((size,), axis)
         if axis == ndim - 1:
             return cls((size,), -1)
         raise NotImplementedError(
-            f"its layers are stacked along axis {axis} of {ndim}, and its magnitude has {least} "
-            f"axes in one layer; expected an axis of up to {least}, or the last: stack layers by "
-            "nnx.vmap with out_axes=0"
+            f"its layers are stacked along axis {axis} of {ndim}, and a single layer's magnitude "
+            f"has {magnitude_ndim} axes; expected an axis of at most {magnitude_ndim}, or the "
+            "last: stack the layers by nnx.vmap with out_axes=0"
         )
 
     @property
@@ -53,56 +58,60 @@ class Stack:
         return itertools.product(*map(range, self.shape))
 
     def at(self, index: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the index of one layer's part in a parameter's array."""
+        """Returns the index that selects one layer in a parameter's array."""
         if self.axis < 0:
             return (..., *index)
         return (*(slice(None),) * self.axis, *index)
 
-    def without(self, names: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the entries of `names`, one for each axis of a parameter, that belong to the axes
-        of one layer."""
+    def layer_part(self, names: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the entries of `names`, one for each axis of a parameter, that belong to a single
+        layer's axes."""
         start = self._start(len(names) - self.count)
         return (*names[:start], *names[start + self.count :])
 
-    def of_stack(self, names: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the entries of `names`, one for each axis of a parameter, that belong to the axes
-        of the stack."""
+    def stack_part(self, names: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the entries of `names`, one for each axis of a parameter, that belong to the
+        stack axes."""
         start = self._start(len(names) - self.count)
         return tuple(names[start : start + self.count])
 
-    def joined(self, of_stack: Sequence[Any], names: Sequence[Any]) -> tuple[Any, ...]:
-        """Reverses `of_stack` and `without`."""
+    def combine(self, stack_names: Sequence[Any], names: Sequence[Any]) -> tuple[Any, ...]:
+        """Reverses `stack_part` and `layer_part`."""
         start = self._start(len(names))
-        return (*names[:start], *of_stack, *names[start:])
+        return (*names[:start], *stack_names, *names[start:])
 
-    def from_leading(self, array: jax.Array) -> jax.Array:
-        """Returns an array whose leading axes are the stack's with these in their place."""
+    def move_stack_axes(self, array: jax.Array) -> jax.Array:
+        """Moves the stack axes from the front of an array to their position."""
         return jnp.moveaxis(array, 0, self.axis) if self.axis else array
 
     def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Joins the layers' arrays, in row-major order, into one."""
-        return self.from_leading(jnp.stack(arrays).reshape(*self.shape, *arrays[0].shape))
+        """Stacks the layers' arrays, given in row-major order, into one array."""
+        return self.move_stack_axes(jnp.stack(arrays).reshape(*self.shape, *arrays[0].shape))
 
     def map(self, function: Callable[[Any], jax.Array], arrays: Any) -> jax.Array:
-        """Returns `function` of the arrays of each layer, joined: one layer after the other, since
-        it may have a temporary as large as the kernel."""
-        return self.from_leading(self.map_leading(lambda one, _: function(one), arrays, None))
+        """Returns `function` of each layer's arrays, stacked. It runs layer by layer, because its
+        temporaries may be as large as the kernel."""
+        return self.move_stack_axes(
+            self.map_leading(lambda layer, _: function(layer), arrays, None)
+        )
 
     def map_leading(
         self, function: Callable[[Any, Any], jax.Array], arrays: Any, leading: Any
     ) -> jax.Array:
-        """Does as `map`, of further arrays whose leading axes are the stack's, as the result's."""
-        if self.axis:
-            return lax.map(
-                lambda one: function(
-                    jax.tree.map(lambda array: self._taken(array, one[0]), arrays), one[1]
-                ),
-                (jnp.arange(self.shape[0]), leading),
+        """Like `map`, with a second argument. The stack axes of `leading` and of the result are the
+        leading ones."""
+        if not self.axis:
+            return _along_leading(len(self.shape), function)(arrays, leading)
+
+        def apply(layer: tuple[jax.Array, Any]) -> jax.Array:
+            index, part = layer
+            return function(
+                jax.tree.map(lambda array: self._take_layer(array, index), arrays), part
             )
 
-        return _along_leading(len(self.shape), function)(arrays, leading)
+        return lax.map(apply, (jnp.arange(self.shape[0]), leading))
 
-    def _taken(self, array: jax.Array, index: jax.Array) -> jax.Array:
+    def _take_layer(self, array: jax.Array, index: jax.Array) -> jax.Array:
         axis = self.axis % array.ndim
         return lax.dynamic_index_in_dim(array, index, axis, keepdims=False)
 
@@ -111,22 +120,24 @@ class Stack:
 
 
 def _along_leading(count: int, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns `function` of arrays that have `count` leading axes more."""
+    """Returns a function that applies `function` along `count` additional leading axes."""
     if not count:
         return function
-    one = _along_leading(count - 1, function)
-    return lambda *arrays: lax.map(lambda parts: one(*parts), arrays)
+    inner = _along_leading(count - 1, function)
+    return lambda *arrays: lax.map(lambda parts: inner(*parts), arrays)
 
 
 def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[int]:
-    """Returns the axes of an array along which it may be a stack of arrays of shape `single`."""
+    """Returns each axis without which `shape` equals `single`: the axes along which arrays of shape
+    `single` may be stacked."""
     return [
         axis for axis in range(len(shape)) if (*shape[:axis], *shape[axis + 1 :]) == tuple(single)
     ]
 
 
-def room(count: int, one: jax.Array) -> jax.Array:
-    """Returns zeros for `count` arrays like `one`, along a new leading axis, where it lies."""
+def allocate_stack(count: int, one: jax.Array) -> jax.Array:
+    """Returns zeros for `count` arrays like `one` along a new leading axis, with the sharding of
+    `one`."""
     shape = (count, *one.shape)
     if isinstance(one, Tracer):
         return jnp.zeros(shape, one.dtype)
@@ -137,17 +148,17 @@ def room(count: int, one: jax.Array) -> jax.Array:
     return jnp.zeros_like(one, shape=shape)
 
 
-def fill(room: jax.Array, one: jax.Array, number: int) -> jax.Array:
-    """Returns `room` with `one` at `number`, in place where both are arrays."""
+def set_layer(stack: jax.Array, one: jax.Array, number: int) -> jax.Array:
+    """Returns `stack` with `one` at index `number`. Concrete arrays are updated in place."""
     if isinstance(one, Tracer):
-        return room.at[number].set(one)
-    named = isinstance(room.sharding, NamedSharding)
-    return _put(room.sharding if named else None)(room, one, number)
+        return stack.at[number].set(one)
+    named = isinstance(stack.sharding, NamedSharding)
+    return _compiled_update(stack.sharding if named else None)(stack, one, number)
 
 
 @functools.cache
-def _put(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
-    def put(room: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(room, one, number, 0)
+def _compiled_update(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
+    def update(stack: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(stack, one, number, 0)
 
-    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
+    return jax.jit(update, donate_argnums=0, out_shardings=sharding)

@@ -1,4 +1,5 @@
-"""The gated half of a transformer's MLP, of two DoRA layers at once."""
+"""The gated half of a transformer's MLP, silu(gate(x)) * up(x), computed from two DoRA layers at
+once."""
 
 import inspect
 from typing import Any
@@ -13,7 +14,7 @@ from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call, operands_of_call
 from jax_dora.layers.linear import DoRALinear
-from jax_dora.layers.quantised import act_qtype_of, promoting
+from jax_dora.layers.quantised import act_qtype_of, dtype_carrier
 from jax_dora.ops.projection import RESULT_NAME
 
 
@@ -26,26 +27,30 @@ def swiglu(
     deterministic: bool | None = None,
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
 ) -> jax.Array:
-    """Returns silu(gate(inputs)) * up(inputs), in less memory and time where both are DoRA layers:
+    """Returns silu(gate(inputs)) * up(inputs); two DoRA layers take less memory and time this way:
 
         def __call__(self, x):
             return self.down_proj(jax_dora.swiglu(self.gate_proj, self.up_proj, x))
 
-    A DoRA layer in training keeps two arrays as large as its result: the result, for what follows,
-    and inner = x (kernel + s·lora_a lora_b), for the magnitude's gradient. Here the result is never
-    in memory: SwiGLU (arXiv 2002.05202) is taken of both inner at once, in fp32, rounded once, and
-    one kernel makes both layers' gradients from it. One of the layers may have a bias and the other
-    none.
+    In training, a DoRA layer keeps two arrays of the result's size: the result, which the next
+    operation reads, and inner = x (kernel + s·lora_a lora_b), for the magnitude's gradient. This
+    function never stores the results. It computes SwiGLU (arXiv 2002.05202) from both inner arrays
+    in fp32, rounds once, and computes both layers' gradients in one kernel. One layer may have a
+    bias and the other none.
 
-    The layers are called as they are, so that a model may be written so before it is adapted, where
-    one of them is no `DoRALinear` or has a `__call__` of its own, dropout mode "input" or an
-    `implementation`; where their results differ in dtype; and where `out_sharding` is given.
+    In these cases the two layers are called separately, so a model can use this function before it
+    is adapted:
+
+    - A layer is not a `DoRALinear`, or has its own `__call__`.
+    - A layer has dropout mode "input" or an `implementation`.
+    - The two results differ in dtype.
+    - `out_sharding` is given.
 
     Args:
       gate, up: the layers; any callables of [..., in].
       inputs: [..., in].
-      out_sharding: as `nnx.Linear.__call__`'s, of both layers, which are then called as they are.
-      deterministic, rngs: as `nnx.Dropout.__call__`'s, of a layer that takes them.
+      out_sharding: of both layers, as in `nnx.Linear.__call__`.
+      deterministic, rngs: see `nnx.Dropout.__call__`; for layers that take them.
 
     Returns:
       [..., out].
@@ -53,62 +58,64 @@ def swiglu(
     Raises:
       ValueError: the two layers' results differ in shape.
     """
-    alike = _fuses(gate) and _fuses(up) and _dtype(gate, inputs) == _dtype(up, inputs)
-    if out_sharding is not None or not alike:
-        given = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
-        given = {name: value for name, value in given.items() if value is not None}
-        gated, other = (_called(layer, inputs, given) for layer in (gate, up))
-        if other.shape != gated.shape:
+    is_fused = _can_fuse(gate) and _can_fuse(up) and _dtype(gate, inputs) == _dtype(up, inputs)
+    if out_sharding is not None or not is_fused:
+        options = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
+        options = {name: value for name, value in options.items() if value is not None}
+        gate_result, up_result = (_call(layer, inputs, options) for layer in (gate, up))
+        if up_result.shape != gate_result.shape:
             raise ValueError(
-                f"up's result has shape {other.shape}; expected gate's, {gated.shape}: both layers "
-                "have as many output features"
+                f"up's result has shape {up_result.shape}; expected gate's, {gate_result.shape}: "
+                "both layers need the same number of output features"
             )
-        return jax.nn.silu(gated) * other
+        return jax.nn.silu(gate_result) * up_result
     gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
     up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
     return ops.swiglu(gate_inner, up_inner, gate_g, up_g, gate_bias=gate_bias, up_bias=up_bias)
 
 
-def _called(layer: Any, inputs: jax.Array, given: dict[str, Any]) -> jax.Array:
-    result = layer(inputs, **_taken(layer, given))
+def _call(layer: Any, inputs: jax.Array, options: dict[str, Any]) -> jax.Array:
+    result = layer(inputs, **_supported_options(layer, options))
     return result if isinstance(layer, DoRALayer) else checkpoint_name(result, RESULT_NAME)
 
 
-def _taken(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `options` that a call of `layer` takes or must be asked about."""
+def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of `options` to pass to `layer`: without deterministic and rngs if its
+    call does not take them."""
     if not options:
         return {}
     parameters = inspect.signature(layer).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return options
-    of_dropout = {"deterministic", "rngs"} - parameters.keys()
-    return {name: value for name, value in options.items() if name not in of_dropout}
+    unsupported = {"deterministic", "rngs"} - parameters.keys()
+    return {name: value for name, value in options.items() if name not in unsupported}
 
 
-def _fuses(layer: Any) -> bool:
+def _can_fuse(layer: Any) -> bool:
     if not isinstance(layer, DoRALinear) or type(layer).__call__ is not DoRALinear.__call__:
         return False
-    drops_whole = layer.dropout is not None and layer.dropout_mode == "input"
-    return layer.implementation is None and not drops_whole
+    drops_whole_input = layer.dropout is not None and layer.dropout_mode == "input"
+    return layer.implementation is None and not drops_whole_input
 
 
 def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
-    """Returns the dtype of the layer's result, as `operands_of_call` promotes."""
+    """Returns the dtype of the layer's result, by the promotion of `operands_of_call`."""
     bias = None if layer.bias is None else layer.bias[...]
     return jnp.dtype(
-        canonicalize_dtype(inputs, promoting(layer.kernel[...]), bias, dtype=layer.dtype)
+        canonicalize_dtype(inputs, dtype_carrier(layer.kernel[...]), bias, dtype=layer.dtype)
     )
 
 
 def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
     """Returns (inner, g, bias) of a call."""
-    given, dropout = operands_of_call(layer, inputs), dropout_of_call(layer, deterministic, rngs)
+    operands = operands_of_call(layer, inputs)
+    dropout = dropout_of_call(layer, deterministic, rngs)
     inner = ops.lora_linear(
-        **{name: given[name] for name in ("x", "kernel", "lora_a", "lora_b")},
+        **{name: operands[name] for name in ("x", "kernel", "lora_a", "lora_b")},
         scale=layer.scale,
         precision=layer.precision,
         dropout=dropout,
         keep_inner=layer.keep_inner,
         act_qtype=act_qtype_of(layer),
     )
-    return inner, given["g"], given["bias"]
+    return inner, operands["g"], operands["bias"]

@@ -1,4 +1,28 @@
-"""DoRA for flax.linen: a dense layer with its adapter, and adapters into an existing module."""
+"""DoRA for flax.linen: `DoRADense`, and `apply_dora` for existing modules.
+
+`apply_dora(model, rules)` returns a `DoRA` module. A call of it takes these steps:
+
+1. `DoRA.call_logged` (module.py) calls `model` under `nn.intercept_methods`. The interceptor
+   replaces the call of each layer that a rule matches by the call of a DoRA layer (layer.py), which
+   is the nnx layer of `jax_dora.layers` with the same settings and parameters.
+2. With `example=`, `apply_dora` has found parameters that products read outside such layers
+   (find_sites.py). These parameters are traced as in `jax_dora.weights` (weights.py).
+3. `CallLog` (call_log.py) records the layers that were called, for `merge_dora` and for the check
+   that every rule adapts something.
+
+| file | content |
+| --- | --- |
+| apply.py | `apply_dora` |
+| module.py | `DoRA`: the module that calls a model with adapters |
+| layer.py | the DoRA layer of a linen layer, and its nnx counterpart |
+| dense.py | `DoRADense` |
+| weights.py | `LinenWeight`: an adapted parameter outside such layers |
+| find_sites.py | lists the weights of a linen model |
+| coverage.py | `coverage`: the table of a model's weights |
+| merge.py | `merge_dora` |
+| call_log.py | records the layers that a call reaches, and their stack axes |
+| params.py | `split_adapters`, `join_adapters`, `adapter_labels`: adapters in a tree of params |
+"""
 
 from jax_dora.linen.apply import apply_dora as apply_dora
 from jax_dora.linen.coverage import coverage as coverage

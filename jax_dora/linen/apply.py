@@ -1,23 +1,24 @@
-"""Adapters into an existing Flax linen model, as a transform of the module."""
+"""`apply_dora`: adds adapters to an existing Flax linen module."""
 
 from typing import Any
 
 from flax import linen as nn
 
 from dora_common.rules import as_rules
-from jax_dora.adapt.coverage import logged
-from jax_dora.adapt.site import assigned, refuse
+from jax_dora.adapt.coverage import log_summary
+from jax_dora.adapt.site import assign_rules, raise_for_sites
 from jax_dora.layers.rule import DoRARule, Rules
+from jax_dora.linen.find_sites import HiddenModule, find_linen_sites
 from jax_dora.linen.module import DoRA
-from jax_dora.linen.reads import Held, linen_sites
 from jax_dora.linen.weights import LinenWeight
-from jax_dora.weights.reads import Example
+from jax_dora.weights.read_log import Example
 
 
 def apply_dora(
     model: nn.Module, rules: Rules, *, deterministic: bool | None = None, example: Any = None
 ) -> DoRA:
-    """Returns a linen module that computes what `model` does, with adapters where the rules match.
+    """Returns a linen module that computes the function of `model`, with adapters where the rules
+    match.
 
         adapted = jax_dora.linen.apply_dora(model, DoRARule("layers_0/(query|value)", 16, 32))
         _, variables = adapted.apply(
@@ -25,68 +26,74 @@ def apply_dora(
         )
         y = adapted.apply(variables, x)
 
-    Its parameters are `model`'s under the same names, with lora_a, lora_b and magnitude beside each
-    adapted kernel (boxed like it, where it is `nn.Partitioned`). `init` makes all of them, and
-    `apply` with `mutable=["params"]` makes those that are missing, as above, and keeps the others,
-    also where Flax's transforms would write them. `split_adapters` and `adapter_labels` of
-    `jax_dora.linen` keep the base frozen.
+    Its parameters are those of `model` under the same names, with lora_a, lora_b and magnitude next
+    to each adapted kernel. If the kernel is `nn.Partitioned`, they are too. `init` creates all
+    parameters. `apply` with `mutable=["params"]`, as above, creates those that are missing and
+    keeps the others, even those that Flax's transforms would overwrite. `split_adapters` and
+    `adapter_labels` of `jax_dora.linen` keep the base model frozen.
 
-    Adapted are `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.Conv` and `nn.Embed`, also inside
-    lifted transforms such as `nn.scan` and `nn.remat`. And with `example` every parameter of two
-    axes or more that a matrix product or a lookup reads, whoever wrote the code; "all-linear" means
-    all that products read but embeddings and the output head, then. The model is called once with
-    it, abstractly, to find what reads each parameter. Its adapter lies beside it, as w_lora_a,
-    w_lora_b and w_magnitude beside w; along the axis of a scan each layer has its own. Whatever
-    else reads it is given the merged weight W', which `jax_dora.linen.coverage` tells.
+    Without `example`, `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum`, `nn.Conv` and `nn.Embed` can be
+    adapted, also inside lifted transforms such as `nn.scan` and `nn.remat`.
+
+    With `example`, every parameter of two axes or more that a matrix product or a lookup reads can
+    be adapted too, whoever wrote the code. "all-linear" then selects all parameters that products
+    read, but not embeddings and the output head. The model is called once with `example`,
+    abstractly, to find the operations that read each parameter. The adapter of a parameter w is
+    stored next to it, as w_lora_a, w_lora_b and w_magnitude; along the axis of a scan each layer
+    has its own adapter. Any operation other than a product or a lookup gets the merged weight W';
+    `jax_dora.linen.coverage` reports these.
 
     Args:
-      model: an unbound module. Its other methods are reached by `method=` of `init` and `apply`.
-      rules: one rule or several; the first that matches a layer's path ("a/b/c", the names of its
-        parameters' dicts) adapts it.
-      deterministic: True turns the rules' dropout off, False on (it needs a "dropout" rng); None is
-        for rules without dropout.
-      example: what the model is called with: a tuple of arguments, a dict of keyword arguments, or
-        a function that takes the bound model and calls it; arrays or `jax.ShapeDtypeStruct`s.
+      model: an unbound module. Use `method=` of `init` and `apply` to call its other methods.
+      rules: one rule or several; the first rule that matches a layer's path adapts it. A path is
+        "a/b/c", the names of the nested dicts of its parameters.
+      deterministic: True turns the rules' dropout off. False turns it on, and needs a "dropout"
+        rng. None is for rules without dropout.
+      example: the inputs to call the model with: a tuple of arguments, a dict of keyword arguments,
+        or a function that takes the bound model and calls it. Arrays may be
+        `jax.ShapeDtypeStruct`s.
 
     Raises:
-      TypeError: `model` is no linen module, an element of `rules` no rule, or `example` none.
+      TypeError: `model` is not a linen module, an element of `rules` is not a rule, or `example`
+        has the wrong type.
       ValueError: `rules` is empty, or has dropout while `deterministic` is None. With `example`
-        also what the call itself would raise.
+        also the errors of the call below.
 
-    The call itself raises TypeError for a matched module of another type, and ValueError for a rule
-    that adapts nothing or an adapter that is missing. The message lists what is there.
+    A call of the result raises TypeError if a rule matches a module that cannot be adapted, and
+    ValueError if a rule adapts nothing or an adapter is missing. The message lists what there is.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}; expected a linen nn.Module: for nnx there is "
             "jax_dora.apply_dora"
         )
-    found = as_rules(DoRARule, rules)
-    if deterministic is None and any(rule.dropout for rule in found):
+    checked_rules = as_rules(DoRARule, rules)
+    if deterministic is None and any(rule.dropout for rule in checked_rules):
         raise ValueError(
             "deterministic is None and a rule has dropout; expected False (training) or True"
         )
     if example is None:
-        return DoRA(Held(model), found, bool(deterministic))
-    weights = _assigned(model, found, Example.of(example))
-    return DoRA(Held(model), found, bool(deterministic), *weights)
+        return DoRA(HiddenModule(model), checked_rules, bool(deterministic))
+    weights, left_out = _assign_weights(model, checked_rules, Example.of(example))
+    return DoRA(HiddenModule(model), checked_rules, bool(deterministic), weights, left_out)
 
 
-def _assigned(
+def _assign_weights(
     model: nn.Module, rules: tuple[DoRARule, ...], example: Example
 ) -> tuple[tuple[LinenWeight, ...], tuple[str, ...]]:
-    """Returns the parameters that rules adapt where products read them, and the paths of the layers
-    that "all-linear" leaves out."""
-    found = [site for site in linen_sites(model, example) if site.is_matched]
-    matched = assigned(found, rules)
-    refuse(
+    """Returns the parameters that rules adapt outside layers with a DoRA class, and the paths of
+    the layers that "all-linear" does not select."""
+    sites = [site for site in find_linen_sites(model, example) if site.is_matched]
+    matched = assign_rules(sites, rules)
+    raise_for_sites(
         [site for site, _ in matched if site.refusal],
         TypeError,
-        "the rules match what cannot be adapted; narrow the rules' paths so that they leave out",
+        "the rules match modules or weights that cannot be adapted; narrow the rules' paths so "
+        "that they do not match these",
     )
     for site, _ in matched:
         site.is_adapted = True
-    logged(found)
+    log_summary(sites)
     weights = tuple(LinenWeight.of(site, rule) for site, rule in matched if not site.is_layer)
-    left_out = (site.names[0] for site in found if site.is_layer and not site.is_linear)
+    left_out = (site.names[0] for site in sites if site.is_layer and not site.is_linear)
     return weights, tuple(left_out)

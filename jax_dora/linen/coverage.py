@@ -1,4 +1,4 @@
-"""The table of a linen model's weights: which are adapted, and which can be."""
+"""`coverage`: a table of a linen model's weights: what is adapted and what can be adapted."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from flax import linen as nn
 from flax import traverse_util
 
 from jax_dora.adapt.coverage import Coverage, table
+from jax_dora.linen.find_sites import find_linen_sites, lora_a_path
 from jax_dora.linen.module import DoRA
-from jax_dora.linen.reads import linen_sites, lora_a_path
-from jax_dora.weights.reads import Example, apart
+from jax_dora.weights.read_log import Example, split_arrays
 
 
 def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
@@ -18,28 +18,28 @@ def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
         print(jax_dora.linen.coverage(model, tokens))
 
     Args:
-      model: an unbound module, or what `apply_dora` has made of one.
-      *example, **kwargs: as `jax_dora.coverage`'s; a function takes the bound model.
+      model: an unbound module, or the result of `apply_dora`.
+      *example, **kwargs: see `jax_dora.coverage`; a function gets the bound model.
 
     Raises:
-      TypeError: `model` is no linen module.
-      Exception: whatever the call of the model raises.
+      TypeError: `model` is not a linen module.
+      Exception: any error of the model's call.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is a {type(model).__name__}; expected a linen nn.Module: for nnx there is "
             "jax_dora.coverage"
         )
-    given = Example.of_arguments(*example, **kwargs)
+    inputs = Example.of_arguments(*example, **kwargs)
     plain = model.model if isinstance(model, DoRA) else model
-    found = linen_sites(plain, given)
+    sites = find_linen_sites(plain, inputs)
     if isinstance(model, DoRA):
-        arrays, together = apart(given)
-        made = jax.eval_shape(lambda arrays: _init(model, together(arrays)), arrays)
-        params = traverse_util.flatten_dict(made["params"])
-        for site in found:
+        arrays, rebuild = split_arrays(inputs)
+        variables = jax.eval_shape(lambda arrays: _init(model, rebuild(arrays)), arrays)
+        params = traverse_util.flatten_dict(variables["params"])
+        for site in sites:
             site.is_adapted = site.is_matched and lora_a_path(site) in params
-    return table(found)
+    return table(sites)
 
 
 def _init(model: nn.Module, example: Example) -> Any:

@@ -1,4 +1,4 @@
-"""DoRA for flax.linen: a dense layer with its adapter."""
+"""`DoRADense`: a dense linen layer with an adapter."""
 
 import jax
 import jax.numpy as jnp
@@ -14,30 +14,30 @@ from jax_dora.linen.layer import counterpart, dora_layer
 class DoRADense(nn.Module):
     """y = magnitude ∘ x(kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖ + bias.
 
-    Its `params` are an `nn.Dense`'s, kernel [in, out] and bias [out], and beside them lora_a
-    [in, rank], lora_b [rank, out] and magnitude [out]. Where these three are missing they are made,
-    so that a pretrained `nn.Dense` tree is adapted by
+    Its `params` are those of an `nn.Dense`, kernel [in, out] and bias [out], and lora_a [in, rank],
+    lora_b [rank, out] and magnitude [out]. If these three are missing, they are created, so this
+    adapts the parameters of a pretrained `nn.Dense`:
 
         _, adapted = model.apply(
             {"params": pretrained}, x, rngs={"params": key}, mutable=["params"]
         )
 
     A fresh layer computes x(kernel + s·lora_a lora_b) + bias exactly; see `jax_dora.DoRALayer`.
-    `adapter_labels`, `split_adapters` and `join_adapters` keep the base frozen. To adapt a module
-    that is written already, see `apply_dora`.
+    `adapter_labels`, `split_adapters` and `join_adapters` keep the base layer frozen. To adapt an
+    existing module, see `apply_dora`.
 
     Attributes:
-      features, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as `nn.Dense`'s.
+      features, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `nn.Dense`.
       rank: the adapter's rank; it may exceed the numbers of features.
-      alpha: the scale s is alpha / rank,
-      use_rslora: or alpha / sqrt(rank).
-      dropout, keep_inner, dropout_mode, adapter_dtype, lora_a_init, lora_b_init, implementation: as
-        `jax_dora.DoRARule`'s.
-      deterministic: True turns dropout off; here or in the call, as for `nn.Dropout`.
+      alpha: the scale s is alpha / rank.
+      use_rslora: makes the scale s alpha / sqrt(rank) instead.
+      dropout, keep_inner, dropout_mode, adapter_dtype, lora_a_init, lora_b_init, implementation:
+        see `jax_dora.DoRARule`.
+      deterministic: True turns dropout off. Set it here or in the call, as for `nn.Dropout`.
 
-    Sharding: where `kernel_init` is `nn.with_partitioning` or `nn.with_logical_partitioning`, its
-    names are given to lora_a (in, None), lora_b (None, out) and magnitude (out), unless the
-    initializer brings its own.
+    Sharding: if `kernel_init` is `nn.with_partitioning` or `nn.with_logical_partitioning`, lora_a
+    gets its names (in, None), lora_b (None, out) and magnitude (out), unless an initializer sets
+    its own names.
 
     Raises:
       TypeError, ValueError: rank, alpha, dropout or dropout_mode is out of range.
@@ -67,10 +67,10 @@ class DoRADense(nn.Module):
         """
         Args:
           inputs: [..., in].
-          deterministic: True turns dropout off. Dropout needs a "dropout" rng otherwise.
+          deterministic: True turns dropout off; otherwise dropout needs a "dropout" rng.
 
         Returns:
-          [..., out] in the dtype that `nn.Dense` would return.
+          [..., out], with the dtype of `nn.Dense`'s result.
         """
         names = set(OPTIONS) & vars(self).keys()
         options = layer_rule(**{name: getattr(self, name) for name in names})
@@ -82,5 +82,6 @@ class DoRADense(nn.Module):
         layer = dora_layer(self, DoRALinear, base, options, kernel)
         if layer.dropout is None:
             return layer(inputs)
-        off = nn.merge_param("deterministic", self.deterministic, deterministic)
-        return layer(inputs, deterministic=off, rngs=None if off else self.make_rng("dropout"))
+        deterministic = nn.merge_param("deterministic", self.deterministic, deterministic)
+        rngs = None if deterministic else self.make_rng("dropout")
+        return layer(inputs, deterministic=deterministic, rngs=rngs)

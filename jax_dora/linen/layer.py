@@ -1,5 +1,8 @@
-"""A linen layer with an adapter, computed by the nnx layer of the same settings and parameters, so
-that there is one implementation of each."""
+"""The DoRA layer of a linen layer.
+
+It is the DoRA layer of the nnx layer with the same settings and parameters, so that each layer has
+only one implementation.
+"""
 
 import functools
 import inspect
@@ -14,9 +17,9 @@ from flax.linen.dtypes import promote_dtype
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers import DORA_CLASSES, DoRALayer, DoRARule
-from jax_dora.layers.base_layer import padded
+from jax_dora.layers.base_layer import pad_axes
 
-# The nnx counterpart of each linen layer, and what linen calls its settings.
+# The nnx counterpart of each linen layer, and linen's names for settings that nnx names otherwise.
 COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] = {
     nn.Dense: (nnx.Linear, {"out_features": "features"}),
     nn.DenseGeneral: (nnx.LinearGeneral, {"out_features": "features"}),
@@ -27,7 +30,7 @@ COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] 
 
 
 def dora_class_of(module: nn.Module) -> type[DoRALayer] | None:
-    """Returns the class that adapts a linen layer's counterpart; None where there is none."""
+    """Returns the class that adapts a linen layer's nnx counterpart; None if there is none."""
     counterpart = COUNTERPARTS.get(type(module))
     return counterpart and DORA_CLASSES[counterpart[0]]
 
@@ -35,27 +38,30 @@ def dora_class_of(module: nn.Module) -> type[DoRALayer] | None:
 def counterpart(
     module: Any, inputs: jax.Array, kernel: Any, *, kind: Any = None, **arguments: Any
 ) -> Any:
-    """Returns the nnx layer with the settings of `module`, over its very parameters.
+    """Returns the nnx layer with the settings and the parameters of `module`.
 
     Args:
-      module: has the settings of a `kind`, which is its own type by default.
-      inputs: of the call.
-      kernel: the parameter that is to be adapted.
-      kind: one of `COUNTERPARTS`.
-      **arguments: the call's other arguments.
+      module: a module with the settings of `kind`.
+      inputs: the inputs of the call.
+      kernel: the parameter to adapt.
+      kind: one of `COUNTERPARTS`; the module's own type by default.
+      **arguments: the other arguments of the call.
+
+    Raises:
+      NotImplementedError: `module` has a setting without an nnx counterpart.
     """
     bias = module.get_variable("params", "bias") if getattr(module, "use_bias", False) else None
     cls, renamed = COUNTERPARTS[kind or type(module)]
-    # None of the parameters is drawn.
+    # The initializers return the existing parameters, so no key is needed.
     settings: dict[str, Any] = {"rngs": SimpleNamespace(params=lambda: None)}
     for name in inspect.signature(cls.__init__).parameters:
         if name.endswith("_init"):
-            given = nn.unbox(bias if name == "bias_init" else kernel)
-            settings[name] = lambda *_, given=given: given
+            value = nn.unbox(bias if name == "bias_init" else kernel)
+            settings[name] = lambda *_, value=value: value
         elif getattr(module, renamed.get(name, name), None) is not None:
             settings[name] = getattr(module, renamed.get(name, name))
     if settings.pop("promote_dtype", promote_dtype) is not promote_dtype:
-        raise NotImplementedError("promote_dtype is not Flax's; expected the default")
+        raise NotImplementedError("promote_dtype is not Flax's own; expected the default")
     for name in ("dot_general_cls", "conv_general_dilated_cls"):
         if getattr(module, name, None) is not None:
             raise NotImplementedError(f"{name} is {getattr(module, name)}; expected None")
@@ -79,19 +85,22 @@ def counterpart(
 def dora_layer(
     module: nn.Module, cls: type[DoRALayer], base: Any, options: DoRARule, kernel: Any
 ) -> DoRALayer:
-    """Returns the DoRA layer over `base` with the adapter in `module`'s params, which is made where
-    it is missing.
+    """Returns the DoRA layer over `base` with the adapter in the params of `module`, which is
+    created if it is missing.
 
     Args:
-      kernel: the parameter as `module` has it; a fresh adapter's are boxed like it, unless the
-        initializer brings boxes of its own.
+      kernel: the parameter as `module` stores it. A fresh adapter has the same kind of box, unless
+        an initializer returns its own.
+
+    Raises:
+      ValueError: the adapter is missing, in whole or in part, and params is not mutable.
     """
     missing = [name for name in ADAPTER_NAMES if not module.has_variable("params", name)]
     if missing and not (len(missing) == 3 and module.is_mutable_collection("params")):
         path = "/".join(module.path)
         raise ValueError(
-            f"params has no {missing[0]} for {path!r}; expected the adapter there: make it with "
-            'init, or with apply(…, rngs={"params": key}, mutable=["params"])'
+            f"params has no {missing[0]} for {path!r}; expected the layer's adapter: create it by "
+            'init, or by apply(…, rngs={"params": key}, mutable=["params"])'
         )
     arguments: dict[str, Any] = options.options()
     if not missing:
@@ -110,19 +119,20 @@ def dora_layer(
 
 
 def boxed_like(kernel: Any, adapter: Any, boxes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns lora_a, lora_b and magnitude of a DoRA layer or adapted weight as linen's parameters.
+    """Returns lora_a, lora_b and magnitude of a DoRA layer or adapted weight as linen parameters.
 
     Args:
-      kernel: where it is `nn.Partitioned`, they are too, by the names of the axes that they share.
-      boxes: those that they have rather, by name.
+      kernel: if it is `nn.Partitioned`, the parameters are too, with the names of the corresponding
+        axes.
+      boxes: the boxes that initializers returned, by name; they take precedence.
     """
-    made: dict[str, Any] = {}
+    all_boxes: dict[str, Any] = {}
     if isinstance(kernel, nn.Partitioned):
-        axes = adapter.layout.adapter_axes(padded(kernel.names, nn.unbox(kernel).ndim))
-        made = {name: kernel.replace(names=axes[name]) for name in ADAPTER_NAMES}
-    made |= boxes or {}
+        axes = adapter.layout.adapter_axes(pad_axes(kernel.names, nn.unbox(kernel).ndim))
+        all_boxes = {name: kernel.replace(names=axes[name]) for name in ADAPTER_NAMES}
+    all_boxes |= boxes or {}
     values = {name: getattr(adapter, name)[...] for name in ADAPTER_NAMES}
-    return values | {name: box.replace_boxed(values[name]) for name, box in made.items()}
+    return values | {name: box.replace_boxed(values[name]) for name, box in all_boxes.items()}
 
 
 def _unboxed(init: Any, boxes: dict[str, Any], name: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Adapters of a linen model into its weights."""
+"""`merge_dora`: merges the adapters of a linen model into its weights."""
 
 import itertools
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from flax import traverse_util
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
 from dora_common.rules import listing
-from jax_dora.adapt.merge import Setting, changed, kernel_change, reported
-from jax_dora.linen.calls import Calls, noting_axes, stack_back, stack_first
+from jax_dora.adapt.merge import Setting, add_change, kernel_change, report_entry
+from jax_dora.linen.call_log import CallLog, record_axes, stack_back, stack_first
 from jax_dora.linen.module import DoRA
 from jax_dora.linen.params import is_adapter
 
@@ -29,74 +29,81 @@ def merge_dora(
 ) -> Any:
     """Returns the variables of `adapted.model`, with every adapter merged into its layer's kernel.
 
-    Merged in fp32 and cast once, as `jax_dora.merge_dora`; `variables` are left as they are.
+    The merge is computed in fp32 and cast once, as in `jax_dora.merge_dora`. `variables` stays
+    unchanged.
 
     Args:
-      adapted: from `apply_dora`.
-      variables: of `adapted`, "params" and its other collections, if any.
-      *args, **kwargs: any inputs of the model; it is traced with them, to learn what its layers
-        are, and not run.
-      return_report: return a `jax_dora.adapt.MergeReport` too.
+      adapted: the result of `apply_dora`.
+      variables: the variables of `adapted`: "params", and its other collections if there are any.
+      *args, **kwargs: any inputs of the model. It is only traced with them, not run, to find its
+        layers.
+      return_report: also return a `dora_common.merge_report.MergeReport`.
       method: the method of the model that takes these inputs; None is `__call__`.
 
     Returns:
-      The merged variables, or these and the report.
+      The merged variables, or (merged variables, report).
 
     Raises:
-      TypeError: `adapted` is not from `apply_dora`.
-      ValueError, NotImplementedError: as calling it; `variables` has no "params"; an adapter is in
-        no layer that the call reaches; `nn.map_variables` computes a layer's parameters.
+      TypeError: `adapted` is not a result of `apply_dora`.
+      ValueError, NotImplementedError: the errors of calling the model. Or `variables` has no
+        "params", the call does not reach an adapter's layer, or `nn.map_variables` computes a
+        layer's parameters.
     """
     if not isinstance(adapted, DoRA):
-        raise TypeError(f"adapted is a {type(adapted).__name__}; expected apply_dora's result")
+        raise TypeError(f"adapted is a {type(adapted).__name__}; expected the result of apply_dora")
     if "params" not in variables:
         raise ValueError(
-            f"variables has no collection 'params', but {list(variables)}; expected "
-            "adapted's variables: pass {'params': params} where params is all there is"
+            f"variables has no collection 'params', only {list(variables)}; expected the variables "
+            "of adapted: pass {'params': params} if params is the only collection"
         )
-    calls = Calls(next(_TOKENS))
+    calls = CallLog(next(_TOKENS))
     quiet = adapted.clone(deterministic=True)
-    noted = {**variables, "params": noting_axes(variables["params"])}
-    jax.eval_shape(lambda: quiet.apply(noted, calls, method, *args, method="noting", **kwargs))
+    recorded = {**variables, "params": record_axes(variables["params"])}
+    jax.eval_shape(
+        lambda: quiet.apply(recorded, calls, method, *args, method="call_logged", **kwargs)
+    )
     params = dict(traverse_util.flatten_dict(variables["params"]))
-    reached = {one.paths()["lora_a"] for one in adapted.weights}
+    reached = {weight.paths()["lora_a"] for weight in adapted.weights}
     reached |= {(*filter(None, path.split("/")), "lora_a") for path in calls.adapted}
     all_lora_a = {path for path in params if path[-1].endswith("lora_a")}
     if missed := {path for path in all_lora_a - reached if is_adapter(path, params)}:
         raise ValueError(
-            "this call of the model does not reach adapters, which would be lost; expected method= "
-            "and inputs that reach every adapted layer, and rules that match it. Not reached are:"
+            "this call of the model does not reach all adapters, and merging would lose those "
+            "that are not reached; expected method= and inputs that reach every adapted layer, "
+            "and rules that match it. Not reached are:"
             f"{listing(sorted(map('/'.join, missed)))}"
         )
     if calls.computed:
         raise NotImplementedError(
-            "nn.map_variables computes the parameters of adapted layers from stored ones, into "
-            "which no adapter can be merged; expected rules that leave such layers out, unlike for:"
+            "nn.map_variables computes the parameters of adapted layers, and no adapter can be "
+            "merged into computed parameters; expected rules that do not match such layers. These "
+            "are:"
             f"{listing(sorted(calls.computed))}"
         )
     layers = []
 
     def merge(
-        told: str, kernel_path: tuple[str, ...], setting: Setting, paths: Any, axes: Any = ()
+        name: str, kernel_path: tuple[str, ...], setting: Setting, paths: Any, axes: Any = ()
     ) -> None:
-        """Merges the adapter whose arrays lie at `paths` into a kernel stacked along `axes`."""
-        values = {name: nn.unbox(params.pop(path)) for name, path in paths.items()}
+        """Merges the adapter with its arrays at `paths` into a kernel stacked along `axes`."""
+        values = {key: nn.unbox(params.pop(path)) for key, path in paths.items()}
         boxed = params[kernel_path]
         kernel = nn.unbox(boxed)
         arrays = {
-            name: stack_first(one, axes) for name, one in (values | {"kernel": kernel}).items()
+            key: stack_first(array, axes) for key, array in (values | {"kernel": kernel}).items()
         }
         change = stack_back(kernel_change(setting, **arrays), axes)
-        merged = changed(kernel, change)
+        merged = add_change(kernel, change)
         params[kernel_path] = nn.meta.replace_boxed(boxed, merged)
         if return_report:
-            layers.append(reported(told, kernel, change, merged))
+            layers.append(report_entry(name, kernel, change, merged))
 
-    for one in adapted.weights:
-        merge(one.names[0], one.path, Setting.of(one.adapter(params)), one.paths())
-    for path, (name, setting, axes) in calls.adapted.items():
-        place = tuple(path.split("/")) if path else ()
-        paths = {one: (*place, one) for one in ADAPTER_NAMES}
-        merge(path, (*place, name), setting, paths, axes)
+    for weight in adapted.weights:
+        setting = Setting.of(weight.adapter(params))
+        merge(weight.names[0], weight.path, setting, weight.paths())
+    for path, (kernel_name, setting, axes) in calls.adapted.items():
+        module_path = tuple(path.split("/")) if path else ()
+        paths = {name: (*module_path, name) for name in ADAPTER_NAMES}
+        merge(path, (*module_path, kernel_name), setting, paths, axes)
     merged = {**variables, "params": traverse_util.unflatten_dict(params)}
     return (merged, MergeReport(tuple(layers))) if return_report else merged

@@ -1,4 +1,5 @@
-"""Adapters in a linen model's params: found, taken out and put back."""
+"""Finds adapters in a linen model's params, splits them from the base parameters, and joins the
+two."""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -11,30 +12,31 @@ Params = Mapping[str, Any]
 
 
 def is_adapter(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> bool:
-    """Returns whether a leaf of params belongs to an adapter: lora_a and its siblings beside a
-    kernel, w_lora_a and its siblings beside a w.
+    """Returns whether a leaf of params belongs to an adapter: lora_a, lora_b or magnitude, or their
+    counterparts w_lora_a and so on next to a parameter w.
 
     Args:
-      paths: of all leaves.
+      path: the path of the leaf.
+      paths: the paths of all leaves.
     """
     if path[-1] in ADAPTER_NAMES:
         return True
     for name in ADAPTER_NAMES:
         if path[-1].endswith(f"_{name}"):
-            stem = path[-1].removesuffix(name)
-            return all((*path[:-1], stem + one) in paths for one in ADAPTER_NAMES)
+            prefix = path[-1].removesuffix(name)
+            return all((*path[:-1], prefix + other) in paths for other in ADAPTER_NAMES)
     return False
 
 
 def adapted_modules(params: Params) -> list[str]:
     """Returns the path of every module that has an adapter in `params`."""
     paths = traverse_util.flatten_dict(params)
-    found = (path for path in paths if path[-1].endswith("lora_a") and is_adapter(path, paths))
-    return list(dict.fromkeys("/".join(path[:-1]) for path in found))
+    lora_a = (path for path in paths if path[-1].endswith("lora_a") and is_adapter(path, paths))
+    return list(dict.fromkeys("/".join(path[:-1]) for path in lora_a))
 
 
 def params_path(path: tuple[str, ...]) -> tuple[str, str]:
-    """Returns the path of a leaf's module, and its name there."""
+    """Returns the path of a leaf's module, and the leaf's name in it."""
     return "/".join(path[:-1]), path[-1]
 
 
@@ -52,9 +54,9 @@ def adapter_labels(params: Params) -> Any:
 
 
 def split_adapters(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (adapters, base): two trees that `join_adapters` makes one again.
+    """Returns (adapters, base): two trees that `join_adapters` joins again.
 
-    Differentiate with respect to the first alone, and no gradient of a kernel is computed.
+    Differentiate with respect to the first tree alone; then no gradient of a kernel is computed.
     """
     flat = traverse_util.flatten_dict(params)
     adapters = {path: leaf for path, leaf in flat.items() if is_adapter(path, flat)}
@@ -63,10 +65,10 @@ def split_adapters(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def join_adapters(adapters: Params, base: Params) -> dict[str, Any]:
-    """Returns the tree that `split_adapters` split.
+    """Returns the tree that `split_adapters` has split.
 
     Raises:
-      ValueError: a leaf is in both.
+      ValueError: a leaf is in both trees.
     """
     flat_adapters = traverse_util.flatten_dict(adapters)
     flat_base = traverse_util.flatten_dict(base)

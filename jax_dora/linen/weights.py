@@ -1,7 +1,7 @@
-"""Parameters of a linen model that products read, adapted wherever the model reads them.
+"""Adapted parameters of a linen model outside layers with a DoRA class.
 
-While the model runs, each is followed from the model's variables through casts, transposes, scans
-and the like to the products that read it, which become adapted ones; see `jax_dora.weights`.
+While the model runs, a JAX trace propagates each of them from the model's variables through casts,
+transposes, scans and so on to the operations that read it; see `jax_dora.weights`.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.site import Site
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.layer import boxed_like
-from jax_dora.weights.adapter import AdapterSpec, WeightAdapter
 from jax_dora.weights.trace import WeightTrace
+from jax_dora.weights.weight_adapter import AdapterSpec, WeightAdapter
 
 Params = dict[tuple[str, ...], Any]
 """The leaves of a collection, by their paths."""
@@ -25,13 +25,13 @@ Params = dict[tuple[str, ...], Any]
 
 @dataclasses.dataclass(frozen=True)
 class LinenWeight:
-    """Names an adapted parameter of a linen model, and says how it is adapted.
+    """Describes an adapted parameter of a linen model and its adapter.
 
     Attributes:
-      path: of the parameter, in the collection "params".
-      names: the paths by which rules know it; the first is its own.
-      is_linear: whether "all-linear" means it.
-      spec: the parameter in its module, with the rule that adapts it; a stack's axes are "b" too.
+      path: the parameter's path in the collection "params".
+      names: the paths by which rules match it; the first is its own.
+      is_linear: whether "all-linear" selects it.
+      spec: the parameter and the adapter's settings. Stack axes are "b" too.
     """
 
     path: tuple[str, ...]
@@ -46,60 +46,63 @@ class LinenWeight:
         return cls(path, site.names, site.is_linear, AdapterSpec(site.param, site.axes, "", rule))
 
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """Returns the path of each parameter of the adapter."""
+        """Returns the path of each of the adapter's parameters."""
         attribute = self.spec.attribute
         return {name: (*self.path[:-1], attribute(name)) for name in ADAPTER_NAMES}
 
     def adapter(
         self, params: Mapping[tuple[str, ...], Any], rngs: nnx.Rngs | None = None
     ) -> WeightAdapter:
-        """Returns the adapter, with its arrays in `params`; without dropout if `rngs` is None."""
+        """Returns the adapter with its arrays in `params`; without dropout if `rngs` is None."""
         arrays = {name: nn.unbox(params[path]) for name, path in self.paths().items()}
         return self._adapter(params, rngs, arrays)
 
-    def make(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:
-        """Returns the parameters of a fresh adapter, boxed as the weight is."""
-        made = boxed_like(params[self.path], self._adapter(params, nnx.Rngs(key)))
-        return {path: made[name] for name, path in self.paths().items()}
+    def create_params(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:
+        """Returns the parameters of a fresh adapter, in the same kind of boxes as the weight."""
+        adapter = boxed_like(params[self.path], self._adapter(params, nnx.Rngs(key)))
+        return {path: adapter[name] for name, path in self.paths().items()}
 
     def _adapter(
         self, params: Mapping[tuple[str, ...], Any], rngs: nnx.Rngs | None, arrays: Any = None
     ) -> WeightAdapter:
         adapter = WeightAdapter(_Holder(), self.spec)
         setattr(adapter.module, self.path[-1], nnx.Param(nn.unbox(params[self.path])))
-        adapter.make(self.spec.rule, rngs, arrays)
+        adapter.create_arrays(self.spec.rule, rngs, arrays)
         return adapter
 
 
 class _Holder(nnx.Module):
-    """Holds a weight and its adapter for the time of a call."""
+    """Holds a weight and its adapter during a call."""
 
 
-def missing(weights: Sequence[LinenWeight], params: Mapping[tuple[str, ...], Any]) -> list[Any]:
-    """Returns the weights without an adapter in `params`."""
-    return [one for one in weights if not params.keys() >= {one.path, *one.paths().values()}]
+def weights_without_adapter(
+    weights: Sequence[LinenWeight], params: Mapping[tuple[str, ...], Any]
+) -> list[Any]:
+    """Returns the weights whose adapter is missing in `params`."""
+    return [w for w in weights if not params.keys() >= {w.path, *w.paths().values()}]
 
 
-def followed(
+def trace_adapted_params(
     weights: Sequence[LinenWeight],
     trace: WeightTrace,
     key: jax.Array | None,
     variables: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns variables whose adapted weights `trace` follows, without their adapters.
+    """Returns the variables without adapters, with a tracer of `trace` in place of each adapted
+    weight.
 
     Args:
-      key: of the masks of dropout; None turns it off.
+      key: the key for the dropout masks; None turns dropout off.
     """
     params = traverse_util.flatten_dict(variables["params"])
-    given = dict(params)
-    for number, one in enumerate(weights):
+    traced = dict(params)
+    for number, weight in enumerate(weights):
         rngs = None
-        if key is not None and one.spec.rule.dropout:
+        if key is not None and weight.spec.rule.dropout:
             rngs = nnx.Rngs(dropout=jax.random.fold_in(key, number))
-        adapter = one.adapter(params, rngs)
-        value = adapter.followed(trace, nn.unbox(params[one.path]))
-        given[one.path] = nn.meta.replace_boxed(params[one.path], value)
-        for path in one.paths().values():
-            del given[path]
-    return {**variables, "params": traverse_util.unflatten_dict(given)}
+        adapter = weight.adapter(params, rngs)
+        value = adapter.traced(trace, nn.unbox(params[weight.path]))
+        traced[weight.path] = nn.meta.replace_boxed(params[weight.path], value)
+        for path in weight.paths().values():
+            del traced[path]
+    return {**variables, "params": traverse_util.unflatten_dict(traced)}

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jax_dora
 from dora_common.disk import add_path_to_disk_errors
-from jax_dora.adapt.quantize import placed
+from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.models.config import COMPUTATION, DecoderConfig, read_object
 from jax_dora.models.decoder import CausalLM
 from jax_dora.models.quantised_folder import (
@@ -101,7 +101,7 @@ def load_model(
     def read(target: Target, sharding: jax.sharding.Sharding | None) -> Any:
         (name,) = target.names
         if name in found:
-            return placed(found[name].read(), sharding)
+            return shard_kernel(found[name].read(), sharding)
         return load(target, [stored[name]], sharding)
 
     flat = dict(nnx.to_flat_state(state))

@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_dora.adapt.quantize import placed
+from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.layers.quantised import LAYERS, compute_quantised
-from jax_dora.layers.stack import fill, room
+from jax_dora.layers.stack import allocate_stack, set_layer
 from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.weights import StoredTensor
 from jax_dora.ops import quantised, row_wise
@@ -99,12 +99,12 @@ def load_quantised(
             tile = tuple(n // m for n, m in zip(shape, scales, strict=True))[-layer.ndim :]
             layer = round_to(layer, quantised.qtype_name(like), tile, like.scale.dtype)
             quantised.check(name, layer)
-            layer = placed(layer, its_sharding)
+            layer = shard_kernel(layer, its_sharding)
         if not target.stacked:
             return layer
         if arrays is None:
-            arrays = jax.tree.map(lambda x: room(len(target.names), x), layer)
-        arrays = jax.tree.map(lambda whole, x, n=number: fill(whole, x, n), arrays, layer)
+            arrays = jax.tree.map(lambda x: allocate_stack(len(target.names), x), layer)
+        arrays = jax.tree.map(lambda whole, x, n=number: set_layer(whole, x, n), arrays, layer)
         # The next layer's float copy is made when this one's has gone.
         jax.block_until_ready(arrays)
     return arrays

@@ -19,7 +19,7 @@ from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.layers import Shape
 from jax_dora.adapt import DoRARule, remove_dora
-from jax_dora.adapt.adapter import adapted_weights, stack_axes, weights_of_call
+from jax_dora.adapt.adapter import adapted_weights, find_adaptable_weights, stack_axes
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, replace_modules
@@ -101,7 +101,7 @@ def load_adapter[Model: nnx.Module](
     with open_folder(folder, "np", adapter) as source:
         loaded = remove_dora(model)
         if example is not None:
-            options["adapted"] = weights_of_call(loaded, example)
+            options["adapted"] = find_adaptable_weights(loaded, example)
         view = torch_view(loaded, names, **options)
         outline = view.outline()
         fit = source.fit(outline)

@@ -147,7 +147,7 @@ def parameters_of(
             own_stack = _stack_of_statistics(value, stack)
         if own_stack is None:
             continue
-        at, shape = own_stack.at(index), own_stack.without(value.get_value().shape)
+        at, shape = own_stack.at(index), own_stack.layer_part(value.get_value().shape)
         if attribute in layers and layers[attribute].layer.kind in ("linear", "conv"):
             yield layers[attribute].weight()
         elif attribute in layers or own_layer is None:
@@ -164,5 +164,5 @@ def _stack_of_statistics(variable: nnx.BatchStat, stack: Stack) -> Stack | None:
     """
     shape = variable.get_value().shape
     candidates = {stack, Stack(stack.shape)}
-    found = [one for one in candidates if one.of_stack(shape) == stack.shape]
+    found = [one for one in candidates if one.stack_part(shape) == stack.shape]
     return found[0] if len(found) == 1 else None

@@ -8,8 +8,8 @@ from flax import nnx
 
 from dora_common.peft.layers import Outline
 from jax_dora.adapt.adapter import AdaptedWeight, site_of
+from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
-from jax_dora.adapt.sites import sites
 from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import Stack
@@ -86,7 +86,7 @@ def torch_view(
     # The members of an nnx.List have names of their own, and the list itself needs none.
     all_found = [one for one in find_modules(model) if not isinstance(one.module, nnx.List)]
     modules = {found.paths[0]: found.module for found in all_found}
-    all_sites, axes = sites(model), stack_axes or {}
+    all_sites, axes = find_sites(model), stack_axes or {}
     layer_sites = [
         Site(one.paths, one, kind.kernel_name, is_layer=True, stack_axis=axes.get(one.paths[0], 0))
         for one in all_found

@@ -1,5 +1,8 @@
-"""Modules whose own code reads adapted weights: a subclass of each one's class, made when it is
-needed, whose methods run as the class wrote them while the weights are followed."""
+"""Modules whose own code reads adapted weights.
+
+Each gets a subclass of its class, created on demand. The methods of the subclass run the original
+code while the adapted weights are traced.
+"""
 
 import contextlib
 import copyreg
@@ -12,31 +15,31 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.adapter import ATTRIBUTES, AdapterSpec, WeightAdapter
-from jax_dora.weights.trace import is_followed, weight_trace
+from jax_dora.weights.trace import is_weight_tracer, weight_trace
+from jax_dora.weights.weight_adapter import ATTRIBUTES, AdapterSpec, WeightAdapter
 
 
 def has_dora_type(module: Any) -> bool:
-    """Returns whether a module has a class that `dora_type` has made."""
+    """Returns whether the module's class was created by `dora_type`."""
     cls = type(module)
     return vars(cls).get("plain_type") is cls.__base__
 
 
 @functools.cache
 def dora_type(base: type[nnx.Module]) -> type[Any]:
-    """Returns the subclass of `base` whose methods and properties follow adapted weights.
+    """Returns the subclass of `base` whose methods and properties trace adapted weights.
 
     Attributes:
-      plain_type: of the class, `base`.
-      dora_specs: those of the adapted weights that the module owns.
-      dora_reads: the adapted weights that its methods read: the path from it to the owner, and the
-        parameter's name.
+      plain_type: `base`; an attribute of the class.
+      dora_specs: the specs of the adapted weights that the module owns.
+      dora_reads: the adapted weights that the module's methods read, as (path from the module to
+        the owner, the parameter's name).
     """
-    methods = {name: _following(method) for name, method in own_methods(base).items()}
+    methods = {name: _with_tracing(method) for name, method in own_methods(base).items()}
     methods |= {
-        name: property(_following(one.fget), one.fset, one.fdel, one.__doc__)
-        for name, one in inspect.getmembers(base, lambda one: isinstance(one, property))
-        if one.fget is not None and not name.startswith(_OF_OTHERS)
+        name: property(_with_tracing(prop.fget), prop.fset, prop.fdel, prop.__doc__)
+        for name, prop in inspect.getmembers(base, lambda value: isinstance(value, property))
+        if prop.fget is not None and not name.startswith(_FRAMEWORK_PREFIXES)
     }
     if issubclass(base, nnx.Dict):
         methods["__iter__"] = _own_keys
@@ -48,7 +51,7 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
 
 
 def _own_keys(self: Any) -> Iterator[str]:
-    """Yields the keys of an `nnx.Dict`, without those of its adapters."""
+    """Yields the keys of an `nnx.Dict` without the attributes of its adapters."""
     added = {spec.attribute(name) for spec in self.dora_specs for name in ATTRIBUTES}
     added |= {"dora_specs", "dora_reads"}
     return (key for key in self.plain_type.__iter__(self) if key not in added)
@@ -56,25 +59,26 @@ def _own_keys(self: Any) -> Iterator[str]:
 
 @functools.cache
 def _metaclass(kind: type[type]) -> Any:
-    """Returns a metaclass by which pickle finds the classes again that `dora_type` makes."""
-    made = type(f"DoRA{kind.__name__}", (kind,), {})
-    copyreg.pickle(made, lambda cls: (dora_type, (cast(Any, cls).plain_type,)))
-    return made
+    """Returns a metaclass that makes the classes of `dora_type` picklable."""
+    metaclass = type(f"DoRA{kind.__name__}", (kind,), {})
+    copyreg.pickle(metaclass, lambda cls: (dora_type, (cast(Any, cls).plain_type,)))
+    return metaclass
 
 
-# What Python, JAX's pytrees and Flax's graphs call.
-_OF_OTHERS = ("__", "_pytree_", "_graph_node_")
+# The prefixes of methods that Python, JAX's pytrees and Flax's graphs call.
+_FRAMEWORK_PREFIXES = ("__", "_pytree_", "_graph_node_")
 
 
 def own_methods(module_type: type[Any]) -> dict[str, Any]:
-    """Returns `__call__` and the other methods that a class, or a base of it, wrote itself."""
+    """Returns `__call__` and the other methods that a class, or a base class outside Flax, defines
+    itself."""
     found: dict[str, Any] = {}
-    of_flax = set(nnx.Module.__mro__)
-    for one in module_type.__mro__:
-        if one in of_flax:
+    flax_classes = set(nnx.Module.__mro__)
+    for cls in module_type.__mro__:
+        if cls in flax_classes:
             continue
-        for name, value in vars(one).items():
-            if name in found or (name.startswith(_OF_OTHERS) and name != "__call__"):
+        for name, value in vars(cls).items():
+            if name in found or (name.startswith(_FRAMEWORK_PREFIXES) and name != "__call__"):
                 continue
             if inspect.isgeneratorfunction(value) or isinstance(value, type | property):
                 continue
@@ -87,58 +91,62 @@ def own_methods(module_type: type[Any]) -> dict[str, Any]:
     }
 
 
-def _following(method: Any) -> Callable[..., Any]:
+def _with_tracing(method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = method.__get__(self, type(self))
-        with followed(self) as plain:
-            return plain(bound(*args, **kwargs))
+        with trace_adapted_weights(self) as to_arrays:
+            return to_arrays(bound(*args, **kwargs))
 
     return call
 
 
 @contextlib.contextmanager
-def followed(module: Any) -> Iterator[Callable[[Any], Any]]:
-    """Follows the adapted weights that the methods of `module` read, its own among them even where
-    the methods of another read them too. Gives what takes a result to one without followed
-    weights."""
+def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
+    """Traces the adapted weights that the methods of `module` read. The module's own weights are
+    included even if only another module's methods are known to read them.
+
+    Yields a function that replaces the traced weights in a method's result by arrays.
+    """
     own = (((), spec.param) for spec in module.dora_specs)
     adapters = [
-        one
+        adapter
         for path, param in dict.fromkeys((*module.dora_reads, *own))
-        for one in adapters_of(at_path(module, path))
-        if one.spec.param == param and not is_followed(one.kernel_param.get_raw_value())
+        for adapter in adapters_of(at_path(module, path))
+        if adapter.spec.param == param
+        and not is_weight_tracer(adapter.kernel_param.get_raw_value())
     ]
     if not adapters:
         yield lambda result: result
         return
-    variables = [one.kernel_param for one in adapters]
+    variables = [adapter.kernel_param for adapter in adapters]
     raws = [variable.get_raw_value() for variable in variables]
     with weight_trace() as trace:
-        for one, variable, raw in zip(adapters, variables, raws, strict=True):
-            _set(variable, one.followed(trace, raw))
+        for adapter, variable, raw in zip(adapters, variables, raws, strict=True):
+            _set(variable, adapter.traced(trace, raw))
 
-        def plain(result: Any) -> Any:
+        def to_arrays(result: Any) -> Any:
             leaves = jax.tree.leaves(result, is_leaf=is_node)
-            if not any(map(is_followed, leaves)):
+            if not any(map(is_weight_tracer, leaves)):
                 return result
             return jax.tree.map(trace.array, result, is_leaf=is_node)
 
         try:
-            yield plain
+            yield to_arrays
         finally:
             for variable, raw in zip(variables, raws, strict=True):
                 _set(variable, raw)
 
 
 def _set(variable: nnx.Variable, value: Any) -> None:
-    # Flax lets no variable be set under another trace than it was made under, such as one of a base
-    # that a loss holds, whatever `set_raw_value` is told. This one gets its value back.
+    # `set_raw_value` raises if the variable was created under another trace, for example a base
+    # model's variable that a loss function closes over. Setting the attribute is safe here, since
+    # the caller restores the value.
     object.__setattr__(variable, "_raw_value", value)
 
 
 def at_path(module: Any, path: tuple[str, ...]) -> Any:
-    """Returns the attribute at `path` in a module."""
+    """Returns the value at `path` below `module`."""
     for key in path:
         if isinstance(module, list | tuple):
             module = module[int(key)]
@@ -150,14 +158,14 @@ def at_path(module: Any, path: tuple[str, ...]) -> Any:
 
 
 def adapters_of(module: Any) -> list[WeightAdapter]:
-    """Returns the adapted weights that `module` owns, without that of a `DoRALayer`."""
+    """Returns the adapted weights that `module` owns, other than the kernel of a `DoRALayer`."""
     if not has_dora_type(module):
         return []
     return [WeightAdapter(module, spec) for spec in module.dora_specs]
 
 
-def as_dora(module: Any) -> None:
-    """Gives `module`, in place, the class whose methods follow adapted weights."""
+def set_dora_class(module: Any) -> None:
+    """Changes the class of `module`, in place, to its subclass that traces adapted weights."""
     if not has_dora_type(module):
         module.dora_specs, module.dora_reads = (), ()
         module.__class__ = dora_type(type(module))
@@ -166,22 +174,22 @@ def as_dora(module: Any) -> None:
 def add_adapter(
     module: Any, spec: AdapterSpec, reader: Any, path: tuple[str, ...]
 ) -> WeightAdapter:
-    """Returns a new adapter of a weight of `module`, which has no arrays yet.
+    """Returns a new adapter for a weight of `module`, without arrays yet.
 
     Args:
       reader: the module whose methods read the weight.
-      path: from there to `module`.
+      path: the path from the reader to `module`.
     """
-    as_dora(module)
-    as_dora(reader)
+    set_dora_class(module)
+    set_dora_class(reader)
     module.dora_specs = (*module.dora_specs, spec)
     reader.dora_reads = (*reader.dora_reads, (path, spec.param))
     return WeightAdapter(module, spec)
 
 
-def as_plain(module: Any) -> None:
-    """Gives `module`, in place, its own class and attributes back."""
+def restore_plain_class(module: Any) -> None:
+    """Restores the original class of `module`, in place, and removes the adapters' attributes."""
     for adapter in adapters_of(module):
-        adapter.unmake()
+        adapter.delete_arrays()
     del module.dora_specs, module.dora_reads
     module.__class__ = module.plain_type

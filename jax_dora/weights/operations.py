@@ -1,4 +1,4 @@
-"""The operations that read a weight, as JAX's primitives describe them."""
+"""Descriptions of the operations that read a weight, as JAX's primitives define them."""
 
 import dataclasses
 from typing import Any
@@ -9,15 +9,15 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product of an array x and a weight, as `jax.lax.dot_general` describes it.
+    """A product of an array x and a weight, as in `jax.lax.dot_general`.
 
     Attributes:
-      contracted, batch: axes of the weight's array.
-      x_contracted, x_batch: the axes of x that belong to them.
+      contracted, batch: the contracted axes and the batch axes of the weight's array.
+      x_contracted, x_batch: the corresponding axes of x.
       weight_first: whether the weight is the left operand.
-      precision: of the product.
-      dtype: of the result.
-      out_sharding: of the result, or None.
+      precision: the precision of the product.
+      dtype: the dtype of the result.
+      out_sharding: the sharding of the result, or None.
     """
 
     contracted: tuple[int, ...]
@@ -30,7 +30,7 @@ class Product:
     out_sharding: Any
 
     def __call__(self, x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
-        """Returns the product; options as `jax.lax.dot_general`'s."""
+        """Returns the product; `options` are passed to `jax.lax.dot_general`."""
         numbers: Any = (self.x_contracted, self.contracted), (self.x_batch, self.batch)
         if self.weight_first:
             x, weight, numbers = weight, x, tuple(pair[::-1] for pair in numbers)
@@ -39,13 +39,13 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """A product of groups of rows, each with a matrix of its own.
+    """A product of groups of rows, where each group has its own matrix.
 
     Attributes:
-      contracted: the axes of the weight's array that are contracted with x's last.
-      group: the axis of the weight's array that the matrices lie along.
-      sizes: i32[groups], the rows of each group.
-      precision, dtype: as `Product`'s.
+      contracted: the axes of the weight's array that are contracted with the last axis of x.
+      group: the axis of the weight's array with one matrix for each index.
+      sizes: i32[groups], the number of rows in each group.
+      precision, dtype: see `Product`.
     """
 
     contracted: tuple[int, ...]
@@ -57,12 +57,12 @@ class Ragged:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """Rows taken out of a weight.
+    """A lookup of rows of a weight.
 
     Attributes:
-      axis: of the weight's array, that is indexed.
+      axis: the indexed axis of the weight's array.
       offset_dims: the axes of the result that are the array's other axes.
-      mode, fill_value: what an index outside of the array gives, as `jax.lax.gather`'s.
+      mode, fill_value: the behaviour for indices out of bounds, as in `jax.lax.gather`.
     """
 
     axis: int

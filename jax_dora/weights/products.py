@@ -1,6 +1,7 @@
-"""Adapted products, whichever axes of which operand the weight brings.
+"""Adapted products and lookups of a weight, whatever their axes and whichever operand the weight
+is.
 
-With W [in, out], g = magnitude / ‖W + s·AB‖ per column and · a product over the last axis of x:
+With W [in, out], g = magnitude / ‖W + s·AB‖ per column, and products over the last axis of x:
 
     x W'    = xW + ((g-1)∘xW + g∘(s·xAB))           `jax_dora.ops.linear`
     x W'ᵀ   = x̂ Wᵀ + s·(x̂ Bᵀ) Aᵀ   with x̂ = g∘x    for a weight that is tied to a head
@@ -23,17 +24,17 @@ from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.linear import scaled_linear
 from jax_dora.ops.operands import Projection
-from jax_dora.weights.matrices import made_plan, matrices
 from jax_dora.weights.operations import Lookup, Product, Ragged
-from jax_dora.weights.weight import Weight, effective
+from jax_dora.weights.product_plan import as_matrices, plan_product
+from jax_dora.weights.weight import Weight, effective_weight
 
 
 class AdaptedReader:
-    """Reads a weight with its adapter.
+    """Computes the operations that read a weight, with its adapter.
 
     Attributes:
       rule: the adapter's settings.
-      dropout: of what lora_a reads, or None; each product draws a mask of its own.
+      dropout: the dropout of lora_a's input, or None; each product has its own mask.
     """
 
     def __init__(self, rule: DoRARule, dropout: Dropout | None) -> None:
@@ -42,7 +43,7 @@ class AdaptedReader:
         self._products = 0
 
     def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array | None:
-        plan = made_plan(weight, product, x)
+        plan = plan_product(weight, product, x)
         if plan is None:
             return None
         dropout = self._next_dropout()
@@ -60,15 +61,16 @@ class AdaptedReader:
         return compute(x, dict(weight.cast(product.dtype).arrays))
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:
-        whole, taken = weight.whole(product.group), (product.group, *product.contracted)
-        out = [axis for axis in range(len(weight.view)) if axis not in taken]
-        in_order = weight.viewed(product.contracted) == weight.long_parts("i")
-        in_order = in_order and weight.viewed(out) == weight.long_parts("o")
-        if whole is None or weight.parts("b") != (whole,) or not in_order:
+        group = weight.whole_part(product.group)
+        used = (product.group, *product.contracted)
+        out = [axis for axis in range(len(weight.view)) if axis not in used]
+        in_order = weight.parts_of_axes(product.contracted) == weight.nontrivial_parts("i")
+        in_order = in_order and weight.parts_of_axes(out) == weight.nontrivial_parts("o")
+        if group is None or weight.parts("b") != (group,) or not in_order:
             return None
-        arrays = matrices(weight, weight.arrays, (whole,))
+        arrays = as_matrices(weight, weight.arrays, (group,))
         dtype, s = product.dtype, self.rule.scale
-        g = weight.arrays["g"].reshape(weight.sizes[whole], -1)
+        g = weight.arrays["g"].reshape(weight.sizes[group], -1)
         rows = jnp.repeat(g, product.sizes, axis=0, total_repeat_length=x.shape[0])
         dot = functools.partial(
             lax.ragged_dot,
@@ -77,25 +79,27 @@ class AdaptedReader:
             preferred_element_type=dtype,
         )
 
-        def stack(name: str) -> jax.Array:
+        def matrices(name: str) -> jax.Array:
             return arrays[name][:, 0].astype(x.dtype)
 
-        base, dropped = dot(x, stack("kernel")), x
+        base, dropped = dot(x, matrices("kernel")), x
         if (dropout := self._next_dropout()) is not None:
             dropped = drop_for(self.rule.implementation)(x, dropout.seed, dropout.rate)
-        with_base = base if self.rule.dropout_mode == "adapter" else dot(dropped, stack("kernel"))
-        lora = dot(dot(dropped, stack("lora_a")).astype(x.dtype), stack("lora_b"))
+        corrected = base
+        if self.rule.dropout_mode != "adapter":
+            corrected = dot(dropped, matrices("kernel"))
+        lora = dot(dot(dropped, matrices("lora_a")).astype(x.dtype), matrices("lora_b"))
         g = rows.astype(accumulator(dtype))
-        base, with_base, lora = (one.astype(g.dtype) for one in (base, with_base, lora))
-        y = base + ((g - 1) * with_base + g * (s * lora))
+        base, corrected, lora = (array.astype(g.dtype) for array in (base, corrected, lora))
+        y = base + ((g - 1) * corrected + g * (s * lora))
         return y.astype(dtype).reshape(x.shape[0], *(weight.shape[axis] for axis in out))
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> jax.Array | None:
         others = [axis for axis in range(len(weight.view)) if axis != lookup.axis]
-        is_row = weight.parts("i") == (weight.whole(lookup.axis),) and not weight.axes("b")
-        if not is_row or weight.viewed(others) != weight.long_parts("o"):
+        is_row = weight.parts("i") == (weight.whole_part(lookup.axis),) and not weight.axes("b")
+        if not is_row or weight.parts_of_axes(others) != weight.nontrivial_parts("o"):
             return None
-        arrays = matrices(weight, weight.arrays)
+        arrays = as_matrices(weight, weight.arrays)
         count = indices.ndim - 1
         numbers = lax.GatherDimensionNumbers((count,), (0,), (0,))
 
@@ -113,7 +117,7 @@ class AdaptedReader:
         return jnp.moveaxis(y, range(y.ndim), [*free, *lookup.offset_dims])
 
     def other(self, weight: Weight, name: str) -> jax.Array:
-        return effective(weight, self.rule.scale)
+        return effective_weight(weight, self.rule.scale)
 
     def _multiply(
         self,
@@ -123,7 +127,7 @@ class AdaptedReader:
         arrays: dict[str, Any],
         dropout: Dropout | None,
     ) -> jax.Array:
-        """Returns x W', or x W'ᵀ, of x [..., in] and matrices."""
+        """Returns x W', or x W'ᵀ if `is_transposed`, of x [..., in] and matrices."""
         if is_transposed:
             return times_transposed(x, **arrays, scale=self.rule.scale, precision=product.precision)
         return scaled_linear(

@@ -1,4 +1,7 @@
-"""The register of parameters that are weights which can be adapted, as their users say."""
+"""The register of parameters that can be adapted.
+
+`jax_dora.register` adds to it. It already contains the parameters of public model libraries.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,8 +19,8 @@ class Registration:
     """A parameter that `register` has named.
 
     Attributes:
-      param: its name in the module.
-      axes, linear: as `register`'s.
+      param: the parameter's name in its module.
+      axes, linear: see `register`.
     """
 
     param: str
@@ -25,10 +28,10 @@ class Registration:
     linear: bool
 
     def axes_of(self, module: Any, stack_axis: int | None = None) -> str | None:
-        """Returns the axes in `module`, or None where the parameter has no adaptable form.
+        """Returns the axes in `module`, or None if the parameter cannot be adapted there.
 
         Args:
-          stack_axis: the axis that a call takes layers from, where that is known.
+          stack_axis: the axis along which a traced call takes layers from the parameter, if known.
         """
         axes = self.axes(module) if callable(self.axes) else self.axes
         if axes is None:
@@ -40,7 +43,8 @@ class Registration:
             stack_axis = scan_axis(variable)
         if len(axes) > ndim:
             raise ValueError(
-                f"axes is {axes!r} for a {self.param} of {ndim} axes; expected a letter for each"
+                f"axes is {axes!r} for a {self.param} of {ndim} axes; expected one letter for each "
+                "axis of a single layer"
             )
         if ndim - len(axes) == 1 and stack_axis is not None:
             return f"{axes[:stack_axis]}s{axes[stack_axis:]}"
@@ -57,27 +61,26 @@ def register(
     axes: Axes,
     linear: bool = True,
 ) -> None:
-    """Makes a parameter of a class of layers one that `jax_dora.apply_dora` adapts.
+    """Registers a parameter of a layer class, so that `jax_dora.apply_dora` can adapt it.
 
         jax_dora.register(MyProjection, param="weight", axes="io")
         jax_dora.register(MyExperts, param="gate", axes="bio")
         jax_dora.register("package.model.Einsum", axes=lambda m: jax_dora.einsum_axes(m.equation))
 
-    The layer keeps its class and its code. In its methods, the products that read the
-    parameter along these axes become adapted ones, and whatever else reads it is given the merged
-    weight W'.
+    The layer keeps its class and its code. In its methods, the products that read the parameter
+    along these axes become adapted ones. Any other operation gets the merged weight W'.
 
     Args:
-      module_type: the class, whose subclasses are meant too; or its full name, as in
+      module_type: the class; its subclasses are included. Or the class's full name, such as
         "package.module.Class", which need not be imported yet.
       param: the name of the parameter, an `nnx.Variable` of any type.
-      axes: a letter for each of its axes: "i" for one that products contract, "o" for features of
-        their results, "b" for one that matrices lie along, each with a norm and an adapter of its
-        own, such as experts, "s" for one that layers are stacked along by `nnx.vmap`. Further axes
-        are a stack too, of which inputs in `apply_dora` tell the place, and without inputs the
-        leading ones. Or a function that takes the module to such letters, or to None where that
-        module cannot be adapted.
-      linear: whether "all-linear" means it; False for embeddings.
+      axes: one letter for each axis: "i" for an axis that products contract, "o" for output
+        features, "b" for a batch axis such as experts, where each index has its own matrix, norm
+        and adapter, "s" for an axis along which `nnx.vmap` has stacked layers. Additional axes of
+        the parameter are a stack too: inputs in `apply_dora` show their position, and without
+        inputs they are the leading axes. Instead of letters, a function that takes the module and
+        returns them, or None if the module cannot be adapted.
+      linear: whether "all-linear" selects the parameter; False for embeddings.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -98,8 +101,8 @@ def register(
 
 
 def registrations(module: Any) -> dict[str, Registration]:
-    """Returns the registrations of a module, by the parameter's name: of its class, then of the
-    classes that this inherits from."""
+    """Returns the registrations of a module by the parameter's name. A registration of its class
+    takes precedence over one of a base class."""
     return {
         name: registration
         for name, registration in _of_class(type(module)).items()
@@ -111,44 +114,44 @@ def why_unknown(module: Any) -> str:
     """Returns why a parameter of a module is not known to be a weight."""
     names = _of_class(type(module))
     if names:
-        return f"of its class {', '.join(names)} is registered, and this is not"
+        return f"its class has {', '.join(names)} registered, but not this parameter"
     return "a class that the library does not know"
 
 
 def _of_class(module_type: type[Any]) -> dict[str, Registration]:
     found: dict[str, Registration] = {}
-    for one in module_type.__mro__:
-        for key in (one, class_name(one)):
+    for cls in module_type.__mro__:
+        for key in (cls, class_name(cls)):
             found = _BY_CLASS.get(key, {}) | found
     return found
 
 
 def class_name(module_type: type[Any]) -> str:
-    """Returns a class's full name; Flax's own are called nnx.Linear and so on."""
+    """Returns a class's full name; Flax's own classes are named nnx.Linear and so on."""
     name = f"{module_type.__module__}.{module_type.__qualname__}"
     return f"nnx.{module_type.__qualname__}" if name.startswith("flax.nnx.") else name
 
 
 def einsum_axes(equation: str) -> str | None:
-    """Returns the axes of the second operand of an einsum, as `register` takes them; None where it
-    is no projection, such as "ab,ab->a".
+    """Returns the axes of an einsum's second operand, in `register`'s letters; None if the einsum
+    is not a projection, such as "ab,ab->a".
 
         einsum_axes("BTD,DNH->BTNH") == "ioo"
     """
     operands, _, result = equation.replace(" ", "").partition("->")
     x, _, kernel = operands.partition(",")
     axes = "".join(("b" if letter in x else "o") if letter in result else "i" for letter in kernel)
-    lone = [letter for letter, role in zip(kernel, axes, strict=True) if role == "i"]
-    is_projection = set(lone) <= set(x) and "." not in kernel and "i" in axes and "o" in axes
+    summed = {letter for letter, role in zip(kernel, axes, strict=True) if role == "i"}
+    is_projection = summed <= set(x) and "." not in kernel and "i" in axes and "o" in axes
     return axes if is_projection and len(set(kernel)) == len(kernel) else None
 
 
 def _check_axes(axes: str) -> None:
     if not isinstance(axes, str) or set(axes) - set("bios") or not {"i", "o"} <= set(axes):
         raise ValueError(
-            f"axes is {axes!r}; expected a letter for each axis, 'i' for contracted, 'o' for "
-            "features, 'b' for one along which matrices lie, 's' for one along which layers are "
-            "stacked, with an 'i' and an 'o' among them, as in 'io'"
+            f"axes is {axes!r}; expected one letter for each axis, with at least one 'i' and one "
+            "'o', as in 'io': 'i' for a contracted axis, 'o' for output features, 'b' for a batch "
+            "axis, 's' for an axis along which layers are stacked"
         )
 
 
@@ -159,15 +162,15 @@ def _einsum(module: Any) -> str | None:
 def _dense_general(module: Any) -> str | None:
     letters = "i" * len(module.in_features_shape) + "o" * len(module.out_features_shape)
     single = (*module.in_features_shape, *module.out_features_shape)
-    axes = stacked_axes(module.kernel.shape, single)  # MaxText scans along the second
+    axes = stacked_axes(module.kernel.shape, single)  # MaxText stacks layers along axis 1.
     if len(axes) == 1:
         return f"{letters[: axes[0]]}s{letters[axes[0] :]}"
     return None if axes and scan_axis(module.kernel) is None else letters
 
 
 def scan_axis(variable: Any) -> int | None:
-    """Returns the axis of a parameter along which MaxText has stacked layers, as its metadata says;
-    None where it says nothing."""
+    """Returns the axis along which MaxText has stacked layers, from the parameter's metadata; None
+    if it has no such metadata."""
     return variable.get_metadata().get("param_scan_axis")
 
 
@@ -177,8 +180,8 @@ _TUNIX = tuple(
 )
 _BONSAI = tuple(f"bonsai.models.{name}.modeling" for name in ("llada", "qwen3_vl"))
 
-# Layers of public model libraries, none of which is imported: class, parameters, axes, whether
-# "all-linear" means them.
+# Layers of public model libraries: class, parameters, axes, whether "all-linear" selects them. The
+# classes are named by strings, so that no library is imported.
 _KNOWN: tuple[tuple[str, str, Any, bool], ...] = (
     *((f"{model}.Einsum", "w", _einsum, True) for model in _TUNIX),
     *((f"{model}.Embedder", "input_embedding", "io", False) for model in _TUNIX),

@@ -1,8 +1,8 @@
-"""The JAX trace that follows weights through a program.
+"""The JAX trace that propagates weights through a program.
 
-While it is the current trace, every operation without a weight among its operands runs as it would
-without it. Operations on weights are followed one by one; the operations inside of `jax.jit`,
-`jax.checkpoint`, `jax.lax.scan`, `while_loop`, `cond` and the like by evaluating their jaxprs.
+While it is the current trace, every operation without a weight among its operands runs as usual.
+Operations on weights are handled one by one. For `jax.jit`, `jax.checkpoint`, `jax.lax.scan`,
+`while_loop`, `cond` and the like, the trace evaluates their jaxprs.
 """
 
 import contextlib
@@ -13,15 +13,16 @@ import jax
 import jax.core
 from jax.extend import core
 
-from jax_dora.weights.evaluate import evaluate_primitive, plain
+from jax_dora.weights.jaxpr_interpreter import as_array, evaluate_primitive
 from jax_dora.weights.weight import Weight
 
 
 class WeightTracer(jax.core.Tracer):
-    """An array of a weight, as the program holds it.
+    """An array that is a weight, as the traced program holds it.
 
     Attributes:
-      weight: made when it is first needed, under the trace around.
+      weight: returns the `Weight`. It is called when an operation first needs the weight, under the
+        outer trace.
     """
 
     def __init__(self, trace: "WeightTrace", aval: Any, weight: Callable[[], Weight]) -> None:
@@ -33,29 +34,30 @@ class WeightTracer(jax.core.Tracer):
 
 
 class WeightTrace(jax.core.Trace):
-    """Follows weights; everything else is left to the trace around, `parent`."""
+    """Handles operations on weights, and leaves all other operations to the outer trace,
+    `parent`."""
 
     def __init__(self, parent: Any) -> None:
         super().__init__()
         self.parent = parent
-        # Flax lets a variable be written at the trace level that it was made at alone. What is
-        # written here are values of the trace around, so that this is no level of its own.
+        # Flax allows writes to a variable only at the trace level where it was created. This trace
+        # writes values of the outer trace, so it pretends to be the same level.
         self._weakref = parent._weakref
 
     def lift(self, aval: Any, weight: Callable[[], Weight]) -> WeightTracer:
         return WeightTracer(self, aval, weight)
 
     def stage_value(self, val: Any) -> Any:
-        return val if self._is_mine(val) else self.parent.stage_value(val)
+        return val if self._owns(val) else self.parent.stage_value(val)
 
     def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
-        if not any(map(self._is_mine, args)):
+        if not any(map(self._owns, args)):
             return primitive.bind_with_trace(
                 self.parent, args, [jax.typeof(arg) for arg in args], params
             )
         with core.set_current_trace(self.parent):
             results = evaluate_primitive(primitive, self._weights(args), params)
-        results = [self._result(one) for one in results]
+        results = [self._result(result) for result in results]
         return results if primitive.multiple_results else results[0]
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, args: Any, /, **options):
@@ -69,7 +71,7 @@ class WeightTrace(jax.core.Trace):
         return self.parent.process_custom_vjp_call(primitive, fun, fwd, bwd, args, **options)
 
     def process_shard_map(self, primitive: Any, fun: Any, args: Any, /, **options):
-        # Its body may hold weights that it does not take: jax.jit finds them.
+        # The body may close over weights, which are not among `args`; jax.jit finds them.
         results: Any = None
 
         def run(*args: Any) -> list[Any]:
@@ -82,20 +84,20 @@ class WeightTrace(jax.core.Trace):
         return results.update(arrays)
 
     def array(self, value: Any) -> Any:
-        """Returns a value as the trace around has it: of a weight the effective one."""
+        """Returns a value for use in the outer trace: a weight becomes its effective array."""
         return self._arrays([value], "a result of the method")[0]
 
-    def _is_mine(self, value: Any) -> bool:
+    def _owns(self, value: Any) -> bool:
         return isinstance(value, WeightTracer) and value._trace is self
 
     def _weights(self, args: Sequence[Any]) -> list[Any]:
-        return [arg.weight() if self._is_mine(arg) else arg for arg in args]
+        return [arg.weight() if self._owns(arg) else arg for arg in args]
 
     def _arrays(self, args: Sequence[Any], name: str = "a custom derivative") -> list[Any]:
-        if not any(map(self._is_mine, args)):
+        if not any(map(self._owns, args)):
             return list(args)
         with core.set_current_trace(self.parent):
-            return [plain(one, name) for one in self._weights(args)]
+            return [as_array(arg, name) for arg in self._weights(args)]
 
     def _result(self, value: Any) -> Any:
         if not isinstance(value, Weight):
@@ -105,7 +107,7 @@ class WeightTrace(jax.core.Trace):
 
 @contextlib.contextmanager
 def weight_trace() -> Iterator[WeightTrace]:
-    """Makes a `WeightTrace` the current trace."""
+    """Makes a new `WeightTrace` the current trace."""
     with core.take_current_trace() as parent:
         trace = WeightTrace(parent)
         try:
@@ -115,6 +117,6 @@ def weight_trace() -> Iterator[WeightTrace]:
             trace.invalidate()
 
 
-def is_followed(value: Any) -> bool:
-    """Returns whether a value is a weight that a trace follows at this moment."""
+def is_weight_tracer(value: Any) -> bool:
+    """Returns whether a value is a weight that a trace propagates."""
     return isinstance(value, WeightTracer)

@@ -1,4 +1,4 @@
-"""A weight as a program sees it on the way from its parameter to what reads it."""
+"""`Weight`: a weight between its parameter and the operations that read it."""
 
 import dataclasses
 import functools
@@ -14,27 +14,28 @@ from jax import core
 from jax_dora.ops.compose import accumulator
 from jax_dora.weights.operations import Lookup, Product, Ragged
 
-# What the axes of each array but the kernel are: the weight's own by their roles, and the rank.
+# The axes of the adapter's arrays, as roles of the weight's axes; "r" is the rank axis.
 _ORDERS = {"lora_a": "bir", "lora_b": "bro", "g": "bo"}
 
 
 class Reader(Protocol):
-    """Computes the operations by which a program reads a weight."""
+    """Computes the operations that read a weight."""
 
     def product(self, weight: "Weight", product: Product, x: jax.Array) -> jax.Array | None:
-        """Returns the product of `x` and the weight, or None where it has no adapted form."""
+        """Returns the product of `x` and the weight, or None if it is not supported."""
         ...
 
     def ragged(self, weight: "Weight", product: Ragged, x: jax.Array) -> jax.Array | None:
-        """Returns the ragged product of rows `x` and a stack of matrices, or None."""
+        """Returns the ragged product of rows `x` and several matrices, or None if it is not
+        supported."""
         ...
 
     def lookup(self, weight: "Weight", lookup: Lookup, indices: jax.Array) -> jax.Array | None:
-        """Returns the rows of the weight at `indices`, or None."""
+        """Returns the rows of the weight at `indices`, or None if it is not supported."""
         ...
 
     def other(self, weight: "Weight", name: str) -> jax.Array:
-        """Returns the whole array, for any other operation, called `name`."""
+        """Returns the whole array, for any other operation `name`."""
         ...
 
 
@@ -45,20 +46,28 @@ class Reader(Protocol):
 )
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """An array that is a weight's, perhaps cast, scaled, transposed, reshaped or indexed: a pytree
-    of its arrays.
+    """A view of a weight: perhaps cast, scaled, transposed, reshaped or sliced. A pytree of its
+    arrays.
+
+    A reshape may split an axis of the weight into several parts, or merge parts of several axes
+    into one axis of the view. So each axis of the view is a list of parts. For example, a weight
+    [6, 4] reshaped to [2, 12] has the parts 0 and 1 of axis 0 and the part 2 of axis 1:
+
+        sizes = (2, 3, 4), origins = (0, 0, 1), view = ((0,), (1, 2))
 
     Attributes:
-      view: for each axis of the array the parts of the weight's axes that it is made of, outermost
-        first. Parts of size 1 are in none, so that what is squeezed or inserted needs no account.
-      sizes, origins: of each part, in the weight's order: its size, and the axis that it is of.
-      roles: of each axis of the weight: "b", matrices lie along it; "i", it is contracted; "o", it
-        is of features. None where they are not known yet.
-      arrays: the kernel with all of the weight's axes, sliced, cast and scaled as the array is. And
-        where roles are known, sliced alike, lora_a [*b, *i, r], lora_b [*b, r, *o], and g
-        [*b, *o].
-      reader: what is done where it is read.
-      stacked: the axes of the weight that a scan has taken apart.
+      view: for each axis of the view, the numbers of the parts that form it, outermost first. Parts
+        of size 1 are omitted, so that axes of size 1 can be inserted and removed freely.
+      sizes, origins: for each part, in the weight's order, its size and the weight's axis that it
+        belongs to.
+      roles: one letter for each axis of the weight: "b" (batch axis: one matrix for each index),
+        "i" (input axis, contracted) or "o" (output axis, features). None while the roles are
+        unknown.
+      arrays: "kernel", with all axes of the weight, sliced, cast and scaled like the view. If the
+        roles are known also "lora_a" [*b, *i, r], "lora_b" [*b, r, *o] and "g" [*b, *o], sliced
+        alike.
+      reader: computes the operations that read the weight.
+      stacked: the axes of the weight that a scan has iterated over.
     """
 
     view: tuple[tuple[int, ...], ...]
@@ -71,7 +80,7 @@ class Weight:
 
     @classmethod
     def of(cls, roles: str | None, arrays: Mapping[str, jax.Array], reader: Reader) -> Self:
-        """Returns the weight itself."""
+        """Returns the view of the whole, unchanged weight."""
         sizes = arrays["kernel"].shape
         view = tuple((axis,) if size != 1 else () for axis, size in enumerate(sizes))
         return cls(view, sizes, tuple(range(len(sizes))), roles, arrays, reader)
@@ -82,7 +91,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's shape."""
+        """The view's shape."""
         return tuple(math.prod(self.sizes[part] for part in parts) for parts in self.view)
 
     @property
@@ -90,36 +99,36 @@ class Weight:
         return core.ShapedArray(self.shape, self.kernel.dtype)
 
     def axes(self, role: str) -> tuple[int, ...]:
-        """Returns the axes of the weight that have this role."""
-        return tuple(axis for axis, one in enumerate(self.roles or "") if one == role)
+        """Returns the weight's axes with this role."""
+        return tuple(axis for axis, letter in enumerate(self.roles or "") if letter == role)
 
     def parts(self, role: str) -> tuple[int, ...]:
-        """Returns the parts of these axes."""
+        """Returns the parts of the weight's axes with this role."""
         axes = self.axes(role)
         return tuple(part for part, axis in enumerate(self.origins) if axis in axes)
 
-    def long_parts(self, role: str) -> list[int]:
-        """Returns the parts of these axes that are longer than 1."""
+    def nontrivial_parts(self, role: str) -> list[int]:
+        """Returns the parts of the axes with this role, without parts of size 1."""
         return [part for part in self.parts(role) if self.sizes[part] != 1]
 
-    def viewed(self, axes: Sequence[int]) -> list[int]:
-        """Returns the parts that these axes of the array are made of."""
+    def parts_of_axes(self, axes: Sequence[int]) -> list[int]:
+        """Returns the parts that form these axes of the view."""
         return [part for axis in axes for part in self.view[axis]]
 
-    def whole(self, axis: int) -> int | None:
-        """Returns the only part of the array's axis `axis` where that is the whole of one of the
-        weight's, or None."""
+    def whole_part(self, axis: int) -> int | None:
+        """Returns the part that forms the view's axis `axis`, if this is a single part and a whole
+        axis of the weight; else None."""
         parts = self.view[axis]
         is_whole = len(parts) == 1 and self.origins.count(self.origins[parts[0]]) == 1
         return parts[0] if is_whole else None
 
     def base(self) -> jax.Array:
-        """Returns the array without its adapter."""
-        return self.laid_out(self.kernel)
+        """Returns the view's array without the adapter."""
+        return self.apply_view(self.kernel)
 
-    def laid_out(self, kernel: jax.Array) -> jax.Array:
-        """Returns an array with the weight's axes as the view has them."""
-        order = self.viewed(range(len(self.view)))
+    def apply_view(self, kernel: jax.Array) -> jax.Array:
+        """Reshapes and transposes an array with the weight's axes to the shape of the view."""
+        order = self.parts_of_axes(range(len(self.view)))
         short = [part for part in range(len(self.sizes)) if part not in order]
         return kernel.reshape(self.sizes).transpose((*order, *short)).reshape(self.shape)
 
@@ -127,104 +136,108 @@ class Weight:
         return dataclasses.replace(self, view=tuple(self.view[axis] for axis in order))
 
     def reshape(self, shape: Sequence[int]) -> "Weight | None":
-        """Returns the array in row-major order in another shape, or None where an axis of it
-        would hold a part of an axis that does not divide it."""
-        order = self.viewed(range(len(self.view)))
-        # Parts of an axis that are neighbours in the array too are one again.
+        """Returns the view reshaped in row-major order; None if the new axes do not divide the
+        parts, or the parts the new axes, evenly."""
+        order = self.parts_of_axes(range(len(self.view)))
+        # Merge parts of one axis that are also neighbours in the view.
         runs: list[list[int]] = []
         for part, origin in enumerate(self.origins):
-            follows = (part - 1, part) in itertools.pairwise(order)
-            if follows and origin == self.origins[part - 1]:
+            is_adjacent = (part - 1, part) in itertools.pairwise(order)
+            if is_adjacent and origin == self.origins[part - 1]:
                 runs[-1].append(part)
             else:
                 runs.append([part])
         numbers = {run[0]: number for number, run in enumerate(runs)}
         lengths = [math.prod(self.sizes[part] for part in run) for run in runs]
-        waiting = [(numbers[part], lengths[numbers[part]]) for part in order if part in numbers]
-        cuts: list[list[int]] = [[] for _ in runs]
+        # Fill the new axes in order with whole runs, or with pieces of runs.
+        queue = [(numbers[part], lengths[numbers[part]]) for part in order if part in numbers]
+        pieces: list[list[int]] = [[] for _ in runs]
         view: list[list[tuple[int, int]]] = []
-        for left in shape:
+        for remaining in shape:
             view.append([])
-            while left > 1:
-                if not waiting:
+            while remaining > 1:
+                if not queue:
                     return None
-                run, length = waiting.pop(0)
-                size = math.gcd(left, length)
-                if size not in (left, length):
+                run, length = queue.pop(0)
+                size = math.gcd(remaining, length)
+                if size not in (remaining, length):
                     return None
-                view[-1].append((run, len(cuts[run])))
-                cuts[run].append(size)
+                view[-1].append((run, len(pieces[run])))
+                pieces[run].append(size)
                 if size < length:
-                    waiting.insert(0, (run, length // size))
-                left //= size
-        if waiting:
+                    queue.insert(0, (run, length // size))
+                remaining //= size
+        if queue:
             return None
-        cuts = [one or [1] for one in cuts]
-        starts = [0, *itertools.accumulate(map(len, cuts))]
-        pairs = zip(runs, cuts, strict=True)
+        pieces = [sizes or [1] for sizes in pieces]
+        starts = [0, *itertools.accumulate(map(len, pieces))]
+        pairs = zip(runs, pieces, strict=True)
         return dataclasses.replace(
             self,
-            view=tuple(tuple(starts[run] + number for run, number in one) for one in view),
-            sizes=tuple(itertools.chain(*cuts)),
+            view=tuple(tuple(starts[run] + number for run, number in axis) for axis in view),
+            sizes=tuple(itertools.chain(*pieces)),
             origins=tuple(self.origins[run[0]] for run, sizes in pairs for _ in sizes),
         )
 
-    def resized(
+    def with_part_size(
         self, part: int, arrays: Mapping[str, jax.Array], view: tuple[tuple[int, ...], ...]
     ) -> "Weight":
-        """Returns the weight with these arrays and this view, whose `part` is as long as they
-        are."""
+        """Returns the weight with these arrays and this view, and with the size of `part` taken
+        from the arrays."""
         size = arrays["kernel"].shape[self.origins[part]]
         sizes = (*self.sizes[:part], size, *self.sizes[part + 1 :])
         return dataclasses.replace(self.with_arrays(arrays), view=view, sizes=sizes)
 
     def with_arrays(self, arrays: Mapping[str, jax.Array]) -> "Weight":
-        """Returns the weight with these arrays in the place of its own."""
+        """Returns the weight with some of its arrays replaced."""
         return dataclasses.replace(self, arrays={**self.arrays, **arrays})
 
-    def scaled(self, function: Callable[[jax.Array], jax.Array]) -> "Weight":
-        """Returns `function`, which is linear, of the array: of kernel and lora_b."""
+    def map_linear(self, function: Callable[[jax.Array], jax.Array]) -> "Weight":
+        """Applies the linear function `function` to the weight, by applying it to kernel and
+        lora_b."""
         names = self.arrays.keys() & {"kernel", "lora_b"}
         return self.with_arrays({name: function(self.arrays[name]) for name in sorted(names)})
 
     def cast(self, dtype: Any) -> "Weight":
-        """Returns the array in another dtype; only the kernel is cast."""
+        """Returns the weight in another dtype. Only the kernel is cast."""
         return self.with_arrays({"kernel": self.kernel.astype(dtype)})
 
-    def indexed(
+    def slice_axis(
         self, axis: int, function: Callable[[jax.Array, int], jax.Array]
     ) -> "Weight | None":
-        """Returns a part of the array along `axis`, or None where it is not the whole of an axis.
+        """Returns a slice of the view along `axis`, or None if that is not a whole axis of the
+        weight.
 
         Args:
-          axis: of the array; the part keeps it.
-          function: takes an array and the number of its axis to the part along it.
+          axis: the axis of the view; the slice keeps it.
+          function: takes an array and one of its axes, and returns the slice along it.
         """
-        whole = self.whole(axis)
-        if whole is None:
+        part = self.whole_part(axis)
+        if part is None:
             return None
-        changed = {
-            name: function(array, own_axis)
+        sliced = {
+            name: function(array, array_axis)
             for name, array in self.arrays.items()
-            if (own_axis := self.axis_in(name, self.origins[whole])) is not None
+            if (array_axis := self.axis_in(name, self.origins[part])) is not None
         }
-        is_long = changed["kernel"].shape[self.origins[whole]] != 1
-        view = (*self.view[:axis], (whole,) if is_long else (), *self.view[axis + 1 :])
-        return self.resized(whole, changed, view)
+        is_long = sliced["kernel"].shape[self.origins[part]] != 1
+        view = (*self.view[:axis], (part,) if is_long else (), *self.view[axis + 1 :])
+        return self.with_part_size(part, sliced, view)
 
     def axis_in(self, name: str, axis: int) -> int | None:
-        """Returns which axis of the array `name` is the weight's `axis`, or None."""
+        """Returns the axis of the array `name` that corresponds to the weight's `axis`; None if
+        there is none."""
         if name == "kernel":
             return axis
         axes = [
-            one for role in _ORDERS[name] for one in (self.axes(role) if role != "r" else (-1,))
+            own for role in _ORDERS[name] for own in (self.axes(role) if role != "r" else (-1,))
         ]
         return axes.index(axis) if axis in axes else None
 
 
-def effective(weight: Weight, scale: float) -> jax.Array:
-    """Returns W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)), evaluated in fp32 and cast once, as the
-    view has it."""
+def effective_weight(weight: Weight, scale: float) -> jax.Array:
+    """Returns W' = W + ((g-1)∘W + g∘(s·lora_a lora_b)) in the shape of the view, computed in fp32
+    and cast once."""
     roles = weight.roles
     assert roles is not None
     b, i, o = (weight.axes(role) for role in "bio")
@@ -238,9 +251,9 @@ def effective(weight: Weight, scale: float) -> jax.Array:
         weight.arrays["lora_b"].astype(wide),
         precision=jax.lax.Precision.HIGHEST,
     )
-    # g has the batch and feature axes in the weight's order of each role.
+    # g is [*b, *o]; its transpose has these axes in the weight's order.
     order = sorted(range(len(b + o)), key=lambda index: (b + o)[index])
     g = jnp.expand_dims(weight.arrays["g"].astype(wide).transpose(order), i)
     base = weight.kernel.astype(wide)
     merged = base + ((g - 1) * base + g * change)
-    return weight.laid_out(merged.astype(weight.kernel.dtype))
+    return weight.apply_view(merged.astype(weight.kernel.dtype))

@@ -325,7 +325,9 @@ class TestRefusals:
         inner, last = (nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2))
         model = nnx.Sequential(wrapper(inner, rngs=nnx.Rngs(0)), last)
         rule = DoRARule("layers/0/layer_instance", 3, 4.0)
-        match = rf"layer_instance \(nnx.Linear\): nnx.{wrapper.__name__} writes it in every call"
+        match = (
+            rf"layer_instance \(nnx.Linear\): nnx.{wrapper.__name__} overwrites it in every call"
+        )
         with pytest.raises(TypeError, match=match):
             apply_dora(model, rule, rngs=nnx.Rngs(1), example=example)
         everything = DoRARule("all-linear", 3, 4.0)
@@ -333,7 +335,7 @@ class TestRefusals:
         assert list(get_adapter(adapted).arrays) == ["layers/1"]
         with pytest.raises(TypeError, match="layer_instance"):
             jax_dora.quantize(model, "int8", path=rule.path)
-        with pytest.raises(ValueError, match=rf"{wrapper.__name__} writes it in every call"):
+        with pytest.raises(ValueError, match=rf"{wrapper.__name__} overwrites it in every call"):
             jax_dora.AdapterBank(model, 2, 4, path=rule.path)
 
     @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
@@ -445,7 +447,7 @@ def test_an_attribute_by_an_adapters_name_is_refused():
             super().__init__(3, 4, rngs=rngs)
             self.scale = 2.0
 
-    with pytest.raises(ValueError, match=r"Scaled.* has an attribute 'scale'.*the adapter's"):
+    with pytest.raises(ValueError, match=r"Scaled.* has an attribute 'scale'.*the adapter needs"):
         apply_dora(Scaled(nnx.Rngs(0)), DoRARule("", 2, 4), rngs=nnx.Rngs(0))
 
 

@@ -333,7 +333,7 @@ class TestRefusals:
     """What cannot be adapted, and what is missing."""
 
     def test_without_an_example_the_way_in_is_named(self):
-        match = r"or example=, inputs to call the model with.*\n  embedder \(Embedder\)"
+        match = r"pass inputs for the model as example=.*\n  embedder \(Embedder\)"
         with pytest.raises(TypeError, match=match):
             jax.eval_shape(apply_dora(MODEL, DoRARule("embedder", 2, 4)).init, KEY, IDS)
 
@@ -354,7 +354,7 @@ class TestRefusals:
     def test_an_adapter_that_the_module_does_not_know(self):
         model, x = Two(), jax.random.normal(KEY, (2, 4))
         both = apply_dora(model, DoRARule("a|b", 2, 4), example=(x,)).init(KEY, x)
-        with pytest.raises(ValueError, match=r"does not reach adapters.*:\n  b_lora_a$"):
+        with pytest.raises(ValueError, match=r"does not reach all adapters.*:\n  b_lora_a$"):
             merge_dora(apply_dora(model, DoRARule("a", 2, 4), example=(x,)), both, x)
 
     @pytest.mark.parametrize("example", [3, None])

@@ -170,7 +170,7 @@ def test_nothing_to_merge():
     base = Block(nnx.Rngs(0))
     with pytest.raises(ValueError, match="model holds no adapter"):
         merge_dora(base)
-    with pytest.raises(ValueError, match="adapters names none"):
+    with pytest.raises(ValueError, match=r"adapters is \[\]"):
         merge_dora(base, adapters=[])
     with pytest.raises(TypeError, match="adapters is a dict; expected a list of Adapters"):
         merge_dora(base, adapters={})
@@ -216,7 +216,7 @@ class Doubled(nnx.Param):
 def test_a_kernel_that_is_read_otherwise_than_it_was_set_is_refused():
     layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
     layer.kernel = Doubled(layer.kernel[...])
-    match = r"'' cannot be {}: what is read of its kernel, a Doubled, is not what was set"
+    match = r"'' cannot be {}: its kernel, a Doubled, returns another value than was set"
     with pytest.raises(NotImplementedError, match=match.format("merged")):
         merge_dora(linear(base=layer)[0])
     with pytest.raises(NotImplementedError, match=match.format("quantised")):

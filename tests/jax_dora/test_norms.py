@@ -291,8 +291,8 @@ class TestRematPolicy:
     @pytest.mark.parametrize(
         ("name", "error", "message"),
         [
-            (3, TypeError, "remat_policy is given 3; expected names, as strings"),
-            ("", ValueError, "remat_policy is given ''"),
+            (3, TypeError, "remat_policy got 3; expected names, as strings"),
+            ("", ValueError, "remat_policy got ''"),
         ],
     )
     def test_it_refuses_what_no_array_is_called(self, name, error, message):

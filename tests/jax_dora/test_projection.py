@@ -159,8 +159,8 @@ def test_dropout_reaches_the_adapter_alone():
     [
         ("td,...h->t...h", (2, 3), "the kernel has an ellipsis"),
         ("...td,dh->th", (2, 3), "the ellipsis is not in both"),
-        ("tdd,dh->th", (2, 3), "a letter stands twice"),
-        ("td,dhk->th", (2, 3, 4), "'k'.* is summed away"),
+        ("tdd,dh->th", (2, 3), "a letter occurs twice"),
+        ("td,dhk->th", (2, 3, 4), "'k'.* is summed"),
         ("td,dt->t", (2, 4), "the kernel has no output axis"),
         ("th,hk->thk", (2, 3), "no axis is contracted"),
     ],

@@ -242,7 +242,7 @@ def not_finite():
         (Mixed, "int8", {"path": "nowhere"}, ValueError, "'nowhere' matches no layer"),
         (Mixed, "int8", {"path": "embed|conv"}, TypeError, r"(?s)cannot be quantised.*embed \(nnx"),
         (Mixed, "int8", {"tile_size": -1}, ValueError, "tile_size is -1"),
-        (Mixed, "nf4", {}, ValueError, r"'again' cannot .* tiles of 64 .* tile_size=8"),
+        (Mixed, "nf4", {}, ValueError, r"'again' cannot .* the tile size 64.* tile_size=8"),
         (lambda _: not_finite(), "int8", {"path": "one"}, ValueError, r"'one' cannot .*from nan"),
         (
             lambda rngs: quantize(Mixed(rngs), "int8", path="blocks/0"),

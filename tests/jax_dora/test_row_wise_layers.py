@@ -123,7 +123,7 @@ def test_coverage_merging_and_removing():
             "int8",
             {"act_qtype": FP8},
             ValueError,
-            "with qtype 'int8'; expected 'float8_e4m3fn'",
+            "with qtype 'int8'; expected qtype 'float8_e4m3fn'",
         ),
         (Block, FP8, {"act_qtype": FP8, "tile_size": 8}, ValueError, "and tile_size 8; expected"),
         (
@@ -131,7 +131,7 @@ def test_coverage_merging_and_removing():
             FP8,
             {"act_qtype": FP8, "path": "conv|pairs/.*|blocks/.*"},
             TypeError,
-            r"(?s)not of rows; expected nnx.Linear.*conv \(nnx.Conv",
+            r"(?s)rows by one matrix; expected nnx.Linear.*conv \(nnx.Conv",
         ),
     ],
 )

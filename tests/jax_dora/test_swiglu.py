@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import DoRALinear, ops
-from jax_dora.layers.swiglu import _fuses
+from jax_dora.layers.swiglu import _can_fuse
 from parity import oracle, tolerances
 from tests.tables import thinned
 
@@ -71,7 +71,7 @@ def test_agrees_with_fp64(dtype, use_bias):
     """No further from fp64, in the norm, than a few roundings of what the layers hand on."""
     pair = [make(seed, dtype=dtype, param_dtype=dtype, use_bias=use_bias) for seed in (3, 4)]
     x, dh = drawn(dtype)
-    assert all(map(_fuses, pair))
+    assert all(map(_can_fuse, pair))
     with jax.default_matmul_precision("highest"):
         h, d_state, d_x = run(jax_dora.swiglu, pair, x, dh)
     assert (h.dtype, d_x.dtype) == (dtype, dtype)
@@ -188,7 +188,7 @@ def test_dropout_drops_what_the_layers_would():
     def pair():
         return [make(seed, dropout=0.5) for seed in (3, 4)]
 
-    assert all(map(_fuses, pair()))
+    assert all(map(_can_fuse, pair()))
     found, wanted = (run(one, pair(), x, dh) for one in (jax_dora.swiglu, plain))
     # Counts of the dropout streams have gradients of no kind.
     assert_near(found[0], wanted[0], 1e-5)

@@ -61,7 +61,7 @@ def test_a_flag_may_be_as_large_as_float32_holds():
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
         (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl is no file"),
         (["--target", "nothing"], "--target 'nothing', matches no layer"),
-        (["--target", ".*"], "the rules match what cannot be adapted"),
+        (["--target", ".*"], "the rules match modules or weights that cannot be adapted"),
         (["--tiny", "--target", "("], "'(' is no regular expression"),
         (["--steps", "5", "--warmup", "5"], "--warmup 5 leaves nothing of the 5 steps"),
         (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json is missing"),

@@ -48,7 +48,7 @@ def test_a_weight_with_one_input_is_adapted():
 
 @pytest.mark.parametrize(
     ("equation", "axes", "lacks"),
-    [("tio,io->t", "ii", "leaves none of its axes"), ("ti,io->tio", "bo", "contracts none")],
+    [("tio,io->t", "ii", "keeps none of its axes"), ("ti,io->tio", "bo", "contracts none")],
 )
 def test_a_product_that_is_no_projection_is_told(equation, axes, lacks):
     class Scores(nnx.Module):

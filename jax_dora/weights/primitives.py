@@ -1,6 +1,8 @@
-"""Says what each primitive makes of a weight: an array that is the weight's still, or a product."""
+"""Propagates a weight through JAX primitives.
 
-import functools
+The result of a primitive is either a view of the weight, or a product or lookup of it.
+"""
+
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +16,14 @@ from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.weight import Weight
 
 
-def follow(
+def propagate(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """Returns the results of the primitive where these are still the weight's array, or parts of
-    it.
+    """Returns the results of a primitive that only changes the view of a weight, as `Weight`s; None
+    for any other primitive.
 
     Args:
-      operands: of the primitive, one of which is `weight`.
+      operands: the primitive's operands; one of them is `weight`.
     """
     match name:
         case "split":
@@ -31,18 +33,18 @@ def follow(
             parts = _split(weight, (1,) * weight.shape[axis], axis)
             shape = (*weight.shape[:axis], *weight.shape[axis + 1 :])
             return parts and [part.reshape(shape) for part in parts]
-    one = _follow_one(name, weight, operands, params)
-    return None if one is None else [one]
+    result = _propagate_one(name, weight, operands, params)
+    return None if result is None else [result]
 
 
-def _follow_one(
+def _propagate_one(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> Weight | None:
-    """Does as `follow`, of a primitive with one result."""
+    """Like `propagate`, for a primitive with a single result."""
     match name:
         case "copy" | "copy_p" | "name" | "pvary" | "optimization_barrier":
             return weight
-        case "sharding_constraint":  # a hint, of an array that an adapted product does not make
+        case "sharding_constraint":  # a hint for an array that an adapted product never creates
             return weight
         case "convert_element_type" if jnp.issubdtype(params["new_dtype"], jnp.floating):
             return weight.cast(params["new_dtype"])
@@ -60,104 +62,99 @@ def _follow_one(
             bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
             whole = [(0, size, 1) for size in weight.shape]
             parts = {axis: part for axis, part in enumerate(bounds) if part != whole[axis]}
-            return _cut(weight, lax.slice_in_dim, parts)
+            return _slice(weight, lax.slice_in_dim, parts)
         case "dynamic_slice" if operands[0] is weight:
             bounds = enumerate(zip(operands[1:], params["slice_sizes"], strict=True))
             parts = {axis: part for axis, part in bounds if part[1] != weight.shape[axis]}
-            return _cut(weight, lax.dynamic_slice_in_dim, parts)
+            return _slice(weight, lax.dynamic_slice_in_dim, parts)
         case "mul" | "div":
-            return _times_scalar(name, weight, operands)
+            return _scale(name, weight, operands)
         case "neg":
-            return weight.scaled(jnp.negative)
+            return weight.map_linear(jnp.negative)
         case "reshard":
             return _reshard(weight, params["dst_sharding"])
     return None
 
 
-def _cut(
+def _slice(
     weight: Weight, function: Callable[..., jax.Array], parts: Mapping[int, tuple[Any, ...]]
 ) -> Weight | None:
-    """Returns the part of the array that `function` takes along each of some axes.
+    """Returns the weight sliced along some axes.
 
     Args:
-      function: one of JAX's that slice along one axis.
-      parts: its arguments before `axis`, by the array's axis.
+      function: a JAX function that slices along one axis.
+      parts: by axis, the arguments of `function` between the array and `axis`.
     """
-    found: Weight | None = weight
+    result: Weight | None = weight
     for axis, part in parts.items():
-        if found is not None:
-            cut = functools.partial(_cut_along, function, part)
-            found = found.indexed(axis, cut)
-    return found
+        if result is not None:
+            result = result.slice_axis(
+                axis, lambda array, array_axis, part=part: function(array, *part, axis=array_axis)
+            )
+    return result
 
 
-def _cut_along(
-    function: Callable[..., jax.Array], part: tuple[Any, ...], array: jax.Array, axis: int
-) -> jax.Array:
-    return function(array, *part, axis=axis)
-
-
-def _times_scalar(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:
-    """Follows a product with one number, or a quotient by it."""
-    index = next(index for index, one in enumerate(operands) if one is weight)
+def _scale(name: str, weight: Weight, operands: Sequence[Any]) -> Weight | None:
+    """Propagates a weight through a product with one number, or a division by one number."""
+    index = next(index for index, operand in enumerate(operands) if operand is weight)
     number = operands[1 - index]
     is_divisor = index == 1 and name == "div"
     if isinstance(number, Weight) or math.prod(jnp.shape(number)) != 1 or is_divisor:
         return None
     number = jnp.reshape(number, ())
 
-    def times(array: jax.Array) -> jax.Array:
-        one = number.astype(array.dtype)
-        return array / one if name == "div" else array * one
+    def scale(array: jax.Array) -> jax.Array:
+        factor = number.astype(array.dtype)
+        return array / factor if name == "div" else array * factor
 
-    return weight.scaled(times)
+    return weight.map_linear(scale)
 
 
 def _reshard(weight: Weight, sharding: Any) -> Weight | None:
-    """Lays the array over other axes of a mesh, or leaves it to XLA: its adapter is sharded as it
-    is."""
+    """Returns the weight with its arrays, the adapter's included, sharded over other mesh axes;
+    None if it cannot be propagated."""
     specs: dict[int, Any] = {}
     for axis, names in enumerate(sharding.spec):
-        whole = weight.whole(axis)
-        if whole is not None:
-            specs[weight.origins[whole]] = names
+        part = weight.whole_part(axis)
+        if part is not None:
+            specs[weight.origins[part]] = names
         elif names is not None:
             return None
 
-    def over_mesh(name: str, array: jax.Array) -> jax.Array:
+    def reshard(name: str, array: jax.Array) -> jax.Array:
         by_axis = {weight.axis_in(name, axis): names for axis, names in specs.items()}
         spec = jax.P(*(by_axis.get(axis) for axis in range(array.ndim)))
         return jax.reshard(array, jax.sharding.NamedSharding(sharding.mesh, spec))
 
-    return weight.with_arrays({name: over_mesh(name, one) for name, one in weight.arrays.items()})
+    return weight.with_arrays({name: reshard(name, array) for name, array in weight.arrays.items()})
 
 
 def _split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
-    """Returns the parts of the array, one after the other along `axis`; None where it is not the
-    whole of an axis of the weight."""
+    """Returns the consecutive parts of a weight along `axis`; None if that is not a whole axis of
+    the weight."""
     ends = itertools.accumulate(sizes)
     parts = [
-        _cut(weight, lax.slice_in_dim, {axis: (end - size, end)})
+        _slice(weight, lax.slice_in_dim, {axis: (end - size, end)})
         for size, end in zip(sizes, ends, strict=True)
     ]
     return None if None in parts else parts
 
 
-def read(
+def apply_reader(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[jax.Array] | None:
-    """Returns the result of a product or a lookup of `weight`, by its reader; None where the
-    primitive is neither, or has no such form.
+    """Returns the result of a product or a lookup of `weight`, computed by its reader; None for any
+    other primitive, or if the reader does not support the operation.
 
     Args:
-      operands: arrays, but for `weight`.
+      operands: the primitive's operands: `weight` and arrays.
     """
-    reads = {
+    handlers = {
         "dot_general": _dot_general,
         "ragged_dot_general": _ragged_dot_general,
         "gather": _gather,
     }
-    result = reads[name](weight, operands, params) if name in reads else None
+    result = handlers[name](weight, operands, params) if name in handlers else None
     return None if result is None else [result]
 
 
@@ -187,7 +184,7 @@ def _ragged_dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -
     numbers = params["ragged_dot_dimension_numbers"]
     (x_contracted, contracted), batch = numbers.dot_dimension_numbers
     x, w, sizes = operands[:3]
-    plain = (
+    is_supported = (
         w is weight
         and not any(batch)
         and tuple(numbers.lhs_ragged_dimensions) == (0,)
@@ -197,7 +194,7 @@ def _ragged_dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -
         and len(operands) == 3
         and (x.ndim, tuple(x_contracted)) == (2, (1,))
     )
-    if not plain:
+    if not is_supported:
         return None
     dtype = params["preferred_element_type"] or jnp.promote_types(x.dtype, weight.kernel.dtype)
     ragged = Ragged(
@@ -215,11 +212,12 @@ def _gather(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array 
     if operands[0] is not weight or len(numbers.start_index_map) != 1:
         return None
     axis = numbers.start_index_map[0]
-    whole = tuple(1 if one == axis else n for one, n in enumerate(weight.shape))
-    rows = tuple(numbers.collapsed_slice_dims) == (axis,) and tuple(sizes) == whole
-    # What stands for a row outside of the table is no weight; g may scale 0 and NaN alone.
+    row_shape = tuple(1 if i == axis else size for i, size in enumerate(weight.shape))
+    takes_rows = tuple(numbers.collapsed_slice_dims) == (axis,) and tuple(sizes) == row_shape
+    # The fill value for rows out of bounds is not a weight, but the lookup scales it by g. Only 0
+    # and NaN stay unchanged.
     fill = params["fill_value"] or 0
-    if not rows or numbers.operand_batching_dims or not (fill == 0 or math.isnan(fill)):
+    if not takes_rows or numbers.operand_batching_dims or not (fill == 0 or math.isnan(fill)):
         return None
     lookup = Lookup(axis, tuple(numbers.offset_dims), params["mode"], params["fill_value"])
     return weight.reader.lookup(weight, lookup, operands[1])

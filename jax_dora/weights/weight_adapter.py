@@ -1,4 +1,4 @@
-"""One adapted weight of a module: its arrays lie beside it, as attributes of the module."""
+"""The adapter of one weight. Its arrays are attributes of the module that owns the weight."""
 
 import dataclasses
 import functools
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from jax_dora.layers.adapter import make_adapter
+from jax_dora.layers.adapter_arrays import make_adapter
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call, g_of_call
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
-from jax_dora.weights.evaluate import adapted_here
+from jax_dora.weights.jaxpr_interpreter import mark_adapted
 from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.trace import WeightTrace
 from jax_dora.weights.weight import Weight
@@ -27,15 +27,15 @@ ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSpec:
-    """Names an adapted weight of a module, and says how it is adapted.
+    """Describes an adapted weight and its adapter.
 
     Attributes:
       param: the name of the parameter in its module.
-      axes: a letter for each of its axes, as `jax_dora.register`'s.
-      name: what its path has behind its module's: `param`, or "" where the module has no other
-        weight.
+      axes: one letter for each axis, as in `jax_dora.register`.
+      name: the weight's name in its path: `param`, or "" if the module has no other weight and the
+        path is the module's.
       rule: the adapter's settings.
-      is_lookup: whether it is an embedding.
+      is_lookup: whether the weight is an embedding.
     """
 
     param: str
@@ -48,24 +48,25 @@ class AdapterSpec:
         if self.rule.adapt_attend is not None:
             raise ValueError(
                 f"adapt_attend is {self.rule.adapt_attend!r} for a weight that its module's own "
-                "code reads, which is adapted wherever it is read; expected None"
+                "code reads; expected None, since this adapter applies wherever the weight is read"
             )
 
     def attribute(self, name: str) -> str:
-        """Returns by which name the module has the adapter's `name`."""
+        """Returns the attribute of the module that stores the adapter's `name`, such as
+        "lora_a"."""
         return name if self.param == "kernel" else f"{self.param}_{name}"
 
 
 class WeightAdapter:
-    """An adapted weight, seen as `jax_dora.DoRALayer` is; the module holds all that it has.
+    """An adapted weight with the interface of `jax_dora.DoRALayer`. All its state is in the module.
 
     Attributes:
-      module: that owns the weight.
-      spec: which weight it is, and its settings.
+      module: the module that owns the weight.
+      spec: the weight and the adapter's settings.
       lora_a: [*stack, *b, *i, rank].
       lora_b: [*stack, *b, rank, *o].
       magnitude: [*stack, *b, *o].
-      dropout, given_norm, given_g: as `DoRALayer`'s.
+      dropout, given_norm, given_g: see `DoRALayer`.
     """
 
     takes = frozenset({"keep_inner"})
@@ -77,8 +78,8 @@ class WeightAdapter:
         self.spec = spec
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the adapter, else rank, alpha, scale and the rule's other
-        attributes."""
+        """Returns an attribute of the adapter, or else of the rule: rank, alpha, scale and so
+        on."""
         if name in ATTRIBUTES:
             return getattr(self.module, self.spec.attribute(name))
         return getattr(self.spec.rule, name)
@@ -94,11 +95,11 @@ class WeightAdapter:
         return self.spec.param
 
     def path(self, module: str) -> str:
-        """Returns the weight's path, given its module's."""
+        """Returns the weight's path, given its module's path."""
         return "/".join(filter(None, (module, self.spec.name)))
 
     def module_path(self, path: str) -> str:
-        """Returns the module's path, given the weight's."""
+        """Returns the module's path, given the weight's path."""
         return path.removesuffix(self.spec.name).removesuffix("/")
 
     @property
@@ -107,7 +108,7 @@ class WeightAdapter:
 
     @property
     def result_dtype(self) -> Any:
-        """Returns the dtype of a product with an array of the weight's dtype."""
+        """The dtype of a product with an array of the weight's dtype."""
         return self.kernel_param.dtype
 
     def rule(self, path: str = "") -> DoRARule:
@@ -115,7 +116,7 @@ class WeightAdapter:
 
     @property
     def layout(self) -> Layout:
-        """Returns how the arrays are matrices, of one layer of a stack."""
+        """How to view the arrays of a single layer as matrices."""
         return layout_of_weight(self.kernel_param.shape, self.spec.axes, self.rank)
 
     @property
@@ -126,21 +127,22 @@ class WeightAdapter:
         if self.dropout is not None:
             self.dropout.eval()
 
-    def followed(self, trace: WeightTrace, kernel: jax.Array) -> Any:
-        """Returns the weight's array as `trace` follows it; nothing is computed unless it is read.
+    def traced(self, trace: WeightTrace, kernel: jax.Array) -> Any:
+        """Returns a tracer of `trace` for the weight. Nothing is computed until an operation reads
+        it.
 
         Args:
-          kernel: the parameter's array as the module holds it now: a whole stack's, or one layer's
-            inside of a scan or `nnx.vmap`.
+          kernel: the parameter's current array: a whole stack's, or a single layer's inside a scan
+            or `nnx.vmap`.
         """
-        weight = functools.cache(functools.partial(self._weight, kernel))
+        weight = functools.cache(functools.partial(self._make_weight, kernel))
         return trace.lift(jax.typeof(kernel), weight)
 
-    def _weight(self, kernel: jax.Array) -> Weight:
-        # A program may read it where a part of the mesh is left to XLA.
+    def _make_weight(self, kernel: jax.Array) -> Weight:
+        # The program may read the weight inside a region that leaves part of the mesh to XLA.
         with meshes.context_of(kernel):
-            kernel = adapted_here(kernel)
-            # One layer of a scan's, then one matrix of those that `nnx.vmap` has taken apart.
+            kernel = mark_adapted(kernel)
+            # A scan removes the stack axis of the kernel; `nnx.vmap` may remove batch axes too.
             axes = self.spec.axes
             for role in "sb":
                 axes = axes.replace(role, "", max(0, len(axes) - kernel.ndim))
@@ -154,50 +156,59 @@ class WeightAdapter:
             return Weight.of(axes, arrays, reader)
 
     def _stack_to_batch(self, array: jax.Array) -> jax.Array:
-        """Returns an adapter's array of a whole stack whose axis stands among the batch axes."""
+        """Moves the stack axis of an adapter's array to its position among the batch axes."""
         stack = self.stack
-        before = sum(role == "b" for role in self.spec.axes[: self.spec.axes.index("s")])
-        return jnp.moveaxis(array, stack.axis, before) if stack.axis else array
+        position = sum(role == "b" for role in self.spec.axes[: self.spec.axes.index("s")])
+        return jnp.moveaxis(array, stack.axis, position) if stack.axis else array
 
-    def make(
+    def create_arrays(
         self,
         rule: DoRARule,
         rngs: nnx.Rngs | None,
         arrays: Mapping[str, jax.Array] | None = None,
     ) -> None:
-        """Puts these arrays, or a fresh adapter, beside the weight.
+        """Sets the adapter's attributes on the module: from these arrays, or fresh.
 
         Args:
-          rngs: as `make_adapter`'s; None, where there are arrays, leaves dropout out.
+          rngs: see `make_adapter`; with `arrays`, None omits dropout.
+
+        Raises:
+          ValueError: the module already has an attribute with one of these names.
         """
         taken = [n for n in map(self.spec.attribute, ATTRIBUTES) if hasattr(self.module, n)]
         if taken:
             raise ValueError(
-                f"the module has an attribute {taken[0]!r}, which is a name of the adapter's; "
-                "expected another name: rename it in the class"
+                f"the module has an attribute {taken[0]!r}, a name that the adapter needs; "
+                "expected another name: rename the attribute in the class"
             )
         self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
         make_adapter(self, rule, rngs, DoRALayer.default_inits, arrays, by_layer=False)
         drops = rule.dropout and rngs is not None
         self.dropout = nnx.Dropout(rule.dropout, rngs=rngs) if drops else nnx.data(None)
 
-    def unmake(self) -> None:
+    def delete_arrays(self) -> None:
         for name in ATTRIBUTES:
             delattr(self.module, self.spec.attribute(name))
 
 
 def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
-    """Returns how layers are stacked in a weight of these axes (as `AdapterSpec.axes`), perhaps
-    behind those of models that `nnx.vmap` has stacked after they were adapted."""
+    """Returns how layers are stacked in a weight.
+
+    `nnx.vmap` may have stacked whole models after they were adapted. Their axes come first.
+
+    Args:
+      shape: the weight's shape.
+      axes: see `AdapterSpec.axes`.
+    """
     count, axis = len(shape) - len(axes.replace("s", "")), axes.find("s")
     if axis <= 0:
         return Stack(shape[:count])
-    least = sum(role in "bo" for role in axes)
-    return Stack.of_kernel(shape[axis], axis, len(axes), least)
+    magnitude_ndim = sum(role in "bo" for role in axes)
+    return Stack.of_kernel(shape[axis], axis, len(axes), magnitude_ndim)
 
 
 def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
-    """Returns how one layer of a weight of these axes and an adapter of `rank` are matrices."""
+    """Returns how to view a single layer of a weight, and an adapter of `rank`, as matrices."""
     return projection_layout(
-        stack_of_weight(shape, axes).without(shape), axes.replace("s", ""), rank
+        stack_of_weight(shape, axes).layer_part(shape), axes.replace("s", ""), rank
     )

@@ -1,4 +1,4 @@
-"""Notes what reads a weight in one abstract call of its model."""
+"""Records which operations read each weight in one abstract call of a model."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.evaluate import scopes
+from jax_dora.weights.jaxpr_interpreter import current_scopes
 from jax_dora.weights.operations import Lookup, Product, Ragged
 from jax_dora.weights.trace import WeightTrace
 from jax_dora.weights.weight import Weight
@@ -26,12 +26,11 @@ class Read:
     """One operation that reads a weight.
 
     Attributes:
-      name: of the primitive.
+      name: the name of the primitive.
       kind: "product", "lookup" or "other".
-      axes: a letter for each axis of the weight as `AdapterSpec.axes` has them; "" where it is no
-        product and no lookup.
-      features: of a product, the size of its features; of a lookup, the number of rows.
-      scopes: the paths of the modules in whose methods it stands.
+      axes: one letter for each axis of the weight, as in `AdapterSpec.axes`; "" for kind "other".
+      features: for a product, the number of its output features; for a lookup, the number of rows.
+      scopes: the paths of the modules whose methods contain the operation.
       order: its position among all reads of the call.
     """
 
@@ -45,11 +44,11 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """The arguments that a model is called with: a pytree whose leaves are the arrays.
+    """The inputs to call a model with: a pytree whose leaves are the arrays.
 
     Attributes:
-      args, kwargs: arrays, `jax.ShapeDtypeStruct`s, modules or whatever else.
-      function: takes the model and calls it, without arguments then; or None.
+      args, kwargs: the arguments: arrays, `jax.ShapeDtypeStruct`s, modules or any other values.
+      function: a function that takes the model and calls it, used instead of arguments; or None.
     """
 
     args: tuple[Any, ...] = ()
@@ -58,7 +57,7 @@ class Example:
 
     @classmethod
     def of(cls, example: Any) -> "Example":
-        """Returns an example as `apply_dora` takes it."""
+        """Returns the `Example` for `apply_dora`'s argument `example`."""
         if isinstance(example, Mapping):
             return cls(kwargs=dict(example))
         if isinstance(example, tuple | list):
@@ -73,12 +72,12 @@ class Example:
 
     @classmethod
     def of_arguments(cls, *args: Any, **kwargs: Any) -> "Example":
-        """Returns an example as `coverage` takes it."""
+        """Returns the `Example` for `coverage`'s arguments."""
         is_function = len(args) == 1 and callable(args[0]) and not kwargs
         return cls(function=args[0]) if is_function else cls(args, kwargs)
 
     def call(self, model: Any) -> Any:
-        """Returns the result of the model for these arguments."""
+        """Calls the model with these inputs."""
         return self.function(model) if self.function else model(*self.args, **self.kwargs)
 
 
@@ -86,48 +85,49 @@ jax.tree_util.register_dataclass(Example, data_fields=["args", "kwargs"], meta_f
 
 
 class ReadLog:
-    """The reads of a model's call, as they are noted.
+    """Collects the reads of a model's call.
 
     Attributes:
-      paths: of the modules, by the number in the name of each one's scope, "dora[3]".
-      reads: of each weight.
-      seen: the shapes of parameters in the methods of their modules, the one of the fewest axes.
-      results: the sizes of the last axes of what the call returned.
+      paths: the modules' paths. The index of a module is the number in its scope's name, "dora[3]".
+      reads: the reads of each weight.
+      method_shapes: the shape of each parameter in its module's methods; if it varies, the one with
+        the fewest axes.
+      results: the sizes of the last axes of the call's results.
     """
 
     def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
         self.paths = list(paths)
         self.reads: dict[Key, tuple[Read, ...]] = dict.fromkeys(keys, ())
-        self.seen: dict[Key, tuple[int, ...]] = {}
+        self.method_shapes: dict[Key, tuple[int, ...]] = {}
         self.results: frozenset[int] = frozenset()
         self.count = itertools.count().__next__
 
-    def follow(self, trace: WeightTrace, key: Key, array: jax.Array) -> Any:
-        """Returns a weight's array as `trace` follows it, noting what reads it."""
+    def traced(self, trace: WeightTrace, key: Key, array: jax.Array) -> Any:
+        """Returns a tracer of `trace` for a weight's array that records what reads it."""
         reader = Recorder(self, key, array.shape)
         weight = Weight.of(None, {"kernel": array}, reader)
         return trace.lift(jax.typeof(array), lambda: weight)
 
-    def see(self, number: int, name: str, shape: tuple[int, ...]) -> None:
-        """Notes the shape of a parameter in a method of the module of this number."""
+    def record_shape(self, number: int, name: str, shape: tuple[int, ...]) -> None:
+        """Records the shape of a parameter in a method of module `number`."""
         key = self.paths[number], name
-        self.seen[key] = min(self.seen.get(key, shape), shape, key=len)
+        self.method_shapes[key] = min(self.method_shapes.get(key, shape), shape, key=len)
 
-    def end(self, result: Any) -> None:
-        """Notes what the call returned."""
+    def record_result(self, result: Any) -> None:
+        """Records the shapes of the call's result."""
         leaves = (leaf for leaf in jax.tree.leaves(result) if not isinstance(leaf, nnx.Variable))
         self.results = frozenset(leaf.shape[-1] for leaf in leaves if getattr(leaf, "ndim", 0))
 
 
 class Recorder:
-    """Notes what reads one weight, and computes what the base would."""
+    """A `Reader` that records the reads of one weight and computes the base model's results."""
 
     def __init__(self, log: ReadLog, key: Key, shape: tuple[int, ...]) -> None:
         self.log, self.key, self.shape = log, key, shape
-        self.is_noted = False
+        self.is_recorded = False
 
     def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array:
-        self._note("dot_general", "product", weight, product.contracted, product.batch)
+        self._record_operation("dot_general", "product", weight, product.contracted, product.batch)
         return product(
             x,
             weight.base(),
@@ -138,58 +138,59 @@ class Recorder:
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> None:
         group = (product.group,)
-        self._note("ragged_dot_general", "product", weight, product.contracted, group)
-        self.is_noted = True  # and the base's array is asked for next
+        self._record_operation("ragged_dot_general", "product", weight, product.contracted, group)
+        # Since this returns None, the caller asks for the whole array next. That is the same read.
+        self.is_recorded = True
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> None:
-        self._note("gather", "lookup", weight, (lookup.axis,), ())
-        self.is_noted = True
+        self._record_operation("gather", "lookup", weight, (lookup.axis,), ())
+        self.is_recorded = True
 
     def other(self, weight: Weight, name: str) -> jax.Array:
-        if not self.is_noted:
-            self._add(name, "other", "", 0)
-        self.is_noted = False
+        if not self.is_recorded:
+            self._append(name, "other", "", 0)
+        self.is_recorded = False
         return weight.base()
 
-    def _add(self, name: str, kind: str, axes: str, features: int) -> None:
-        found = re.findall(r"dora\[(\d+)\]", scopes())
-        paths = list(self.log.paths)
-        inside = frozenset(paths[int(number)] for number in found)
-        read = Read(name, kind, axes, features, inside, self.log.count())
+    def _append(self, name: str, kind: str, axes: str, features: int) -> None:
+        numbers = re.findall(r"dora\[(\d+)\]", current_scopes())
+        scopes = frozenset(self.log.paths[int(number)] for number in numbers)
+        read = Read(name, kind, axes, features, scopes, self.log.count())
         self.log.reads[self.key] += (read,)
 
-    def _note(
+    def _record_operation(
         self, name: str, kind: str, weight: Weight, contracted: Sequence[int], batch: Sequence[int]
     ) -> None:
-        """Notes a product or lookup along these axes of the weight's array."""
+        """Records a product or lookup along these axes of the weight's array."""
         every = range(len(weight.view))
-        of_i, of_b, seen = (
-            {weight.origins[one] for one in weight.viewed(axes)}
+        contracted_axes, batch_axes, viewed_axes = (
+            {weight.origins[part] for part in weight.parts_of_axes(axes)}
             for axes in (contracted, batch, every)
         )
 
         def role(axis: int) -> str:
             if axis in weight.stacked:
                 return "s"
-            if axis in of_i:
+            if axis in contracted_axes:
                 return "i"
-            one_of_many = axis not in seen and self.shape[axis] != 1
-            return "b" if axis in of_b or one_of_many else "o"
+            is_indexed = axis not in viewed_axes and self.shape[axis] != 1
+            return "b" if axis in batch_axes or is_indexed else "o"
 
         roles = [role(axis) for axis in range(len(self.shape))]
-        short = [axis for axis, one in enumerate(roles) if one == "o" and self.shape[axis] == 1]
-        if "i" not in roles and short:  # no view has axes of size 1: that is what is contracted
+        short = [axis for axis, size in enumerate(self.shape) if roles[axis] == "o" and size == 1]
+        if "i" not in roles and short:
+            # Views omit axes of size 1, so the contracted axis is one of these.
             roles[short[0]] = "i"
         axes = "".join(roles)
-        counted = "o" if kind == "product" else "i"
+        counted_role = "o" if kind == "product" else "i"
         parts = zip(weight.sizes, weight.origins, strict=True)
-        sizes = [size for size, axis in parts if axes[axis] == counted]
-        self._add(name, kind, axes, math.prod(sizes))
+        sizes = [size for size, axis in parts if axes[axis] == counted_role]
+        self._append(name, kind, axes, math.prod(sizes))
 
 
-def apart(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Returns the arrays of a pytree of arrays, modules and whatever else, and what puts such
-    arrays into a copy of it."""
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Splits a pytree of arrays, modules and other values into its arrays and a function that
+    rebuilds a copy of the pytree from such arrays."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
     parts: list[Any] = []
     merges: list[Any] = []
@@ -205,8 +206,8 @@ def apart(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
             parts.append(None)
             merges.append(lambda _, leaf=leaf: leaf)
 
-    def together(parts: list[Any]) -> Any:
-        made = [merge(part) for merge, part in zip(merges, parts, strict=True)]
-        return jax.tree.unflatten(structure, made)
+    def rebuild(parts: list[Any]) -> Any:
+        leaves = [merge(part) for merge, part in zip(merges, parts, strict=True)]
+        return jax.tree.unflatten(structure, leaves)
 
-    return parts, together
+    return parts, rebuild

@@ -1,0 +1,190 @@
+"""Finds the operations that read each weight, in one abstract call of an nnx model.
+
+The reads show whether a weight can be adapted, and which weight is the output head's.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_dora.adapt.tree import FoundModule, find_modules, remove_dora
+from jax_dora.layers.base import Constant
+from jax_dora.layers.registry import kind_of
+from jax_dora.layers.stack import stacked_axes
+from jax_dora.ops import quantised
+from jax_dora.weights.module import own_methods
+from jax_dora.weights.read_log import Example, Key, Read, ReadLog, split_arrays
+from jax_dora.weights.registry import registrations
+from jax_dora.weights.trace import weight_trace
+
+
+def weights_of(module: Any) -> dict[str, nnx.Param]:
+    """Returns the parameters of two axes or more that are attributes of `module`. They are
+    `nnx.Param`s, but the kernel of a known layer and a registered parameter may be variables of any
+    type."""
+    kind = kind_of(module)
+    known = {kind.kernel_name} if kind else registrations(module).keys()
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if is_weight(value, nnx.Variable if name in known else nnx.Param)
+    }
+
+
+def is_weight(value: Any, kind: type[nnx.Variable] = nnx.Param) -> bool:
+    """Returns whether `value` is a parameter of two axes or more that belongs to no adapter."""
+    is_parameter = isinstance(value, kind) and not isinstance(value, nnx.LoRAParam | Constant)
+    return is_parameter and getattr(value, "ndim", 0) > 1
+
+
+def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
+    """Calls a model abstractly, without its adapters, and returns the operations that read its
+    weights.
+
+    Raises:
+      Exception: any error of the call.
+    """
+    copy = remove_dora(model)
+    modules, weights = find_modules(copy), _weights(copy)
+    by_variable: dict[int, list[Key]] = {}
+    for key, variable in weights.items():
+        by_variable.setdefault(id(variable), []).append(key)
+    groups = list(by_variable.values())  # A group has several keys if modules share a parameter.
+    log = ReadLog([group[0] for group in groups], [found.paths[0] for found in modules])
+    for number, found in enumerate(modules):
+        # The attributes of these modules are user-chosen keys or a linen module's variables, so
+        # the bookkeeping attributes below must not be added.
+        if not isinstance(found.module, nnx.List | nnx.Dict | nnx.bridge.ToNNX):
+            found.module.dora_scope, found.module.dora_log = number, log
+            found.module.__class__ = _scoped_type(type(found.module))
+
+    def run(arrays: Any) -> None:
+        traced, inputs = rebuild(arrays)
+        weights = _weights(traced)
+        with weight_trace() as trace:
+            for key in log.reads:
+                raw = weights[key].get_raw_value()
+                value = log.traced(trace, key, quantised.dense(raw, raw.dtype))
+                weights[key].set_raw_value(value, _unsafe_bypass_check=True)
+            log.record_result(inputs.call(traced))
+
+    arrays, rebuild = split_arrays((copy, example))
+    jax.eval_shape(run, arrays)
+    reads = {key: dict[Read, None]() for group in groups for key in group}
+    for group in groups:
+        shapes = [log.method_shapes[key] for key in group if key in log.method_shapes]
+        for read in log.reads[group[0]]:
+            if shapes:
+                axes = _with_mapped_axis(read.axes, weights[group[0]].shape, min(shapes, key=len))
+                read = dataclasses.replace(read, axes=axes)
+            # Of the modules that share the parameter, the innermost around the read gets it.
+            inside = [key for key in group if key[0] in read.scopes]
+            reads[max(inside, key=lambda key: len(key[0]), default=group[0])][read] = None
+    log.reads = {key: tuple(key_reads) for key, key_reads in reads.items()}
+    return log
+
+
+def _weights(model: nnx.Module) -> dict[Key, nnx.Param]:
+    return {
+        (found.paths[0], name): variable
+        for found in find_modules(model)
+        for name, variable in weights_of(found.module).items()
+    }
+
+
+def _with_mapped_axis(axes: str, shape: tuple[int, ...], method_shape: tuple[int, ...]) -> str:
+    """Returns the axes of a read, with "s" for the stack axis that `nnx.vmap` has removed.
+
+    If all layers of the stack share an input, that axis looks like a feature axis in the read.
+
+    Args:
+      axes: the axes of the read.
+      shape: the weight's shape.
+      method_shape: the weight's shape in the methods of its module.
+    """
+    unstacked = [axis for axis, role in enumerate(axes) if role != "s"]
+    if len(unstacked) != len(method_shape) + 1:
+        return axes
+    sizes = [shape[axis] for axis in unstacked]
+    mapped = [unstacked[i] for i in stacked_axes(sizes, method_shape)]
+    first = next((axis for axis in mapped if axes[axis] in "bo"), None)
+    return axes if first is None else f"{axes[:first]}s{axes[first + 1 :]}"
+
+
+@functools.cache
+def _scoped_type(base: type[Any]) -> type[Any]:
+    """Returns a subclass of a module's class. Its methods run in a `jax.named_scope` that
+    identifies the module, and record the shapes that its parameters have there."""
+
+    def scoped(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, value in vars(self).items():
+                # A variable that holds a dict has no shape.
+                if isinstance(value, nnx.Variable) and hasattr(value, "shape"):
+                    self.dora_log.record_shape(self.dora_scope, name, value.shape)
+            with jax.named_scope(f"dora[{self.dora_scope}]"):
+                return method.__get__(self, type(self))(*args, **kwargs)
+
+        return call
+
+    methods = {name: scoped(method) for name, method in own_methods(base).items()}
+    kind: Any = type(base)
+    return kind(base.__name__, (base,), {"__module__": base.__module__, **methods})
+
+
+def has_adapted_form(read: Read, axes: str) -> bool:
+    """Returns whether the operation `read` has an adapted form for a weight with these axes."""
+    if read.kind == "other":
+        return False
+    read_axes, weight_axes = (letters.replace("s", "b") for letters in (read.axes, axes))
+    if read.kind == "lookup":
+        return read_axes == weight_axes
+    transposed = read_axes.translate(str.maketrans("io", "oi"))
+    return any(
+        all(a == b or (a != "b" and b == "b") for a, b in zip(form, weight_axes, strict=True))
+        for form in (read_axes, transposed)
+    )
+
+
+def reader_of(
+    found: FoundModule, modules: list[FoundModule], reads: tuple[Read, ...]
+) -> tuple[Any, tuple[str, ...]] | None:
+    """Returns the innermost module that contains a weight and runs all its reads in its own
+    methods, and the path from that module to the weight's owner; None if there is no such
+    module."""
+    by_path = {path: module for module in modules for path in module.paths}
+    scopes = frozenset.intersection(*(read.scopes for read in reads))
+    for path in found.paths:
+        parts = path.split("/") if path else []
+        for length in range(len(parts), -1, -1):
+            reader = by_path.get("/".join(parts[:length]))
+            if reader is not None and scopes.intersection(reader.paths):
+                return reader.module, tuple(parts[length:])
+    return None
+
+
+def find_output_heads(traced: ReadLog | None) -> list[Key]:
+    """Returns the output head's weight, if there is one, as a list.
+
+    It is the weight of the call's last product, if the product's features are the last axis of a
+    result and as many as the rows of a looked-up embedding.
+    """
+    if traced is None:
+        return []
+    products = [
+        (read, key)
+        for key, reads in traced.reads.items()
+        for read in reads
+        if read.kind == "product"
+    ]
+    vocabularies = {
+        read.features for reads in traced.reads.values() for read in reads if read.kind == "lookup"
+    }
+    if not products:
+        return []
+    last, key = max(products, key=lambda product: product[0].order)
+    return [key] if last.features in vocabularies & traced.results else []

@@ -1,0 +1,154 @@
+"""Lists the weights of a linen model as `Site`s.
+
+One abstract call of the model finds the operations that read each weight.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx, traverse_util
+
+from jax_dora.adapt.find_sites import find_sites
+from jax_dora.adapt.site import Site
+from jax_dora.linen.layer import dora_class_of
+from jax_dora.linen.params import params_path
+from jax_dora.weights.read_log import Example, ReadLog, split_arrays
+from jax_dora.weights.trace import weight_trace
+
+_CALL_NUMBERS = itertools.count(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenModule:
+    """Hides a module from the module that has it as an attribute. Flax would make it a submodule
+    and prefix its paths with the attribute's name."""
+
+    module: nn.Module
+
+    def within(self, scope: Any) -> "HiddenModule":
+        """Returns the module bound to `scope`, hidden as well."""
+        return HiddenModule(self.module.copy(parent=scope))
+
+
+class _ObservedModel(nn.Module):
+    """Calls a model; `interceptor` runs the methods of its modules."""
+
+    held: HiddenModule
+    call_number: int
+
+    def setup(self) -> None:
+        self.bound = self.held.within(self.scope)
+
+    def __call__(self, interceptor: Callable[..., Any], example: Example) -> Any:
+        scope: Any = self.scope
+        # The flag is part of nn.jit's cache key. A cached trace of another call would have the
+        # scope names of that call.
+        scope.flags = {**scope.flags, "jax_dora": self.call_number}
+        with nn.intercept_methods(interceptor), jax.named_scope("dora[0]"):
+            return example.call(self.bound.module)
+
+
+def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
+    """Returns every parameter of two axes or more of a linen model, and every other module that
+    holds parameters, in the order of their paths. For the kernel of a layer with a counterpart in
+    `jax_dora.layers`, `is_layer` is True.
+
+    Raises:
+      Exception: any error of the call.
+    """
+    arrays, rebuild = split_arrays(example)
+    observed = _ObservedModel(HiddenModule(model), next(_CALL_NUMBERS))
+    modules: dict[str, nn.Module] = {"": model}
+
+    def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module, path = context.module, "/".join(context.module.path)
+        if context.method_name == "setup" or isinstance(module, _ObservedModel):
+            return next_fun(*args, **kwargs)
+        # Several modules may share a scope; prefer the layer that a DoRA class adapts.
+        if path not in modules or dora_class_of(module):
+            modules[path] = module
+        with jax.named_scope(f"dora[{list(modules).index(path)}]"):
+            return next_fun(*args, **kwargs)
+
+    def init(arrays: Any) -> Any:
+        rngs = {"params": jax.random.key(0)}
+        return observed.init(rngs, interceptor, rebuild(arrays))
+
+    variables = jax.eval_shape(init, arrays)
+    flat = traverse_util.flatten_dict(variables.get("params", {}))
+    weights = {path: leaf for path, leaf in flat.items() if nn.unbox(leaf).ndim > 1}
+    log = ReadLog(map(params_path, weights), modules)
+
+    def run(variables: Any, arrays: Any) -> None:
+        params = traverse_util.flatten_dict(variables.get("params", {}))
+        with weight_trace() as trace:
+            for path in weights:
+                value = log.traced(trace, params_path(path), nn.unbox(params[path]))
+                params[path] = nn.meta.replace_boxed(params[path], value)
+            traced = {**variables, "params": traverse_util.unflatten_dict(params)}
+            result, _ = observed.apply(
+                traced,
+                interceptor,
+                rebuild(arrays),
+                rngs={"params": jax.random.key(0)},
+                mutable=[name for name in traced if name != "params"],
+            )
+        log.record_result(result)
+
+    jax.eval_shape(run, variables, arrays)
+    # A stack axis is a batch axis here: each layer has its own adapter.
+    log.reads = {
+        key: tuple(dataclasses.replace(read, axes=read.axes.replace("s", "b")) for read in reads)
+        for key, reads in log.reads.items()
+    }
+    classes = {path: type(module) for path, module in modules.items()}
+    sites = find_sites(_mirror(flat, classes), log)
+    for site in sites:
+        path = site.found.paths[0]
+        module: Any = modules.get(path)
+        cls = dora_class_of(module)
+        if cls is None:
+            continue
+        if site.param != cls.kernel_name:
+            site.is_matched = not site.refusal  # Rules do not match a stacked bias.
+            continue
+        reads = log.reads[path, site.param]
+        if reads and all(path in read.scopes for read in reads):
+            site.is_layer, site.refusal, site.how = True, "", f"linen.{type(module).__name__}"
+            site.is_linear = cls.is_linear(module) and site.is_linear
+    return sites
+
+
+def lora_a_path(site: Site) -> tuple[str, ...]:
+    """Returns the path of an adapted weight's lora_a in params."""
+    path = site.found.paths[0]
+    is_plain = site.is_layer or site.param == "kernel"
+    name = "lora_a" if is_plain else f"{site.param}_lora_a"
+    return (*(path.split("/") if path else ()), name)
+
+
+class _Params(nnx.Module):
+    """The parameters of a linen module, and its submodules."""
+
+
+def _mirror(flat: Mapping[tuple[str, ...], Any], classes: Mapping[str, type[Any]]) -> Any:
+    """Returns an nnx module with the parameters of a linen model."""
+    modules: dict[tuple[str, ...], Any] = {}
+
+    def module(path: tuple[str, ...]) -> Any:
+        if path not in modules:
+            kind = classes.get("/".join(path), _Params)
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            modules[path] = type(kind.__name__, (_Params,), names)()
+            if path:
+                setattr(module(path[:-1]), path[-1], modules[path])
+        return modules[path]
+
+    root = module(())
+    for path, leaf in flat.items():
+        setattr(module(path[:-1]), path[-1], nnx.Param(nn.unbox(leaf)))
+    return root
