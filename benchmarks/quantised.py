@@ -170,7 +170,7 @@ def _projections(settings: Settings) -> Iterator[Measurement]:
             static = functools.partial(row_wise.linear, None)
             base = jax.jit(lambda x, kernel, base=static: base(row_wise.Product(x, kernel)))
         if in_one_piece:
-            kernel = row_wise.columns_in_one_piece(kernel)
+            kernel = row_wise.with_contiguous_columns(kernel)
         yield row | {"kind": "base"}, base, (x, kernel)
         dora = _frozen(n, act_qtype=activations)
         yield row | {"kind": "DoRA"}, dora, (x, kernel, lora_a, lora_b)

@@ -139,7 +139,7 @@ def _row(site: Site) -> CoveredWeight:
     how = site.refusal if status == "not adaptable" else site.how
     value = site.parameter.get_value()
     if quantised.is_quantised(value):
-        how += f"; {quantised.described(value)}"
+        how += f"; {quantised.describe(value)}"
         if act_qtype := act_qtype_of(site.found.module):
             how += f", activations {act_qtype}"
     return CoveredWeight(

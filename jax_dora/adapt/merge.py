@@ -264,7 +264,7 @@ def _layer_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     change = functools.partial(_change_of_matrices, setting)
     kernel = quantised.stored(parameters["kernel"])
     if mesh := meshes.explicit(kernel):
-        change = meshes.left_to_xla(change, mesh, jax.P(*meshes.spec(kernel)))
+        change = meshes.with_auto_axes(change, mesh, jax.P(*meshes.spec(kernel)))
     return change(parameters)
 
 

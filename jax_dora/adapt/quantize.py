@@ -21,7 +21,7 @@ from jax_dora.layers.registry import kind_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import make, round_to
-from jax_dora.ops.row_wise import QTYPE, check_format, columns_in_one_piece
+from jax_dora.ops.row_wise import QTYPE, check_format, with_contiguous_columns
 
 TILE_SIZES = {"nf4": 64, "int4": 64, "int8": None, "float8_e4m3fn": None}
 
@@ -101,7 +101,7 @@ def quantize[Model: nnx.Module](
             with named_in_errors(site.names[0], "quantised"):
                 _quantize_layer(site, qtype, tile_size)
                 if act_qtype is not None:
-                    parameter.set_value(columns_in_one_piece(parameter.get_value()))
+                    parameter.set_value(with_contiguous_columns(parameter.get_value()))
         compute_quantised(site.found.module, act_qtype)
     for site in found:
         name = done.get(id(site.parameter)) if site.param else None

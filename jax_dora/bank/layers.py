@@ -160,7 +160,7 @@ class BankLayer(nnx.Module):
         mesh = meshes.explicit(*jax.tree.leaves(operands))
         if mesh is None:
             return apply_adapters(operands)
-        return meshes.left_to_xla(apply_adapters, mesh, jax.P(*meshes.spec(base)))(operands)
+        return meshes.with_auto_axes(apply_adapters, mesh, jax.P(*meshes.spec(base)))(operands)
 
 
 def apply_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:

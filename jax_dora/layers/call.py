@@ -79,7 +79,7 @@ def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = 
     kernel = stored(arrays[0])
     if mesh := meshes.explicit(kernel):
         names = layer_layout.adapter_axes(meshes.spec(kernel))["magnitude"]
-        return meshes.left_to_xla(compute, mesh, jax.P(*names))(tuple(arrays))
+        return meshes.with_auto_axes(compute, mesh, jax.P(*names))(tuple(arrays))
     return compute(arrays)
 
 
@@ -245,4 +245,4 @@ def with_out_sharding(
         )
     if AxisType.Explicit not in mesh.axis_types:
         return function(operands)
-    return meshes.left_to_xla(function, mesh, jax.P(*spec))(operands)
+    return meshes.with_auto_axes(function, mesh, jax.P(*spec))(operands)

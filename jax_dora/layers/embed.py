@@ -12,7 +12,7 @@ from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import g_of_call, times_transposed, with_out_sharding
 from jax_dora.layers.rule import DoRARule
-from jax_dora.ops.mesh import left_to_xla
+from jax_dora.ops.mesh import with_auto_axes
 
 
 class DoRAEmbed(DoRALayer, nnx.Embed):
@@ -65,7 +65,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
 
         if out_sharding is not None:
             sharding = jax.typeof(base).sharding
-            expand = left_to_xla(expand, sharding.mesh, sharding.spec)
+            expand = with_auto_axes(expand, sharding.mesh, sharding.spec)
         lora = expand(inputs, self.lora_a[...], self.lora_b[...])
         return ops.compose(
             base, lora, g_of_call(self, base.dtype), self.scale, implementation=self.implementation

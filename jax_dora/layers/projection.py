@@ -84,7 +84,7 @@ class DoRAProjection(DoRAProduct):
             return jnp.einsum(einsum, x, kernel.astype(x.dtype))
 
         spec = meshes.result_spec(base_result, x, kernel)
-        return meshes.left_to_xla(self._by_matrices, mesh, spec)(operands)
+        return meshes.with_auto_axes(self._by_matrices, mesh, spec)(operands)
 
     def _by_matrices(self, operands: Mapping[str, Any]) -> jax.Array:
         """Computes the result as one matrix product for each batch index."""

@@ -39,7 +39,7 @@ def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> A
 
 def dot_general(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """Returns `lax.dot_general(lhs, rhs, ...)`, where rhs may be quantised."""
-    return quantised.multiplied(lambda x, w: lax.dot_general(x, w, *args, **kwargs), lhs, rhs)
+    return quantised.apply_dense(lambda x, w: lax.dot_general(x, w, *args, **kwargs), lhs, rhs)
 
 
 def dot_general_by_rows(
@@ -77,18 +77,18 @@ def dot_general_by_rows(
         x, kernel = meshes.spec(lhs), meshes.spec(rhs.qvalue)
         out_sharding = jax.P(*(x[axis] for axis in rows), *(kernel[axis] for axis in columns))
     spec = getattr(out_sharding, "spec", out_sharding)
-    return meshes.left_to_xla(multiply, mesh, spec)(row_wise.Product(lhs, rhs))
+    return meshes.with_auto_axes(multiply, mesh, spec)(row_wise.Product(lhs, rhs))
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
     """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised."""
-    return quantised.multiplied(lambda x, w: jnp.einsum(equation, x, w, **kwargs), lhs, rhs)
+    return quantised.apply_dense(lambda x, w: jnp.einsum(equation, x, w, **kwargs), lhs, rhs)
 
 
 def convolve(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
     """Returns `lax.conv_general_dilated(lhs, rhs, ...)`, where rhs may be quantised."""
     convolved = lax.conv_general_dilated
-    return quantised.multiplied(lambda x, w: convolved(x, w, *args, **kwargs), lhs, rhs)
+    return quantised.apply_dense(lambda x, w: convolved(x, w, *args, **kwargs), lhs, rhs)
 
 
 ARITHMETIC = {

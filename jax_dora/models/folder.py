@@ -35,7 +35,7 @@ from jax_dora.models.stored_arrays import (
 )
 from jax_dora.models.weights import StoredTensor, stored_tensors, write_files
 from jax_dora.ops.quantised import is_quantised
-from jax_dora.ops.row_wise import columns_in_one_piece
+from jax_dora.ops.row_wise import with_contiguous_columns
 
 TIED = "lm_head.weight", "model.embed_tokens.weight"
 # The subfolder with named chat templates, in addition to the default template.
@@ -125,7 +125,7 @@ def load_model(
         like = flat[array.path].get_value()
         if is_quantised(like):
             value = load_quantised(array, like, read_layer, array_sharding)
-            value = columns_in_one_piece(value) if act_qtype else value
+            value = with_contiguous_columns(value) if act_qtype else value
         else:
             value = load_array(array, [tensors[name] for name in array.names], array_sharding)
         flat[array.path] = flat[array.path].replace(value)

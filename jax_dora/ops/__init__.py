@@ -1,4 +1,4 @@
-"""Functions on arrays: the factored norm, the compose, an adapted projection, SwiGLU of two."""
+"""DoRA as functions of arrays: the factored norm, compose, adapted projections and SwiGLU."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from jax_dora.ops.norm import factored_norm as factored_norm
 from jax_dora.ops.norm import magnitude_scale as magnitude_scale
 from jax_dora.ops.swiglu import swiglu as swiglu
 
-if not TYPE_CHECKING:  # type checkers would take every name for one of the package
+if not TYPE_CHECKING:  # a type checker would accept any name of a module with __getattr__
 
     def __getattr__(name: str) -> None:
         raise _no_attribute(__name__, name)

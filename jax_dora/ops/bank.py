@@ -1,16 +1,16 @@
-"""Many adapters in one batch: y = g[id]∘(base + s[id]·x A[id] B[id]) + bias, row by row.
+"""Many adapters in one batch: for each row, y = g[id]∘(base + s[id]·x A[id] B[id]) + bias.
 
-An adapter that is served does not move, so that g = magnitude / ‖W + sAB‖ is a constant of its slot
-and DoRA costs what LoRA does. Ranks lie along the first axis of a slot's matrices, so that the real
-ranks of a slot are one piece of memory, whatever the rank that the bank has room for.
+Adapters are constant while they are served, so g = magnitude / ‖W + sAB‖ is stored in the adapter's
+slot, and DoRA costs the same as LoRA. The rank is the first axis of a slot's matrices, so that an
+adapter whose rank is below the bank's maximum is contiguous in memory.
 
-Rows of one token (decoding) have kernels, `mosaic.bank_few_rows` and `mosaic.bank_rows`, which read
-the adapters that rows have once each, and are taken of up to 256 rows; elsewhere XLA multiplies
-(`bank_ways`). Either gives the product with the adapters alone, which waits for nothing of the
-base's and may run beside it; XLA fuses what puts both together with what follows. Rows of several
-tokens (prompts) are a batched product, the adapter looked up once for each row; with a kernel,
-`mosaic.bank_expand`, the second product is taken in one pass with what follows it. Where base is a
-product that nobody else needs, `bank_projection` takes all of it.
+- Rows of one token (decoding): the Mosaic kernels `bank_few_rows` and `bank_rows` support up to 256
+  rows and read each adapter of the batch once. Otherwise XLA computes the products (`bank_xla`).
+  Both compute only the adapters' products, which do not depend on base and may run concurrently
+  with it. XLA fuses the composition with the operations that follow.
+- Rows of several tokens (prompts): a batched product, with one adapter per row. The Mosaic kernel
+  `bank_expand` computes the second product and the composition in one pass.
+- `bank_projection` also computes base, if it is not used elsewhere.
 """
 
 import functools
@@ -23,8 +23,8 @@ from jax import lax
 
 from jax_dora.ops import choose, primitive
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops.bank_slots import Rows, Slots, composed, rows_of
-from jax_dora.ops.bank_ways import low_rank_product
+from jax_dora.ops.bank_slots import Rows, Slots, compose_rows, rows_of
+from jax_dora.ops.bank_xla import low_rank_product
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_expand, bank_few_rows, bank_rows
 from jax_dora.ops.mosaic.bank_rows_sizes import Member, plan
@@ -45,27 +45,27 @@ def bank_linear(
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns each row of a projection's result with the adapter of its slot.
+    """Returns a projection's result, with an adapter for each row of the batch.
 
     Args:
       base: [batch, time, out], x times the kernel.
       x: [batch, time, in].
       slots: the adapters.
-      ids: i32[batch], each row's slot, as `checked_ids` returns them; -1 for the base alone.
-      part: (first, count), which of the slots are meant: those of one layer, where `slots` has
-        those of a whole stack; ids count from the first.
-      step: `step_of` the ids, which all projections of a model share; None to take it here.
+      ids: i32[batch], each row's slot, from `checked_ids`; -1 for the base without an adapter.
+      part: (first, count): use only slots `first` to `first + count`, for one layer of a stack
+        whose `slots` hold all layers. ids count from `first`.
+      step: `step_of` the ids, which all projections of a model share; computed here if None.
       bias: [out]; never scaled.
-      precision: of the products, as in `jax.lax.dot_general`.
-      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for the
-        second product with all that follows it, and where rows have one token, for both products.
+      precision: the precision of the products, as in `jax.lax.dot_general`.
+      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" uses a kernel
+        for the second product and the composition, or for rows of one token for both products.
 
     Returns:
-      [batch, time, out] in base's dtype. A row of -1 is base + bias, bit for bit; one of an id that
-      has no slot, or of an empty slot, is NaN.
+      [batch, time, out] in base's dtype. A row of id -1 is base + bias, bit for bit. A row of an
+      invalid id or an empty slot is NaN.
 
     Raises:
-      NotImplementedError: the named implementation cannot take the call.
+      NotImplementedError: the named implementation does not support the call.
     """
     if x.shape[1] == 1:
         (y,) = bank_linears(
@@ -83,12 +83,12 @@ def bank_linear(
     z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
     lora_b = slots.lora_b.astype(x.dtype)
     static = Static("bank_linear", implementation, static_precision(precision))
-    (y,) = called(EXPAND, expanded, static, Expansion(base, z, lora_b, *rows, bias))
+    (y,) = call_differentiable(EXPAND, expand, static, Expansion(base, z, lora_b, *rows, bias))
     return y
 
 
 class Projection(NamedTuple):
-    """One of several projections of the same x, by `bank_linear`'s arguments."""
+    """One of several projections of the same x. The fields are `bank_linear`'s arguments."""
 
     base: jax.Array
     slots: Slots
@@ -105,12 +105,14 @@ def bank_linears(
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Sequence[jax.Array]:
-    """Returns `bank_linear` of several projections of the same x [batch, 1, in], which kernels take
-    at once: as many launches as for one.
+    """Returns `bank_linear` for several projections of the same x [batch, 1, in].
+
+    A kernel computes all projections with as many launches as for one.
 
     Args:
-      projections: with slots of the same number and room; all have g or none has, and so with the
-        bias.
+      x, ids, step, precision, implementation: see `bank_linear`.
+      projections: projections with the same number of slots and the same maximum rank. All or none
+        have g; all or none have a bias.
     """
     static = Static("bank_linear", implementation, static_precision(precision))
     members, rows = [], []
@@ -121,12 +123,12 @@ def bank_linears(
         rows.append(rows_of(slots, ids, first, count, accumulator(base.dtype)))
     tokens = TokenOperands(x[:, 0], tuple(members), ids, step)
     if _choice(static, tokens) is None:
-        products = _multiplied(static, tokens)
+        products = _products(static, tokens)
     else:
-        products = called(MULTIPLY, _multiplied, static, tokens)
+        products = call_differentiable(TOKENS, _products, static, tokens)
     return [
-        composed(one.base, lora[:, None], own, one.bias)
-        for one, lora, own in zip(projections, products, rows, strict=True)
+        compose_rows(projection.base, lora[:, None], own_rows, projection.bias)
+        for projection, lora, own_rows in zip(projections, products, rows, strict=True)
     ]
 
 
@@ -136,45 +138,56 @@ def step_of(
     projections: Iterable[tuple[int, int, int, Any]],
     implementation: str | None = None,
 ) -> jax.Array | None:
-    """Returns the array that tells kernels of a step's rows, made once for all projections of a
-    model; None where no kernel takes one.
+    """Returns the plan of a decoding step for the kernels, which all projections of a model share.
+
+    It is None if no kernel supports a projection.
 
     Args:
-      ids: i32[batch], as `bank_slots.checked_ids` returns them.
-      projections: (in, out, ranks that have room, dtype of x and of the adapters) of each.
-      implementation: as `bank_linear`'s.
+      ids: i32[batch], from `bank_slots.checked_ids`.
+      slots: the number of slots.
+      projections: (in, out, maximum rank, dtype of x and of the adapters) of each projection.
+      implementation: see `bank_linear`.
     """
     calls = (
         (ids.shape[0], fan_in, out, slots, rank, dtype, dtype)
         for fan_in, out, rank, dtype in projections
     )
-    named = "bank_linear", implementation
-    taken = any(choose.choose(*named, *_candidates(call), optional=True) for call in calls)
-    return plan(ids, slots) if taken else None
+    op = "bank_linear"
+    has_kernel = any(
+        choose.choose(op, implementation, *_candidates(call), optional=True) for call in calls
+    )
+    return plan(ids, slots) if has_kernel else None
 
 
-def called(
+def call_differentiable(
     op: Op, define: Callable[[Any, Any], tuple[jax.Array, ...]], static: Any, operands: Any
 ) -> tuple[jax.Array, ...]:
-    """Returns the results of an operator, the gradient of which is that of its definition."""
-    return meshes.differentiable(_called)((op, define, static), meshes.vary_alike(operands))
+    """Returns the results of an operator. Its gradient is that of `define`, its definition."""
+    return meshes.differentiable(_call)((op, define, static), meshes.vary_alike(operands))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _called(call: tuple[Op, Any, Any], operands: Any) -> tuple[jax.Array, ...]:
+def _call(call: tuple[Op, Any, Any], operands: Any) -> tuple[jax.Array, ...]:
     op, _, static = call
     return primitive.call(op, static, operands)
 
 
-@_called.defjvp
-def _called_jvp(call: tuple[Op, Any, Any], primals: Any, tangents: Any) -> Any:
+@_call.defjvp
+def _call_jvp(call: tuple[Op, Any, Any], primals: Any, tangents: Any) -> Any:
     _, define, static = call
     return jax.jvp(functools.partial(define, static), primals, tangents)
 
 
 class Expansion(NamedTuple):
-    """The operands of the second product and of what follows it: base [batch, time, out], z
-    [batch, time, rank], lora_b [slots, rank, out], `Rows`, bias [out] or None."""
+    """The operands of the second product and the composition.
+
+    Attributes:
+      base: [batch, time, out].
+      z: [batch, time, rank].
+      lora_b: [slots, rank, out].
+      slot, g, scale: see `Rows`.
+      bias: [out], or None.
+    """
 
     base: Any
     z: Any
@@ -185,7 +198,7 @@ class Expansion(NamedTuple):
     bias: Any
 
 
-def _run(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
+def _run_expand(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
     base, z, lora_b, slot, g, scale, bias = operands
     groups, out, rank = slot.size, base.shape[-1], z.shape[-1]
     time = base.size // max(groups * out, 1)
@@ -201,24 +214,33 @@ def _run(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
     call = (groups, time, rank, out, base.dtype)
     choice = choose.choose(static.op, static.implementation, (bank_expand, call))
     if choice is None:
-        (y,) = expanded(static, flat)
+        (y,) = expand(static, flat)
     else:
-        y = bank_expand.launch(*flat, **choice.knobs)
+        y = bank_expand.launch(*flat, **choice.launch_options)
     return (y.reshape(base.shape),)
 
 
-EXPAND = Op("bank_expand", _run, Expansion("t o", "t r", "s r o", "t", "t o", "t", "o"), ("t o",))
+EXPAND = Op(
+    "bank_expand", _run_expand, Expansion("t o", "t r", "s r o", "t", "t o", "t", "o"), ("t o",)
+)
 
 
-def expanded(static: Static, operands: Expansion) -> tuple[jax.Array]:
+def expand(static: Static, operands: Expansion) -> tuple[jax.Array]:
+    """Returns the second product and the composition, by their definition."""
     base, z, lora_b, slot, g, scale, bias = operands
     lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=static.precision)
-    return (composed(base, lora, Rows(slot, g, scale), bias),)
+    return (compose_rows(base, lora, Rows(slot, g, scale), bias),)
 
 
 class TokenOperands(NamedTuple):
-    """The operands of rows that have one token each: x [rows, in], the projections of it, ids
-    i32[rows], `step_of` the ids or None."""
+    """The operands of the products for rows of one token.
+
+    Attributes:
+      x: [rows, in].
+      members: the adapters of each projection of x.
+      ids: i32[rows].
+      step: `step_of` the ids, or None.
+    """
 
     x: Any
     members: tuple[Member, ...]
@@ -227,20 +249,21 @@ class TokenOperands(NamedTuple):
 
 
 def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Returns the kernels of rows of one token for a call."""
+    """Returns the candidate kernels for rows of one token, for `choose.choose`."""
     return [(bank_few_rows, call), (bank_rows, call)]
 
 
 def _choice(static: Static, tokens: TokenOperands) -> choose.Choice | None:
-    """Returns the kernels that take every projection, or None."""
+    """Returns the kernel that was chosen for every projection, or None if they differ."""
     x, lora_a = tokens.x, tokens.members[0].lora_a
-    outs = [one.lora_b.shape[2] for one in tokens.members]
+    outs = [member.lora_b.shape[2] for member in tokens.members]
 
     def call(out: int) -> tuple[Any, ...]:
         return (*x.shape, out, static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
 
-    named = static.op, static.implementation
-    choices = [choose.choose(*named, *_candidates(call(out))) for out in outs]
+    choices = [
+        choose.choose(static.op, static.implementation, *_candidates(call(out))) for out in outs
+    ]
     kernels = {choice and choice.kernel for choice in choices}
     if choices[0] is None or len(kernels) > 1:
         return None
@@ -251,18 +274,20 @@ def _choice(static: Static, tokens: TokenOperands) -> choose.Choice | None:
 def _run_tokens(static: Static, shard: Shard, tokens: TokenOperands) -> tuple[jax.Array, ...]:
     choice = _choice(static, tokens)
     if choice is None:
-        return _multiplied(static, tokens)
-    return choice.kernel.launch(*tokens, slots=static.slots, **choice.knobs)
+        return _products(static, tokens)
+    return choice.kernel.launch(*tokens, slots=static.slots, **choice.launch_options)
 
 
-# Without names: on a mesh of several devices XLA shares the work, as it knows which of them have
-# which features and rows.
-MULTIPLY = Op("bank_rows", _run_tokens, (), ())
+# The operator has no axis names, so on a mesh of several devices XLA computes and partitions it.
+TOKENS = Op("bank_rows", _run_tokens, (), ())
 
 
-def _multiplied(static: Static, tokens: TokenOperands) -> tuple[jax.Array, ...]:
+def _products(static: Static, tokens: TokenOperands) -> tuple[jax.Array, ...]:
+    """Returns x A B of each projection, by XLA."""
     x, members, ids, _ = tokens
-    of_call = static.slots, static.precision
     return tuple(
-        low_rank_product(x, (one.lora_a, one.lora_b), ids, one.first, *of_call) for one in members
+        low_rank_product(
+            x, (member.lora_a, member.lora_b), ids, member.first, static.slots, static.precision
+        )
+        for member in members
     )

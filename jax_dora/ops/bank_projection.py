@@ -1,13 +1,13 @@
 """Whole projections of prompts with many adapters: y = g[id]∘(x W + s[id]·x A[id] B[id]) + bias.
 
-With kernels, z = x A comes first, by `mosaic.bank_shrink`, which reads each adapter where it lies.
-Then x W and z B are one product, `mosaic.bank_project`: no base result is written or read, nor a
-layer's W copied out of a stack, as XLA does for its own product.
+With Mosaic kernels, `bank_shrink` first computes z = x A from the slots, without copying adapters.
+`bank_project` then computes x W and z B as one product. Compared with XLA's product, this neither
+writes nor reads base, and does not copy a layer's W out of a stack of layers.
 
-A row of -1 is to have the bits of XLA's product without a bank, and no row's bits may depend on the
-others': where a batch has a row of -1, XLA multiplies too, and such rows keep its result. Where the
-kernels do not take every projection of an x, XLA's product is all rows', and what is the adapters'
-is added as in `bank`.
+A row of id -1 must have the same bits as XLA's product without a bank, and a row's bits must not
+depend on other rows. So if a batch has a row of id -1, XLA computes its product too, and those rows
+use XLA's result. For a projection that the kernels do not support, XLA computes base, and the
+adapters are added as in `bank`.
 """
 
 import functools
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import choose, primitive
-from jax_dora.ops.bank import EXPAND, Expansion, called, expanded
+from jax_dora.ops.bank import EXPAND, Expansion, call_differentiable, expand
 from jax_dora.ops.bank_slots import Slots, rows_of
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_project, bank_shrink
@@ -29,12 +29,12 @@ from jax_dora.ops.shard import Op, Shard
 
 
 class WholeProjection(NamedTuple):
-    """One of several projections of the same x, the base's product included.
+    """One of several projections of the same x, including the product with the kernel.
 
     Attributes:
-      kernel: [in, out], of x's dtype; or those of a stack, [layers, in, out].
-      slots, part, bias: as `bank.bank_linear`'s.
-      layer: i32[], the one that is meant, where there are several.
+      kernel: [in, out] in x's dtype; or the kernels of a stack of layers, [layers, in, out].
+      slots, part, bias: see `bank.bank_linear`.
+      layer: i32[], the index of the layer in a stack.
     """
 
     kernel: jax.Array
@@ -52,36 +52,51 @@ def bank_projections(
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Sequence[jax.Array]:
-    """Returns each row of several projections of the same x with the adapter of its slot.
+    """Returns several projections of the same x, with an adapter for each row of the batch.
 
     Args:
       x: [batch, time, in].
-      ids, precision: as `bank.bank_linear`'s.
-      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" stands for one
-        product where there is a kernel for it, and else for what `bank.bank_linear` means by it.
+      projections: the projections.
+      ids, precision: see `bank.bank_linear`.
+      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" uses the kernels
+        for the whole projection if they support the call, else the kernel of `bank.bank_linear`.
 
     Returns:
-      [batch, time, out] of each, in x's dtype. A row of -1 is XLA's x W + bias, bit for bit; one of
-      an id that has no slot, or of an empty slot, is NaN.
+      [batch, time, out] for each projection, in x's dtype. A row of id -1 is XLA's x W + bias, bit
+      for bit. A row of an invalid id or an empty slot is NaN.
 
     Raises:
-      NotImplementedError: the named implementation cannot take the call.
+      NotImplementedError: the named implementation does not support the call.
     """
     operands = []
     for kernel, slots, layer, part, bias in projections:
         first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
         rows = rows_of(slots, ids, first, count, accumulator(x.dtype))
-        lora_a, lora_b = (one.astype(x.dtype) for one in (slots.lora_a, slots.lora_b))
-        stack, number = (kernel[None], jnp.int32(0)) if kernel.ndim == 2 else (kernel, layer)
-        operands.append(ProjectionOperands(stack, number, lora_a, lora_b, *rows, bias))
-    by = static_precision(precision)
-    static = Static("bank_linear", implementation, by, of_expand=implementation)
-    return called(PROJECT, _define, static, PromptOperands(x, ids < 0, tuple(operands)))
+        lora_a, lora_b = slots.lora_a.astype(x.dtype), slots.lora_b.astype(x.dtype)
+        if kernel.ndim == 2:
+            kernel, layer = kernel[None], jnp.int32(0)
+        operands.append(ProjectionOperands(kernel, layer, lora_a, lora_b, *rows, bias))
+    static = Static(
+        "bank_linear",
+        implementation,
+        static_precision(precision),
+        expand_implementation=implementation,
+    )
+    prompts = PromptOperands(x, ids < 0, tuple(operands))
+    return call_differentiable(PROJECT, _define, static, prompts)
 
 
 class ProjectionOperands(NamedTuple):
-    """The operands of one of the projections: kernel [layers, in, out], layer i32[], lora_a
-    [slots, rank, in], lora_b [slots, rank, out], `Rows`, bias [out] or None."""
+    """The operands of one projection.
+
+    Attributes:
+      kernel: [layers, in, out].
+      layer: i32[].
+      lora_a: [slots, rank, in].
+      lora_b: [slots, rank, out].
+      slot, g, scale: see `bank_slots.Rows`.
+      bias: [out], or None.
+    """
 
     kernel: Any
     layer: Any
@@ -94,8 +109,13 @@ class ProjectionOperands(NamedTuple):
 
 
 class PromptOperands(NamedTuple):
-    """The operands of all projections of x [batch, time, in]; is_base bool[batch] names the rows
-    that are the base's alone."""
+    """The operands of all projections of the same x.
+
+    Attributes:
+      x: [batch, time, in].
+      is_base: bool[batch], which rows have no adapter.
+      projections: the operands of each projection.
+    """
 
     x: Any
     is_base: Any
@@ -104,72 +124,77 @@ class PromptOperands(NamedTuple):
 
 def _run(static: Static, shard: Shard, prompts: PromptOperands) -> tuple[jax.Array, ...]:
     x, is_base, projections = prompts
-    calls = [_by_kernels(static, x, one) for one in projections]
-    taken = [(one, call) for one, call in zip(projections, calls, strict=True) if call]
+    launches = [_with_kernels(static, x, p) for p in projections]
+    with_kernels = [(p, launch) for p, launch in zip(projections, launches, strict=True) if launch]
 
-    # Either way makes its own results: XLA copies what a way only hands on.
+    # Both branches launch the kernels themselves: XLA copies an array that a branch only passes on.
     def without_base() -> tuple[jax.Array, ...]:
-        return tuple(project() for _, project in taken)
+        return tuple(launch() for _, launch in with_kernels)
 
     def with_base() -> tuple[jax.Array, ...]:
-        chosen = is_base[:, None, None]
-        return tuple(jnp.where(chosen, _alone(static, x, one), project()) for one, project in taken)
+        return tuple(
+            jnp.where(is_base[:, None, None], _without_adapter(static, x, p), launch())
+            for p, launch in with_kernels
+        )
 
-    found = iter(lax.cond(jnp.any(is_base), with_base, without_base) if taken else ())
+    found = iter(lax.cond(jnp.any(is_base), with_base, without_base) if with_kernels else ())
     return tuple(
-        next(found) if call else primitive.call(EXPAND, *_expansion(static, x, one))[0]
-        for one, call in zip(projections, calls, strict=True)
+        next(found) if launch else primitive.call(EXPAND, *_expansion(static, x, p))[0]
+        for p, launch in zip(projections, launches, strict=True)
     )
 
 
-def _by_kernels(
-    static: Static, x: jax.Array, one: ProjectionOperands
+def _with_kernels(
+    static: Static, x: jax.Array, p: ProjectionOperands
 ) -> Callable[[], jax.Array] | None:
-    """Returns a function that computes a projection by kernels, for which x A is computed already,
-    or None where they do not take it."""
-    (batch, time, in_features), out, rank = x.shape, one.g.shape[-1], one.lora_a.shape[1]
+    """Returns a function that computes a projection with Mosaic kernels, or None.
 
-    def chosen(kernel: Any, *sizes: int) -> choose.Choice | None:
+    x A is computed here, the rest when the function is called.
+    """
+    (batch, time, in_features), out, rank = x.shape, p.g.shape[-1], p.lora_a.shape[1]
+
+    def choice(kernel: Any, *sizes: int) -> choose.Choice | None:
         call = (kernel, (batch, time, *sizes, x.dtype))
         return choose.choose(static.op, static.implementation, call, optional=True)
 
-    shrink = chosen(bank_shrink, in_features, rank)
-    project = chosen(bank_project, in_features, out, rank)
+    shrink = choice(bank_shrink, in_features, rank)
+    project = choice(bank_project, in_features, out, rank)
     if shrink is None or project is None:
         return None
-    unscaled = bank_shrink.launch(x, one.lora_a, one.slot, **shrink.knobs)
-    z = (one.scale[:, None, None] * unscaled).astype(x.dtype)
-    operands = x, one.kernel, one.layer, z, one.lora_b, one.slot, one.g, one.bias
-    return functools.partial(bank_project.launch, *operands, **project.knobs)
+    unscaled = bank_shrink.launch(x, p.lora_a, p.slot, **shrink.launch_options)
+    z = (p.scale[:, None, None] * unscaled).astype(x.dtype)
+    operands = x, p.kernel, p.layer, z, p.lora_b, p.slot, p.g, p.bias
+    return functools.partial(bank_project.launch, *operands, **project.launch_options)
 
 
-# Without names: on a mesh of several devices XLA shares the work, but for the second product.
+# The operator has no axis names, so on a mesh of several devices XLA computes and partitions it,
+# except for `EXPAND`.
 PROJECT = Op("bank_project", _run, (), ())
 
 
-def _base(static: Static, x: jax.Array, one: ProjectionOperands) -> jax.Array:
-    kernel = lax.dynamic_index_in_dim(one.kernel, one.layer, keepdims=False)
+def _base(static: Static, x: jax.Array, p: ProjectionOperands) -> jax.Array:
+    """Returns x W."""
+    kernel = lax.dynamic_index_in_dim(p.kernel, p.layer, keepdims=False)
     contracted = (((x.ndim - 1,), (0,)), ((), ()))
     return lax.dot_general(x, kernel, contracted, precision=static.precision)
 
 
-def _alone(static: Static, x: jax.Array, one: ProjectionOperands) -> jax.Array:
-    """Returns the base's results."""
-    # XLA would take the layer's kernel out of a stack for either way, by a copy.
-    base = _base(static, x, one._replace(layer=lax.optimization_barrier(one.layer)))
-    if one.bias is None:
+def _without_adapter(static: Static, x: jax.Array, p: ProjectionOperands) -> jax.Array:
+    """Returns x W + bias."""
+    # The barrier keeps XLA from copying the layer's kernel out of a stack before the branch.
+    base = _base(static, x, p._replace(layer=lax.optimization_barrier(p.layer)))
+    if p.bias is None:
         return base
-    return (base.astype(one.g.dtype) + one.bias.astype(one.g.dtype)[None, None]).astype(x.dtype)
+    return (base.astype(p.g.dtype) + p.bias.astype(p.g.dtype)[None, None]).astype(x.dtype)
 
 
-def _expansion(static: Static, x: jax.Array, one: ProjectionOperands) -> tuple[Static, Expansion]:
-    """Returns the second product, and what follows it, of the results of the others."""
-    z = jnp.einsum("nti,nri->ntr", x, one.lora_a[one.slot], precision=static.precision)
-    given = one.lora_b, one.slot, one.g, one.scale, one.bias
-    operands = Expansion(_base(static, x, one), z, *given)
-    return static._replace(implementation=static.of_expand), operands
+def _expansion(static: Static, x: jax.Array, p: ProjectionOperands) -> tuple[Static, Expansion]:
+    """Returns the settings and operands of `EXPAND`, after the products x W and x A."""
+    z = jnp.einsum("nti,nri->ntr", x, p.lora_a[p.slot], precision=static.precision)
+    operands = Expansion(_base(static, x, p), z, p.lora_b, p.slot, p.g, p.scale, p.bias)
+    return static._replace(implementation=static.expand_implementation), operands
 
 
 def _define(static: Static, prompts: PromptOperands) -> tuple[jax.Array, ...]:
     x, _, projections = prompts
-    return tuple(expanded(*_expansion(static, x, one))[0] for one in projections)
+    return tuple(expand(*_expansion(static, x, p))[0] for p in projections)

@@ -1,6 +1,6 @@
-"""The adapters of one projection in slots, and what each row of a batch takes of its slot.
+"""The adapters of one projection, in slots, and their lookup for each row of a batch.
 
-Row by row y = g[id]∘(base + s[id]·x A[id] B[id]) + bias.
+For each row, y = g[id]∘(base + s[id]·x A[id] B[id]) + bias.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ class Slots(NamedTuple):
     """The adapters of one projection, in slots.
 
     Attributes:
-      lora_a: [slots, rank, in], zero beyond the rank that an adapter has.
-      lora_b: [slots, rank, out], likewise.
-      g: f32[slots, out], magnitude over norm; 1 for LoRA; NaN in a slot without an adapter. None
-        where all adapters are LoRA.
+      lora_a: [slots, rank, in], zero beyond an adapter's own rank.
+      lora_b: [slots, rank, out], zero beyond an adapter's own rank.
+      g: f32[slots, out], magnitude / norm; 1 for LoRA; NaN in a slot without an adapter. None if
+        all adapters are LoRA.
       scale: f32[slots].
-      rank: i32[slots], of each adapter; 0 where it leaves the projection alone.
+      rank: i32[slots], each adapter's own rank; 0 if it does not adapt this projection.
     """
 
     lora_a: Any
@@ -30,10 +30,8 @@ class Slots(NamedTuple):
 
 
 def checked_ids(ids: jax.Array, slots: int) -> jax.Array:
-    """Returns i32 ids in which `slots` stands for each that is below -1 or has no slot.
-
-    Compared in their own dtype: a cast could make another adapter's of a wrong one.
-    """
+    """Returns i32 ids, in which `slots` replaces each id that is below -1 or has no slot."""
+    # Compared in the ids' own dtype: a cast to i32 could turn an invalid id into a valid one.
     info = jnp.iinfo(ids.dtype)
     valid = jnp.ones(ids.shape, bool)
     if info.max >= slots:
@@ -44,13 +42,12 @@ def checked_ids(ids: jax.Array, slots: int) -> jax.Array:
 
 
 class Rows(NamedTuple):
-    """The vectors and numbers that each row of a batch takes of its slot; of row -1 those that
-    change nothing.
+    """The slot, g and scale of each row of a batch.
 
     Attributes:
       slot: i32[batch].
-      g: f32[batch, out].
-      scale: f32[batch]; NaN where there is no such slot.
+      g: f32[batch, out]; 1 for id -1.
+      scale: f32[batch]; 0 for id -1, NaN for an invalid id.
     """
 
     slot: jax.Array
@@ -59,22 +56,22 @@ class Rows(NamedTuple):
 
 
 def _rows_of(slots: Slots, ids: jax.Array, first: jax.Array, count: int, dtype: Any) -> Rows:
-    safe = first + jnp.clip(ids, 0, count - 1)
-    of_lora = jnp.ones((*ids.shape, slots.lora_b.shape[-1]), dtype)
-    g = of_lora if slots.g is None else slots.g[safe].astype(dtype)
-    scale = jnp.where(ids < count, slots.scale[safe], jnp.nan).astype(dtype)
-    return Rows(safe, jnp.where((ids < 0)[:, None], 1, g), jnp.where(ids < 0, 0, scale))
+    slot = first + jnp.clip(ids, 0, count - 1)
+    ones = jnp.ones((*ids.shape, slots.lora_b.shape[-1]), dtype)
+    g = ones if slots.g is None else slots.g[slot].astype(dtype)
+    scale = jnp.where(ids < count, slots.scale[slot], jnp.nan).astype(dtype)
+    return Rows(slot, jnp.where((ids < 0)[:, None], 1, g), jnp.where(ids < 0, 0, scale))
 
 
-# Compiled, so that `jax.debug_nans` does not see the NaN of an empty slot that no row takes.
+# Jitted, so that `jax.debug_nans` does not raise for the NaN of an empty slot that no row selects.
 rows_of: Callable[..., Rows] = jax.jit(_rows_of, static_argnames=("count", "dtype"), inline=True)
 
 
-def composed(base: jax.Array, lora: jax.Array, rows: Rows, bias: jax.Array | None) -> jax.Array:
+def compose_rows(base: jax.Array, lora: jax.Array, rows: Rows, bias: jax.Array | None) -> jax.Array:
     """Returns g∘(base + s·lora) + bias; base + bias, bit for bit, where g is 1 and s is 0."""
     g, scale = rows.g[:, None], rows.scale[:, None, None]
     wide = base.astype(g.dtype)
-    # A sum with zero turns -0 into 0, and what is not finite into NaN.
+    # Selected, because base + 0·lora turns -0 into 0, and is NaN if lora is not finite.
     y = jnp.where((g == 1) & (scale == 0), wide, g * (wide + scale * lora.astype(g.dtype)))
     if bias is not None:
         y = y + bias.astype(g.dtype)[None, None]

@@ -1,4 +1,4 @@
-"""Checks of what callers pass in: every error names the argument, its value and the fix."""
+"""Checks of arguments. Every error names the argument, its value, the expectation and the fix."""
 
 import math
 import numbers
@@ -13,7 +13,7 @@ FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
 
 def is_float(name: str, array: jax.Array) -> None:
-    """Raises TypeError unless `array` holds fp16, bf16, fp32 or fp64."""
+    """Raises TypeError unless `array` is an array of fp16, bf16, fp32 or fp64."""
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(
             f"{name} must be an array, got {type(array).__name__}; pass a jax.Array or wrap the "
@@ -21,14 +21,14 @@ def is_float(name: str, array: jax.Array) -> None:
         )
     if quantised.is_quantised(array):
         raise TypeError(
-            f"{name} is quantised as {quantised.qtype_name(array)}, which a kernel alone can be; "
-            "expected an array of float16, bfloat16, float32 or float64: dequantise it"
+            f"{name} is quantised as {quantised.qtype_name(array)}, but only a kernel can be "
+            "quantised; expected an array of float16, bfloat16, float32 or float64: dequantise it"
         )
     if array.dtype not in FLOATS:
-        way_on = ", or hand over a qwix.QArray of it and its scales" if name == "kernel" else ""
+        quantise = ", or pass a qwix.QArray of it and its scales" if name == "kernel" else ""
         raise TypeError(
             f"{name} has dtype {array.dtype}; expected float16, bfloat16, float32 or float64: "
-            f"cast it{way_on}"
+            f"cast it{quantise}"
         )
 
 
@@ -43,16 +43,16 @@ def is_float_dtype(name: str, dtype: Any) -> None:
 
 
 def has_shape(name: str, array: jax.Array, shape: tuple[int | None, ...], meaning: str) -> None:
-    """Raises ValueError unless `array.shape` equals `shape`, where None stands for any size."""
-    is_right = len(array.shape) == len(shape) and all(
-        want in (None, got) for got, want in zip(array.shape, shape, strict=True)
+    """Raises ValueError unless `array` has the given shape, in which None means any size."""
+    matches = len(array.shape) == len(shape) and all(
+        expected in (None, size) for size, expected in zip(array.shape, shape, strict=True)
     )
-    if not is_right:
+    if not matches:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} has shape {tuple(array.shape)}; expected ({wanted}) = {meaning}. "
             "Flax layout: kernel [in, out], lora_a [in, r], lora_b [r, out], magnitude [out]; "
-            "transpose what comes from torch"
+            "transpose arrays from torch"
         )
 
 
@@ -77,7 +77,8 @@ def scale_array(scale: Any) -> jax.Array:
 
 
 def adapter(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> None:
-    """Checks kernel [in, out], perhaps quantised, against lora_a [in, r], lora_b [r, out]."""
+    """Raises unless kernel [in, out], lora_a [in, r] and lora_b [r, out] are float arrays of
+    matching shapes; the kernel may be quantised."""
     for name, array in (("kernel", kernel), ("lora_a", lora_a), ("lora_b", lora_b)):
         if array is not kernel or not quantised.is_quantised(kernel):
             is_float(name, array)
@@ -91,8 +92,8 @@ def adapter(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array) -> None:
     has_shape("lora_b", lora_b, (rank, kernel.shape[1]), "[r, out]")
 
 
-def not_differentiated(kernel: Any) -> None:
-    """Raises TypeError for a quantised kernel that is differentiated."""
+def refuse_kernel_gradient(kernel: Any) -> None:
+    """Raises TypeError: `kernel` is quantised and must not be differentiated."""
     raise TypeError(
         f"a kernel quantised as {quantised.qtype_name(kernel)} is being differentiated; it is "
         "frozen: take the gradient with respect to the adapter alone, as with wrt=nnx.LoRAParam, "

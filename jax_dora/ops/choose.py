@@ -1,8 +1,14 @@
-"""The device, and the one choice of a kernel for a call.
+"""Chooses the Mosaic kernel for a call, or XLA.
 
-A kernel is a module of `jax_dora.ops.mosaic` with `refuses(*call)`, `wins(*call)`, `config(*call)`
-and `launch(…, config=, sm_count=)`, where `call` holds sizes and dtypes. Whether a kernel takes a
-call is a function of these, of the target, and of the implementation that the caller names.
+A kernel is a module of `jax_dora.ops.mosaic` with four functions. `call` holds sizes and dtypes.
+
+    refuses(*call)                      why the kernel does not support the call, or None
+    wins(*call)                         whether the kernel is faster than XLA
+    config(*call)                       the tile sizes and other tuning parameters
+    launch(…, config=, sm_count=)       runs the kernel
+
+The choice depends on these functions, on the target device, and on the implementation that the
+caller names.
 """
 
 import dataclasses
@@ -16,19 +22,19 @@ from jax.extend import backend
 IMPLEMENTATIONS = ("mosaic", "xla", "eager")
 PLAIN = ("xla", "eager")
 HOPPER_SM_COUNT = 132
-ANY_NUMBER = 2**31 - 1
+UNLIMITED_BLOCKS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The facts about where a call will run.
+    """The device and the configuration that a call will run on.
 
     Attributes:
       platform: the default backend, "cpu", "gpu" or "tpu".
-      compute_capability: such as "9.0"; "" where there is none.
-      sm_count: streaming multiprocessors; a Hopper's full 132 where no GPU is present.
-      partitioned: several devices are visible and the call is not inside a fully manual
-        `jax.shard_map`, so that its program may be for several.
+      compute_capability: such as "9.0"; "" if the device has none.
+      sm_count: the number of streaming multiprocessors; 132, a full Hopper, without a GPU.
+      partitioned: the program may run on several devices: several are visible, and the call is not
+        inside a fully manual `jax.shard_map`.
       interpreted: Pallas' GPU interpreter is forced on.
       x64: jax_enable_x64 is set.
     """
@@ -41,10 +47,10 @@ class Target:
     x64: bool = False
 
     def refuses_mosaic(self) -> str | None:
-        """Returns why no Mosaic kernel runs there, or None.
+        """Returns why no Mosaic kernel can run on this target, or None.
 
-        A named kernel is still traced where there is no GPU, so that it can be lowered for CUDA
-        (`jax.export`); lowering it for anything else raises.
+        Without a GPU the result is None, so that a program that names "mosaic" can be lowered for
+        CUDA (`jax.export`). Lowering such a program for another platform raises.
         """
         if self.x64:
             return "jax_enable_x64 is set, and a Mosaic kernel's indices would be of two widths"
@@ -58,12 +64,12 @@ class Target:
 
     @property
     def prefers_mosaic(self) -> bool:
-        """Returns whether a call that names no implementation may take a Mosaic kernel."""
+        """Returns whether a call without a named implementation may use a Mosaic kernel."""
         return self.platform == "gpu" and not self.interpreted
 
 
 def target() -> Target:
-    """Returns the target of a call that is traced now."""
+    """Returns the target of a call that is traced in the current context."""
     device = backend.get_default_device()
     mesh = jax.sharding.get_abstract_mesh()
     manual = not mesh.empty and mesh.are_all_axes_manual
@@ -80,31 +86,32 @@ def target() -> Target:
 
 
 def interpreted() -> bool:
-    """Returns whether `plgpu.force_gpu_interpret_mode`, which has no public getter, is on."""
+    """Returns whether `plgpu.force_gpu_interpret_mode` is active; JAX has no public getter."""
     return _jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 class Choice(NamedTuple):
-    """A kernel that takes a call, with its launch knobs; as a whole a static argument."""
+    """The kernel that was chosen for a call, and the static arguments of its `launch`."""
 
     kernel: ModuleType
     config: Any
     sm_count: int
 
     @property
-    def knobs(self) -> dict[str, Any]:
-        """Returns the keyword arguments of the kernel's `launch` that the choice decides."""
+    def launch_options(self) -> dict[str, Any]:
+        """Returns the keyword arguments of `launch` that the choice determines."""
         return {"config": self.config, "sm_count": self.sm_count}
 
-    def beside(self, collectives: bool) -> "Choice":
-        """Returns the choice with a thread block for each tile if `collectives` run meanwhile.
+    def during_collectives(self, running: bool) -> "Choice":
+        """Returns the choice, with one thread block per tile if collectives are `running`.
 
-        Otherwise there are as many blocks as multiprocessors, which share the tiles before they
-        begin. One whose multiprocessor a collective holds would begin when it ends, and the kernel
-        take longer by the whole collective; a block of one tile goes wherever there is room. Beside
-        nothing else such blocks cost a projection 2 %, and its gradient nothing (H200).
+        By default a kernel launches one thread block per multiprocessor, and the tiles are
+        assigned to the blocks before the kernel starts. A block whose multiprocessor is occupied
+        by a collective starts only when the collective ends, which delays the whole kernel. A
+        block with a single tile runs on any free multiprocessor. Without a collective, one block
+        per tile makes a projection 2 % slower and its gradient no slower (H200).
         """
-        return self._replace(sm_count=ANY_NUMBER) if collectives else self
+        return self._replace(sm_count=UNLIMITED_BLOCKS) if running else self
 
 
 def choose(
@@ -113,36 +120,38 @@ def choose(
     *candidates: tuple[ModuleType, tuple[Any, ...]],
     optional: bool = False,
 ) -> Choice | None:
-    """Returns the first kernel that takes the call, or None where XLA does.
+    """Returns the kernel for a call, or None for XLA.
 
-    An unnamed call takes a kernel where it neither refuses nor loses to XLA; "mosaic" takes the
-    first that does not refuse; "xla" and "eager" take none.
+    - None: the first candidate that supports the call and is faster than XLA.
+    - "mosaic": the first candidate that supports the call.
+    - "xla", "eager": no kernel.
 
     Args:
-      op: for the message.
+      op: the operator's name, for the error message.
       implementation: None, or one of `IMPLEMENTATIONS`.
-      *candidates: (kernel, call), best first.
-      optional: XLA steps in where every candidate refuses a call that names "mosaic".
+      *candidates: (kernel, call) pairs, the best first.
+      optional: if "mosaic" is named and no candidate supports the call, return None instead of
+        raising.
 
     Raises:
-      ValueError: the name is unknown.
-      NotImplementedError: "mosaic" is named, not optional, and every candidate refuses.
+      ValueError: the implementation is unknown.
+      NotImplementedError: "mosaic" is named and not optional, and no candidate supports the call.
     """
     check_name(implementation)
     if implementation in PLAIN:
         return None
-    here = target()
-    reason = here.refuses_mosaic()
+    device = target()
+    reason = device.refuses_mosaic()
     for kernel, call in candidates if reason is None else ():
         reason = kernel.refuses(*call)
         if reason is None and (
-            implementation == "mosaic" or (here.prefers_mosaic and kernel.wins(*call))
+            implementation == "mosaic" or (device.prefers_mosaic and kernel.wins(*call))
         ):
-            return Choice(kernel, kernel.config(*call), here.sm_count)
+            return Choice(kernel, kernel.config(*call), device.sm_count)
     if implementation == "mosaic" and not optional:
         raise NotImplementedError(
-            f"{op}: implementation 'mosaic' cannot take this call: {reason}; pass "
-            "implementation=None to let another one take it"
+            f"{op}: implementation 'mosaic' does not support this call: {reason}; pass "
+            "implementation=None to use another implementation"
         )
     return None
 
@@ -151,6 +160,6 @@ def check_name(implementation: str | None) -> None:
     """Raises ValueError unless `implementation` is None or one of `IMPLEMENTATIONS`."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation is {implementation!r}; expected None (the best that takes the call) "
-            f"or one of {', '.join(map(repr, IMPLEMENTATIONS))}"
+            f"implementation is {implementation!r}; expected None (the fastest that supports the "
+            f"call) or one of {', '.join(map(repr, IMPLEMENTATIONS))}"
         )

@@ -1,14 +1,14 @@
-"""Compose: base and adapter results into the result of the DoRA layer.
+"""Compose: combines the base and adapter results into the result of the DoRA layer.
 
     y  = g∘inner        ΔY = (g-1)∘base + g∘(s·lora)        inner = base + s·lora
 
-(arXiv 2603.22276, section 4; base, lora [..., out], g [out].) In trained adapters g lies within
-about 0.002 of 1, so ΔY takes g-1 in fp32; y needs none, for it is base + ΔY, rounded once, at the
-end, and exact to fp32's own precision at any g. The gradients are
+(arXiv 2603.22276, section 4; base, lora [..., out], g [out].) In trained adapters g differs from 1
+by about 0.002, so ΔY computes g-1 in fp32. y = base + ΔY does not need g-1: it is computed in fp32
+and rounded once, which is accurate for any g. The gradients are
 
     d_base = g∘dy  ((g-1)∘dy for ΔY)     d_lora = s·g∘dy     d_g = Σ_rows dy∘inner
 
-`inner` is kept for the backward pass only where g is differentiated.
+`inner` is kept for the backward pass only if g is differentiated.
 """
 
 import functools
@@ -36,12 +36,13 @@ def compose(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns y = base + ((g-1)·base + g·(scale·lora)), as g·(base + scale·lora), evaluated in fp32
-    and rounded once.
+    """Returns y = base + ((g-1)·base + g·(scale·lora)) = g·(base + scale·lora).
+
+    It is computed in fp32 and rounded once.
 
     Args:
       base: [..., out], the frozen projection's result without its bias.
-      lora: [..., out], `(x @ lora_a) @ lora_b`, not yet scaled.
+      lora: [..., out], `(x @ lora_a) @ lora_b`, without the scale.
       g: f32[out] from `magnitude_scale`.
       scale: alpha/r or alpha/sqrt(r).
       implementation: None, "mosaic", "xla" or "eager", as in `dora_linear`; a named one runs or
@@ -52,7 +53,7 @@ def compose(
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
-      NotImplementedError: the named implementation cannot take the call.
+      NotImplementedError: the named implementation does not support the call.
     """
     return _checked("compose", base, lora, g, scale, implementation)
 
@@ -65,10 +66,10 @@ def compose_delta(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns ΔY = (g-1)·base + g·(scale·lora), the paper's operator.
+    """Returns ΔY = (g-1)·base + g·(scale·lora), the paper's operator, to be added to base.
 
-    It is for callers who add it to base. Arguments, result and errors are `compose`'s, which is to
-    be preferred: adding a rounded ΔY costs another pass and another rounding.
+    Prefer `compose`: adding a rounded ΔY takes another pass over memory and rounds a second time.
+    Arguments, result and errors are the same as for `compose`.
     """
     return _checked("compose_delta", base, lora, g, scale, implementation)
 
@@ -82,11 +83,12 @@ def _checked(op, base, lora, g, scale, implementation):
     check.has_shape("g", g, base.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Composition(base, lora, g, check.scale_array(scale))
-    function = functools.partial(_on_any, Static(op, implementation))
+    function = functools.partial(_without_explicit_axes, Static(op, implementation))
     return meshes.elementwise(function, base, lora)(operands)
 
 
-def _on_any(static: Static, operands: Composition) -> jax.Array:
+def _without_explicit_axes(static: Static, operands: Composition) -> jax.Array:
+    """Returns the result on one device, or on a mesh without explicit axes."""
     operands = meshes.vary_alike(operands._replace(lora=operands.lora.astype(operands.base.dtype)))
     if static.implementation == "eager":
         return _composed(static, operands)
@@ -96,19 +98,23 @@ def _on_any(static: Static, operands: Composition) -> jax.Array:
 def forward(
     choice: Choice | None, base, lora, g, scale, bias=None, *, want_inner: bool, delta: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y or ΔY, inner or None) for [..., out] operands, without a gradient of its own.
+    """Returns (y or ΔY, inner or None) for operands [..., out], without a custom gradient.
 
-    Without g, y is inner.
+    Args:
+      choice: the chosen Mosaic kernel, or None for XLA.
+      base, lora, g, scale, bias: the operands; if g is None, y is inner.
+      want_inner: whether to return inner.
+      delta: whether to return ΔY instead of y.
     """
     options = {"delta": delta, "want_inner": want_inner}
     if choice is None:
         return define(base, lora, g, scale, bias, **options)
     g = jnp.ones(base.shape[-1:], jnp.float32) if g is None else g
-    return kernel.launch(base, lora, g, scale, bias, **options, **choice.knobs)
+    return kernel.launch(base, lora, g, scale, bias, **options, **choice.launch_options)
 
 
 def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
-    """Returns (y or ΔY, inner or None): the definition that every implementation is held to."""
+    """Returns (y or ΔY, inner or None): the definition that every implementation must match."""
     dtype = accumulator(base.dtype)
     wide, scaled = base.astype(dtype), scale.astype(dtype) * lora.astype(dtype)
     inner = wide + scaled
@@ -133,7 +139,7 @@ COMPOSE = Op("compose", _forward, Composition("t o", "t o", "o", ""), ("t o", "t
 class ComposeBackward(NamedTuple):
     """The operands of compose's gradient: dy, inner [..., out], g f32[out], scale f32[].
 
-    Without inner, g has no gradient.
+    inner is None if the gradient of g is not wanted.
     """
 
     dy: Any
@@ -143,15 +149,19 @@ class ComposeBackward(NamedTuple):
 
 
 def _backward(static: Static, shard: Shard, operands: ComposeBackward) -> tuple[Any, Any, Any]:
-    """Returns d_base and d_lora in dy's dtype, and d_g f32[out] if inner is given, in one pass that
-    reads dy and inner and writes what is wanted."""
+    """Returns d_base and d_lora in dy's dtype and d_g f32[out]; None for those not wanted.
+
+    A single pass reads dy and inner and writes the wanted gradients.
+    """
     dy, inner, g, scale = operands
     choice = choose.choose(static.op, static.implementation, (kernel_backward, _sizes(dy)))
     delta = static.op == "compose_delta"
     if choice is not None:
         options = {"delta": delta, "want_base": static.want_base, "want_lora": static.want_lora}
-        found = kernel_backward.launch(dy, inner, g, scale, **options, **choice.knobs)
-        return *found[:2], shard.sum(found[2])
+        d_base, d_lora, d_g = kernel_backward.launch(
+            dy, inner, g, scale, **options, **choice.launch_options
+        )
+        return d_base, d_lora, shard.sum(d_g)
     dtype = accumulator(dy.dtype)
     wide = dy.astype(dtype)
     g = per_feature(g, wide)
@@ -202,7 +212,7 @@ _compose = residuals.with_gradient(Composition, _composed, _compose_fwd, _compos
 
 
 def refuse_scale_gradient(wanted: bool | None) -> None:
-    """Raises TypeError where the scale itself is differentiated."""
+    """Raises TypeError if `wanted`, the gradient with respect to the scale, is requested."""
     if wanted:
         raise TypeError(
             "scale is being differentiated; it is a constant of the adapter (alpha/r): wrap it in "
@@ -211,10 +221,10 @@ def refuse_scale_gradient(wanted: bool | None) -> None:
 
 
 def per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns [out] as [1, ..., out], in the dtype and rank of `like`."""
+    """Returns a vector [out] as [1, ..., out], with the dtype and number of axes of `like`."""
     return lax.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - 1)))
 
 
 def accumulator(*dtypes: Any) -> jnp.dtype:
-    """Returns the dtype that arithmetic on `dtypes` is done in: fp64 where one is, else fp32."""
+    """Returns the dtype for arithmetic on `dtypes`: fp64 if one of them is fp64, else fp32."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)

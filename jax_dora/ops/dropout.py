@@ -1,14 +1,13 @@
-"""Dropout whose mask is drawn where x is read, and drawn again for the gradient.
+"""Dropout with a mask that is computed from a counter, wherever x is read.
 
-Element (row, column) of x is kept where 16 bits of a hash of (seed, row, column) are at least
-rate·2¹⁶. The mask is a function of four numbers, so whatever reads x computes it: XLA inside its
-fusions, the Mosaic kernels between their copies and their products. No array of it is ever in
-memory, nor saved for the backward pass. Being a function of the global position, it does not depend
-on how x is sharded.
+Element (row, column) of x is kept if 16 bits of a hash of (seed, row, column) are at least
+rate·2¹⁶. XLA computes the mask inside its fusions, and the Mosaic kernels compute it between their
+copies and products. The mask is never stored, and the backward pass computes it again. It depends
+on an element's global position, so it does not depend on how x is sharded.
 
 The hash is a chain of 32-bit finalizers, x ^ x>>16, ·0x7feb352d, x ^ x>>15, ·0x846ca68b, x ^ x>>16,
-whose bias is 0.17 % (C. Wellons, "Prospecting for hash functions", 2018). Two columns, 32 apart,
-share one: the kernels are bound by its arithmetic.
+with a bias of 0.17 % (C. Wellons, "Prospecting for hash functions", 2018). Two columns that are 32
+apart share one hash, because its arithmetic limits the kernels' speed.
 """
 
 import dataclasses
@@ -30,16 +29,18 @@ from dora_common.hyperparameters import DropoutMode
 )
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Says how `dora_linear` drops x in training; a pytree of its seed. With d = drop(x):
+    """The dropout of x in `dora_linear`, for training. It is a pytree with the seed as its leaf.
 
-        "adapter":  y = base + ((g-1)∘base + g∘(s·dAB)) + bias        LoRA's: only the adapter's x
-        "input":    y = base + ((g-1)∘dW + g∘(s·dAB)) + bias          PEFT's: x for all of ΔY
+    With d = drop(x), the modes are
 
-    The second multiplies by the kernel twice.
+        "adapter":  y = base + ((g-1)∘base + g∘(s·dAB)) + bias    as LoRA: d only for the adapter
+        "input":    y = base + ((g-1)∘dW + g∘(s·dAB)) + bias      as PEFT's DoRA: d for all of ΔY
+
+    "input" multiplies by the kernel twice.
 
     Attributes:
-      seed: uint32[2], of `draw_seed`; the same seed and shape drop the same elements.
-      rate: the probability of being dropped, in [0, 1); rounded to a multiple of 2⁻¹⁶.
+      seed: uint32[2], from `draw_seed`; the same seed and shape drop the same elements.
+      rate: the probability that an element is dropped, in [0, 1); rounded to a multiple of 2⁻¹⁶.
       mode: "adapter" or "input".
     """
 
@@ -49,7 +50,7 @@ class Dropout:
 
 
 def draw_seed(key: jax.Array) -> jax.Array:
-    """Returns uint32[2] of a JAX random key."""
+    """Returns a seed uint32[2] that is drawn from a JAX random key."""
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
@@ -58,16 +59,20 @@ def keep_mask(
     shape: tuple[int, ...],
     rate: float,
     start: tuple[Any, ...] | None = None,
-    whole: tuple[int, ...] | None = None,
+    global_shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
     """Returns bool[shape]: which elements of x [..., in] are kept.
 
     Args:
-      start, whole: of a part of x, where it starts in the whole and the whole's shape.
+      seed: uint32[2], from `draw_seed`.
+      shape: x's shape.
+      rate: in [0, 1).
+      start, global_shape: if x is a shard, the global index of its first element and the shape of
+        the whole array.
     """
-    starts = [jnp.asarray(one, jnp.uint32) for one in start or (0,) * len(shape)]
+    starts = [jnp.asarray(index, jnp.uint32) for index in start or (0,) * len(shape)]
     row = jnp.zeros((*shape[:-1], 1), jnp.uint32)
-    for axis, stride in enumerate(_strides((whole or shape)[:-1])):
+    for axis, stride in enumerate(_strides((global_shape or shape)[:-1])):
         row = row + stride * (starts[axis] + lax.broadcasted_iota(jnp.uint32, row.shape, axis))
     column = lax.broadcasted_iota(jnp.uint32, (1,) * (len(shape) - 1) + shape[-1:], len(shape) - 1)
     column = starts[-1] + column
@@ -77,25 +82,34 @@ def keep_mask(
 
 
 def row_hash(low: jax.Array, high: jax.Array, row: jax.Array) -> jax.Array:
-    """Returns uint32: the hash of rows' numbers (uint32, in row-major order) for a seed."""
+    """Returns uint32, the hash of row numbers.
+
+    Args:
+      low, high: the seed's two numbers.
+      row: uint32, counted in row-major order over x's leading axes.
+    """
     return _mix(_mix(row ^ low) ^ high)
 
 
 def pair_bits(row_hash: jax.Array, pair: jax.Array) -> jax.Array:
-    """Returns uint32: 16 bits each, the lower first, of columns c and c + 32.
+    """Returns uint32, the random bits of a pair of columns, c = 64i + j and c + 32 with j < 32.
 
-    c is 64i + j with j below 32, and `pair` is 32i + j.
+    The lower 16 bits belong to column c, the upper 16 bits to column c + 32.
+
+    Args:
+      row_hash: the hash of the row.
+      pair: 32i + j.
     """
     return _mix(row_hash ^ pair)
 
 
 def threshold(rate: float) -> np.uint32:
-    """Returns the least 16 bits with which an element is kept."""
+    """Returns the smallest 16-bit number with which an element is kept."""
     return np.uint32(min(round(rate * 2**16), 2**16 - 1))
 
 
 def kept_share(rate: float) -> float:
-    """Returns the probability of being kept: 1 - rate, with the rate as rounded."""
+    """Returns the probability that an element is kept: 1 - the rounded rate."""
     return 1 - int(threshold(rate)) / 2**16
 
 
@@ -104,46 +118,47 @@ def dropped(
     seed: jax.Array,
     rate: float,
     start: tuple[Any, ...] | None = None,
-    whole: tuple[int, ...] | None = None,
+    global_shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Returns x over the share that is kept, where it is kept, else 0.
+    """Returns x / `kept_share(rate)` where x is kept, else 0.
 
     Args:
       x: [..., in].
-      seed: uint32[2], of `draw_seed`.
+      seed: uint32[2], from `draw_seed`.
       rate: in [0, 1).
-      start, whole: as `keep_mask`'s.
+      start, global_shape: see `keep_mask`.
     """
     kept = x * jnp.asarray(1 / kept_share(rate), x.dtype)
-    return jnp.where(keep_mask(seed, x.shape, rate, start, whole), kept, jnp.zeros((), x.dtype))
+    mask = keep_mask(seed, x.shape, rate, start, global_shape)
+    return jnp.where(mask, kept, jnp.zeros((), x.dtype))
 
 
 drop = jax.custom_vjp(dropped, nondiff_argnums=(2, 4))
-"""`dropped`, with a gradient that keeps no mask."""
+"""`dropped`, with a gradient that computes the mask again instead of keeping it."""
 
 
-def _drop_fwd(x, seed, rate, start, whole):
-    return drop(x, seed, rate, start, whole), (seed, start)
+def _drop_fwd(x, seed, rate, start, global_shape):
+    return drop(x, seed, rate, start, global_shape), (seed, start)
 
 
-def _drop_bwd(rate, whole, kept, dy):
+def _drop_bwd(rate, global_shape, kept, dy):
     seed, start = kept
-    return drop(dy, seed, rate, start, whole), None, None
+    return drop(dy, seed, rate, start, global_shape), None, None
 
 
 drop.defvjp(_drop_fwd, _drop_bwd)
 
 
 def drop_for(implementation: str | None) -> Callable[..., jax.Array]:
-    """Returns the `drop` of an implementation."""
+    """Returns `drop`, or for "eager" `dropped`, which JAX differentiates to any order."""
     return dropped if implementation == "eager" else drop
 
 
 def active(dropout: Dropout | None) -> tuple[float, DropoutMode, jax.Array | None]:
-    """Returns (rate, mode, seed); (0, "adapter", None) where nothing is dropped.
+    """Returns (rate, mode, seed); (0, "adapter", None) if nothing is dropped.
 
     Raises:
-      TypeError, ValueError: `dropout` is no `Dropout`, or a field is out of range.
+      TypeError, ValueError: `dropout` is not a `Dropout`, or a field is out of range.
     """
     if dropout is None:
         return 0.0, "adapter", None
@@ -155,17 +170,18 @@ def active(dropout: Dropout | None) -> tuple[float, DropoutMode, jax.Array | Non
         raise ValueError(f"dropout.mode is {dropout.mode!r}; expected 'adapter' or 'input'")
     if jnp.shape(dropout.seed) != (2,) or dropout.seed.dtype != jnp.uint32:
         raise ValueError(
-            f"dropout.seed is {dropout.seed!r}; expected uint32[2], of jax_dora.ops.draw_seed(key)"
+            f"dropout.seed is {dropout.seed!r}; expected uint32[2]: use jax_dora.ops.draw_seed(key)"
         )
     return (dropout.rate, dropout.mode, dropout.seed) if dropout.rate else active(None)
 
 
 def _strides(shape: tuple[int, ...]) -> list[np.uint32]:
-    """Returns the strides of row-major order, wrapping around as uint32 does."""
+    """Returns the strides of row-major order, modulo 2³²."""
     return [np.uint32(math.prod(shape[axis + 1 :]) % 2**32) for axis in range(len(shape))]
 
 
 def _mix(x: jax.Array) -> jax.Array:
+    """Returns the 32-bit finalizer of the module's docstring."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -1,8 +1,8 @@
-"""A whole adapted projection on any mesh, y = x W' + bias (arXiv 2603.22276, section 2).
+"""An adapted projection on any mesh (arXiv 2603.22276, section 2).
 
     y = g∘(base + s·lora) + bias      base = xW      lora = xAB
 
-`lora_linear` is inner = x (W + s·A B) alone, as if g were 1.
+`lora_linear` returns inner = base + s·lora.
 """
 
 import functools
@@ -47,48 +47,54 @@ def dora_linear(
 
     Args:
       x: [..., in].
-      kernel: [in, out], frozen; or a `qwix.QArray`, which is dequantised for each product with it,
-        to x's dtype, and has no gradient.
+      kernel: [in, out], frozen; or a `qwix.QArray`, which is dequantised to x's dtype for each
+        product and has no gradient.
       lora_a: [in, r].
       lora_b: [r, out].
       magnitude: [out].
       scale: alpha/r or alpha/sqrt(r).
       bias: [out]; never scaled.
-      norm: f32[out], `factored_norm` of these very arrays, computed earlier. It is used as it is.
-      implementation: None, "mosaic", "xla" or "eager"; a named one runs or raises. "eager" is the
-        definition, which JAX differentiates by itself, in any mode and as often as it likes, and of
-        which it keeps more; the others have a gradient of their own, in reverse mode, and "xla" is
-        that without kernels. "mosaic" stands for the most fused of its kernels that takes the call:
-        the whole projection (of up to 64 rows the one for few), else expand and compose, else
-        compose alone; the norm then takes the best that accepts it. Under dropout it also draws the
-        mask in the kernels of lora_a's product and gradient, where they accept the call; x's
-        gradient, and mode "input", are XLA's.
-      precision: of the matrix products with x, as in `jax.lax.dot_general`.
-      dropout: of x, in training; its mask is never in memory, see `jax_dora.ops.Dropout`.
-      keep_inner: names what the magnitude's gradient reads, so that `jax_dora.remat_policy()` keeps
-        it: the result, or under a bias and in fp16 x (kernel + scale·lora_a lora_b) [..., out].
-        Mode "input" of dropout has no such array, and ignores this.
-      act_qtype: "float8_e4m3fn" rounds x to it for its product with the kernel, by a scale for each
-        row (qwix's name; the kernel is a `QArray` of that format with scales [1, out]). What goes
-        to lora_a, and all gradients, are of x as it is. None rounds nothing.
+      norm: f32[out], a precomputed `factored_norm` of the same kernel, lora_a, lora_b and scale. It
+        is used without a check.
+      implementation: None chooses the fastest that supports the call. A named one runs or raises:
+
+        - "eager": the definition, differentiated by JAX: in forward and reverse mode, to any
+          order. It keeps more arrays for the gradient than the others.
+        - "xla": a custom gradient in reverse mode, without Mosaic kernels.
+        - "mosaic": the custom gradient with the most fused Mosaic kernel that supports the call:
+          the whole projection (for up to 64 rows the kernel for few rows), else expand and
+          compose, else compose. The norm is computed as with None. With dropout, the kernels of
+          lora_a's product and gradient also draw the mask where they support the call; x's
+          gradient, and mode "input", use XLA.
+      precision: the precision of the matrix products with x, as in `jax.lax.dot_general`.
+      dropout: the dropout of x, for training. Its mask is never stored in memory; see
+        `jax_dora.ops.Dropout`.
+      keep_inner: names the array that the magnitude's gradient reads, so that
+        `jax_dora.remat_policy()` keeps it. The array is the result; with a bias or in fp16 it is
+        x (kernel + scale·lora_a lora_b) [..., out]. Ignored for dropout in mode "input", where no
+        such array exists.
+      act_qtype: "float8_e4m3fn" (qwix's name) rounds x to this format for the product with the
+        kernel, with one scale per row. The kernel must be a `QArray` of this format with scales
+        [1, out]. The adapter's products and all gradients use the unrounded x. None rounds nothing.
 
     Returns:
-      [..., out] in the dtype that x and kernel promote to (x's for a quantised kernel); adapters of
-      a wider dtype are cast to it for the products with activations (the norm takes them as they
-      are), and their gradients come back in their own dtype. The norm carries the checkpoint name
+      [..., out] in the dtype that x and kernel promote to (x's dtype for a quantised kernel).
+      Adapters of a wider dtype are cast to this dtype for the products with activations, but not
+      for the norm; their gradients have the adapters' dtype. The norm has the checkpoint name
       "dora_norm".
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
-      NotImplementedError: the named implementation cannot take the call; act_qtype is given and
-        dropout has mode "input".
+      NotImplementedError: the named implementation does not support the call; act_qtype is given
+        and dropout has mode "input".
     """
     _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, kernel.shape[1:], "[out]")
     if norm is None:
-        by = norm_implementation(implementation)
-        norm = factored_norm(kernel, lora_a, lora_b, scale, implementation=by)
+        norm = factored_norm(
+            kernel, lora_a, lora_b, scale, implementation=norm_implementation(implementation)
+        )
         norm = jnp.asarray(checkpoint_name(norm, NORM_NAME))
     g = magnitude_scale(magnitude, norm, _dtype(x, kernel))
     return scaled_linear(
@@ -110,11 +116,11 @@ def scaled_linear(
     keep_inner: bool = False,
     act_qtype: str | None = None,
 ) -> jax.Array:
-    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear`, given g.
+    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g.
 
     Args:
-      operands: without seed and z; g is of any float dtype, and None stands for ones.
-      dropout, implementation, precision, keep_inner, act_qtype: as `dora_linear`'s.
+      operands: the operands, without seed and z. g has any float dtype; None means ones.
+      dropout, implementation, precision, keep_inner, act_qtype: see `dora_linear`.
     """
     x, kernel, lora_a, lora_b, g, scale, bias, *_ = operands
     _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
@@ -127,11 +133,13 @@ def scaled_linear(
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input" and rate and act_qtype is not None:
         raise NotImplementedError(
-            f"act_qtype is {act_qtype!r} and dropout has mode 'input', which multiplies two x with "
-            "the kernel; expected mode 'adapter', or act_qtype None"
+            f"act_qtype is {act_qtype!r} and dropout has mode 'input', which multiplies both x and "
+            "the dropped x by the kernel; expected mode 'adapter', or act_qtype None"
         )
-    by, op = static_precision(precision), "lora_linear" if g is None else "dora_linear"
-    static = Static(op, implementation, by, rate, mode, keep_inner, act_qtype)
+    op = "lora_linear" if g is None else "dora_linear"
+    static = Static(
+        op, implementation, static_precision(precision), rate, mode, keep_inner, act_qtype
+    )
     operands = operands._replace(g=g, scale=check.scale_array(scale), seed=seed)
     return _on_mesh(static, operands)(operands)
 
@@ -149,26 +157,26 @@ def lora_linear(
     keep_inner: bool = False,
     act_qtype: str | None = None,
 ) -> jax.Array:
-    """Returns inner = x (kernel + scale·lora_a lora_b): a plain LoRA layer, and what a DoRA layer's
-    magnitude and norm are applied to.
+    """Returns inner = x (kernel + scale·lora_a lora_b): a LoRA layer, or a DoRA layer before its
+    magnitude and norm are applied.
 
     Args:
-      x, kernel, lora_a, lora_b, scale, implementation, precision, keep_inner, act_qtype: as
-        `dora_linear`'s.
-      dropout: of x, in mode "adapter".
+      x, kernel, lora_a, lora_b, scale, implementation, precision, keep_inner, act_qtype: see
+        `dora_linear`.
+      dropout: the dropout of x, in mode "adapter".
 
     Returns:
-      [..., out] in the dtype that x and kernel promote to (x's for a quantised kernel).
+      [..., out] in the dtype that x and kernel promote to (x's dtype for a quantised kernel).
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
-      NotImplementedError: the named implementation cannot take the call; dropout has mode "input",
-        which is DoRA's.
+      NotImplementedError: the named implementation does not support the call; dropout has mode
+        "input", which needs g.
     """
     if dropouts.active(dropout)[1] == "input":
         raise NotImplementedError(
-            "dropout has mode 'input', in which the kernel's product of the dropped x is scaled by "
-            "g; expected mode 'adapter'"
+            "dropout has mode 'input', which scales the kernel's product with the dropped x by g, "
+            "and lora_linear has no g; expected mode 'adapter'"
         )
     inner = scaled_linear(
         Projection(x, kernel, lora_a, lora_b, g=None, scale=scale),
@@ -181,23 +189,23 @@ def lora_linear(
 
 
 def _on_mesh(static: Static, operands: Projection) -> Callable[[Projection], jax.Array]:
-    """Returns the function of `operands` that computes the result: on a mesh with explicit axes
-    sharded as x's rows and the kernel's columns are."""
-    function = functools.partial(_on_any, static)
+    """Returns a function of `operands` that computes the result. On a mesh with explicit axes the
+    result is sharded like x's rows and the kernel's columns."""
+    function = functools.partial(_without_explicit_axes, static)
     kernel = quantised.stored(operands.kernel)
     mesh = meshes.explicit(operands.x, kernel)
     if mesh is None:
         return function
-    *rows, contracted = meshes.spec(operands.x)
-    of_in, columns = meshes.spec(kernel)
+    *rows, x_in = meshes.spec(operands.x)
+    kernel_in, columns = meshes.spec(kernel)
     axes = jax.tree.leaves((rows, columns))
-    if (contracted and of_in) or len(axes) > len(set(axes)):
-        return function  # JAX asks for an out_sharding, or refuses
-    return meshes.left_to_xla(function, mesh, jax.P(*rows, columns))
+    if (x_in and kernel_in) or len(axes) > len(set(axes)):
+        return function  # JAX raises its own error: the result's sharding is ambiguous
+    return meshes.with_auto_axes(function, mesh, jax.P(*rows, columns))
 
 
-def _on_any(static: Static, operands: Projection) -> jax.Array:
-    """Returns the result on one device, or on axes that are not explicit."""
+def _without_explicit_axes(static: Static, operands: Projection) -> jax.Array:
+    """Returns the result on one device, or on a mesh without explicit axes."""
     operands = meshes.vary_alike(operands)
     x, kernel = operands.x, operands.kernel
     dtype = _dtype(x, kernel)
@@ -212,16 +220,16 @@ def _on_any(static: Static, operands: Projection) -> jax.Array:
 
 
 def _with_dropped_input(static: Static, operands: Projection) -> jax.Array:
-    """Returns mode "input": base of x, the whole correction of the dropped x."""
+    """Returns the result of dropout mode "input": base of x plus ΔY of the dropped x."""
     x, kernel, lora_a, lora_b, g, scale, bias, seed, _ = operands
     assert g is not None
     assert seed is not None
     dot = functools.partial(dot_general, static.precision, axes=(-1, 0))
-    by = static.implementation
-    dropped = drop_for(by)(x, seed, static.rate)
-    corrected = quantised.multiplied(dot, dropped, kernel)
-    y, lora = quantised.multiplied(dot, x, kernel), dot(dot(dropped, lora_a), lora_b)
-    y = y + compose_delta(corrected, lora, g, scale, implementation=by)
+    implementation = static.implementation
+    dropped = drop_for(implementation)(x, seed, static.rate)
+    dropped_base = quantised.apply_dense(dot, dropped, kernel)
+    base, lora = quantised.apply_dense(dot, x, kernel), dot(dot(dropped, lora_a), lora_b)
+    y = base + compose_delta(dropped_base, lora, g, scale, implementation=implementation)
     return y if bias is None else y + per_feature(bias, y)
 
 

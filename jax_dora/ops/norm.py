@@ -1,22 +1,23 @@
-"""The factored norm of an adapted kernel, and the scale g that it makes of the magnitude.
+"""The factored norm of an adapted kernel, and g, the magnitude divided by the norm.
 
 With kernel W [in, out], lora_a A [in, r], lora_b B [r, out] and scale s, per output feature
-(arXiv 2603.22276, section 3; sums over the axis that is named):
+(arXiv 2603.22276, section 3; Σ_in sums over input features, Σ_r over the rank):
 
     ‖W + sAB‖² = Σ_in W² + 2s Σ_r B∘(AᵀW) + s² Σ_r B∘(AᵀA B)
 
 The product AB is never formed: the largest temporary is AᵀW, [r, out].
 
-Everything accumulates in fp32 (fp64 for fp64 operands). bf16 × bf16 and fp16 × fp16 products are
-exact in fp32, so those operands go to the tensor cores as they are. An fp32 operand beside a bf16
-one is split into three bf16 pieces that add up to it, which keeps its products exact too.
+All sums accumulate in fp32 (fp64 for fp64 operands). The products of two bf16 or two fp16 numbers
+are exact in fp32, so such operands are passed to the tensor cores unchanged. For a product of fp32
+and bf16, the fp32 operand is split into three bf16 pieces that add up to it, so that these products
+are exact too.
 
-Of a quantised kernel XLA takes block by block of W's rows, dequantised:
+For a quantised kernel, XLA dequantises W in blocks of rows:
 
     ‖W + sAB‖² = Σ_blocks Σ_rows (W + s·A B)²
 
-A block, its share of A B and their sum are all there is, `BLOCK_ELEMENTS` each. Nothing cancels, so
-there is no clamp.
+The temporaries are a block of W, the same rows of A B, and their sum, each of at most
+`BLOCK_ELEMENTS` elements. All terms are squares, so the sum needs no clamp at 0.
 """
 
 import functools
@@ -35,7 +36,7 @@ from jax_dora.ops.mosaic import norm as kernel_norm
 from jax_dora.ops.mosaic import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.mosaic import stationary_norm
 from jax_dora.ops.mosaic.norm import cut
-from jax_dora.ops.operands import Adapted, Static
+from jax_dora.ops.operands import AdaptedKernel, Static
 from jax_dora.ops.shard import Op, Shard
 
 BLOCK_ELEMENTS = 1 << 20
@@ -55,51 +56,51 @@ def factored_norm(
 
     Args:
       kernel: [in, out], fp16, bf16, fp32 or fp64; or a `qwix.QArray` in one of
-        `jax_dora.ops.quantised.FORMATS`, which is read block by block: no [in, out] array of floats
-        is made of it.
+        `jax_dora.ops.quantised.FORMATS`, which is dequantised block by block, never as a whole.
       lora_a: [in, r].
       lora_b: [r, out].
       scale: a number, or a traced scalar. A Python 0 skips the adapter's terms.
-      implementation: None, "mosaic" (one pass over the kernel, with no temporaries), "xla" or
+      implementation: None, "mosaic" (one pass over the kernel, without temporaries), "xla" or
         "eager" (with temporaries of about 8 · r · out bytes); a named one runs or raises.
 
     Returns:
-      f32[out] (f64 if an operand is fp64). No gradient flows through it (arXiv 2402.09353,
-      section 4.3). A NaN in the operands stays a NaN.
+      f32[out] (f64 if an operand is fp64). The norm is a constant for differentiation
+      (arXiv 2402.09353, section 4.3). NaN in the operands gives NaN.
 
     Raises:
-      TypeError, ValueError: an argument's dtype or shape does not fit, or the implementation is
-        unknown.
-      NotImplementedError: the named implementation cannot take the call.
+      TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
+      NotImplementedError: the named implementation does not support the call.
     """
     choose.check_name(implementation)
     check.adapter(kernel, lora_a, lora_b)
-    operands = Adapted(kernel, lora_a, lora_b, check.scale_array(scale))
+    operands = AdaptedKernel(kernel, lora_a, lora_b, check.scale_array(scale))
     operands = jax.tree.map(lax.stop_gradient, operands)
-    is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
-    static = Static("factored_norm", implementation, is_zero=is_zero)
-    function = functools.partial(_norm, static)
+    scale_is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
+    static = Static("factored_norm", implementation, scale_is_zero=scale_is_zero)
+    function = functools.partial(_call, static)
     stored = quantised.stored(kernel)
     if mesh := meshes.explicit(stored):
-        function = meshes.left_to_xla(function, mesh, jax.P(meshes.spec(stored)[1]))
+        function = meshes.with_auto_axes(function, mesh, jax.P(meshes.spec(stored)[1]))
     return function(operands)
 
 
 def norm_implementation(implementation: str | None) -> str | None:
-    """Returns the implementation of the norm in a layer whose own is given: "xla" and "eager" take
-    no kernel; "mosaic" names a kernel of the projection, and leaves the norm to the best that
-    accepts it."""
+    """Returns the norm's implementation in a layer with the given implementation.
+
+    A layer with "xla" or "eager" uses no Mosaic kernel for its norm either. "mosaic" concerns only
+    the layer's projection; its norm uses the fastest implementation that supports the call.
+    """
     return "xla" if implementation in choose.PLAIN else None
 
 
-def _norm(static: Static, operands: Adapted) -> jax.Array:
+def _call(static: Static, operands: AdaptedKernel) -> jax.Array:
     return primitive.call(NORM, static, operands)[0]
 
 
-def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
+def _run(static: Static, shard: Shard, operands: AdaptedKernel) -> tuple[jax.Array]:
     kernel, lora_a, lora_b, scale = operands
     implementation = static.implementation
-    if static.is_zero and implementation is None:
+    if static.scale_is_zero and implementation is None:
         implementation = "xla"
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
     is_quantised = quantised.is_quantised(kernel)
@@ -108,19 +109,21 @@ def _run(static: Static, shard: Shard, operands: Adapted) -> tuple[jax.Array]:
     choice = choose.choose(static.op, implementation, *kernels)
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
-        squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.knobs)
+        squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.launch_options)
         return (jnp.sqrt(shard.sum(squared)),)
     define = _define_quantised if is_quantised else _define
-    return (define(shard, static.is_zero, operands),)
+    return (define(shard, static.scale_is_zero, operands),)
 
 
 def candidates(
     in_features: int, rank: int, out: int, stored: Any, adapter_dtype: Any
 ) -> list[tuple[ModuleType, tuple[Any, ...]]]:
-    """Returns the kernels for a norm, the fastest first, each with its call.
+    """Returns the (kernel, call) pairs of a norm for `choose.choose`, the fastest first.
 
     Args:
+      in_features, rank, out: the sizes.
       stored: the kernel's dtype, or its `Format` if it is quantised.
+      adapter_dtype: the dtype of lora_a.
     """
     is_quantised = isinstance(stored, quantised.Format)
     other = kernel_quantised_norm if is_quantised else kernel_norm
@@ -128,41 +131,41 @@ def candidates(
     return [(kernel, call) for kernel in (stationary_norm, other)]
 
 
-NORM = Op("norm", _run, Adapted("i o", "i r", "r o", ""), ("o",), contracted="i")
+NORM = Op("norm", _run, AdaptedKernel("i o", "i r", "r o", ""), ("o",), contracted="i")
 
 
-# Compiled as one program, and closed by a barrier so that nothing after it (the division that
-# makes g) is fused into it: the same bits whether a norm is taken alone, for a fresh adapter's
-# magnitude, or inside a whole model's program. A fresh adapter's g is 1 by this.
+# The norm must have the same bits when computed alone, to initialise a magnitude, and inside a
+# model's program: only then is g = magnitude / norm exactly 1 for a new adapter. So it is jitted,
+# and its last barrier keeps XLA from fusing later operations, such as this division, into it.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _define(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Array:
+def _define(shard: Shard, scale_is_zero: bool, operands: AdaptedKernel) -> jax.Array:
     kernel, lora_a, lora_b, scale = operands
     dtype = accumulator(kernel.dtype, lora_a.dtype, lora_b.dtype)
     terms = [jnp.sum(jnp.square(kernel.astype(accumulator(kernel.dtype))), axis=0).astype(dtype)]
-    if not is_zero:
+    if not scale_is_zero:
         b, gram = lora_b.astype(dtype), _exact_dot(lora_a, lora_a)
         terms.append(jnp.sum(b * _exact_dot(lora_a, kernel).astype(dtype), axis=0))
         terms.append(jnp.sum(b * _exact_dot(gram, lora_b).astype(dtype), axis=0))
-    # Each reduction in one form, whatever program it is a part of.
+    # This barrier makes XLA compile each reduction the same way in every program.
     squared, *added = lax.optimization_barrier(terms)
     if added:
         s = scale.astype(dtype)
         squared = squared + (2 * s * added[0] + s * s * added[1])
-    # maximum, unlike a comparison, keeps NaN.
+    # jnp.maximum propagates NaN, unlike jnp.where with a comparison.
     return lax.optimization_barrier(jnp.sqrt(jnp.maximum(shard.sum(squared), 0)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _define_quantised(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Array:
+def _define_quantised(shard: Shard, scale_is_zero: bool, operands: AdaptedKernel) -> jax.Array:
     kernel, lora_a, lora_b, scale = lax.optimization_barrier(operands)
     dtype = accumulator(kernel.scale.dtype, lora_a.dtype, lora_b.dtype)
     in_features, out = kernel.shape
-    count = quantised.rows_of_block(kernel, BLOCK_ELEMENTS)
+    count = quantised.rows_per_block(kernel, BLOCK_ELEMENTS)
     s = scale.astype(dtype)
 
-    def of_rows(start: Any, count: int) -> jax.Array:
-        block = quantised.dequantise(quantised.rows(kernel, start, count), dtype)
-        if not is_zero:
+    def squared_norm(start: Any, count: int) -> jax.Array:
+        block = quantised.dequantise(quantised.slice_rows(kernel, start, count), dtype)
+        if not scale_is_zero:
             a, b = lax.dynamic_slice_in_dim(lora_a, start, count), lora_b
             if a.dtype != b.dtype or a.dtype.itemsize != 2:
                 a, b = a.astype(dtype), b.astype(dtype)
@@ -170,31 +173,31 @@ def _define_quantised(shard: Shard, is_zero: bool, operands: Adapted) -> jax.Arr
         return jnp.sum(jnp.square(block), axis=0)
 
     def step(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-        return total + of_rows(number * count, count), None
+        return total + squared_norm(number * count, count), None
 
     blocks = in_features // count
     total, _ = lax.scan(step, jnp.zeros(out, dtype), jnp.arange(blocks, dtype=jnp.int32))
     if remaining := in_features - blocks * count:
-        total = total + of_rows(blocks * count, remaining)
+        total = total + squared_norm(blocks * count, remaining)
     return lax.optimization_barrier(jnp.sqrt(shard.sum(total)))
 
 
 def magnitude_scale(
     magnitude: jax.Array, norm: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Returns g = magnitude / max(norm, eps): one number per output feature, in fp32.
+    """Returns g = magnitude / max(norm, eps), with one fp32 number per output feature.
 
     Args:
       magnitude: [out], any float dtype.
-      norm: f32[out] from `factored_norm`; constant under differentiation.
-      dtype: the dtype of the layer's result, which sets eps: 1e-6 for bf16 and fp16, else 1e-12.
+      norm: f32[out] from `factored_norm`; a constant for differentiation.
+      dtype: the dtype of the layer's result. eps is 1e-6 for bf16 and fp16, else 1e-12.
 
     Returns:
-      f32[out] (f64 where `dtype` is fp64); dg/dmagnitude = 1 / max(norm, eps). A zero norm gives
-      a finite g, a NaN stays a NaN.
+      f32[out] (f64 if `dtype` is fp64), with dg/dmagnitude = 1 / max(norm, eps). A zero norm gives
+      a finite g; NaN gives NaN.
 
     Raises:
-      TypeError, ValueError: a dtype is no float, or the two shapes differ.
+      TypeError, ValueError: a dtype is not a float dtype, or the shapes differ.
     """
     check.is_float("magnitude", magnitude)
     check.is_float("norm", norm)
@@ -205,22 +208,22 @@ def magnitude_scale(
 
 
 def ratio(magnitude: jax.Array, norm: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns `magnitude_scale` of arrays of any one shape, unchecked."""
+    """Returns `magnitude_scale` without checks, for arrays of any shape."""
     result = accumulator(dtype)
     norm = jnp.maximum(lax.stop_gradient(norm).astype(result), epsilon(dtype))
     return magnitude.astype(result) / norm
 
 
 def epsilon(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the least number that the magnitude is divided by, for a result of `dtype`."""
+    """Returns the smallest number that the magnitude is divided by, for a result of `dtype`."""
     return EPS_HALF if jnp.dtype(dtype).itemsize == 2 else EPS_FULL
 
 
 def _exact_dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns aᵀ b over the first axis of both, with products exact in the accumulator's dtype."""
+    """Returns aᵀ b, with products that are exact in the accumulator's dtype."""
     dtype = accumulator(a.dtype, b.dtype)
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
-        # bf16 is a piece itself; of fp32 three pieces of 8 bits each add up to it.
+        # A bf16 array is one piece; three bf16 pieces of 8 bits each add up to fp32.
         a_pieces, b_pieces = (cut(x, 1 if x.dtype == jnp.bfloat16 else 3) for x in (a, b))
         product = _dot(jnp.concatenate(a_pieces, 1), jnp.concatenate(b_pieces, 1), dtype)
         blocks = product.reshape(len(a_pieces), a.shape[1], len(b_pieces), b.shape[1])

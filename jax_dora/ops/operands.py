@@ -1,26 +1,26 @@
-"""The operands of the differentiable operators, each bundle a pytree that is handed on whole.
+"""The operands of the differentiable operators: one NamedTuple, and so one pytree, per operator.
 
-A field holds an array, or None for an operand that the call does without. The same bundle also
-holds, field by field, what belongs to its operands: their gradients, or how they are sharded.
+A field holds an array, or None for an optional operand that is absent. The same NamedTuples also
+hold one value per operand: its gradient, whether the gradient is wanted, or its axis names.
 """
 
 from typing import Any, NamedTuple
 
 
 class Static(NamedTuple):
-    """The settings of a call, which are no arrays: static wherever it is compiled.
+    """The settings of a call that are not arrays. They are static arguments under `jax.jit`.
 
     Attributes:
-      op: the operator's name, for messages.
-      implementation, precision, keep_inner, act_qtype: as `dora_linear`'s.
-      rate, mode: the dropout's.
-      whole: the shape of all of x, of which a device may have a part.
-      dtype: of lora_a's gradient.
-      want_inner, want_base, want_lora, want_bias: which results are wanted.
-      is_zero: of a norm, the scale is known to be zero.
-      slots: of a bank, how many are meant.
-      of_expand: of a bank, the implementation of the second product, where it stays what the caller
-        has named while that of the others becomes "xla".
+      op: the operator's name, for error messages.
+      implementation, precision, keep_inner, act_qtype: see `dora_linear`.
+      rate, mode: the dropout's rate and mode.
+      global_shape: the shape of the whole x; a device may hold a shard of x.
+      dtype: the dtype of lora_a's gradient.
+      want_inner, want_base, want_lora, want_bias: which optional results are computed.
+      scale_is_zero: the norm's scale is known to be zero.
+      slots: the number of slots of a bank.
+      expand_implementation: the implementation of a bank's second product. It keeps the caller's
+        choice where `implementation` has been replaced by "xla".
     """
 
     op: str
@@ -30,15 +30,15 @@ class Static(NamedTuple):
     mode: str = "adapter"
     keep_inner: bool = False
     act_qtype: str | None = None
-    whole: tuple[int, ...] = ()
+    global_shape: tuple[int, ...] = ()
     dtype: Any = None
     want_inner: bool = False
     want_base: bool = True
     want_lora: bool = False
     want_bias: bool = False
-    is_zero: bool = False
+    scale_is_zero: bool = False
     slots: int = 0
-    of_expand: str | None = None
+    expand_implementation: str | None = None
 
 
 class Projection(NamedTuple):
@@ -49,12 +49,12 @@ class Projection(NamedTuple):
       kernel: [in, out].
       lora_a: [in, r].
       lora_b: [r, out].
-      g: f32[out], the magnitude over the norm; None for x (kernel + scale·lora_a lora_b) alone.
+      g: f32[out], magnitude / norm; None if the result is x (kernel + scale·lora_a lora_b).
       scale: f32[].
       bias: [out].
-      seed: uint32[2], of the dropout of x.
-      z: [..., r], x (scale·lora_a) of the dropped x, once it is computed; lora_a is None then where
-        nobody may take z from it.
+      seed: uint32[2], the seed of x's dropout.
+      z: [..., r], drop(x) (scale·lora_a), once it has been computed. lora_a is then None if z must
+        not be recomputed from it.
     """
 
     x: Any
@@ -84,8 +84,14 @@ class Composition(NamedTuple):
 
 
 class Gating(NamedTuple):
-    """The operands of SwiGLU: gate, up [..., out], g f32[out] and bias [out] of either; and of its
-    gradient dh [..., out]."""
+    """The operands of SwiGLU and of its gradient.
+
+    Attributes:
+      gate, up: [..., out].
+      gate_g, up_g: f32[out].
+      gate_bias, up_bias: [out].
+      dh: [..., out], the gradient of the result; only for the backward pass.
+    """
 
     gate: Any
     up: Any
@@ -96,8 +102,8 @@ class Gating(NamedTuple):
     dh: Any = None
 
 
-class Adapted(NamedTuple):
-    """The operands of a norm: kernel [in, out], lora_a [in, r], lora_b [r, out], scale f32[]."""
+class AdaptedKernel(NamedTuple):
+    """The operands of the norm: kernel [in, out], lora_a [in, r], lora_b [r, out], scale f32[]."""
 
     kernel: Any
     lora_a: Any

@@ -1,14 +1,13 @@
-"""The primitive that all operators with kernels are bound to, and what runs in its place.
+"""The JAX primitive that all operators with Mosaic kernels are bound to, and its lowering.
 
-A kernel takes the arrays of one device. Whether a call has those is known only when its program is
-lowered, and there the kernel is chosen:
+A Mosaic kernel needs the arrays of a single device. Whether a call has them is known only when its
+program is lowered, so the implementation is chosen there:
 
-    one device, or a device's part inside of `jax.shard_map` over a whole mesh    by its shapes
-    a mesh with automatic axes          on every device, by the shapes of its part (`shard`)
-    any other program for several devices: a mesh with manual axes and others, an export, arrays on
-    different meshes, a batch that is more than rows          XLA
-
-The second is JAX's `custom_partitioning`, with a rule by which Shardy propagates shardings.
+- One device, or `jax.shard_map` over the whole mesh: by the arrays' shapes.
+- A mesh with automatic axes: on every device, by the shapes of the device's shards (`shard`). This
+  uses JAX's `custom_partitioning`, with a rule for Shardy's propagation of shardings.
+- Any other program for several devices: XLA. Examples are a mesh with both manual and other axes,
+  an export, arrays on different meshes, and a batch axis that is not just another leading axis.
 """
 
 import functools
@@ -30,22 +29,23 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_dora.ops.choose import PLAIN, interpreted
-from jax_dora.ops.mesh import of_one_device, vary, varying
-from jax_dora.ops.shard import WHOLE, Names, Op, Shard, spec
+from jax_dora.ops.mesh import to_unvarying, vary, varying
+from jax_dora.ops.shard import UNSHARDED, Names, Op, Shard, spec
 
 
 def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
-    """Returns the results of `op`, whatever number of devices the program is built for.
+    """Returns the results of `op`, in a program for any number of devices.
 
     Args:
-      static: a NamedTuple of hashables, one of them `implementation`; it is handed to `op.run`.
+      op: the operator.
+      static: a NamedTuple of hashable settings with a field `implementation`; passed to `op.run`.
       operands: a NamedTuple of arrays and None; one of the arrays may be quantised.
     """
     if interpreted() or static.implementation in PLAIN:
-        # The interpreter's callbacks are ordered, which nothing in a lowering rule may be.
+        # The interpreter uses ordered callbacks, which a lowering rule must not contain.
         axes = varying(operands)
         if static.implementation == "mosaic":
-            operands = jax.tree.map(of_one_device, operands)
+            operands = jax.tree.map(to_unvarying, operands)
         results = op.run(static, Shard(), operands)
         return jax.tree.map(lambda result: vary(result, axes), results)
     leaves, tree = jax.tree.flatten(operands)
@@ -54,7 +54,7 @@ def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
     return jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
 
 
-# The tracing of an operator, which its shapes and its lowering share.
+# Jitted so that the abstract evaluation and the lowering share one trace of the operator.
 @functools.partial(jax.jit, static_argnums=range(3))
 def _traced(op: Op, static: Any, tree: Any, *leaves: jax.Array) -> Any:
     return op.run(static, Shard(), tree.unflatten(leaves))
@@ -66,29 +66,29 @@ def _bound(op: Op, static: Any, tree: Any, *leaves: jax.Array) -> Any:
 
 
 def _shapes(avals: Iterable[Any], *, op: Op, static: Any, tree: Any) -> Any:
-    # A kernel that is named refuses here, by the shapes of whole arrays.
-    static = static if static.implementation == "mosaic" else _by_xla(static)
-    return _traced.eval_shape(op, static, tree, *map(_bare, avals))
+    # "mosaic" stays, so that an unsupported call raises here, by the shapes of the whole arrays.
+    static = static if static.implementation == "mosaic" else _with_xla(static)
+    return _traced.eval_shape(op, static, tree, *map(_unvarying, avals))
 
 
-def _by_xla(static: Any) -> Any:
+def _with_xla(static: Any) -> Any:
     return static._replace(implementation="xla")
 
 
-def _bare(aval: Any) -> Any:
-    """Returns the type that varies over no axis of a mesh: JAX cannot trace kernels of others."""
+def _unvarying(aval: Any) -> Any:
+    """Returns the type without varying mesh axes: JAX cannot trace kernels of varying arrays."""
     return aval.update(manual_axis_type=jax.typeof(0.0).manual_axis_type)
 
 
 _op_p = Primitive("dora")
 _op_p.multiple_results = True
-# Otherwise JAX does not tell the lowering rule which devices a program is for.
+# Without this, JAX does not pass the program's devices to the lowering rule.
 prim_requires_devices_during_lowering.add(_op_p)
 
 
 @_op_p.def_impl
 def _execute(*operands: Any, op: Op, static: Any, tree: Any) -> Any:
-    with jax.disable_jit(False):  # without its program the primitive would be bound again
+    with jax.disable_jit(False):  # if jit were disabled, `_bound` would call this function again
         return _bound(op, static, tree, *operands)
 
 
@@ -108,38 +108,44 @@ def _types(*avals: Any, **params: Any) -> list[Any]:
     ]
 
 
-def _refuse_tangents(*_: Any, op: Op, static: Any, tree: Any) -> Any:
+def _raise_not_differentiable(*_: Any, op: Op, static: Any, tree: Any) -> Any:
     raise NotImplementedError(
-        f"JAX cannot differentiate the kernels of {op.name}, which a gradient of a gradient asks "
-        "for; pass implementation='xla', or 'eager' for forward mode too: in a model it is an "
-        "option of its DoRARules"
+        f"JAX cannot differentiate the kernels of {op.name}, as a gradient of a gradient requires; "
+        "pass implementation='xla', or 'eager' for forward mode too: in a model it is an option of "
+        "its DoRARules"
     )
 
 
-ad.primitive_jvps[_op_p] = _refuse_tangents
+ad.primitive_jvps[_op_p] = _raise_not_differentiable
 
 
-class _Each(NamedTuple):
-    """`run` of every element of a batch, whose axis in each operand is one of `axes`, or None."""
+class _Batched(NamedTuple):
+    """An operator's `run`, mapped over a batch axis of each operand.
+
+    Attributes:
+      run: `Op.run` of one element of the batch.
+      tree: the structure of the operands.
+      axes: the batch axis of each operand's leaf, or None.
+    """
 
     run: Callable[..., Any]
     tree: Any
     axes: tuple[int | None, ...]
 
     def __call__(self, static: Any, shard: Shard, operands: Any) -> Any:
-        one = functools.partial(self.run, static, shard)
-        return jax.vmap(lambda *leaves: one(self.tree.unflatten(leaves)), in_axes=self.axes)(
-            *jax.tree.leaves(operands)
-        )
+        def run_one(*leaves: jax.Array) -> Any:
+            return self.run(static, shard, self.tree.unflatten(leaves))
+
+        return jax.vmap(run_one, in_axes=self.axes)(*jax.tree.leaves(operands))
 
 
 def _batch(arrays: Any, axes: Any, *, op: Op, static: Any, tree: Any) -> Any:
     axes = tuple(axes)
-    if _are_rows(op, tree, axes):
+    if _is_leading_axis(op, tree, axes):
         pairs = zip(arrays, axes, strict=True)
         arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in pairs]
     else:
-        op = Op(f"batch of {op.name}", _Each(op.run, tree, axes), (), ())
+        op = Op(f"batch of {op.name}", _Batched(op.run, tree, axes), (), ())
     results = _op_p.bind(*arrays, op=op, static=static, tree=tree)
     return results, [0] * len(results)
 
@@ -147,16 +153,18 @@ def _batch(arrays: Any, axes: Any, *, op: Op, static: Any, tree: Any) -> Any:
 batching.primitive_batchers[_op_p] = _batch
 
 
-def _are_rows(op: Op, tree: Any, axes: Sequence[int | None]) -> bool:
-    """Returns whether a batch is no more than another leading axis: not where rows are summed over,
-    nor where a mask counts them."""
+def _is_leading_axis(op: Op, tree: Any, axes: Sequence[int | None]) -> bool:
+    """Returns whether the batch axis can be one more leading axis of x and of the results.
+
+    It cannot if the operator sums over leading axes, or if a dropout mask depends on row numbers.
+    """
     if not op.operands or op.contracted == "t":
         return False
     fields = zip(op.operands, tree.unflatten(range(len(axes))), strict=True)
     return all(
-        names != "s" and (axes[place] is not None) == names.startswith("t")
+        names != "s" and (axes[index] is not None) == names.startswith("t")
         for names, field in fields
-        for place in jax.tree.leaves(field)
+        for index in jax.tree.leaves(field)
     ) and all(names.startswith("t") for names in op.results)
 
 
@@ -167,13 +175,13 @@ def _lower(ctx: Any, *operands: Any, op: Op, static: Any, tree: Any, cuda: bool 
             f"program is being built for {', '.join(ctx.module_context.platforms)}; pass "
             "implementation=None or 'xla', or run it under plgpu.force_gpu_interpret_mode()"
         )
-    static = static if cuda else _by_xla(static)
-    mesh, alone = _devices(ctx.module_context)
-    avals = [_bare(aval) for aval in ctx.avals_in]
+    static = static if cuda else _with_xla(static)
+    mesh, single_device = _devices(ctx.module_context)
+    avals = [_unvarying(aval) for aval in ctx.avals_in]
     if mesh is not None and op.operands:
         function = _partitioned(op, static, tree, avals)
-    elif alone or static.implementation != "mosaic":
-        static = static if alone else _by_xla(static)
+    elif single_device or static.implementation != "mosaic":
+        static = static if single_device else _with_xla(static)
         function = functools.partial(_traced, op, static, tree)
     else:
         raise NotImplementedError(
@@ -190,8 +198,11 @@ mlir.register_lowering(_op_p, functools.partial(_lower, cuda=True), platform="cu
 
 
 def _devices(module: Any) -> tuple[Mesh | None, bool]:
-    """Returns the mesh that XLA partitions a program over, where there is a single one, and whether
-    the program sees what one device has."""
+    """Returns (mesh, single_device).
+
+    `mesh` is the mesh that XLA partitions the program over, or None unless there is exactly one.
+    `single_device` is True if the program's arrays are those of one device.
+    """
     context = module.axis_context
     if hasattr(context, "manual_axes"):
         manual = set(context.manual_axes) == set(context.mesh.axis_names)
@@ -205,45 +216,45 @@ def _devices(module: Any) -> tuple[Mesh | None, bool]:
 
 
 def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
-    """Returns the operator as a function of arrays that lie on the devices of a mesh."""
+    """Returns the operator as a function of arrays that are sharded over a mesh."""
     shapes = _shapes(avals, op=op, static=static, tree=tree)
     names = Names.of(op, tree.unflatten(avals), shapes)
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
-        """Returns what each device does, and how the arrays are sharded for it."""
-        given = ([_spec(array) for array in arrays] for arrays in (operands, results))
-        shard = names.shard(mesh, *given)
+        """Returns the function that each device runs, and the shardings of its arrays."""
+        specs = ([_spec(array) for array in arrays] for arrays in (operands, results))
+        shard = names.shard(mesh, *specs)
 
         def run(*leaves: jax.Array) -> list[jax.Array]:
-            # On no mesh: what a device has is sharded no further.
+            # An empty mesh, because a device's shards are not sharded further.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                parts = names.cut(shard, [aval.shape for aval in avals], leaves)
+                parts = names.zero_padding(shard, [aval.shape for aval in avals], leaves)
                 return jax.tree.leaves(op.run(static, shard, tree.unflatten(parts)))
 
-        def sharded(arrays: Sequence[tuple[str, ...]]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, spec(one, shard)) for one in arrays)
+        def shardings(arrays: Sequence[tuple[str, ...]]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, spec(axes, shard)) for axes in arrays)
 
-        return mesh, run, list(sharded(names.results)), sharded(names.operands)
+        return mesh, run, list(shardings(names.results)), shardings(names.operands)
 
-    every = dict.fromkeys(itertools.chain(*names.operands, *names.results))
-    whole = custom_partitioning(
-        lambda *leaves: jax.tree.leaves(_traced(op, _by_xla(static), tree, *leaves))
+    all_names = dict.fromkeys(itertools.chain(*names.operands, *names.results))
+    function = custom_partitioning(
+        lambda *leaves: jax.tree.leaves(_traced(op, _with_xla(static), tree, *leaves))
     )
-    whole.def_partition(
+    function.def_partition(
         partition,
         sharding_rule=SdyShardingRule(
             tuple(ArrayMapping(*axes) for axes in names.operands),
             tuple(ArrayMapping(*axes) for axes in names.results),
             reduction_factors=tuple(
-                one
-                for one in every
-                if one.lower() in names.contracted
-                and one.lower() not in itertools.chain(*names.results)
+                name
+                for name in all_names
+                if name.lower() in names.contracted
+                and name.lower() not in itertools.chain(*names.results)
             ),
-            need_replication_factors=tuple(one for one in every if one in WHOLE),
+            need_replication_factors=tuple(name for name in all_names if name in UNSHARDED),
         ),
     )
-    return whole
+    return function
 
 
 def _spec(array: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The products with a kernel, forward and back, and the choice of what computes them.
+"""The products of an adapted projection, forward and backward, and the choice of their kernels.
 
-Few rows, as in decoding, have kernels of their own, which read W as it is stored. Otherwise a
-quantised kernel is dequantised for each of its products, to x's dtype. Where activations are
-quantised too, base alone is a product in FP8 (`row_wise`).
+Calls with few rows, as in decoding, have Mosaic kernels that read a quantised W directly. Otherwise
+a quantised W is dequantised to x's dtype for each product. With quantised activations, base is a
+product in FP8 (`row_wise`).
 """
 
 import functools
@@ -26,34 +26,30 @@ from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.shard import Op, Shard
 
 
-def scaled(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns s·A in `dtype`, multiplied in the wider one."""
+def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns s·A in `dtype`, multiplied in the accumulator's dtype."""
     wide = accumulator(lora_a.dtype)
     return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
 
 
 def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, Any]:
-    """Returns (y, inner or None), of operands with z; y is inner where g is None.
+    """Returns (y, inner or None); y is inner if g is None.
 
-    Where inputs are sharded, a device takes its part of z from lora_a, so that nothing waits for
-    the sum of z; and so do few rows, which spares them a pass over x.
+    If the inputs are sharded, each device computes its partial z from lora_a, so that no product
+    waits for the sum of z over devices. The kernels for few rows also compute z from lora_a, which
+    saves a pass over x.
+
+    Args:
+      static: the settings.
+      shard: how the call is sharded.
+      operands: the operands, with z.
     """
     if static.act_qtype is not None:
-        return _by_quantised_rows(static, shard, operands)
+        return _forward_with_quantised_rows(static, shard, operands)
+    if shard.summed:
+        return _forward_with_sharded_inputs(static, shard, operands)
     x, kernel, lora_a, lora_b, g, scale, bias, _, z = operands
     dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
-    alone = Shard(gathered=shard.gathered)
-    if shard.summed:
-        ours = None if lora_a is None else scaled(lora_a, scale, x.dtype)
-        part = shard.once(z) if ours is None else dot(x, ours, (-1, 0))
-        operands = operands._replace(z=part, bias=shard.once(bias))
-    if shard.summed and static.want_inner:
-        # y is not linear in a part of inner.
-        linear = operands._replace(g=None, bias=None)
-        inner = shard.sum(_forward(static._replace(want_inner=False), alone, linear)[0])
-        return forward(None, inner, jnp.zeros_like(inner), g, one, bias, want_inner=False)[0], inner
-    if shard.summed:
-        return shard.sum(_forward(static, alone, operands)[0]), None
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
     form = quantised.format_of(kernel) if is_quantised else None
@@ -66,35 +62,62 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
         (compose, (rows, out, x.dtype)),
     ]
     if static.want_inner or lora_a is None:
-        # Kernels of few rows have y alone, and the first of them reduces x itself.
-        unable = (few_rows, few_rows_finish) if static.want_inner else (few_rows,)
-        candidates = [one for one in candidates if one[0] not in unable]
+        # Neither kernel for few rows returns inner, and `few_rows` needs lora_a.
+        excluded = (few_rows, few_rows_finish) if static.want_inner else (few_rows,)
+        candidates = [pair for pair in candidates if pair[0] not in excluded]
     choice = choose.choose(static.op, static.implementation, *candidates)
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
-    # Kernels of few rows apply s to x A; s·A would be a pass of its own over A.
+    # The kernels for few rows multiply x A by s: computing s·A would be another pass over A.
     a = None if lora_a is None else lora_a.astype(x.dtype)
     if choice is not None and a is not None and choice.kernel is few_rows:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
-        return few_rows.launch(x, *w, a, lora_b, g, scale, bias, **choice.knobs), None
-    # Of a quantised kernel a copy that lasts as long as the product.
+        return few_rows.launch(x, *w, a, lora_b, g, scale, bias, **choice.launch_options), None
+    # The dense copy of a quantised kernel lives only as long as this product.
     kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
-        knobs = choice.beside(shard.gathered).knobs
-        return project.launch(x, kernel, z, lora_b, g, bias, **options, **knobs)
+        choice = choice.during_collectives(shard.gathered)
+        return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.launch_options)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
         z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
-        return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.knobs), None
+        return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.launch_options), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g
-        return expand_compose.launch(base, z, lora_b, g, one, bias, **options, **choice.knobs)
+        return expand_compose.launch(
+            base, z, lora_b, g, one, bias, **options, **choice.launch_options
+        )
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
 
 
-def _by_quantised_rows(static: Static, shard: Shard, operands: Projection) -> tuple[Any, Any]:
-    """Returns (y, inner or None) of a product with the kernel in FP8, by a scale for each row of x;
-    the adapter's products, g and the bias have the dtypes that they have elsewhere."""
+def _forward_with_sharded_inputs(
+    static: Static, shard: Shard, operands: Projection
+) -> tuple[Any, Any]:
+    """Returns (y, inner or None), summed over the devices that share the input features."""
+    x, _, lora_a, _, g, scale, bias, _, z = operands
+    if lora_a is None:
+        z = shard.on_first_device(z)
+    else:
+        a = scaled_lora_a(lora_a, scale, x.dtype)
+        z = dot_general(static.precision, x, a, (-1, 0))
+    operands = operands._replace(z=z, bias=shard.on_first_device(bias))
+    single = Shard(gathered=shard.gathered)
+    if not static.want_inner:
+        return shard.sum(_forward(static, single, operands)[0]), None
+    # inner is summed before g is applied, because the backward pass needs the whole inner.
+    operands = operands._replace(g=None, bias=None)
+    inner = shard.sum(_forward(static._replace(want_inner=False), single, operands)[0])
+    zeros, one = jnp.zeros_like(inner), jnp.float32(1)
+    return forward(None, inner, zeros, g, one, bias, want_inner=False)[0], inner
+
+
+def _forward_with_quantised_rows(
+    static: Static, shard: Shard, operands: Projection
+) -> tuple[Any, Any]:
+    """Returns (y, inner or None), with base as an FP8 product with one scale per row of x.
+
+    The adapter's products, g and the bias have the same dtypes as without quantised activations.
+    """
     x, kernel, _, lora_b, g, _, bias, _, z = operands
     one, options = jnp.float32(1), {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
@@ -106,7 +129,7 @@ def _by_quantised_rows(static: Static, shard: Shard, operands: Projection) -> tu
         g = jnp.ones(out, jnp.float32) if g is None else g
         scales = base.rows, base.columns
         return expand_compose.launch(
-            base.total, z, lora_b, g, one, bias, scales, **options, **choice.knobs
+            base.total, z, lora_b, g, one, bias, scales, **options, **choice.launch_options
         )
     lora = dot_general(static.precision, z, lora_b, (-1, 0))
     y, inner = forward(None, base.scaled, lora, g, one, bias, **options)
@@ -123,11 +146,17 @@ FORWARD = Op(
 
 
 class Back(NamedTuple):
-    """The operands of `BACK`: d [..., out], kernel [in, out], dz = d Bᵀ [..., r], lora_a = s·A
-    [in, r], lora_b [r, out].
+    """The operands of `BACK`.
 
-    Where outputs are sharded, a device takes its part of dz from lora_b, so that nothing waits for
-    the sum of dz.
+    If the outputs are sharded, each device computes its partial dz from lora_b, so that no product
+    waits for the sum of dz over devices.
+
+    Attributes:
+      d: [..., out].
+      kernel: [in, out].
+      dz: [..., r], d lora_bᵀ.
+      lora_a: [in, r], s·A.
+      lora_b: [r, out].
     """
 
     d: Any
@@ -146,11 +175,11 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     kernel = quantised.dense(kernel, d.dtype)
     in_features, out = kernel.shape
     call = (d.size // max(out, 1), in_features, out, d.dtype)
-    options = {"optional": True}
-    choice = choose.choose(static.op, static.implementation, (project_back, call), **options)
+    choice = choose.choose(static.op, static.implementation, (project_back, call), optional=True)
     if choice is not None:
-        knobs = choice.beside(shard.gathered or shard.shares_rows).knobs
-        return (shard.sum(project_back.launch(d, kernel, dz, lora_a, **knobs)),)
+        choice = choice.during_collectives(shard.gathered or shard.shares_rows)
+        dx = project_back.launch(d, kernel, dz, lora_a, **choice.launch_options)
+        return (shard.sum(dx),)
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 
 

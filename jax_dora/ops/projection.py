@@ -5,17 +5,17 @@ With z = x (s·A), d = g∘dy and g from `magnitude_scale`:
     y  = g∘(base + zB) + bias     dz = d Bᵀ     dx = d Wᵀ + dz (s·A)ᵀ
     dA = s·(xᵀ dz)     dB = zᵀ d     d_g = Σ_rows dy∘(base + zB)     dbias = Σ_rows dy
 
-s is multiplied into A, once and in fp32, so that what is gathered or summed over devices is one
-array for both directions, and no wider than the activations.
+s·A is computed once, in fp32, and cast to x's dtype. Both directions then gather or sum the same
+array over devices, in the activations' dtype.
 
-inner = base + zB is y / g, so that d_g takes Σ_rows dy∘y / g and nothing beside y is kept for it;
-under a bias, and in fp16, whose range is short, inner is kept.
+inner = base + zB equals y / g, so d_g = Σ_rows dy∘y / g and only y is kept for it. With a bias, and
+in fp16, whose range is small, inner is kept instead.
 
-The order never makes an [in, out] product, but for the kernel's own gradient, xᵀ d, which is
-computed only where somebody differentiates it.
+The products are ordered such that none is [in, out], except the kernel's own gradient xᵀ d, which
+is computed only if the kernel is differentiated.
 
-What is kept for the gradient of a quantised kernel is the quantised one. Where activations are
-quantised too, gradients are as above.
+A quantised kernel is kept for the backward pass in its quantised form. Quantised activations do not
+change the gradients above.
 """
 
 import functools
@@ -39,23 +39,22 @@ from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, dot_general
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
-# A smaller g counts as one of this size: a result would lose bits of inner.
+# A smaller |g| is replaced by this value: y = g∘inner would underflow and lose bits of inner.
 LEAST_G = 2.0**-40
 
 
 def define(static: Static, operands: Projection) -> jax.Array:
-    """Returns y, or inner where g is None."""
+    """Returns y, or inner if g is None."""
     return primitive.call(FORWARD, static, _with_z(static, operands, _scaled_lora_a(operands)))[0]
 
 
 def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
-    """Returns whether inner is y / g to inner's own precision, `dtype`'s, so that y alone is
-    kept."""
+    """Returns whether y / g has the precision of inner in `dtype`, so that only y is kept."""
     return operands.bias is None and dtype != jnp.float16
 
 
-def _divisible(operands: Projection) -> Projection:
-    """Returns operands whose g, where the gradient divides by it, is at least `LEAST_G` in size."""
+def _with_divisible_g(operands: Projection) -> Projection:
+    """Returns the operands with |g| at least `LEAST_G`, if the gradient divides by g."""
     g = operands.g
     if g is None or not _result_holds_inner(operands, operands.x.dtype):
         return operands
@@ -64,23 +63,25 @@ def _divisible(operands: Projection) -> Projection:
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:
     """Returns s·A in x's dtype."""
-    return products.scaled(operands.lora_a, operands.scale, operands.x.dtype)
+    return products.scaled_lora_a(operands.lora_a, operands.scale, operands.x.dtype)
 
 
 def _with_z(static: Static, operands: Projection, scaled: jax.Array) -> Projection:
     """Returns the operands of `FORWARD`, with z = drop(x) (s·A)."""
     x, seed = operands.x, operands.seed
-    (z,) = primitive.call(REDUCE, _reducing(static, x), Reduction(x, scaled, seed))
-    # A dropped x has its own kernels for z, and an FP8 product sums its parts by itself.
+    (z,) = primitive.call(REDUCE, _reduction_settings(static, x), Reduction(x, scaled, seed))
+    # `FORWARD` may compute z again from lora_a, but not the z of a dropped x, which has kernels of
+    # its own, nor that of an FP8 product, which sums its parts over devices itself.
     lora_a = operands.lora_a if seed is None and static.act_qtype is None else None
     return operands._replace(lora_a=lora_a, seed=None, z=z)
 
 
-def _reducing(static: Static, x: jax.Array) -> Static:
-    # Only a dropped x has kernels, so that none can be asked for otherwise.
+def _reduction_settings(static: Static, x: jax.Array) -> Static:
+    """Returns the settings of `REDUCE` and `REDUCE_BACK`."""
+    # Without dropout no Mosaic kernel exists, so "mosaic" would always raise.
     if static.implementation == "mosaic" and not static.rate:
         static = static._replace(implementation=None)
-    return static._replace(whole=x.shape)
+    return static._replace(global_shape=x.shape)
 
 
 def _projection_fwd(
@@ -88,8 +89,8 @@ def _projection_fwd(
 ) -> tuple[jax.Array, Any]:
     refuse_scale_gradient(wanted.scale)
     if wanted.kernel and quantised.is_quantised(operands.kernel):
-        check.not_differentiated(operands.kernel)
-    operands = _divisible(operands)
+        check.refuse_kernel_gradient(operands.kernel)
+    operands = _with_divisible_g(operands)
     from_y, scaled = _result_holds_inner(operands, operands.x.dtype), _scaled_lora_a(operands)
     forward = _with_z(static, operands, scaled)
     want_inner = wanted.g is not None and not from_y
@@ -98,13 +99,13 @@ def _projection_fwd(
     if wanted.g is not None and from_y:
         y = inner = jnp.asarray(checkpoint_name(y, name))
     elif wanted.g is not None:
-        # What follows needs y again, which inner alone does not spare.
+        # The layers that follow need y too: keeping inner alone would not save computing y again.
         y = jnp.asarray(checkpoint_name(y, RESULT_NAME))
         inner = jnp.asarray(checkpoint_name(inner, name))
-    # What the wanted gradients need; the bias says what inner is.
-    needed = operands._replace(x=operands.x if wanted.lora_a or wanted.kernel else None)
+    # The bias stays, because it determines whether `inner` holds inner or y.
+    kept = operands._replace(x=operands.x if wanted.lora_a or wanted.kernel else None)
     z = forward.z if wanted.lora_b else None
-    return y, (needed, wanted, z, inner, scaled if wanted.x else None)
+    return y, (kept, wanted, z, inner, scaled if wanted.x else None)
 
 
 def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.Array]:
@@ -113,38 +114,38 @@ def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.A
     wide = accumulator(dy.dtype)
     dot = functools.partial(dot_general, static.precision)
     rows = tuple(range(dy.ndim - 1))
-    d, found = dy, {}
+    d, gradients = dy, {}
     if g is not None:
         d, _, d_g = primitive.call(COMPOSE_BACKWARD, static, ComposeBackward(dy, inner, g, scale))
         if d_g is not None:
             if _result_holds_inner(operands, dy.dtype):
                 d_g = d_g / g
-            found["g"] = d_g.astype(g.dtype)
+            gradients["g"] = d_g.astype(g.dtype)
     if wanted.x or wanted.lora_a:
         dz = dot(d, lora_b, (-1, 1))
         if wanted.x:
-            found["x"] = _dx(static, operands, scaled, d, dz)
+            gradients["x"] = _dx(static, operands, scaled, d, dz)
         if wanted.lora_a:
             d_lora_a = _d_scaled_lora_a(static, operands, dz)
             d_lora_a = scale.astype(wide) * d_lora_a.astype(wide)
-            found["lora_a"] = d_lora_a.astype(operands.lora_a.dtype)
+            gradients["lora_a"] = d_lora_a.astype(operands.lora_a.dtype)
     if wanted.kernel:
-        found["kernel"] = dot(x, d, (rows, rows), kernel.dtype)
+        gradients["kernel"] = dot(x, d, (rows, rows), kernel.dtype)
     if wanted.lora_b:
-        found["lora_b"] = dot(z, d, (rows, rows), lora_b.dtype)
+        gradients["lora_b"] = dot(z, d, (rows, rows), lora_b.dtype)
     if wanted.bias:
-        found["bias"] = jnp.sum(dy.astype(wide), axis=rows).astype(bias.dtype)
-    return found
+        gradients["bias"] = jnp.sum(dy.astype(wide), axis=rows).astype(bias.dtype)
+    return gradients
 
 
 projection = residuals.with_gradient(Projection, define, _projection_fwd, _projection_bwd)
-"""`define` with a gradient of its own."""
+"""`define` with a custom gradient."""
 
 
 def _dx(
     static: Static, operands: Projection, scaled: jax.Array, d: jax.Array, dz: jax.Array
 ) -> jax.Array:
-    """Returns d Wᵀ + dz (s·A)ᵀ, the latter dropped as x was."""
+    """Returns d Wᵀ + drop(dz (s·A)ᵀ), with x's dropout mask."""
     kernel, seed = operands.kernel, operands.seed
     if seed is None:
         return primitive.call(BACK, static, Back(d, kernel, dz, scaled, operands.lora_b))[0]
@@ -154,8 +155,11 @@ def _dx(
 
 
 def _d_scaled_lora_a(static: Static, operands: Projection, dz: jax.Array) -> jax.Array:
-    """Returns drop(x)ᵀ dz in the accumulator's dtype, or, where several devices may add it up and
-    all is in bf16, in bf16: what LoRA sends."""
+    """Returns drop(x)ᵀ dz in the accumulator's dtype.
+
+    If several devices may sum it and x and lora_a are bf16, it is bf16, so that as many bytes are
+    sent between devices as for LoRA.
+    """
     x, seed = operands.x, operands.seed
     dtype = jnp.dtype(accumulator(x.dtype))
     if choose.target().partitioned and x.dtype == operands.lora_a.dtype == jnp.bfloat16:
@@ -163,5 +167,5 @@ def _d_scaled_lora_a(static: Static, operands: Projection, dz: jax.Array) -> jax
     if seed is None:
         rows = tuple(range(x.ndim - 1))
         return dot_general(static.precision, x, dz, (rows, rows), dtype)
-    static = _reducing(static, x)._replace(dtype=dtype)
+    static = _reduction_settings(static, x)._replace(dtype=dtype)
     return primitive.call(REDUCE_BACK, static, Reduction(x, dz, seed))[0]

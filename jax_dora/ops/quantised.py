@@ -1,12 +1,12 @@
-"""Quantised kernels: what a `qwix.QArray` holds, what it stands for, and its rows block by block.
+"""Quantised kernels, `qwix.QArray`s: their checks, their dequantisation and their slices.
 
     W = (v(qvalue) - zero_point) ∘ scale     [in, out]
 
-where v takes NF4's codes to the 16 numbers of its codebook (arXiv 2305.14314, appendix E), and is
-the identity otherwise. An element of scale and zero_point belongs to a tile of W: scale
-[in / t, out / u] has tiles of t × u elements. Leading axes are a stack.
+v maps NF4's codes to the 16 numbers of its codebook (arXiv 2305.14314, appendix E), and is the
+identity for other formats. Each element of scale and zero_point belongs to a tile of W: a scale of
+shape [in / t, out / u] has tiles of t × u elements. Leading axes stack several matrices.
 
-qwix is imported by whoever makes such an array; nothing here imports it.
+This module does not import qwix: a caller that has a `QArray` has imported it.
 """
 
 import math
@@ -31,18 +31,18 @@ NF4 = (
 
 
 def bits(dtype: Any) -> int:
-    """Returns the bits that an element takes on a device, where two 4-bit ones share a byte."""
+    """Returns the bits per element in a device's memory, where two 4-bit elements share a byte."""
     return 4 if jnp.dtype(dtype).name in ("int4", "uint4") else 8 * jnp.dtype(dtype).itemsize
 
 
 class Format(NamedTuple):
-    """The static facts about a quantised matrix.
+    """The format of a quantised matrix, as a static argument.
 
     Attributes:
       qtype: one of `FORMATS`.
-      tile: (t, u), the rows and columns that share a scale.
-      scale_dtype: of the scales.
-      has_zero_point: whether there are zero points, of the scales' shape.
+      tile: (t, u), the numbers of rows and columns that share a scale.
+      scale_dtype: the dtype of the scales.
+      has_zero_point: whether the matrix has zero points, which have the scales' shape.
     """
 
     qtype: str
@@ -57,7 +57,7 @@ class Format(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """The number of elements that share a byte."""
+        """Returns the number of elements per byte."""
         return 8 // bits(self.stored)
 
     def __str__(self) -> str:
@@ -81,40 +81,41 @@ def format_of(kernel: Any) -> Format:
     return Format(qtype_name(kernel), (rows, columns), kernel.scale.dtype, has_zero_point)
 
 
-def described(kernel: Any) -> str:
-    """Returns the format and the number of scales along each axis, for people."""
+def describe(kernel: Any) -> str:
+    """Returns the format and the number of scales along each axis, for messages."""
     return f"{qtype_name(kernel)}, scales {'×'.join(map(str, kernel.scale.shape))}"
 
 
 def qtype_name(kernel: Any) -> str:
-    """Returns the format's name, such as "nf4" or "int8", supported or not."""
+    """Returns the name of a format, such as "nf4" or "int8"; the format may be unsupported."""
     return kernel.qtype if isinstance(kernel.qtype, str) else jnp.dtype(kernel.qtype).name
 
 
 def stored(kernel: Any) -> Any:
-    """Returns the array that says how a kernel is shaped and sharded: itself, or its qvalue."""
+    """Returns the array that has the kernel's shape and sharding: the kernel itself, or the qvalue
+    of a quantised kernel."""
     return kernel.qvalue if is_quantised(kernel) else kernel
 
 
 def check(name: str, kernel: Any) -> None:
-    """Checks a quantised array of two axes or more.
+    """Checks a quantised array with two axes or more.
 
     Raises:
-      TypeError: its format is none of `FORMATS`, or its arrays have other dtypes than the format's.
-      ValueError: its tiles do not divide it, every element has a scale of its own, or a scale that
-        is known is not a positive number.
+      TypeError: the format is not one of `FORMATS`, or an array does not have the format's dtype.
+      ValueError: the tiles do not divide the array, the shapes of scales and zero points differ, or
+        a scale is not a positive finite number. Traced scales are not checked.
     """
     qtype = qtype_name(kernel)
-    told = f"{name} is quantised as {qtype}"
-    again = "quantise it with jax_dora.quantize"
+    found = f"{name} is quantised as {qtype}"
+    fix = "quantise it with jax_dora.quantize"
     if qtype not in FORMATS:
-        raise TypeError(f"{told}; expected one of {', '.join(FORMATS)}: {again}, or dequantise it")
+        raise TypeError(f"{found}; expected one of {', '.join(FORMATS)}: {fix}, or dequantise it")
     wanted = _STORED_AS.get(qtype) or jnp.dtype(qtype)
     if kernel.qvalue.dtype != wanted:
-        raise TypeError(f"{told} and stored as {kernel.qvalue.dtype}; expected {wanted}: {again}")
+        raise TypeError(f"{found} and stored as {kernel.qvalue.dtype}; expected {wanted}: {fix}")
     if kernel.scale.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         raise TypeError(
-            f"{told} with scales of {kernel.scale.dtype}; expected float32 or bfloat16: cast them"
+            f"{found} with scales of {kernel.scale.dtype}; expected float32 or bfloat16: cast them"
         )
     shape, tiles = kernel.qvalue.shape, kernel.scale.shape
     divides = len(shape) == len(tiles) and all(
@@ -122,23 +123,23 @@ def check(name: str, kernel: Any) -> None:
     )
     if not divides:
         raise ValueError(
-            f"{told}, of shape {tuple(shape)}, with scales of shape {tuple(tiles)}, whose tiles do "
-            f"not divide it; expected an axis of scales for each axis, that divides it: {again} "
-            "and a tile_size that divides its input features"
+            f"{found}, of shape {tuple(shape)}, with scales of shape {tuple(tiles)}, whose tiles "
+            "do not divide it; expected scales with as many axes, each of a size that divides its "
+            f"axis: {fix} and a tile_size that divides its input features"
         )
     if kernel.zero_point is not None and kernel.zero_point.shape != tiles:
         raise ValueError(
-            f"{told} with zero points of shape {tuple(kernel.zero_point.shape)}; expected the "
-            f"scales' {tuple(tiles)}: {again}"
+            f"{found} with zero points of shape {tuple(kernel.zero_point.shape)}; expected the "
+            f"scales' {tuple(tiles)}: {fix}"
         )
-    _check_scales(told, kernel.scale)
+    _check_scales(found, kernel.scale)
 
 
 def check_matrix(name: str, kernel: Any) -> None:
     """Checks a quantised matrix [in, out].
 
     Raises:
-      TypeError, ValueError: as `check`; or the tiles lie along the output axis.
+      TypeError, ValueError: see `check`; or the tiles lie along the output axis.
     """
     check(name, kernel)
     shape, tiles = kernel.qvalue.shape, kernel.scale.shape
@@ -151,21 +152,22 @@ def check_matrix(name: str, kernel: Any) -> None:
         )
 
 
-def _check_scales(told: str, scale: Any) -> None:
-    """Raises ValueError for a scale that is zero, negative, infinite or NaN, where it is known."""
+def _check_scales(found: str, scale: Any) -> None:
+    """Raises ValueError if a scale is zero, negative, infinite or NaN. Traced scales pass."""
     if isinstance(scale, Tracer) or not isinstance(scale, jax.Array | np.ndarray):
         return
     if isinstance(scale, jax.Array) and not scale.is_fully_addressable:
         return
-    # A constant of a function that is traced has numbers too.
+    # The scales may be a constant inside a traced function.
     with jax.ensure_compile_time_eval():
         if bool(_are_positive(scale)):
             return
-        known = np.asarray(scale, np.float64)  # whose least is NaN where one is, on every CPU
-        least, most = known.min(), known.max()
+        # NumPy's minimum of NaN and numbers is NaN; XLA's is a number on some CPUs.
+        values = np.asarray(scale, np.float64)
+        least, most = values.min(), values.max()
     raise ValueError(
-        f"{told} with scales from {least} to {most}; expected positive finite numbers: a tile of "
-        "zeros has any positive scale, 1 say; quantise it again from weights that are finite"
+        f"{found} with scales from {least} to {most}; expected positive finite numbers (1 for "
+        "a tile of zeros): quantise it again from weights that are finite"
     )
 
 
@@ -175,79 +177,85 @@ def _are_positive(scale: jax.Array) -> jax.Array:
 
 
 def dense(kernel: Any, dtype: Any) -> jax.Array:
-    """Returns a kernel in `dtype`; a quantised one dequantised."""
+    """Returns a kernel in `dtype`, dequantised if it is quantised."""
     return dequantise(kernel, dtype) if is_quantised(kernel) else kernel.astype(dtype)
 
 
 def dequantise(kernel: Any, dtype: Any) -> jax.Array:
-    """Returns W in `dtype`, each element rounded once: products are taken in fp32 (fp64 for scales
-    or a `dtype` of fp64)."""
+    """Returns W in `dtype`. It is computed in fp32 (fp64 if the scales or `dtype` are fp64), and
+    each element is rounded once."""
     wide = jnp.float64 if jnp.float64 in (kernel.scale.dtype, dtype) else jnp.float32
     values = _values(kernel.qvalue, qtype_name(kernel), wide)
     if kernel.zero_point is not None:
-        values = values - spread(kernel.zero_point.astype(wide), values.shape)
-    return (values * spread(kernel.scale.astype(wide), values.shape)).astype(dtype)
+        values = values - broadcast_tiles(kernel.zero_point.astype(wide), values.shape)
+    return (values * broadcast_tiles(kernel.scale.astype(wide), values.shape)).astype(dtype)
 
 
 def _values(qvalue: jax.Array, qtype: str, dtype: Any) -> jax.Array:
     if qtype != "nf4":
         return qvalue.astype(dtype)
-    # The indices are within bounds, whatever the four bits are.
+    # All 16 values of four bits are valid indices.
     codebook = jnp.asarray(np.array(NF4), dtype)
     return codebook.at[qvalue.astype(jnp.uint8)].get(mode="promise_in_bounds")
 
 
-def multiplied(function: Callable[[Any, Any], Any], x: jax.Array, kernel: Any) -> Any:
-    """Returns function(x, W) with W in x's dtype. A quantised one is dequantised for it, and again
-    for its gradient, so that what is kept is quantised."""
+def apply_dense(function: Callable[[Any, Any], Any], x: jax.Array, kernel: Any) -> Any:
+    """Returns function(x, W) with W in x's dtype.
+
+    A quantised kernel is dequantised in the forward pass and again in the backward pass, so that
+    only the quantised kernel is kept for the gradient.
+    """
     if not is_quantised(kernel):
         return function(x, kernel.astype(x.dtype))
     return jax.checkpoint(lambda x, kernel: function(x, dequantise(kernel, x.dtype)))(x, kernel)
 
 
-def spread(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns an array of `shape` from one element for each of its tiles."""
-    apart, split = [], []
+def broadcast_tiles(tiles: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns an array of `shape` in which each tile is filled with its element of `tiles`."""
+    split, wide = [], []
     for size, count in zip(shape, tiles.shape, strict=True):
-        whole = count in (1, size)
-        apart += [count] if whole else [count, 1]
-        split += [size] if whole else [count, size // count]
-    return jnp.broadcast_to(tiles.reshape(apart), split).reshape(shape)
+        untiled = count in (1, size)
+        split += [count] if untiled else [count, 1]
+        wide += [size] if untiled else [count, size // count]
+    return jnp.broadcast_to(tiles.reshape(split), wide).reshape(shape)
 
 
 def repeated(tiles: jax.Array, axis: int, count: int) -> jax.Array:
-    """Returns scales with `count` elements along `axis`, each as often as it takes."""
+    """Returns scales that are repeated along `axis`, such that it has `count` elements."""
     times = count // tiles.shape[axis]
     return tiles if times == 1 else jnp.repeat(tiles, times, axis, total_repeat_length=count)
 
 
-def rows(kernel: Any, start: Any, count: int) -> Any:
-    """Returns `count` rows of a quantised matrix from `start` on, quantised.
+def slice_rows(kernel: Any, start: Any, count: int) -> Any:
+    """Returns rows `start` to `start + count` of a quantised matrix, quantised.
 
     Args:
-      start: a multiple of `count`, which may be traced, or a number that `count` rows remain after.
-      count: a multiple of the tile's rows or a part of them: `rows_of_block`'s, or what remains.
+      kernel: [in, out].
+      start: a multiple of `rows_per_block`; it may be traced.
+      count: `rows_per_block`, or the number of rows that remain.
     """
     tile = format_of(kernel).tile[0]
-    of_scale = max(count // tile, 1)
+    scale_rows = max(count // tile, 1)
 
-    def cut(tiles: jax.Array) -> jax.Array:
+    def slice_tiles(tiles: jax.Array) -> jax.Array:
         if tiles.shape[0] == 1:
             return tiles
-        return lax.dynamic_slice_in_dim(tiles, start // tile, of_scale)
+        return lax.dynamic_slice_in_dim(tiles, start // tile, scale_rows)
 
-    return _changed(kernel, lax.dynamic_slice_in_dim(kernel.qvalue, start, count), cut)
+    return _replaced(kernel, lax.dynamic_slice_in_dim(kernel.qvalue, start, count), slice_tiles)
 
 
-def _changed(kernel: Any, qvalue: jax.Array, tiled: Callable[[jax.Array], jax.Array]) -> Any:
-    """Returns a quantised array of these codes, and of `tiled` of its scales and zero points."""
+def _replaced(kernel: Any, qvalue: jax.Array, tiled: Callable[[jax.Array], jax.Array]) -> Any:
+    """Returns a quantised array with new codes, and with `tiled` of its scales and zero points."""
     zero_point = None if kernel.zero_point is None else tiled(kernel.zero_point)
     return type(kernel)(qvalue, tiled(kernel.scale), zero_point, kernel.qtype)
 
 
-def rows_of_block(kernel: Any, elements: int) -> int:
-    """Returns how many rows of a matrix a block has: a multiple of the tile's rows, or a part of
-    them, of at most `elements` elements, or one row where that has more."""
+def rows_per_block(kernel: Any, elements: int) -> int:
+    """Returns the number of rows of a block with at most `elements` elements, or with one row.
+
+    It is a multiple or a divisor of the tile's number of rows.
+    """
     in_features, out = kernel.shape
     tile = format_of(kernel).tile[0]
     most = max(elements // max(out, 1), 1)
@@ -259,13 +267,14 @@ def rows_of_block(kernel: Any, elements: int) -> int:
 
 
 def as_matrices(kernel: Any, split: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> Any:
-    """Returns a quantised array with its axes split, permuted and joined, as quantised.
+    """Returns a quantised array with its axes split, transposed and joined, still quantised.
+
+    Scales are repeated along joined axes where a tile of the joined axis would not be contiguous.
 
     Args:
+      kernel: a quantised array.
       split: its shape with some axes split.
-      groups: of the split axes, those that each axis of the result is made of.
-
-    The scales of axes that are joined are repeated where they could not be told apart otherwise.
+      groups: for each axis of the result, the split axes that are joined to it.
     """
     order = [axis for group in groups for axis in group]
     shape = [math.prod(split[axis] for axis in group) for group in groups]
@@ -275,7 +284,8 @@ def as_matrices(kernel: Any, split: tuple[int, ...], groups: tuple[tuple[int, ..
         sizes, first, joined = [split[axis] for axis in order], 0, []
         for group in groups:
             end = first + len(group)
-            # Tiles of a joined axis are runs: whole axes behind the one that is tiled, if any.
+            # Tiles of a joined axis must be contiguous, so only its last tiled axis can keep tiles
+            # of several elements: scales are repeated along the axes before.
             tiled = [axis for axis in range(first, end) if tiles.shape[axis] > 1]
             for axis in range(first, tiled[-1] if tiled else first):
                 tiles = repeated(tiles, axis, sizes[axis])
@@ -283,27 +293,27 @@ def as_matrices(kernel: Any, split: tuple[int, ...], groups: tuple[tuple[int, ..
             first = end
         return tiles.reshape(joined)
 
-    return _changed(kernel, kernel.qvalue.reshape(split).transpose(order).reshape(shape), arranged)
+    return _replaced(kernel, kernel.qvalue.reshape(split).transpose(order).reshape(shape), arranged)
 
 
 def _split_tiles(tiles: jax.Array, shape: tuple[int, ...], split: tuple[int, ...]) -> jax.Array:
-    """Returns scales of an array of `shape` for that array in the shape `split`."""
+    """Returns the scales of an array of `shape`, reshaped for the array in the shape `split`."""
     parts = iter(split)
-    apart = []
+    result = []
     for axis, size in enumerate(shape):
         sizes = [next(parts)]
         while math.prod(sizes) < size:
             sizes.append(next(parts))
         count = tiles.shape[axis]
         if len(sizes) == 1 or count == 1:
-            apart += [count, *(1 for _ in sizes[1:])]
-            continue
-        tiles = repeated(tiles, axis, size)
-        apart += sizes
-    return tiles.reshape(apart)
+            result += [count, *(1 for _ in sizes[1:])]
+        else:
+            tiles = repeated(tiles, axis, size)
+            result += sizes
+    return tiles.reshape(result)
 
 
 def with_own_scales(kernel: Any) -> Any:
-    """Returns a quantised array whose scales have its own size along the first axis, so that
-    `jax.vmap` and `jax.lax.scan` take it apart along that."""
-    return _changed(kernel, kernel.qvalue, lambda tiles: repeated(tiles, 0, kernel.shape[0]))
+    """Returns a quantised array with its scales repeated to the array's size along the first axis,
+    so that `jax.vmap` and `jax.lax.scan` can map over this axis."""
+    return _replaced(kernel, kernel.qvalue, lambda tiles: repeated(tiles, 0, kernel.shape[0]))

@@ -1,7 +1,7 @@
-"""The adapter's reduction of x to the rank, z = drop(x) A, and its gradient dA = drop(x)ᵀ dz.
+"""The adapter's first product, z = drop(x) A, and its gradient, dA = drop(x)ᵀ dz.
 
-Without dropout, drop(x) is x. A mask is a function of an element's position in the whole of x, of
-which a device may have a part.
+Without dropout, drop(x) is x. The dropout mask depends on an element's global position, so a device
+that holds a shard of x needs the shard's start.
 """
 
 import math
@@ -19,7 +19,13 @@ from jax_dora.ops.shard import Op, Shard
 
 
 class Reduction(NamedTuple):
-    """The operands: x [..., in]; right, lora_a [in, r] or dz [..., r]; seed uint32[2] or None."""
+    """The operands of `REDUCE` and `REDUCE_BACK`.
+
+    Attributes:
+      x: [..., in].
+      right: lora_a [in, r] for `REDUCE`, dz [..., r] for `REDUCE_BACK`.
+      seed: uint32[2], or None without dropout.
+    """
 
     x: Any
     right: Any
@@ -29,23 +35,23 @@ class Reduction(NamedTuple):
 def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x) lora_a in x's dtype."""
     x, lora_a, _ = operands
-    found = _by_kernel(dropped_product, static, shard, operands)
-    if found is None:
-        found = dot_general(static.precision, _seen(static, shard, operands), lora_a, (-1, 0))
-    return (shard.sum(found.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)),)
+    z = _with_kernel(dropped_product, static, shard, operands)
+    if z is None:
+        z = dot_general(static.precision, _dropped(static, shard, operands), lora_a, (-1, 0))
+    return (shard.sum(z.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)),)
 
 
 def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
-    """Returns drop(x)ᵀ dz."""
+    """Returns drop(x)ᵀ dz in `static.dtype`."""
     x, dz, seed = operands
-    found = _by_kernel(dropped_product_back, static, shard, operands)
-    if found is None:
-        # XLA may not take the dropped x from the forward pass: that would keep it.
+    d_lora_a = _with_kernel(dropped_product_back, static, shard, operands)
+    if d_lora_a is None:
+        # Without this barrier XLA may keep drop(x) from the forward pass instead of computing it.
         x, seed = lax.optimization_barrier((x, seed))
-        seen = _seen(static, shard, Reduction(x, dz, seed))
+        dropped = _dropped(static, shard, Reduction(x, dz, seed))
         rows = tuple(range(x.ndim - 1))
-        found = dot_general(static.precision, seen, dz, (rows, rows), static.dtype)
-    return (shard.sum(found.astype(static.dtype)),)
+        d_lora_a = dot_general(static.precision, dropped, dz, (rows, rows), static.dtype)
+    return (shard.sum(d_lora_a.astype(static.dtype)),)
 
 
 REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s"), ("t r",), contracted="i")
@@ -54,47 +60,52 @@ REDUCE_BACK = Op(
 )
 
 
-def _seen(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
+def _dropped(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
+    """Returns drop(x)."""
     x, _, seed = operands
     if seed is None:
         return x
     drop = drop_for(static.implementation)
-    return drop(x, seed, static.rate, _start(shard, x), static.whole)
+    return drop(x, seed, static.rate, _start(shard, x), static.global_shape)
 
 
 def _start(shard: Shard, x: jax.Array) -> tuple[Any, ...]:
-    """Returns where a device's part of x starts in the whole."""
+    """Returns the global index of the first element of a device's shard of x."""
     names = [f"t{axis}" for axis in range(x.ndim - 1)]
     return tuple(map(shard.start, [*names, "i"], x.shape))
 
 
-def _by_kernel(kernel: Any, static: Static, shard: Shard, operands: Reduction) -> jax.Array | None:
-    """Returns f32: drop(x) right, or drop(x)ᵀ right, of x's rows; None where XLA makes it."""
+def _with_kernel(
+    kernel: Any, static: Static, shard: Shard, operands: Reduction
+) -> jax.Array | None:
+    """Returns f32 drop(x) right or drop(x)ᵀ right for x [rows, in]; None if XLA computes it."""
     x, right, seed = operands
     if seed is None:
         return None
     rows, right = x.reshape(-1, x.shape[-1]), right.reshape(-1, right.shape[-1])
     call = (*rows.shape, right.shape[-1], x.dtype)
-    named = static.op, static.implementation
-    choice = choose.choose(*named, (kernel, call), optional=True)
-    if choice is None or x.shape[1:-1] != static.whole[1:-1]:
-        return None  # The kernel counts rows that follow each other.
+    choice = choose.choose(static.op, static.implementation, (kernel, call), optional=True)
+    if choice is None or x.shape[1:-1] != static.global_shape[1:-1]:
+        return None  # The kernel requires that the global numbers of x's rows are consecutive.
     *first, column = _start(shard, x)
     start = (first[0] * math.prod(x.shape[1:-1]) if first else 0, column)
     product = dropped_product.launch(
         rows,
         right.astype(x.dtype),
         seed,
-        jnp.stack([jnp.asarray(at, jnp.uint32) for at in start]),
+        jnp.stack([jnp.asarray(index, jnp.uint32) for index in start]),
         rate=static.rate,
         transposed=kernel is dropped_product_back,
-        **choice.knobs,
+        **choice.launch_options,
     )
     return product * jnp.float32(1 / kept_share(static.rate))
 
 
 def dot_general(precision, a, b, axes, dtype=None):
-    """Returns a and b, in a's dtype, contracted over `axes`, accumulated in fp32, in `dtype`."""
+    """Returns the contraction of a and b over `axes`, accumulated in fp32.
+
+    b is cast to a's dtype; the result has `dtype`, by default a's.
+    """
     left, right = (
         [axis % operand.ndim for axis in ((ax,) if isinstance(ax, int) else ax)]
         for ax, operand in zip(axes, (a, b), strict=True)
@@ -109,5 +120,5 @@ def dot_general(precision, a, b, axes, dtype=None):
 
 
 def static_precision(precision: jax.lax.PrecisionLike) -> Any:
-    """Returns a precision of `lax.dot_general` in a form that can be static, a string's too."""
+    """Returns `precision` as a static argument: a string becomes a `lax.Precision`."""
     return lax.Precision(precision) if isinstance(precision, str) else precision

@@ -1,8 +1,8 @@
-"""Custom gradients, with residuals whose structure does not depend on what is wanted.
+"""Custom gradients with residuals whose pytree structure is always the same.
 
-A jitted function is traced once and may be differentiated at two places with respect to different
-arguments. JAX then unpacks the residuals of both by the structure that the second had, so None and
-True are kept as empty arrays.
+A jitted function is traced once, and may be differentiated in two places with respect to different
+arguments. JAX then unpacks the residuals of both with the structure of the second. So that the
+structure does not depend on the wanted gradients, None and True are kept as empty arrays.
 """
 
 from collections.abc import Callable
@@ -20,49 +20,54 @@ _EMPTY = (0,)
 def with_gradient(
     kind: Any, define: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns `define` with a gradient of its own, in reverse mode.
+    """Returns `define` with a custom gradient, in reverse mode.
 
     Args:
-      kind: the NamedTuple of arrays and None that the operands are.
+      kind: the NamedTuple class of the operands, which are arrays and None.
       define: `(static, operands) -> result`.
-      forward: `(static, operands, wanted) -> (result, kept)`; `wanted` has True for each operand
-        that is differentiated, and None for the others.
-      backward: `(static, kept, cotangent) -> gradients`, by the operands' names; without a name, or
-        None, for those that have none.
+      forward: `(static, operands, wanted) -> (result, kept)`; `wanted` is a `kind` with True for
+        each operand that is differentiated, and None for the others.
+      backward: `(static, kept, cotangent) -> gradients`, a dict from an operand's name to its
+        gradient; an operand without a gradient is absent or None.
     """
     function = jax.custom_vjp(define, nondiff_argnums=(0,))
 
     def with_residuals(static: Any, primals: Any) -> tuple[Any, Any]:
         operands = jax.tree.map(lambda primal: primal.value, primals)
-        wanted = kind(*(any(one.perturbed for one in jax.tree.leaves(p)) or None for p in primals))
+        wanted = kind(
+            *(any(leaf.perturbed for leaf in jax.tree.leaves(p)) or None for p in primals)
+        )
         result, kept = forward(static, operands, wanted)
         return result, pack(kept)
 
     def gradients(static: Any, packed: Any, cotangent: Any) -> tuple[Any]:
-        zero = isinstance(cotangent, SymbolicZero)
-        found = {} if zero else backward(static, unpack(packed), cotangent)
-        return (kind(*(found.get(name) for name in kind._fields)),)
+        is_zero = isinstance(cotangent, SymbolicZero)
+        by_name = {} if is_zero else backward(static, unpack(packed), cotangent)
+        return (kind(*(by_name.get(name) for name in kind._fields)),)
 
     function.defvjp(with_residuals, gradients, symbolic_zeros=True)
     return function
 
 
 def pack(tree: Any) -> Any:
-    """Returns `tree`, of arrays, None and True, as arrays alone. None and True become empty vectors
-    of bool and of int8, which no operand is."""
+    """Returns a pytree of arrays, None and True as a pytree of arrays only.
 
-    def one(leaf: Any) -> Any:
+    None and True become empty vectors of bool and of int8. No operand is such a vector.
+    """
+
+    def pack_leaf(leaf: Any) -> Any:
         if leaf is None or leaf is True:
             return lax.full(_EMPTY, 0, _NONE if leaf is None else _TRUE)
         return leaf
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(pack_leaf, tree, is_leaf=lambda leaf: leaf is None)
 
 
 def unpack(packed: Any) -> Any:
+    """Returns the pytree that `pack` was given."""
     constants = {jnp.dtype(_NONE): None, jnp.dtype(_TRUE): True}
 
-    def one(leaf: Any) -> Any:
+    def unpack_leaf(leaf: Any) -> Any:
         return constants.get(leaf.dtype, leaf) if leaf.shape == _EMPTY else leaf
 
-    return jax.tree.map(one, packed)
+    return jax.tree.map(unpack_leaf, packed)

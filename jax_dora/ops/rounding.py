@@ -1,10 +1,11 @@
-"""Rounding a kernel to a quantised one: symmetric, by the largest magnitude of each tile.
+"""Quantises a kernel: symmetrically, by the largest magnitude of each tile.
 
     scale = max |W| / bound      qvalue = round(W / scale)
 
-bound is NF4's 1, an fp8's largest number, and half a step beyond an integer's, so that its last
-step is as wide as the others: what `qwix.quantize` does by default, computed in fp32 whatever W's
-dtype is, with the very scales that are stored.
+bound is 1 for NF4, and the largest number of an FP8 format. For an integer format it is the largest
+integer plus one half, so that the outermost step is as wide as the others. `qwix.quantize` does the
+same by default. Here W / scale is computed in fp32 for every dtype of W, with the scale as it is
+stored, after its rounding to the scales' dtype.
 """
 
 import functools
@@ -17,14 +18,15 @@ import numpy as np
 
 from jax_dora.ops import quantised
 
-# The least number of a tile is a tie, in int4 -7.5 between -7 and -8. Which it becomes would depend
-# on the last bit of the quotient, and so on the program, such as that of a mesh.
+# A number of the largest magnitude is halfway between two integers: -7.5 in int4. How it is rounded
+# would depend on the quotient's last bit, which differs between programs, as with and without a
+# mesh. This factor moves quotients towards zero before they are rounded.
 _INWARDS = np.float32(1 - 2.0**-20)
 _MIDPOINTS = np.add(quantised.NF4[1:], quantised.NF4[:-1], dtype=np.float32) / 2
 
 
 def bound(qtype: str) -> float:
-    """Returns the number that the largest magnitude of a tile is divided by."""
+    """Returns the number that the largest magnitude of a tile is divided by to get the scale."""
     if qtype == "nf4":
         return 1.0
     if qtype.startswith("int"):
@@ -38,15 +40,15 @@ def round_to(array: jax.Array, qtype: str, tile: tuple[int, ...], scale_dtype: A
     Args:
       array: a float array.
       qtype: one of `quantised.FORMATS`.
-      tile: the size of a tile along each axis; it divides the axis.
-      scale_dtype: of the scales.
+      tile: the size of a tile along each axis; it must divide the axis.
+      scale_dtype: the dtype of the scales.
     """
     qvalue, scale = _rounded(array, qtype, tile, jnp.dtype(scale_dtype))
     return make(qvalue, scale, qtype)
 
 
 def make(qvalue: Any, scale: Any, qtype: str) -> Any:
-    """Returns the `qwix.QArray` of these arrays.
+    """Returns a `qwix.QArray` without zero points.
 
     Raises:
       ModuleNotFoundError: qwix is not installed.
@@ -66,22 +68,22 @@ def _rounded(
     array: jax.Array, qtype: str, tile: tuple[int, ...], scale_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     tiles = [size // width for size, width in zip(array.shape, tile, strict=True)]
-    apart = [part for pair in zip(tiles, tile, strict=True) for part in pair]
-    inner = tuple(range(1, len(apart), 2))
-    array_of_tiles = array.reshape(apart)
+    split = [size for pair in zip(tiles, tile, strict=True) for size in pair]
+    inner = tuple(range(1, len(split), 2))
+    array_of_tiles = array.reshape(split)
     largest = jnp.max(jnp.abs(array_of_tiles), axis=inner).astype(jnp.float32)
-    # XLA's largest of NaN and numbers is one of the numbers on some CPUs.
+    # On some CPUs XLA's maximum of NaN and numbers is a number.
     largest = jnp.where(jnp.isnan(array_of_tiles).any(axis=inner), jnp.nan, largest)
     scale = (largest / bound(qtype)).astype(scale_dtype)
-    # A tile of zeros has any scale.
+    # A tile of zeros gets the scale 1.
     least = math.sqrt(jnp.finfo(scale_dtype).tiny)
     scale = jnp.where(scale < least, jnp.ones_like(scale), scale)
-    wide = quantised.spread(scale.astype(jnp.float32), array.shape)
+    wide = quantised.broadcast_tiles(scale.astype(jnp.float32), array.shape)
     return _values(array.astype(jnp.float32) / wide, qtype), scale
 
 
 def _values(ratio: jax.Array, qtype: str) -> jax.Array:
-    """Returns the qvalues nearest to numbers in units of the scale."""
+    """Returns the qvalues nearest to `ratio`, W / scale."""
     if qtype == "nf4":
         code = jnp.zeros(ratio.shape, jnp.int32)
         for midpoint in _MIDPOINTS:

@@ -1,10 +1,10 @@
-"""Products in FP8 on both sides: a scale for each row of x, and one for each column of W.
+"""Products of FP8 activations and FP8 kernels, with one scale per row of x and per column of W.
 
-    x W ≈ (x̂ Ŵ) ∘ (s_x ⊗ s_w)      x̂ = round(x / s_x)      s_x = max |x| / 448, of a row
+    x W ≈ (x̂ Ŵ) ∘ (s_x ⊗ s_w)      x̂ = round(x / s_x)      s_x = max |x| / 448, per row
 
-x̂ and Ŵ are float8_e4m3fn, their products are added up in fp32, and both scales are applied to what
-comes out, so that a magnitude over a norm, which scales columns too, costs nothing. The gradient
-with respect to x is that of x W in x's dtype: what rounding adds has none.
+x̂ and Ŵ are float8_e4m3fn. Their products accumulate in fp32, and both scales multiply the result.
+DoRA's g also scales columns, so it is applied at the same time, at no extra cost. The gradient with
+respect to x ignores the rounding: it is the gradient of x W in x's dtype.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ QTYPE = row_codes.QTYPE
 
 
 def check_format(act_qtype: Any) -> None:
-    """Raises ValueError unless a format of activations is None or "float8_e4m3fn"."""
+    """Raises ValueError unless the format of activations is None or "float8_e4m3fn"."""
     if act_qtype not in (None, QTYPE):
         raise ValueError(
             f"act_qtype is {act_qtype!r}; expected None, for activations as they are, or {QTYPE!r}"
@@ -34,11 +34,11 @@ def check_format(act_qtype: Any) -> None:
 
 
 def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
-    """Checks that activations can be quantised beside a kernel.
+    """Checks that activations can be quantised for their product with a kernel.
 
     Args:
-      act_qtype: as `jax_dora.ops.dora_linear`'s.
-      name: of the kernel, for the message.
+      act_qtype: see `jax_dora.ops.dora_linear`.
+      name: the kernel's name, for the message.
       kernel: [..., in, out].
 
     Raises:
@@ -48,24 +48,25 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
     check_format(act_qtype)
     if act_qtype is None:
         return
-    told = "is not quantised"
+    found = "is not quantised"
     if quantised.is_quantised(kernel):
-        whole = kernel.scale.shape[-2] == 1 and kernel.zero_point is None
-        if whole and quantised.qtype_name(kernel) == QTYPE:
+        per_column = kernel.scale.shape[-2] == 1 and kernel.zero_point is None
+        if per_column and quantised.qtype_name(kernel) == QTYPE:
             return
-        told = f"is quantised as {quantised.described(kernel)}"
+        found = f"is quantised as {quantised.describe(kernel)}"
     raise ValueError(
-        f"act_qtype is {act_qtype!r} and {name} {told}; expected {QTYPE} with scales [1, out]: "
-        "quantise it so by jax_dora.quantize, or leave act_qtype out"
+        f"act_qtype is {act_qtype!r} and {name} {found}; expected {QTYPE} with scales [1, out]: "
+        "quantise it that way with jax_dora.quantize, or leave act_qtype out"
     )
 
 
 class Sums(NamedTuple):
-    """The sums that a product adds up, and the scales that they are to be multiplied with.
+    """A product before its scales are applied, and the scales.
 
     Attributes:
-      total: x̂ Ŵ [..., out], bf16 where x is, else f32.
-      rows, columns: s_x f32[...] and s_w [out].
+      total: x̂ Ŵ [..., out], bf16 if x is bf16, else f32.
+      rows: s_x f32[...].
+      columns: s_w [out].
     """
 
     total: Any
@@ -74,29 +75,30 @@ class Sums(NamedTuple):
 
     @property
     def scaled(self) -> jax.Array:
-        """Returns the product, f32[..., out]."""
+        """Returns the scaled product, f32[..., out]."""
         total = self.total.astype(jnp.float32) * self.rows[..., None]
         return total * per_feature(self.columns, total)
 
 
 def sums(x: jax.Array, kernel: Any, shard: Shard, implementation: str | None) -> Sums:
-    """Returns the parts of x W by quantised rows.
+    """Returns x W with quantised rows of x, before the scales are applied.
 
     Args:
       x: [..., in].
-      kernel: [in, out], as `check_act_qtype` wants it.
-      shard: how the devices share the operands; a row that lies on several has one scale.
-      implementation: None or "mosaic" may round rows by a kernel, which has to lie on one device.
+      kernel: [in, out], which `check_act_qtype` accepts.
+      shard: how the call is sharded. A row that several devices share has a single scale.
+      implementation: with None or "mosaic", a Mosaic kernel may quantise the rows, if each row is
+        on a single device.
     """
     choice = None
     if not shard.summed:
         call = (x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype)
         choice = choose.choose("row_codes", implementation, (row_codes, call), optional=True)
     if choice is not None:
-        codes, rows = row_codes.launch(x, **choice.knobs)
+        codes, rows = row_codes.launch(x, **choice.launch_options)
     else:
-        largest = shard.largest(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32))
-        # The least leaves a row of zeros zeros; NaN stays NaN.
+        largest = shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32))
+        # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum propagates NaN.
         rows = jnp.maximum(largest * (1 / bound(QTYPE)), row_codes.LEAST)
         codes = (x.astype(jnp.float32) / rows[..., None]).astype(QTYPE)
     total = shard.sum(_multiplied(codes, kernel.qvalue, x.dtype))
@@ -104,21 +106,21 @@ def sums(x: jax.Array, kernel: Any, shard: Shard, implementation: str | None) ->
 
 
 def product(x: jax.Array, kernel: Any) -> jax.Array:
-    """Returns x W by quantised rows, f32[..., out], for x [..., in] and kernel [in, out]."""
-    # XLA may share this among devices, which it could not with a kernel.
+    """Returns x W with quantised rows of x, f32[..., out], for x [..., in] and kernel [in, out]."""
+    # XLA could not partition a Mosaic kernel over devices.
     return sums(x, kernel, Shard(), "xla").scaled
 
 
 def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:
-    """Returns x qvalue of FP8 numbers, added up in fp32; in bf16 where `dtype` is that."""
-    # cuBLAS takes columns that lie in one piece. Where they do not, XLA turns bytes several times
-    # faster than numbers; where they do (`columns_in_one_piece`) this moves nothing.
-    turned = lax.bitcast_convert_type(qvalue, jnp.int8).T
-    turned = lax.bitcast_convert_type(lax.optimization_barrier(turned), qvalue.dtype)
-    # fp16 has no room for sums of unscaled products.
-    narrow = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    """Returns the product of FP8 arrays, accumulated in fp32: bf16 if `dtype` is bf16, else f32."""
+    # cuBLAS requires contiguous columns. If they are not, XLA transposes int8 several times faster
+    # than FP8. If they are (`with_contiguous_columns`), this moves no data.
+    transposed = lax.bitcast_convert_type(qvalue, jnp.int8).T
+    transposed = lax.bitcast_convert_type(lax.optimization_barrier(transposed), qvalue.dtype)
+    # Not fp16, in which unscaled sums would overflow.
+    result = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     axes = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, turned, axes, preferred_element_type=narrow)
+    return lax.dot_general(x, transposed, axes, preferred_element_type=result)
 
 
 class Product(NamedTuple):
@@ -134,7 +136,7 @@ def _linear(precision: Any, operands: Product) -> jax.Array:
 
 def _linear_fwd(precision: Any, operands: Product, wanted: Product) -> tuple[jax.Array, Any]:
     if wanted.kernel:
-        check.not_differentiated(operands.kernel)
+        check.refuse_kernel_gradient(operands.kernel)
     return _linear(precision, operands), operands.kernel
 
 
@@ -143,14 +145,14 @@ def _linear_bwd(precision: Any, kernel: Any, dy: jax.Array) -> dict[str, jax.Arr
 
 
 linear = residuals.with_gradient(Product, _linear, _linear_fwd, _linear_bwd)
-"""`(precision, operands) -> product` in x's dtype; the precision is that of the gradient's."""
+"""`(precision, operands) -> product` in x's dtype; `precision` is used for x's gradient."""
 
 
-def columns_in_one_piece(kernel: Any) -> Any:
-    """Returns a quantised kernel [..., in, out] each of whose columns lies in one piece of memory.
+def with_contiguous_columns(kernel: Any) -> Any:
+    """Returns a quantised kernel [..., in, out] whose columns are contiguous in memory.
 
-    Its shape, sharding and numbers do not change. Arguments of a program keep such a layout, and
-    results of one have JAX's own again. A kernel without numbers is returned as it is.
+    Shape, sharding and values do not change. An argument of a jitted function keeps this layout; a
+    result has JAX's default layout again. A traced or abstract kernel is returned unchanged.
     """
     qvalue = kernel.qvalue
     if isinstance(qvalue, Tracer) or not isinstance(qvalue, jax.Array):

@@ -1,13 +1,15 @@
-"""Finds a device's part of an operator's arrays, by the names of their axes.
+"""Finds each device's shards of an operator's arrays, by the names of their axes.
 
-An operator names the axes of its operands and of its results as an einsum does. A device works on
-one block of every named axis; results that lack a contracted axis are added up over the devices
-that this axis is sharded over.
+An operator names the axes of its operands and results, as an einsum does. A device works on one
+block of every named axis. A result without the contracted axis is summed over the devices that the
+contracted axis is sharded over.
 
-A quantised operand is named as a plain one is. Its scales have an axis for each of its axes, of the
-same name in capitals where that is tiled, and go where the tiles go: a tiled axis is sharded in
-whole tiles, over devices that divide them evenly, or not at all. So is one with a single scale,
-since padding, which is zeros, stands for other numbers in some formats unless its scale is zero.
+A quantised operand is named like a plain one. Its scales have an axis for each of its axes: of the
+same name if every element has a scale of its own, the name in capitals if the axis is tiled, and
+"one_" + the name if there is a single scale. A tiled axis is sharded in whole tiles over a number
+of devices that divides the number of tiles, or not at all. An axis with a single scale is sharded
+only over a number of devices that divides it: XLA pads codes with zeros, which stand for other
+numbers in some formats.
 """
 
 import dataclasses
@@ -23,19 +25,19 @@ from jax.sharding import Mesh
 
 from jax_dora.ops.quantised import is_quantised, stored
 
-# The names of axes that are never sharded: the rank, a seed's, and those of single scales.
-WHOLE = frozenset({"r", "s", "one_i", "one_o"})
+# The names of axes that are never sharded: the rank, a seed, and single scales.
+UNSHARDED = frozenset({"r", "s", "one_i", "one_o"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A device's part of a call; by default all of it.
+    """How a call is sharded; by default not at all.
 
     Attributes:
-      axes: named axes, each with the axes of the mesh that it is sharded over.
-      summed: those that a contracted axis is sharded over.
-      gathered: a matrix is gathered for the call, as kernels are under FSDP, where XLA gathers the
-        next one while a product runs.
+      axes: pairs of a named axis and the mesh axes that it is sharded over.
+      summed: the mesh axes that a contracted axis is sharded over.
+      gathered: a matrix is gathered for the call, like kernels under FSDP, where XLA gathers the
+        next kernel while a product runs.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -44,46 +46,46 @@ class Shard:
 
     @property
     def shares_rows(self) -> bool:
-        """Returns whether rows are sharded, so that gradients of parameters are summed over the
-        devices while others are computed."""
+        """Returns whether rows are sharded. The gradients of parameters are then summed over the
+        devices while other gradients are computed."""
         return any(name.startswith("t") for name, _ in self.axes)
 
-    def over(self, name: str) -> tuple[str, ...]:
-        """Returns the axes of the mesh that a named axis is sharded over."""
+    def mesh_axes(self, name: str) -> tuple[str, ...]:
+        """Returns the mesh axes that a named axis is sharded over."""
         return dict(self.axes).get(name, ())
 
     def start(self, name: str, size: int) -> Any:
-        """Returns where the device's `size` elements of a named axis begin."""
-        axes = self.over(name)
+        """Returns the global index of the device's first of `size` elements of a named axis."""
+        axes = self.mesh_axes(name)
         return lax.axis_index(axes) * size if axes else 0
 
-    def once(self, array: Any) -> Any:
-        """Returns what is added once in a sum over devices: zeros on all of them but the first."""
+    def on_first_device(self, array: Any) -> Any:
+        """Returns a summand that enters the sum over devices once: zeros except on the first."""
         if array is None or not self.summed:
             return array
         return jnp.where(lax.axis_index(self.summed) == 0, array, jnp.zeros((), array.dtype))
 
     def sum(self, array: Any) -> Any:
-        """Returns the sum of the devices' parts of a contraction."""
+        """Returns the sum of the partial sums of the devices."""
         return lax.psum(array, self.summed) if self.summed and array is not None else array
 
-    def largest(self, array: Any) -> Any:
-        """Returns the largest of the devices' parts of a contracted axis, element by element."""
+    def max(self, array: Any) -> Any:
+        """Returns the elementwise maximum over the devices that share a contracted axis."""
         return lax.pmax(array, self.summed) if self.summed else array
 
 
 class Op(NamedTuple):
-    """An operator, by what it does on one device and by the names of its arrays' axes.
+    """An operator: its computation on one device, and the names of its arrays' axes.
 
-    "t" stands for all leading axes, "r" for the rank, and "s" for a seed's axis; the names in a
-    string are separated by spaces.
+    Names are separated by spaces. "t" stands for all leading axes, "r" for the rank, "s" for the
+    axis of a seed.
 
     Attributes:
-      name: what programs show of it.
+      name: the name that JAX programs show.
       run: `(static, shard, operands) -> results`; chooses the kernel by `static.implementation`.
-      operands: the names for each field of the operands.
-      results: the names for each result.
-      contracted: the name that is summed over in the results that lack it.
+      operands: the axis names of each field of the operands.
+      results: the axis names of each result.
+      contracted: the axis that is summed over in results without it.
     """
 
     name: str
@@ -97,25 +99,30 @@ class Op(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The names of the axes of every array in a call: a tuple for each.
+    """The axis names of every array in a call, a tuple for each array.
 
     Attributes:
-      operands, results: of those that are not None; of a quantised one those of its codes, then of
-        its scales and zero points.
-      contracted: the names that are summed over.
-      pieces: of axes of a quantised operand, how many pieces no device may have a part of.
+      operands, results: the names of each array that is not None. A quantised operand has several
+        arrays: its codes, its scales, and its zero points if it has them.
+      contracted: the axes that are summed over.
+      tile_counts: for axes of quantised operands, the number of blocks that a device must hold
+        whole: the number of tiles, or with a single scale the number of elements.
     """
 
     operands: list[tuple[str, ...]]
     results: list[tuple[str, ...]]
     contracted: tuple[str, ...]
-    pieces: dict[str, int]
+    tile_counts: dict[str, int]
 
     @classmethod
     def of(cls, op: Op, operands: Sequence[Any], results: Sequence[Any]) -> "Names":
-        """Returns the names of a call's axes, from the operator's and from arrays or their types,
-        or None."""
-        pieces: dict[str, int] = {}
+        """Returns the axis names of a call.
+
+        Args:
+          op: the operator.
+          operands, results: arrays or their types, or None.
+        """
+        tile_counts: dict[str, int] = {}
         named: list[list[tuple[str, ...]]] = []
         for texts, arrays in ((op.operands, operands), (op.results, results)):
             named.append([])
@@ -128,80 +135,95 @@ class Names(NamedTuple):
                     axes = list(zip(names, array.scale.shape, array.shape, strict=True))
                     for name, tiles, size in axes:
                         if tiles != size:
-                            pieces[name] = size if tiles == 1 else tiles
-                    scales = tuple(_name_of_tiles(*axis) for axis in axes)
+                            tile_counts[name] = size if tiles == 1 else tiles
+                    scales = tuple(_scale_axis_name(*axis) for axis in axes)
                     named[-1] += [scales] * (len(jax.tree.leaves(array)) - 1)
-        every = dict.fromkeys(itertools.chain(*named[0], *named[1]))
-        contracted = (name for name in every if name.rstrip("0123456789") == op.contracted)
-        return cls(named[0], named[1], tuple(contracted), pieces)
+        all_names = dict.fromkeys(itertools.chain(*named[0], *named[1]))
+        contracted = (name for name in all_names if name.rstrip("0123456789") == op.contracted)
+        return cls(named[0], named[1], tuple(contracted), tile_counts)
 
     def shard(self, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Shard:
-        """Returns how the devices of a mesh share a call whose arrays are to be sharded by these
-        specs.
+        """Returns how a call is sharded over a mesh.
 
-        An axis of the mesh goes to one named axis. A contracted one comes first where all operands
-        agree on it, then the leading ones, and then the others: under FSDP rows and weights are
-        sharded over the same axis of the mesh, and weights are what is gathered.
+        A mesh axis is assigned to one named axis. The contracted axes come first, for mesh axes
+        that all operands with the contracted axis are sharded over; then the leading axes; then the
+        others. Under FSDP rows and weights are sharded over the same mesh axis: this order keeps
+        the rows sharded and gathers the weights.
+
+        Args:
+          mesh: the mesh.
+          operands, results: the PartitionSpecs that XLA proposes for the arrays.
         """
-        of_operands = list(zip(self.operands, operands, strict=True))
-        agreed: list[tuple[str, tuple[str, ...]]] = []
+        operand_specs = list(zip(self.operands, operands, strict=True))
+        proposals: list[tuple[str, tuple[str, ...]]] = []
         for name in reversed(self.contracted):
-            every = [
-                dict(zip(names, map(_axes, spec), strict=False)).get(name, ())
-                for names, spec in of_operands
+            proposed = [
+                dict(zip(names, map(_mesh_axes, spec), strict=False)).get(name, ())
+                for names, spec in operand_specs
                 if name in names
             ]
-            agreed.append((name, tuple(a for a in every[0] if all(a in one for one in every))))
+            agreed = (axis for axis in proposed[0] if all(axis in axes for axes in proposed))
+            proposals.append((name, tuple(agreed)))
         others: list[tuple[str, tuple[str, ...]]] = []
-        for names, spec in (*zip(self.results, results, strict=True), *of_operands):
-            others += zip(names, map(_axes, spec), strict=False)
-        others.sort(key=lambda one: not one[0].startswith("t"))
-        found: dict[str, tuple[str, ...]] = {}
+        for names, spec in (*zip(self.results, results, strict=True), *operand_specs):
+            others += zip(names, map(_mesh_axes, spec), strict=False)
+        others.sort(key=lambda proposal: not proposal[0].startswith("t"))
+        assigned: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
-        for name, axes in agreed + others:
+        for name, axes in proposals + others:
             free = tuple(axis for axis in axes if axis not in used)
-            is_whole = name in WHOLE or name.isupper()
-            if free and name not in found and not is_whole and self._divides(mesh, free, name):
-                found[name] = free
+            can_shard = name not in UNSHARDED and not name.isupper()
+            if free and name not in assigned and can_shard and self._divides(mesh, free, name):
+                assigned[name] = free
                 used.update(free)
-        found |= {name.upper(): found[name] for name in self.pieces if name in found}
+        assigned |= {name.upper(): assigned[name] for name in self.tile_counts if name in assigned}
         gathered = any(
-            set(_axes(entry)) - set(found.get(name, ()))
-            for names, spec in of_operands
+            set(_mesh_axes(entry)) - set(assigned.get(name, ()))
+            for names, spec in operand_specs
             for name, entry in zip(names, spec, strict=False)
             if len(names) > 1
         )
-        summed = tuple(a for name in self.contracted for a in found.get(name, ()))
-        return Shard(tuple(found.items()), summed, gathered)
+        summed = tuple(axis for name in self.contracted for axis in assigned.get(name, ()))
+        return Shard(tuple(assigned.items()), summed, gathered)
 
     def _divides(self, mesh: Mesh, axes: Sequence[str], name: str) -> bool:
-        return self.pieces.get(name, 0) % math.prod(mesh.shape[axis] for axis in axes) == 0
+        """Returns whether the devices along mesh axes divide the tiles of a named axis evenly."""
+        return self.tile_counts.get(name, 0) % math.prod(mesh.shape[axis] for axis in axes) == 0
 
-    def cut(
-        self, shard: Shard, sizes: Sequence[tuple[int, ...]], operands: Sequence[Any]
+    def zero_padding(
+        self, shard: Shard, shapes: Sequence[tuple[int, ...]], operands: Sequence[Any]
     ) -> list[Any]:
-        """Returns a device's parts of the operands, whose whole sizes are given, with zeros where a
-        contracted axis ends before the part does: XLA pads with whatever it finds."""
+        """Returns a device's operands with zeros in the padding of contracted axes.
+
+        XLA pads the last shard of an axis that the devices do not divide, with arbitrary values.
+
+        Args:
+          shard: how the call is sharded.
+          shapes: the global shape of each operand.
+          operands: the device's shard of each operand.
+        """
         return [
-            self._without_padding(shard, names, size, operand)
-            for names, size, operand in zip(self.operands, sizes, operands, strict=True)
+            self._with_zero_padding(shard, names, shape, operand)
+            for names, shape, operand in zip(self.operands, shapes, operands, strict=True)
         ]
 
-    def _without_padding(self, shard: Shard, names: Sequence[str], whole: Any, part: Any) -> Any:
+    def _with_zero_padding(
+        self, shard: Shard, names: Sequence[str], shape: Any, array: Any
+    ) -> jax.Array:
         for axis, name in enumerate(names):
-            size, over = part.shape[axis], shard.over(name)
-            if name not in self.contracted or not over:
+            size, mesh_axes = array.shape[axis], shard.mesh_axes(name)
+            if name not in self.contracted or not mesh_axes:
                 continue
-            if size * lax.axis_size(over) == whole[axis]:
+            if size * lax.axis_size(mesh_axes) == shape[axis]:
                 continue
-            index = lax.broadcasted_iota(jnp.int32, part.shape, axis) + shard.start(name, size)
-            part = jnp.where(index < whole[axis], part, jnp.zeros((), part.dtype))
-        return part
+            index = lax.broadcasted_iota(jnp.int32, array.shape, axis) + shard.start(name, size)
+            array = jnp.where(index < shape[axis], array, jnp.zeros((), array.dtype))
+        return array
 
 
 def spec(names: Sequence[str], shard: Shard) -> jax.sharding.PartitionSpec:
-    """Returns how an array of these axes is sharded."""
-    return jax.P(*(shard.over(name) or None for name in names))
+    """Returns the PartitionSpec of an array with these axis names."""
+    return jax.P(*(shard.mesh_axes(name) or None for name in names))
 
 
 def _names(text: str, rank: int) -> tuple[str, ...]:
@@ -211,15 +233,15 @@ def _names(text: str, rank: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _name_of_tiles(name: str, tiles: int, size: int) -> str:
-    """Returns the name of an axis of scales, of which there are so many for an axis of `size`."""
+def _scale_axis_name(name: str, tiles: int, size: int) -> str:
+    """Returns the name of an axis of `tiles` scales that belongs to an axis of `size` elements."""
     if tiles == size:
         return name
     return f"one_{name}" if tiles == 1 else name.upper()
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Returns the axes of the mesh in one entry of a PartitionSpec."""
+def _mesh_axes(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes in one entry of a PartitionSpec."""
     if isinstance(entry, str):
         return (entry,)
     return tuple(entry) if isinstance(entry, tuple) else ()

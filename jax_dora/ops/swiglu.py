@@ -1,10 +1,10 @@
-"""SwiGLU of two DoRA layers, composed at once: no layer's own result is ever in memory.
+"""SwiGLU of two DoRA layers, without storing the layers' results.
 
     h = silu(y₁)∘y₂      y₁ = g₁∘gate + b₁      y₂ = g₂∘up + b₂
 
-(arXiv 2002.05202, section 2.) gate and up are the layers' inner = x (W + s·A B), from
-`jax_dora.ops.lora_linear`; they are all that the gradient reads, so that inner takes the place of
-the layers' results. With σ = sigmoid(y₁):
+(arXiv 2002.05202, section 2.) gate and up are inner = x (W + s·A B) of the two layers, from
+`jax_dora.ops.lora_linear`. The backward pass reads only gate and up, so they are kept instead of
+the layers' results y₁ and y₂. With σ = sigmoid(y₁):
 
     d₁ = dh∘y₂∘σ∘(1 + y₁∘(1-σ))      d₂ = dh∘silu(y₁)
     d_gate = g₁∘d₁    d_up = g₂∘d₂    d_g₁ = Σ_rows d₁∘gate    d_g₂ = Σ_rows d₂∘up    d_b = Σ_rows d
@@ -35,22 +35,22 @@ def swiglu(
     up_bias: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns silu(gate_g∘gate + gate_bias)∘(up_g∘up + up_bias), evaluated in fp32, rounded once.
+    """Returns silu(gate_g∘gate + gate_bias)∘(up_g∘up + up_bias), computed in fp32, rounded once.
 
     Args:
       gate, up: [..., out] of one dtype, from `lora_linear`.
       gate_g, up_g: f32[out] from `magnitude_scale`.
       gate_bias, up_bias: [out].
-      implementation: of the gradient: None, "mosaic", "xla" or "eager", as in `dora_linear`; a
-        named one runs or raises. "mosaic" is one pass over dh, gate and up. The result itself is
-        XLA's, which fuses it into one pass.
+      implementation: the gradient's implementation: None, "mosaic", "xla" or "eager", as in
+        `dora_linear`; a named one runs or raises. "mosaic" is one pass over dh, gate and up. The
+        result itself is always computed by XLA, which fuses it into one pass.
 
     Returns:
       [..., out] in gate's dtype.
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
-      NotImplementedError: the named implementation cannot take the call.
+      NotImplementedError: the named implementation does not support the call.
     """
     check.is_float("gate", gate)
     if gate.ndim == 0:
@@ -71,25 +71,26 @@ def swiglu(
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Gating(gate, up, gate_g, gate_bias, up_g, up_bias)
-    function = functools.partial(_on_any, Static("swiglu", implementation))
+    function = functools.partial(_without_explicit_axes, Static("swiglu", implementation))
     return meshes.elementwise(function, gate, up)(operands)
 
 
-def _on_any(static: Static, operands: Gating) -> jax.Array:
+def _without_explicit_axes(static: Static, operands: Gating) -> jax.Array:
+    """Returns the result on one device, or on a mesh without explicit axes."""
     if static.implementation == "eager":
         return define(meshes.vary_alike(operands))
-    _choose(static, operands.gate)  # where it refuses, now and not in the gradient
+    _choose(static, operands.gate)  # raises already in the forward pass if "mosaic" is unsupported
     return meshes.differentiable(_swiglu)(static, meshes.vary_alike(operands))
 
 
 def define(operands: Gating) -> jax.Array:
-    """Returns the result: its definition."""
+    """Returns the result, by its definition."""
     (y1, y2), _ = _composed(operands)
     return (y1 * jax.nn.sigmoid(y1) * y2).astype(operands.gate.dtype)
 
 
 def define_backward(dh: jax.Array, operands: Gating) -> Gating:
-    """Returns the gradient: its definition, of every operand."""
+    """Returns the gradient of every operand, by its definition."""
     (y1, y2), (g1, g2) = _composed(operands)
     gate, up = operands.gate.astype(y1.dtype), operands.up.astype(y1.dtype)
     wide = dh.astype(y1.dtype)
@@ -108,7 +109,7 @@ def define_backward(dh: jax.Array, operands: Gating) -> Gating:
 
 
 def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Returns y of gate and of up, and their g, in the accumulator's dtype."""
+    """Returns ((y₁, y₂), (g₁, g₂)) in the accumulator's dtype."""
     gate, up, gate_g, gate_bias, up_g, up_bias, _ = operands
 
     def composed(inner, g, bias):
@@ -121,11 +122,11 @@ def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]:
-    """Returns the gradient of every operand; without want_bias, None of the biases."""
+    """Returns the gradient of every operand; None for the biases unless `want_bias`."""
     gate, up, gate_g, gate_bias, up_g, up_bias, dh = operands
     choice = _choose(static, gate)
     if choice is None:
-        found = define_backward(dh, operands)
+        gradients = define_backward(dh, operands)
     else:
         d_gate, d_up, d_gate_g, d_up_g, *d_biases = kernel_backward.launch(
             dh,
@@ -136,13 +137,13 @@ def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]
             gate_bias,
             up_bias,
             want_bias=static.want_bias,
-            **choice.knobs,
+            **choice.launch_options,
         )
         d_gate_bias, d_up_bias = d_biases or (None, None)
-        found = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
+        gradients = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
     if not static.want_bias:
-        found = found._replace(gate_bias=None, up_bias=None)
-    return *found[:2], *map(shard.sum, found[2:6])
+        gradients = gradients._replace(gate_bias=None, up_bias=None)
+    return *gradients[:2], *map(shard.sum, gradients[2:6])
 
 
 def _choose(static: Static, gate: jax.Array) -> Choice | None:
@@ -163,9 +164,9 @@ def _swiglu_fwd(static: Static, operands: Gating, wanted: Gating) -> tuple[jax.A
 def _swiglu_bwd(static: Static, kept: Any, dh: jax.Array) -> dict[str, Any]:
     operands, wanted = kept
     static = static._replace(want_bias=bool(wanted.gate_bias or wanted.up_bias))
-    found = primitive.call(SWIGLU_BACKWARD, static, operands._replace(dh=dh))
-    each = zip(Gating._fields, found, operands, wanted, strict=False)
-    return {name: one.astype(operand.dtype) for name, one, operand, want in each if want}
+    gradients = primitive.call(SWIGLU_BACKWARD, static, operands._replace(dh=dh))
+    fields = zip(Gating._fields, gradients, operands, wanted, strict=False)
+    return {name: d.astype(operand.dtype) for name, d, operand, want in fields if want}
 
 
 _swiglu = residuals.with_gradient(

@@ -57,7 +57,7 @@ class AdaptedReader:
             spec = getattr(product.out_sharding, "spec", product.out_sharding)
             if spec is None:
                 spec = meshes.result_spec(product, x, weight.base())
-            compute = meshes.left_to_xla(compute, mesh, spec)
+            compute = meshes.with_auto_axes(compute, mesh, spec)
         return compute(x, dict(weight.cast(product.dtype).arrays))
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:

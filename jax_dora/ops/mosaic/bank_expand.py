@@ -1,15 +1,17 @@
-"""Expand and compose in one pass, of groups of rows with an adapter each:
-y[n] = g[n]∘(base[n] + s[n]·(z[n] B[slot[n]])) [+ bias].
+"""Expand and compose in one pass, for groups of rows with one adapter per group.
+
+    y[n] = g[n]∘(base[n] + s[n]·(z[n] B[slot[n]])) [+ bias]
 
     base  [groups, time, out]  bf16 or fp16     z  [groups, time, r]  base's dtype
     B     [slots, r, out]      base's dtype     slot  i32[groups]     s  f32[groups]
     g     f32[groups, out]     bias  [out] (optional)                 y  [groups, time, out]
 
-Where g is 1 and s is 0, y is base (+ bias), bit for bit. No adapter is copied: B is read where it
-lies. Tiles of z B stay in registers, in fp32, and y is rounded once.
+Where g is 1 and s is 0, y is base (+ bias), bit for bit. B is read from the bank, without a copy.
+Tiles of z B stay in registers, in fp32, and y is rounded once.
 
-Bytes: 2 · groups · time · out · 2 through device memory, plus z, and for every group the B of its
-slot; the floor is bytes / copy rate. FLOPs: 2 · groups · time · r · out.
+Bytes: 2 · groups · time · out · 2, plus z, and for every group the B of its slot; the floor is
+bytes / copy rate.
+FLOPs: 2 · groups · time · r · out.
 """
 
 import jax
@@ -26,10 +28,10 @@ from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, pad_f
 
 
 def refuses(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why base [groups, time, out], z [groups, time, rank] and B of `dtype` are not taken,
-    or None."""
+    """Returns why base [groups, time, out], z [groups, time, rank] and B of `dtype` are not
+    supported, or None."""
     if time % TILE_ROWS:
-        return f"each row of the batch has {time} tokens, which is no multiple of {TILE_ROWS}"
+        return f"each row of the batch has {time} tokens, which is not a multiple of {TILE_ROWS}"
     if rank % hopper.ALIGNMENT:
         return f"rank {rank} is not a multiple of {hopper.ALIGNMENT} (rows of 16 bytes)"
     if out % CHUNK:
@@ -38,13 +40,15 @@ def refuses(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DType
 
 
 def wins(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether the kernel is expected to be no slower than XLA: where the kernel of a single
-    adapter is, from which this one differs only in where B lies."""
+    """Returns whether the kernel is expected to be no slower than XLA.
+
+    That is assumed of the same sizes as for `expand_compose`, which differs only in B's address.
+    """
     return expand_compose.wins(groups * time, rank, out, dtype)
 
 
 def config(groups: int, time: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the fastest config of the kernel of a single adapter."""
+    """Returns the fastest config of `expand_compose`."""
     return expand_compose.config(groups * time, rank, out, dtype)
 
 
@@ -74,7 +78,7 @@ def launch(
             g = lax.broadcast_in_dim(tile.vectors_smem[0, chunk], shape, (1,))
             base = tile.smem[:, chunk].astype(jnp.float32)
             scaled = tile.scale * tile.acc[:, start : start + CHUNK]
-            # A sum with zero turns -0 into 0, and what is not finite into NaN.
+            # Selected, because base + 0·(z B) turns -0 into 0, and is NaN if z B is not finite.
             y = jnp.where((g == 1) & (tile.scale == 0), base, g * (base + scaled))
             if bias is not None:
                 y = y + lax.broadcast_in_dim(tile.vectors_smem[1, chunk], shape, (1,))
@@ -102,7 +106,7 @@ def launch(
         lora_b,
         base.reshape(groups * time, out),
         scale.astype(jnp.float32),
-        jax.vmap(lambda *one: pad_features(one, tiling))(*vectors),
+        jax.vmap(lambda *group_vectors: pad_features(group_vectors, tiling))(*vectors),
         slot,
     )
     return y.reshape(base.shape)

@@ -1,10 +1,10 @@
-"""Each row's product with the B of its slot: the second kernel of `bank_few_rows`.
+"""The second kernel of `bank_few_rows`: each row's product with the B of its slot.
 
-    parts  f32[splits, members, rows, 64], which add up to x A of each row's slot
+    parts  f32[splits, members, rows, 64], Σ_splits parts = x A of each row's slot
     B  [slots, r, out]     y  [rows, out]  bf16 or fp16     of each member
 
-A thread block has 64 columns of one member and goes through the slots in use. Past a slot's rank a
-stage keeps what was there, which zeros of x A meet.
+A thread block has 64 columns of one member and loops over the slots in use. Beyond a slot's rank, a
+stage still has elements of an earlier slot, which are multiplied by zeros of x A.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import few_rows_layout, few_rows_tile
 from jax_dora.ops.mosaic.bank_rows_sizes import WARPS, Member, Sizes
-from jax_dora.ops.mosaic.bank_rows_slots import clear, for_box, for_one, strip_of
+from jax_dora.ops.mosaic.bank_rows_slots import clear, for_box, for_member, locate_strip
 from jax_dora.ops.mosaic.few_rows_finish import PITCH
 
 COLS = 64
@@ -29,37 +29,39 @@ DEPTH = 64
 def launch(
     parts: jax.Array, members: Sequence[Member], plan: jax.Array, sizes: Sizes, config: Any
 ) -> Sequence[jax.Array]:
-    """Returns y of each member, of as many rows as the parts have.
+    """Returns y of each member, for the padded rows of the parts.
 
     Args:
-      members: `first` being i32[1].
-      config: as `bank_few_rows.config` returns it.
+      parts: the result of `bank_few_rows_shrink`.
+      members, plan, sizes: see `bank_rows_sizes.Call`.
+      config: a `bank_few_rows.Config`.
     """
     dtype = members[0].lora_b.dtype
     stages = min(config.expand_stages, pl.cdiv(sizes.in_use, WARPS) * WARPS)
-    splits, count, held, _ = parts.shape
-    strips = [one.lora_b.shape[2] // COLS for one in members]
+    splits, count, rows, _ = parts.shape
+    strips = [m.lora_b.shape[2] // COLS for m in members]
     layout = few_rows_layout.layout(dtype)
-    operands = [[getattr(one, name) for one in members] for name in ("first", "rank", "lora_b")]
+    operands = [[getattr(m, name) for m in members] for name in ("first", "rank", "lora_b")]
 
     def kernel(parts_gmem, plan_gmem, *rest, smem, ready):
+        # Of each member: [1], [slots], [slots, r, out], [rows, out].
         first_gmem, rank_gmem, b_gmem, y_gmem = itertools.batched(rest, count)
-        member, strip = strip_of(lax.axis_index("strip"), strips)
+        member, strip = locate_strip(lax.axis_index("strip"), strips)
         cols = pl.ds(strip * COLS, COLS)
 
         def fetch(indices):
-            """Fetches B of slots in use by their numbers."""
+            """Fetches the B of the slots in use with the given indices."""
 
-            def of_member(number):
-                # All are looked up before anything waits for one.
-                slots = [plan_gmem[1 + index] + first_gmem[number][0] for index in indices]
-                ranks = [rank_gmem[number][slot] for slot in slots]
+            def fetch_b(m):
+                # These loads are all issued before the first of them is waited for.
+                slots = [plan_gmem[1 + index] + first_gmem[m][0] for index in indices]
+                ranks = [rank_gmem[m][slot] for slot in slots]
                 for index, slot, rank in zip(indices, slots, ranks, strict=True):
                     stage = lax.rem(index, jnp.int32(stages))
 
                     def copy(box, slot=slot, stage=stage):
                         plgpu.copy_gmem_to_smem(
-                            b_gmem[number].at[slot, pl.ds(0, box), cols],
+                            b_gmem[m].at[slot, pl.ds(0, box), cols],
                             smem["b"].at[stage, pl.ds(0, box)],
                             ready.at[stage],
                         )
@@ -68,52 +70,53 @@ def launch(
                     def _copy(rank=rank, copy=copy):
                         for_box(rank, sizes, copy)
 
-            for_one(member, count, of_member)
+            for_member(member, count, fetch_b)
 
-        # Past a slot's rank zeros meet what a stage holds, which has to be finite.
+        # Elements of a stage beyond a slot's rank are multiplied by zeros, and so must be finite.
         clear(smem["b"], 0, 1)
         in_use = plan_gmem[0]
         plgpu.warp_map(lambda warp: fetch([warp + turn * WARPS for turn in range(stages // WARPS)]))
-        numbers = plgpu.load(
-            plan_gmem.at[pl.ds(sizes.entries, held)], layout=layout.reduce(1), optimized=False
+        slot_indices = plgpu.load(
+            plan_gmem.at[pl.ds(sizes.entries, rows)], layout=layout.reduce(1), optimized=False
         )
-        number = lax.broadcast_in_dim(numbers, (held, COLS), (0,))
-        z = zero = plgpu.layout_cast(jnp.zeros((held, COLS), jnp.float32), layout)
+        slot_indices = lax.broadcast_in_dim(slot_indices, (rows, COLS), (0,))
+        z = zero = plgpu.layout_cast(jnp.zeros((rows, COLS), jnp.float32), layout)
         for split in range(splits):
             part = parts_gmem.at[split, member]
             z = z + plgpu.load(part, layout=layout, optimized=False)
         few_rows_layout.store(z.astype(dtype), smem["z"].at[:, pl.ds(0, DEPTH)], dtype)
         plgpu.commit_smem()
 
-        def meet(index, sums):
+        def multiply_slot(index, sums):
             stage = lax.rem(index, jnp.int32(stages))
             plgpu.barrier_wait(ready.at[stage])
-            found = few_rows_tile.multiplied(zero, smem["z"], smem["b"].at[stage])
-            # Without it the copy engine overtakes what the lanes read.
+            product = few_rows_tile.accumulate(zero, smem["z"], smem["b"].at[stage])
+            # This fence keeps the next TMA copy from overwriting the tile while lanes still read
+            # it.
             plgpu.commit_smem()
             pl.when(index + stages < in_use)(lambda: fetch([index + stages]))
-            return jnp.where(number == index, found, sums)
+            return jnp.where(slot_indices == index, product, sums)
 
-        sums = lax.fori_loop(0, in_use, meet, zero)
+        sums = lax.fori_loop(0, in_use, multiply_slot, zero)
         few_rows_layout.store(sums.astype(dtype), smem["y"], dtype)
         plgpu.commit_smem()
 
-        def store(number):
-            plgpu.copy_smem_to_gmem(smem["y"], y_gmem[number].at[:, cols])
+        def store(m):
+            plgpu.copy_smem_to_gmem(smem["y"], y_gmem[m].at[:, cols])
 
-        for_one(member, count, store)
+        for_member(member, count, store)
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         kernel,
-        out_type=[jax.ShapeDtypeStruct((held, one.lora_b.shape[2]), dtype) for one in members],
+        out_type=[jax.ShapeDtypeStruct((rows, m.lora_b.shape[2]), dtype) for m in members],
         grid=(sum(strips),),
         grid_names=("strip",),
         scratch_types={
             "smem": {
-                "z": plgpu.SMEM((held, PITCH), dtype),
+                "z": plgpu.SMEM((rows, PITCH), dtype),
                 "b": few_rows_tile.swizzled((stages, DEPTH, COLS), dtype),
-                "y": plgpu.SMEM((held, COLS), dtype),
+                "y": plgpu.SMEM((rows, COLS), dtype),
             },
             "ready": plgpu.Barrier(num_barriers=stages),
         },

@@ -1,13 +1,16 @@
-"""Whole projections of groups of rows with an adapter each, in one matrix product:
-y[n] = g[n]∘(x[n] W + z[n] B[slot[n]]) [+ bias].
+"""A whole projection of groups of rows, with one adapter per group, in one matrix product.
 
-    x  [groups, time, in]  W  [layers, in, out]  z  [groups, time, r]  B  [slots, r, out]
-    layer  i32[]           slot  i32[groups]     g  f32[groups, out] (optional)    bias  [out]
-                                                                                   (optional)
-x, W, z, B are bf16 or fp16, all the same, and s is already in z. No base tensor is written or read,
-and nothing is copied: B is read where it lies, and so is W, the layer's of a stack, of which XLA
-makes a copy for its own product. Tiles are those of `project`; one lies in one group, which says
-what its second part is.
+    y[n] = g[n]∘(x[n] W[layer] + z[n] B[slot[n]]) [+ bias]
+
+    x  [groups, time, in]    W  [layers, in, out]    z  [groups, time, r]    B  [slots, r, out]
+    layer  i32[]             slot  i32[groups]
+    g  f32[groups, out] (optional)                   bias  [out] (optional)
+
+x, W, z and B are all bf16 or all fp16; z contains s. base is never stored. B is read from the bank,
+and W from the stack of layers, without a copy; XLA's product copies a layer's W out of the stack.
+The tiles are those of `project`. A tile's rows all belong to one group, which determines its B.
+
+FLOPs, bytes and the kernel: see `product`, with k₁ = in and k₂ = r.
 """
 
 import jax
@@ -22,30 +25,32 @@ from jax_dora.ops.mosaic.product_tiling import Config
 def refuses(
     groups: int, time: int, in_features: int, out: int, rank: int, dtype: jax.typing.DTypeLike
 ) -> str | None:
-    """Returns why x [groups, time, in], W [in, out] and slots with room for `rank` ranks, all of
-    `dtype`, are not taken, or None."""
+    """Returns why x [groups, time, in], W [in, out] and a bank of maximum rank `rank`, all of
+    `dtype`, are not supported, or None."""
     rows = product_tiling.config(groups * time, in_features, out, dtype).tile_rows
     if time % rows:
-        return f"each row of the batch has {time} tokens, which is no multiple of {rows}"
+        return f"each row of the batch has {time} tokens, which is not a multiple of {rows}"
     if rank == 0 or rank % hopper.ALIGNMENT:
-        return f"the bank has room for rank {rank}, no multiple of {hopper.ALIGNMENT}"
+        return f"the bank's maximum rank {rank} is not a positive multiple of {hopper.ALIGNMENT}"
     return product_tiling.refuses(groups * time, in_features, out, dtype)
 
 
 def wins(
     groups: int, time: int, in_features: int, out: int, rank: int, dtype: jax.typing.DTypeLike
 ) -> bool:
-    """Returns whether the kernel is expected to be no slower than XLA's product: where the kernel
-    of a single adapter is, from which this one differs only in where W and B lie. It was measured
-    to be at prompts of 8 × 512 tokens and the projections of Llama 3 8B (H100, `benchmarks
-    bank`)."""
+    """Returns whether the kernel is expected to be no slower than XLA's product.
+
+    That is assumed of the same sizes as for `project`, which differs only in the addresses of W and
+    B. It was measured for prompts of 8 × 512 tokens and the projections of Llama 3 8B (H100,
+    `benchmarks bank`).
+    """
     return product_tiling.wins(groups * time, in_features, out, dtype)
 
 
 def config(
     groups: int, time: int, in_features: int, out: int, rank: int, dtype: jax.typing.DTypeLike
 ) -> Config:
-    """Returns the fastest config of the kernel of a single adapter."""
+    """Returns the fastest config of `project`."""
     return product_tiling.config(groups * time, in_features, out, dtype)
 
 

@@ -1,19 +1,22 @@
-"""Rows of one token each, every one with the adapter of its slot: y[n] = (x[n] A[slot]) B[slot].
+"""The low-rank products of rows of one token with one adapter per row: y[n] = x[n] A[id]ᵀ B[id].
 
-    x  [rows, in]   bf16 or fp16, 1 to 256 rows     rank  i32[slots]
-    A  [slots, r, in]   x's dtype     B  [slots, r, out]  likewise; r ranks have room
-    y  [rows, out]      x's dtype, zeros in a row without a slot
+    x  [rows, in]       bf16 or fp16, 1 to 256 rows     id    i32[rows], the slot of each row
+    A  [slots, r, in]   x's dtype; r is the bank's maximum rank
+    B  [slots, r, out]  x's dtype                       rank  i32[slots], the adapters' own ranks
+    y  [rows, out]      x's dtype; zeros in a row without a slot
 
-Two kernels, `bank_rows_shrink` and `bank_rows_expand`, for all projections of the same x at once;
-between them XLA adds up the parts of x A, in a fixed order. Nothing of it waits for the base's
-product, beside which the kernels may run; what follows both is XLA's to fuse. Each thread block has
-a strip of 64 columns of A or B and goes through the slots that rows have, each once, by the real
-rank (in steps of 16, 32, 64): tensor cores multiply 64 rows an instruction, those of other slots
-being zeros, and add up. Nothing is sorted or copied, and what a row gets does not depend on its
-company.
+There are two kernels, `bank_rows_shrink` and `bank_rows_expand`, each for all projections of the
+same x; between them XLA adds the partial sums of x A in a fixed order. They do not depend on base,
+so they may run concurrently with its product; XLA fuses the composition.
 
-Bytes: A and B of the slots in use, once, and y; the floor is bytes / copy rate. FLOPs:
-2 · 64⌈rows / 64⌉ · r · (in + out) for every slot in use.
+A thread block has a strip of 64 columns of A or B. It loops over the slots in use (those of any
+row) and fetches each once, only up to the adapter's own rank, rounded up to 16, 32 or 64. The
+tensor cores multiply 64 rows per instruction, in which rows of other slots are replaced by zeros,
+and accumulate over the slots. Rows are not sorted and adapters are not copied. The result of a row
+does not depend on the other rows.
+
+Bytes: A and B of the slots in use, once, and y; the floor is bytes / copy rate.
+FLOPs: 2 · 64⌈rows / 64⌉ · r · (in + out) for every slot in use.
 """
 
 from collections.abc import Sequence
@@ -28,9 +31,9 @@ from jax_dora.ops.mosaic.bank_rows_sizes import (
     Config,
     Member,
     Sizes,
-    call_of,
-    config_of,
+    fastest_config,
     padded,
+    prepare,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K
 from jax_dora.ops.mosaic.launch import launcher
@@ -40,31 +43,37 @@ MOST_RANK = 128
 
 
 def refuses(
-    rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, held: DTypeLike
+    rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, bank: DTypeLike
 ) -> str | None:
-    """Returns why x [rows, in] of `dtype` and a bank of `slots` with room for `rank` ranks, its
-    matrices of dtype `held`, are not taken, or None."""
+    """Returns why a call is not supported, or None.
+
+    Args:
+      rows, in_features, out, slots: the sizes.
+      rank: the bank's maximum rank.
+      dtype: x's dtype.
+      bank: the dtype of A and B.
+    """
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
-    if held != dtype:
-        return f"x has dtype {jnp.dtype(dtype)}, and the bank {jnp.dtype(held)}"
+    if bank != dtype:
+        return f"x has dtype {jnp.dtype(dtype)}, and the bank {jnp.dtype(bank)}"
     if not 1 <= rows <= MOST_ROWS:
         return f"there are {rows} rows, not 1 to {MOST_ROWS}"
     for name, size in (("in", in_features), ("out", out)):
         if size == 0 or size % TILE_K:
             return f"{name} = {size} is not a multiple of {TILE_K}"
     if rank % hopper.ALIGNMENT or not 0 < rank <= MOST_RANK:
-        return f"the bank has room for rank {rank}, no multiple of 8 up to {MOST_RANK}"
-    if config_of(Sizes(rows, in_features, slots, rank), out) is None:
-        return f"shared memory has no room for {rows} rows of {slots} slots of rank {rank}"
+        return f"the bank's maximum rank {rank} is not a multiple of 8 from 8 to {MOST_RANK}"
+    if fastest_config(Sizes(rows, in_features, slots, rank), out) is None:
+        return f"{rows} rows of {slots} slots of rank {rank} do not fit into shared memory"
     return None
 
 
 def wins(
-    rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, held: DTypeLike
+    rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, bank: DTypeLike
 ) -> bool:
-    """Returns whether the kernels were faster than every way of XLA's (`benchmarks bank`: the
-    projections of a layer of Llama 3 8B's dimensions, 64 slots)."""
+    """Returns whether the kernels were faster than all three ways of `bank_xla` (`benchmarks bank`:
+    the projections of a layer of Llama 3 8B's dimensions, 64 slots)."""
     return rows > 8 and min(in_features, out) >= 1024
 
 
@@ -75,12 +84,11 @@ def config(
     slots: int,
     rank: int,
     dtype: DTypeLike,
-    held: DTypeLike,
+    bank: DTypeLike,
     members: int = 1,
 ) -> Config:
-    """Returns the launch knobs for a call that is not refused, or for one of several members, none
-    of which is; then `out` is the sum of theirs."""
-    found = config_of(Sizes(rows, in_features, slots, rank), out, members)
+    """Returns the config for a supported call; `out` is the sum over all `members`."""
+    found = fastest_config(Sizes(rows, in_features, slots, rank), out, members)
     assert found is not None
     return found
 
@@ -96,20 +104,22 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, ...]:
-    """Returns y [rows, out] of each member.
+    """Returns y [rows, out] for each member.
 
     Args:
-      members: all with room for the same number of ranks.
-      ids: i32[rows], from 0 to slots - 1; anything else for a row of zeros.
-      step: `plan` of the ids; None to make it here.
-      slots: of the layer; by default all that members have.
+      x: [rows, in].
+      members: the adapters of each projection, all with the same maximum rank.
+      ids: i32[rows], from 0 to slots - 1; any other id gives a row of zeros.
+      step: `plan` of the ids, or None to compute it here.
+      slots: the number of the layer's slots; by default all slots of the members.
+      config, sm_count: see `choose.Choice`.
     """
-    call = call_of(x, members, ids, step, slots)
-    (held, _), sizes = call.x.shape, call.sizes
+    call = prepare(x, members, ids, step, slots)
+    (padded_rows, _), sizes = call.x.shape, call.sizes
     parts = bank_rows_shrink.launch(*call, config)
-    safe = jnp.pad(jnp.clip(ids, 0, sizes.slots - 1), (0, held - sizes.rows))
-    ranks = jnp.stack([one.rank[one.first + safe] for one in call.members])[..., None]
-    # Before the sum, so that XLA takes both in one kernel.
+    valid_ids = jnp.pad(jnp.clip(ids, 0, sizes.slots - 1), (0, padded_rows - sizes.rows))
+    ranks = jnp.stack([m.rank[m.first + valid_ids] for m in call.members])[..., None]
+    # Masked before the sum, so that XLA fuses both into one kernel.
     parts = jnp.where(lax.broadcasted_iota(jnp.int32, parts.shape, 3) < ranks[None], parts, 0)
     z = jnp.sum(parts, axis=0)
     z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(sizes.rank) - sizes.rank))).astype(x.dtype)

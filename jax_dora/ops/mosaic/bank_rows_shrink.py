@@ -1,10 +1,11 @@
-"""Each row's products with the A of its slot, in parts: the first kernel of `bank_rows`.
+"""The first kernel of `bank_rows`: partial sums of each row's product with the A of its slot.
 
     x  [rows, in]  bf16 or fp16     A  [slots, r, in] of each member
     parts  f32[in / 64 / slices, members, rows, r]
 
-A thread block has `slices` tiles of 64 of `in` of one member, keeps those of x, and goes through
-the slots in use. Beyond the rank of a row's slot lies what another one left.
+A thread block has `slices` tiles of 64 input features of one member. It keeps these tiles of x and
+loops over the slots in use. Columns of `parts` beyond the rank of a row's slot are arbitrary: they
+come from other slots.
 """
 
 import functools
@@ -21,10 +22,10 @@ from jax_dora.ops.mosaic.bank_rows_sizes import TILE_ROWS, WARPS, Config, Member
 from jax_dora.ops.mosaic.bank_rows_slots import (
     clear,
     fetch_slots,
-    for_one,
-    own_numbers,
+    for_member,
+    load_slot_indices,
+    mask_buffer,
     products,
-    spare,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K, tiled
 
@@ -36,18 +37,15 @@ def launch(
     sizes: Sizes,
     config: Config,
 ) -> jax.Array:
-    """Returns the parts, of as many rows as x has.
-
-    Args:
-      members: `first` being i32[1].
-    """
+    """Returns the parts, for the padded rows of x; the arguments are a `Call`'s."""
     c, tiles, dtype, count = config, sizes.tiles, x.dtype, len(members)
     stages = c.shrink_stages
     chunks = pl.cdiv(sizes.in_features // TILE_K, c.slices)
-    operands = [[getattr(one, name) for one in members] for name in ("first", "rank", "lora_a")]
+    operands = [[getattr(m, name) for m in members] for name in ("first", "rank", "lora_a")]
 
     def kernel(x_gmem, plan_gmem, *rest, **smem):
         *rest, parts_gmem = rest
+        # Of each member: [1], [slots], [slots, r, in].
         first_gmem, ranks_gmem, a_gmem = itertools.batched(rest, count)
         x_smem, a_smem, out_smem = (smem[k] for k in ("x", "a", "out"))
         ready, free = smem["ready"], smem["free"]
@@ -58,11 +56,12 @@ def launch(
             return pl.ds((chunk * c.slices + slice_) * TILE_K, TILE_K)
 
         def rows(tile):
-            # A start that varies: past the last row the copy engine reads zeros, writes nothing.
+            # The start is traced (`chunk * 0`), because a static slice must not exceed the array.
+            # Past the last row TMA reads zeros and writes nothing.
             return pl.ds((chunk * 0 + tile) * TILE_ROWS, TILE_ROWS)
 
-        def fetch(warp, number):
-            first, rank_gmem = first_gmem[number][0], ranks_gmem[number]
+        def fetch(warp, m):
+            first, rank_gmem = first_gmem[m][0], ranks_gmem[m]
 
             @pl.when(warp == WARPS - 1)
             def _fetch_x():
@@ -76,7 +75,7 @@ def launch(
             def copy(slot, stage, box):
                 for slice_ in range(c.slices):
                     plgpu.copy_gmem_to_smem(
-                        a_gmem[number].at[slot, pl.ds(0, box), columns(slice_)],
+                        a_gmem[m].at[slot, pl.ds(0, box), columns(slice_)],
                         a_smem.at[stage * c.slices + slice_, pl.ds(0, box)],
                         ready.at[stage],
                     )
@@ -85,25 +84,25 @@ def launch(
 
         @pl.when(warpgroup == tiles)
         def _fetch():
-            plgpu.warp_map(lambda warp: for_one(member, count, functools.partial(fetch, warp)))
+            plgpu.warp_map(lambda warp: for_member(member, count, functools.partial(fetch, warp)))
 
         @pl.when(warpgroup < tiles)
         def _consume():
             clear(a_smem, warpgroup, tiles)
             lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
-            numbers = own_numbers(plan_gmem, warpgroup, sizes)
+            slot_indices = load_slot_indices(plan_gmem, warpgroup, sizes)
             plgpu.barrier_wait(smem["x_ready"])
 
-            def of_stage(stage):
+            def right(stage):
                 ranks = pl.ds(0, sizes.rank)
                 return [
                     a_smem.at[stage * c.slices + i, ranks].transpose((1, 0))
                     for i in range(c.slices)
                 ]
 
-            at = [warpgroup * c.slices + i for i in range(c.slices)]
-            left = [(x_smem[i], smem.get("spare", x_smem).at[i]) for i in at]
-            sums = products(plan_gmem[0], numbers, left, of_stage, ready, free, sizes.rank)
+            my_slices = [warpgroup * c.slices + i for i in range(c.slices)]
+            left = [(x_smem[i], smem.get("mask_buffer", x_smem).at[i]) for i in my_slices]
+            sums = products(plan_gmem[0], slot_indices, left, right, ready, free, sizes.rank)
             out_smem[warpgroup] = sums
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
@@ -126,6 +125,6 @@ def launch(
             "ready": plgpu.Barrier(num_arrivals=c.slices, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
         }
-        | spare((tiles * c.slices, TILE_ROWS, TILE_K), dtype),
+        | mask_buffer((tiles * c.slices, TILE_ROWS, TILE_K), dtype),
         kernel_name="dora_bank_rows_shrink",
     )(x, plan, *itertools.chain(*operands))

@@ -1,4 +1,4 @@
-"""Sizes, launch knobs and the plan of a step, which the kernels of `bank_rows` share."""
+"""The operands, sizes, config and plan of the kernels of `bank_rows` and `bank_few_rows`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,24 +11,25 @@ from jax.experimental import pallas as pl
 from jax_dora.ops.choose import HOPPER_SM_COUNT
 from jax_dora.ops.mosaic.hopper import RESERVED, ROW_ALIGNMENT, SHARED_MEMORY, TILE_K, pad
 
-# Of one instruction.
+# The rows of one wgmma.
 TILE_ROWS = 64
-# That fetch.
+# The warps that fetch.
 WARPS = 4
-# Up to so many rows thread blocks of few stages, which find room beside those of the base's
-# product, are faster (an H100, the projections of Llama 3 8B's dimensions, 64 slots).
+# Up to this number of rows, thread blocks with few stages are faster, because they fit on a
+# multiprocessor together with those of the base's product (an H100, the projections of Llama 3 8B's
+# dimensions, 64 slots).
 SMALL_BLOCKS_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Launch knobs.
+    """The tuning parameters.
 
     Attributes:
-      slices: tiles of `in` that a thread block of the first product adds up. More of them are
-        fewer partial sums, and fewer thread blocks.
-      shrink_stages, expand_stages: tiles of A and of B in flight in a thread block: a latency's
-        worth of bytes. With fewer, two thread blocks have room on a multiprocessor.
+      slices: the number of tiles of `in` that a thread block of the first kernel sums. With more
+        slices there are fewer partial sums and fewer thread blocks.
+      shrink_stages, expand_stages: the number of pipeline stages, one tile of A or B each, enough
+        to hide the memory's latency. With fewer stages two thread blocks fit on a multiprocessor.
     """
 
     slices: int = 1
@@ -37,8 +38,13 @@ class Config:
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call that its kernels share: rows, in, slots of the layer, and ranks that have
-    room."""
+    """The sizes of a call, the same for all its projections.
+
+    Attributes:
+      rows, in_features: x's shape.
+      slots: the number of the layer's slots.
+      rank: the bank's maximum rank.
+    """
 
     rows: int
     in_features: int
@@ -47,11 +53,12 @@ class Sizes(NamedTuple):
 
     @property
     def tiles(self) -> int:
+        """Returns the number of tiles of rows."""
         return pl.cdiv(self.rows, TILE_ROWS)
 
     @property
     def in_use(self) -> int:
-        """Returns how many slots rows can have at most."""
+        """Returns the maximum number of slots in use."""
         return min(self.rows, self.slots)
 
     @property
@@ -61,67 +68,83 @@ class Sizes(NamedTuple):
 
     @property
     def boxes(self) -> list[int]:
-        """Returns the numbers of ranks that a copy may have, of which the least that suffices is
-        taken."""
+        """Returns the possible ranks of a TMA box; a copy uses the smallest that is sufficient."""
         return [box for box in (16, 32, 64) if box < self.rank] + [self.rank]
 
 
-def config_of(sizes: Sizes, out: int, members: int = 1) -> Config | None:
-    """Returns knobs with two stages or more in each kernel, and as many tiles of `in` to a thread
-    block as leave no more blocks than multiprocessors, or fewer where they have no room; None where
-    one has none either. `out` is the sum of all members'."""
-    of_rows, row = sizes.tiles * TILE_ROWS, 2 * TILE_K
+def fastest_config(sizes: Sizes, out: int, members: int = 1) -> Config | None:
+    """Returns a config with at least two stages in both kernels, or None if none fits.
 
-    def stages(blocks: int, tile: int, beside: int) -> int:
+    It has the most slices that are useful, namely until the thread blocks of the first kernel fit
+    on the multiprocessors at the same time, and that fit into shared memory.
+
+    Args:
+      sizes: the sizes.
+      out: the sum of the output features of all members.
+      members: the number of members.
+    """
+    padded_rows, row_bytes = sizes.tiles * TILE_ROWS, 2 * TILE_K
+
+    def stages(blocks: int, stage_bytes: int, other_bytes: int) -> int:
         most = 16 if blocks <= HOPPER_SM_COUNT else 8
         most = min(WARPS if sizes.rows <= SMALL_BLOCKS_ROWS else most, max(sizes.in_use, 2))
-        found = min(most, (SHARED_MEMORY - RESERVED - beside) // tile)
-        # Of which each warp has as many.
-        return found if found < WARPS else found // WARPS * WARPS
+        count = min(most, (SHARED_MEMORY - RESERVED - other_bytes) // stage_bytes)
+        # The same number for each warp.
+        return count if count < WARPS else count // WARPS * WARPS
 
     depth = padded(sizes.rank)
-    beside = of_rows * (2 * depth + row)
-    expand = stages(out // TILE_K, depth * row, beside)
+    expand = stages(out // TILE_K, depth * row_bytes, padded_rows * (2 * depth + row_bytes))
     tiles = members * sizes.in_features // TILE_K
     for slices in range(pl.cdiv(tiles, HOPPER_SM_COUNT), 0, -1):
         blocks = pl.cdiv(tiles, slices)
-        beside = of_rows * (slices * row + 4 * sizes.rank)
-        shrink = stages(blocks, slices * depth * row, beside)
+        other_bytes = padded_rows * (slices * row_bytes + 4 * sizes.rank)
+        shrink = stages(blocks, slices * depth * row_bytes, other_bytes)
         if min(shrink, expand) >= 2:
             return Config(slices, shrink, expand)
     return None
 
 
 def padded(rank: int) -> int:
-    """Returns the ranks that the second product has: tensor cores read 64 at a time."""
+    """Returns the rank that the second kernel multiplies: tensor cores read 64 at a time."""
     return pl.cdiv(rank, TILE_K) * TILE_K
 
 
 def plan(ids: jax.Array, slots: int) -> jax.Array:
-    """Returns what the kernels of a step have to know of its rows, from i32 ids [rows]: i32 of the
-    number of slots in use, of these slots, and of each row the number of its own among them.
+    """Returns a step's plan for the kernels, which is the same for all projections and layers.
 
-    It is the same for all projections and layers. A row of the base has -1, one of NaN -2.
+    It is an i32 vector:
+
+    - the head, `Sizes.entries` long: the number of slots in use, and these slots;
+    - for each row, the index of its slot among the slots in use; -1 for a row of the base, -2 for
+      an invalid id, whose result is NaN.
+
+    Args:
+      ids: i32[rows].
+      slots: the number of slots.
     """
     sizes = Sizes(ids.shape[0], 0, slots, 0)
     ids = jnp.pad(ids, (0, sizes.tiles * TILE_ROWS - sizes.rows), constant_values=-1)
     row = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    # Comparisons of all pairs of rows are sums: each is one kernel, where scans and scatters are
-    # several.
+    # All pairs of rows are compared and summed, because XLA compiles each sum to one kernel, but a
+    # scan or scatter to several.
     is_first = ~((ids[None] == ids[:, None]) & (row[None] < row[:, None])).any(1)
     is_first = is_first & (ids >= 0) & (ids < slots)
-    number = jnp.sum(is_first[None] & (ids[None] < ids[:, None]), 1, dtype=jnp.int32)
+    index = jnp.sum(is_first[None] & (ids[None] < ids[:, None]), 1, dtype=jnp.int32)
     entry = jnp.arange(sizes.entries, dtype=jnp.int32)[:, None]
-    named = jnp.where(is_first[None] & (number[None] + 1 == entry), ids[None], 0)
+    in_use = jnp.where(is_first[None] & (index[None] + 1 == entry), ids[None], 0)
     head = jnp.sum(
-        jnp.where(entry == 0, is_first[None].astype(jnp.int32), named), 1, dtype=jnp.int32
+        jnp.where(entry == 0, is_first[None].astype(jnp.int32), in_use), 1, dtype=jnp.int32
     )
-    return jnp.concatenate([head, jnp.where(ids < 0, -1, jnp.where(ids < slots, number, -2))])
+    return jnp.concatenate([head, jnp.where(ids < 0, -1, jnp.where(ids < slots, index, -2))])
 
 
 class Member(NamedTuple):
-    """One of the projections of the same x: the adapters in slots as `bank_slots.Slots`, perhaps of
-    several layers, and the first slot i32[] that is meant."""
+    """The adapters of one of the projections of the same x.
+
+    Attributes:
+      lora_a, lora_b, rank: see `bank_slots.Slots`; perhaps of several layers.
+      first: i32[], the layer's first slot; i32[1] in a `Call`.
+    """
 
     lora_a: jax.Array
     lora_b: jax.Array
@@ -130,8 +153,14 @@ class Member(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A launch's operands as its kernels take them: x of padded rows, members whose `first` is
-    i32[1], the plan of the step, and the sizes without the padding."""
+    """The operands of the kernels.
+
+    Attributes:
+      x: [padded rows, in].
+      members: the members, with `first` i32[1].
+      plan: the step's plan.
+      sizes: the sizes, without padding.
+    """
 
     x: jax.Array
     members: list[Member]
@@ -139,20 +168,20 @@ class Call(NamedTuple):
     sizes: Sizes
 
 
-def call_of(
+def prepare(
     x: jax.Array,
     members: Sequence[Member],
     ids: jax.Array,
     step: jax.Array | None,
     slots: int | None,
 ) -> Call:
-    """Returns a launch's operands; arguments are those of `bank_rows.launch`."""
+    """Returns the operands of the kernels, from the arguments of `bank_rows.launch`."""
     (rows, in_features), rank = x.shape, members[0].lora_a.shape[1]
     slots = slots or members[0].rank.shape[0]
-    held = pl.cdiv(rows, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    padded_rows = pl.cdiv(rows, ROW_ALIGNMENT) * ROW_ALIGNMENT
     return Call(
-        pad(x, held, in_features),
-        [one._replace(first=one.first.astype(jnp.int32).reshape(1)) for one in members],
+        pad(x, padded_rows, in_features),
+        [m._replace(first=m.first.astype(jnp.int32).reshape(1)) for m in members],
         plan(ids, slots) if step is None else step,
         Sizes(rows, in_features, slots, rank),
     )

@@ -1,8 +1,7 @@
-"""The walk through the slots that rows have, by the plan of a step, which both kernels of
-`bank_rows` share.
+"""The loop over the slots in use, which the kernels of `bank_rows` and `bank_few_rows` share.
 
-The warps of one warpgroup fetch, each slots of its own, so that four are begun at a time. What they
-read of the plan lies in global memory: a warp alone may read no other.
+Each of a warpgroup's four warps fetches different slots, so that four copies are started at a time.
+They read the plan from global memory, because Mosaic allows a single warp to read only that.
 """
 
 import functools
@@ -27,47 +26,53 @@ from jax_dora.ops.mosaic.bank_rows_sizes import TILE_ROWS, WARPS, Sizes
 from jax_dora.ops.mosaic.hopper import tiled
 
 
-def for_one(member, count: int, function: Callable[[int], None]) -> None:
-    """Calls a function of the thread block's member, one of `count`, as a number."""
+def for_member(member, count: int, function: Callable[[int], None]) -> None:
+    """Calls `function` with the static value of `member`, the thread block's one of `count`."""
     if count == 1:
         return function(0)
-    for number in range(count):
-        pl.when(member == number)(functools.partial(function, number))
+    for index in range(count):
+        pl.when(member == index)(functools.partial(function, index))
     return None
 
 
-def of_one(member, numbers: Sequence[Any]) -> Any:
-    """Returns the thread block's member's of numbers that each member has one of."""
-    found = numbers[0]
-    for number, one in enumerate(numbers[1:], 1):
-        found = jnp.where(member == number, one, found)
-    return found
+def select_member(member, values: Sequence[Any]) -> Any:
+    """Returns values[member], where `member` is traced."""
+    selected = values[0]
+    for index, value in enumerate(values[1:], 1):
+        selected = jnp.where(member == index, value, selected)
+    return selected
 
 
 def for_box(rank, sizes: Sizes, copy: Callable[[int], None]) -> None:
-    """Calls a function of the least box that holds a rank."""
+    """Calls `copy` with the smallest box of `sizes.boxes` that is at least `rank`."""
     for below, box in zip([-1, *sizes.boxes], sizes.boxes, strict=False):
         pl.when((rank > below) & (rank <= box))(functools.partial(copy, box))
 
 
-def strip_of(strip, counts: Sequence[int]) -> tuple[Any, Any]:
-    """Returns to which member a strip of all members' belongs, which have so many, and which of its
-    own it is."""
+def locate_strip(strip, counts: Sequence[int]) -> tuple[Any, Any]:
+    """Returns (member, index) of a strip: the member that it belongs to, and its index among the
+    member's strips. `counts` are the numbers of strips of all members."""
     ends = list(itertools.accumulate(counts))
     member, begin = jnp.int32(0), jnp.int32(0)
-    for number, end in enumerate(ends[:-1], 1):
-        member = jnp.where(strip >= end, number, member)
+    for index, end in enumerate(ends[:-1], 1):
+        member = jnp.where(strip >= end, index, member)
         begin = jnp.where(strip >= end, end, begin)
     return member, strip - begin
 
 
 def fetch_slots(warp, plan_gmem, rank_gmem, first, free, stages, sizes: Sizes, copy) -> None:
-    """Fills, as one of `WARPS`, stages with the slots in use, one after the other, as consumers
-    hand stages back. A stage is always filled by the same warp.
+    """Fetches the slots in use in order, each into a stage, as soon as the consumers free it.
+
+    It is called by each of the `WARPS` warps. A stage is always filled by the same warp.
 
     Args:
-      first: the first slot of the layer.
-      copy: of (slot, stage, box), fetches the first `box` ranks of a slot.
+      warp: the warp.
+      plan_gmem, rank_gmem: the plan, and the ranks of the slots.
+      first: the layer's first slot.
+      free: the barriers of the stages.
+      stages: the number of stages.
+      sizes: the sizes.
+      copy: `copy(slot, stage, box)` starts the copy of the first `box` ranks of a slot.
     """
     warps = math.gcd(stages, WARPS)
 
@@ -82,20 +87,23 @@ def fetch_slots(warp, plan_gmem, rank_gmem, first, free, stages, sizes: Sizes, c
     def _fetch():
         turns = lax.div(plan_gmem[0] + (warps - 1) - warp, jnp.int32(warps))
         lax.fori_loop(0, turns, fetch, None)
-        # Every stage was handed back once more than it was filled.
+        # The consumers free every stage once more than it is filled. All arrivals at a barrier must
+        # be waited for before the kernel ends.
         for stage in range(0, stages, warps):
             plgpu.barrier_wait(free.at[stage + warp])
 
 
-def own_numbers(plan_gmem, tile, sizes: Sizes):
-    """Returns the numbers of the slots of a tile's rows, laid out as a column of its results."""
-    numbers = plan_gmem.at[pl.ds(sizes.entries + tile * TILE_ROWS, TILE_ROWS)]
-    return plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+def load_slot_indices(plan_gmem, tile, sizes: Sizes):
+    """Returns the index of the slot of each row of a tile, in the layout of a result's column."""
+    indices_gmem = plan_gmem.at[pl.ds(sizes.entries + tile * TILE_ROWS, TILE_ROWS)]
+    return plgpu.load(indices_gmem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
 def clear(stages_smem, tile, tiles: int) -> None:
-    """Fills stages with zeros, the warpgroups of so many tiles in turns: what a copy leaves is
-    multiplied by zeros, and has to be finite."""
+    """Fills the stages with zeros; the warpgroups of all `tiles` take turns.
+
+    Elements beyond a slot's rank are multiplied by zeros, and so must be finite.
+    """
     count, *shape = stages_smem.shape
 
     def clear_one(turn, _):
@@ -105,75 +113,82 @@ def clear(stages_smem, tile, tiles: int) -> None:
     plgpu.commit_smem()
 
 
-def products(count, numbers, left, right, ready, free, cols: int) -> jax.Array:
-    """Returns f32[rows, cols], of each row of a tile the product with what its own slot has; zeros
-    where it has none.
+def products(count, slot_indices, left, right, ready, free, cols: int) -> jax.Array:
+    """Returns f32[rows, cols], the product of each row of a tile with its own slot's matrix.
 
-    Tensor cores add up the products with all slots, for each of which the other rows are zeros.
+    The tensor cores accumulate the products with all slots in use; for each slot, rows of other
+    slots are replaced by zeros. A row without a slot is zero.
 
     Args:
-      count: of the slots in use.
-      numbers: `own_numbers` of the tile.
-      left: its parts [rows, 64] of 16 bits, and where the interpreter may change each.
-      right: of a stage, the parts [64, cols] in shared memory.
+      count: the number of slots in use.
+      slot_indices: `load_slot_indices` of the tile.
+      left: pairs of a part [rows, 64] of 16 bits, in registers, and a buffer for `mask_rows`.
+      right: a function of a stage that returns its parts [64, cols] in shared memory.
+      ready, free: the barriers of the stages.
+      cols: the number of columns.
     """
     stages = ready.shape[0]
 
     def multiply(acc_ref):
-        def meet(index, acc_ref):
+        def multiply_slot(index, acc_ref):
             stage = lax.rem(index, stages)
             plgpu.barrier_wait(ready.at[stage])
-            # Tensor cores may still read the registers that are to be filled anew.
+            # The tensor cores may still be reading the registers that `mask_rows` overwrites.
             plgpu.wgmma_wait(0)
 
             @pl.when(index > 0)
-            def _hand_back():
+            def _free_previous():
                 plgpu.barrier_arrive(free.at[lax.rem(index - 1, stages)])
 
-            keep = jnp.where(numbers == index, jnp.int32(-1), jnp.int32(0))
-            for (one, place), other in zip(left, right(stage), strict=True):
-                plgpu.wgmma(acc_ref, kept(one, keep, place), other)
+            mask = jnp.where(slot_indices == index, jnp.int32(-1), jnp.int32(0))
+            for (part, buffer_smem), right_smem in zip(left, right(stage), strict=True):
+                plgpu.wgmma(acc_ref, mask_rows(part, mask, buffer_smem), right_smem)
             return acc_ref
 
-        lax.fori_loop(0, count, meet, acc_ref)
+        lax.fori_loop(0, count, multiply_slot, acc_ref)
         return acc_ref[...]
 
     sums = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE_ROWS, cols), jnp.float32))
 
     @pl.when(count > 0)
-    def _hand_back():
+    def _free_last():
         plgpu.barrier_arrive(free.at[lax.rem(count - 1, stages)])
 
     return sums
 
 
-def spare(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> dict[str, Any]:
-    """Returns the shared memory that `kept` has to have beside tiles of a shape."""
-    return {"spare": tiled(shape, dtype)} if choose.interpreted() else {}
+def mask_buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+    """Returns the scratch buffer that `mask_rows` needs in the interpreter; {} on a GPU."""
+    return {"mask_buffer": tiled(shape, dtype)} if choose.interpreted() else {}
 
 
-def kept(tile, keep, place) -> Any:
-    """Returns a tile of 16 bits with zeros in the rows whose i32 `keep` is 0 and not -1: in
-    registers, or from the interpreter, whose tensor cores read no registers, in `place`."""
+def mask_rows(tile, mask, buffer_smem) -> Any:
+    """Returns a tile of 16-bit numbers with zeros in the rows whose mask is 0.
+
+    Args:
+      tile: the tile, in registers.
+      mask: i32 for each row, -1 or 0.
+      buffer_smem: where the interpreter writes the result, because its wgmma cannot read registers.
+    """
     if choose.interpreted():
-        place[...] = jnp.where(keep[:, None] != 0, tile, 0)
+        buffer_smem[...] = jnp.where(mask[:, None] != 0, tile, 0)
         plgpu.commit_smem()
-        return place
-    of_tile = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=of_tile)
+        return buffer_smem
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(of_tile, of_tile.reduce(1)), return_type=result)
-    def keep_rows(_, tile, keep):
-        # Not before the wait, though nothing else is.
-        masks = ptx.pinned([vector.extract(one, [], [0]) for one in keep.registers.flat])
+    @plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)
+    def apply(_, tile, mask):
+        # Pinned, so that the compiler does not move this before the wait for the tensor cores.
+        masks = ptx.pinned([vector.extract(value, [], [0]) for value in mask.registers.flat])
         word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         registers = np.empty_like(tile.registers)
-        for at, pair in enumerate(tile.registers.flat):
-            # Of two rows in turns, two columns each.
+        for index, pair in enumerate(tile.registers.flat):
+            # A register has two columns of one row; consecutive registers alternate between rows.
             bits = vector.extract(vector.bitcast(word, pair), [], [0])
-            bits = arith.andi(bits, masks[at % len(masks)])
-            registers.flat[at] = vector.bitcast(pair.type, vector.broadcast(word, bits))
+            bits = arith.andi(bits, masks[index % len(masks)])
+            registers.flat[index] = vector.bitcast(pair.type, vector.broadcast(word, bits))
         return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
 
-    call: Callable[..., Any] = keep_rows
-    return call(tile, keep)
+    call: Callable[..., Any] = apply
+    return call(tile, mask)

@@ -1,14 +1,16 @@
-"""Groups of rows times the A of their slots: the first product of prompts in a bank.
+"""The product of groups of rows with the A of each group's slot, for prompts in a bank.
+
+    z[n] = x[n] A[slot[n]]ᵀ
 
     x  [groups, time, in]  bf16 or fp16     A  [slots, r, in]  x's dtype     slot  i32[groups]
-    x[n] A[slot[n]]ᵀ       f32[groups, time, r], unrounded
+    z  f32[groups, time, r]
 
-No adapter is copied: A is read where it lies. The result is narrow, so that its tiles alone would
-leave most multiprocessors idle: the contracted axis is cut into parts, and XLA adds them up in a
-fixed order, in one pass with what follows.
+A is read from the bank, without a copy. The result has too few tiles to occupy the device, so the
+contracted axis is split into parts. XLA adds the parts' results in a fixed order, fused with the
+operations that follow.
 
-Bytes: x and, for every 128 rows, A of their slot; the floor is bytes / copy rate. FLOPs:
-2 · groups · time · in · r.
+Bytes: x, and for every 128 rows the A of their slot; the floor is bytes / copy rate.
+FLOPs: 2 · groups · time · in · r.
 """
 
 import dataclasses
@@ -30,23 +32,24 @@ from jax_dora.ops.mosaic.hopper import (
 from jax_dora.ops.mosaic.launch import launcher
 
 CONSUMERS = 2
-# One m64 instruction for each consumer.
+# Each consumer issues one m64 wgmma per slice.
 CONSUMER_ROWS = 64
 TILE_ROWS = CONSUMERS * CONSUMER_ROWS
-# Of one instruction.
+# The widest wgmma.
 MOST_RANK = 256
-# What a part costs beside its own steps: filling the pipeline, storing, adding up.
+# The overhead of a part, in steps: filling the pipeline, storing, and adding up.
 PART_STEPS = 6
 MOST_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Launch knobs.
+    """The tuning parameters.
 
     Attributes:
-      stages: slices of x and A in flight.
-      parts: into which the contracted axis is cut; None balances them over the multiprocessors.
+      stages: the number of pipeline stages, one slice of x and A each.
+      parts: the number of parts of the contracted axis; None balances them over the
+        multiprocessors.
     """
 
     stages: int = 6
@@ -56,16 +59,16 @@ class Config:
 def refuses(
     groups: int, time: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike
 ) -> str | None:
-    """Returns why x [groups, time, in] and slots with room for `rank` ranks, all of `dtype`, are
-    not taken, or None."""
+    """Returns why x [groups, time, in] and a bank of maximum rank `rank`, both of `dtype`, are not
+    supported, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if groups == 0 or time == 0 or time % TILE_ROWS:
-        return f"each row of the batch has {time} tokens, which is no multiple of {TILE_ROWS}"
+        return f"each row of the batch has {time} tokens, which is not a multiple of {TILE_ROWS}"
     if in_features == 0 or in_features % TILE_K:
         return f"in = {in_features} is not a multiple of {TILE_K}"
     if rank % hopper.ALIGNMENT or not 0 < rank <= MOST_RANK:
-        return f"the bank has room for rank {rank}, no multiple of 8 up to {MOST_RANK}"
+        return f"the bank's maximum rank {rank} is not a multiple of 8 from 8 to {MOST_RANK}"
     return None
 
 
@@ -78,17 +81,17 @@ def wins(groups: int, time: int, in_features: int, rank: int, dtype: jax.typing.
 def config(
     groups: int, time: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike
 ) -> Config:
-    """Returns as many stages as there is room for, up to the default's."""
-    stored = TILE_ROWS * rank * 4
-    slices = (TILE_ROWS + rank) * TILE_K * 2
-    return Config(stages=min(Config.stages, (SHARED_MEMORY - RESERVED - stored) // slices))
+    """Returns a config with as many stages as fit into shared memory, at most the default."""
+    out_bytes = TILE_ROWS * rank * 4
+    stage_bytes = (TILE_ROWS + rank) * TILE_K * 2
+    return Config(stages=min(Config.stages, (SHARED_MEMORY - RESERVED - out_bytes) // stage_bytes))
 
 
 @launcher()
 def launch(
     x: jax.Array, lora_a: jax.Array, slot: jax.Array, *, config: Config, sm_count: int
 ) -> jax.Array:
-    """Returns f32[groups, time, rank]."""
+    """Returns z f32[groups, time, r]."""
     c, dtype = config, x.dtype
     groups, time, in_features = x.shape
     rank = lora_a.shape[1]
@@ -100,6 +103,7 @@ def launch(
     )
     parts = pl.cdiv(steps, part)
 
+    # x_gmem [rows, in], a_gmem [slots, r, in], slot_gmem [groups], parts_gmem [parts, rows, r]
     def body(x_gmem, a_gmem, slot_gmem, parts_gmem, *, x_smem, a_smem, out_smem, ready, free):
         unit, warpgroup = lax.axis_index("unit"), lax.axis_index("warpgroup")
         my_part, row = lax.rem(unit, parts), lax.div(unit, parts) * TILE_ROWS
@@ -109,7 +113,7 @@ def launch(
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            mine_gmem = a_gmem.at[slot_gmem[lax.div(row, jnp.int32(time))]]
+            slot_a_gmem = a_gmem.at[slot_gmem[lax.div(row, jnp.int32(time))]]
 
             def fetch_slice(i, _):
                 stage, at_k = lax.rem(i, c.stages), pl.ds((first + i) * TILE_K, TILE_K)
@@ -117,10 +121,11 @@ def launch(
                 plgpu.copy_gmem_to_smem(
                     x_gmem.at[pl.ds(row, TILE_ROWS), at_k], x_smem.at[stage], ready.at[stage]
                 )
-                plgpu.copy_gmem_to_smem(mine_gmem.at[:, at_k], a_smem.at[stage], ready.at[stage])
+                plgpu.copy_gmem_to_smem(slot_a_gmem.at[:, at_k], a_smem.at[stage], ready.at[stage])
 
             lax.fori_loop(0, my_steps, fetch_slice, None)
-            # Every buffer was handed back once more than it was filled.
+            # The consumers free every buffer once more than it is filled. All arrivals at a barrier
+            # must be waited for before the kernel ends.
             for stage in range(c.stages):
                 plgpu.barrier_wait(free.at[stage])
 

@@ -3,8 +3,8 @@
     base, lora  [rows, out]  bf16, fp16 or fp32      g  f32[out]      s  f32[]
     y           [rows, out]  base's dtype            inner = base + s·lora  [rows, out]  (optional)
 
-Bytes: reads 2 · rows · out, writes 1 (2 with inner), each of the dtype's size; about ten fp32
-operations an element, so memory is the floor: bytes / copy rate.
+Elements: 2 · rows · out read, rows · out written (2 · rows · out with inner), of the dtype's size.
+With about ten fp32 operations per element, the floor is bytes / copy rate.
 """
 
 import jax
@@ -16,12 +16,12 @@ from jax_dora.ops.mosaic.launch import launcher
 
 
 def wins(rows: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns False: XLA was as fast at every size."""
+    """Returns False, because XLA was as fast at every measured size."""
     return False
 
 
 def config(rows: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the launch knobs for [rows, out] of `dtype`."""
+    """Returns the config for [rows, out] of `dtype`."""
     return Config()
 
 
@@ -38,9 +38,9 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y or ΔY, inner or None) of base, lora [..., out]; adds bias [out] if given."""
+    """Returns (y or ΔY, inner or None) for base, lora [..., out]; adds bias [out] if given."""
 
-    def of_row(operands, vectors, s):
+    def row_function(operands, vectors, s):
         (base, lora), (g, *bias) = operands, vectors
         scaled = s * lora
         inner = base + scaled
@@ -51,7 +51,7 @@ def launch(
 
     vectors = [g] if bias is None else [g, bias]
     (y, *inner), _ = elementwise.row_kernel(
-        of_row,
+        row_function,
         [base, lora],
         vectors,
         scale,

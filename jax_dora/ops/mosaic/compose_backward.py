@@ -1,11 +1,11 @@
-"""Compose backward, with the magnitude's reduction in the same pass.
+"""The gradient of compose, with d_g's sum over rows in the same pass.
 
     dy, inner  [rows, out]  bf16, fp16 or fp32      g  f32[out]      s  f32[]
     d_base = g∘dy  ((g-1)∘dy for ΔY)      d_lora = s·(g∘dy)      [rows, out]  dy's dtype
     d_g    = Σ_rows dy∘inner              f32[out]
 
-Bytes: reads 2 · rows · out (1 where the magnitude is frozen, and no inner exists), writes 1 for
-each of d_base and d_lora that is wanted. Memory is the floor: bytes / copy rate.
+Elements: 2 · rows · out read (rows · out without inner, if the magnitude is frozen), rows · out
+written for each of d_base and d_lora. The floor is bytes / copy rate.
 """
 
 import jax
@@ -18,8 +18,8 @@ from jax_dora.ops.mosaic.launch import launcher
 
 
 def wins(rows: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`, and of
-    many rows with 768 features `benchmarks sizes`)."""
+    """Returns whether the kernel was no slower than XLA (H200, 1713ac4, `benchmarks ops`; for many
+    rows with 768 features `benchmarks sizes`)."""
     return (
         rows >= (725 if out >= 1024 else 4096)
         and 768 <= out <= 18770
@@ -30,7 +30,7 @@ def wins(rows: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def config(rows: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the launch knobs for [rows, out] of `dtype` (H200, `benchmarks tune`)."""
+    """Returns the config for [rows, out] of `dtype` (H200, `benchmarks tune`)."""
     is_half = jnp.dtype(dtype).itemsize == 2
     if 512 <= rows <= 1448 and out >= 4096 and lane(out) == 256 and is_half:
         return Config(tile_bytes=16384, stages=2, blocks_per_sm=1)
@@ -50,19 +50,22 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns (d_base, d_lora, d_g), each None where it is not wanted; dy, inner [..., out]."""
+    """Returns (d_base, d_lora, d_g), each None if not wanted, for dy, inner [..., out].
 
-    def of_row(operands, vectors, s):
+    d_g is None if inner is None.
+    """
+
+    def row_function(operands, vectors, s):
         (dy, *inner), (g,) = operands, vectors
-        written = []
+        outputs = []
         if want_base:
-            written.append((g - 1.0 if delta else g) * dy)
+            outputs.append((g - 1.0 if delta else g) * dy)
         if want_lora:
-            written.append(s * (g * dy))
-        return written, [dy * one for one in inner]
+            outputs.append(s * (g * dy))
+        return outputs, [dy * inner[0]] if inner else []
 
     tensors, sums = elementwise.row_kernel(
-        of_row,
+        row_function,
         [dy] if inner is None else [dy, inner],
         [g],
         scale,

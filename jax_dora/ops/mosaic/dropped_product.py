@@ -1,18 +1,18 @@
-"""A product with a dropped operand, whose mask is drawn in shared memory on the way to it.
+"""A product with a dropped operand. The mask is computed after x has been copied to shared memory.
 
     drop(x) right     x [rows, k]   right [k, cols]      forward: z = drop(x) A
     drop(x)ᵀ right    x [k, rows]   right [k, cols]      backward: dA = drop(x)ᵀ dz
 
-drop(x) is x where `jax_dora.ops.dropout.keep_mask` says so and 0 elsewhere; the factor
-1 / kept_share(rate) is left to whoever scales the result. All of bf16 or all of fp16; the result is
-fp32, unrounded.
+drop(x) is x where `jax_dora.ops.dropout.keep_mask` is True and 0 elsewhere; the caller multiplies
+the result by 1 / kept_share(rate). x and right are both bf16 or both fp16; the result is fp32.
 
-Each consumer owns the part of a slice of x that it multiplies: it overwrites that in place, while
-the tensor cores are at its slice before. Neither the mask nor the dropped x is ever in device
-memory. Where the result has too few tiles to occupy the device, the contracted axis is split; XLA
-adds the parts up, in a fixed order.
+Each consumer warpgroup overwrites its part of a slice of x with drop(x), while the tensor cores
+multiply its previous slice. Neither the mask nor drop(x) is ever in device memory. If the result
+has too few tiles to occupy the device, the contracted axis is split into parts; XLA adds the parts'
+results in a fixed order.
 
-FLOPs: 2 · rows · k · cols; bytes: x and right once, and the result's parts.
+FLOPs: 2 · rows · k · cols.
+Bytes: x and right once, and the fp32 results of the parts.
 """
 
 import dataclasses
@@ -30,24 +30,25 @@ from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_register
 from jax_dora.ops.mosaic.launch import launcher
 
 CONSUMERS = 2
-# One m64 instruction for each consumer.
+# Each consumer issues one m64 wgmma per slice.
 TILE_ROWS = 64 * CONSUMERS
 MAX_TILE_COLS = 256
-# A swizzled row of 16-bit numbers, and of the result's.
+# Swizzled rows of 128 bytes: 64 16-bit numbers of the operands, 32 fp32 numbers of the result.
 CHUNK, STORED_COLS = 64, 32
-CHUNK_SLOTS = 2
-# What a part of the contracted axis costs beside its own steps: filling the pipeline, storing.
+CHUNK_BUFFERS = 2
+# The overhead of a part of the contracted axis, in steps: filling the pipeline and storing.
 PART_STEPS = 6
 MOST_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Launch knobs.
+    """The tuning parameters.
 
     Attributes:
-      stages: slices of the operands in flight.
-      parts: into which the contracted axis is split; None balances them over the multiprocessors.
+      stages: the number of pipeline stages, one slice of both operands each.
+      parts: the number of parts of the contracted axis; None balances them over the
+        multiprocessors.
     """
 
     stages: int = 4
@@ -55,7 +56,7 @@ class Config:
 
 
 def refuses(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why x [rows, in] and an adapter of that rank are not taken, or None."""
+    """Returns why x [rows, in] and an adapter of that rank are not supported, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if 0 in (rows, rank):
@@ -71,7 +72,7 @@ def wins(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) ->
 
 
 def config(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the launch knobs for a call that is not refused."""
+    """Returns the config for a supported call."""
     return Config()
 
 
@@ -87,9 +88,18 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> jax.Array:
-    """Returns f32[rows, cols]: drop(x) right, or drop(x)ᵀ right, of x with two axes; rate and seed
-    are those of `jax_dora.ops.Dropout`, and start uint32[2] is the row and the column at which x
-    starts in what is dropped, the latter a multiple of 64."""
+    """Returns f32[rows, cols]: drop(x) right, or drop(x)ᵀ right if `transposed`.
+
+    Args:
+      x: [rows, k], or [k, rows] if transposed.
+      right: [k, cols].
+      seed: uint32[2], see `jax_dora.ops.Dropout`.
+      start: uint32[2], the global row and column of x's first element if x is a shard. The column
+        is a multiple of 64.
+      rate: see `jax_dora.ops.Dropout`.
+      transposed: whether x is transposed.
+      config, sm_count: see `choose.Choice`.
+    """
     c, dtype = config, x.dtype
     start = jnp.zeros(2, jnp.uint32) if start is None else start
     k, rows = x.shape if transposed else x.shape[::-1]
@@ -104,11 +114,12 @@ def launch(
     )
     parts = pl.cdiv(steps, part)
     x_tile = (TILE_K, TILE_ROWS) if transposed else (TILE_ROWS, TILE_K)
-    # The copy engine can address rows of 16 bytes, and the tensor cores blocks of 8 rows.
+    # TMA requires rows of a multiple of 16 bytes, and the tensor cores blocks of 8 rows.
     x = hopper.pad(x, pl.cdiv(x.shape[0], hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT, x.shape[1])
     right = hopper.pad(right, x.shape[0] if transposed else k, hopper.padded_rank(cols))
     padded_rows, padded_cols = row_tiles * TILE_ROWS, col_tiles * tile_cols
 
+    # seed_gmem: uint32[4], the seed and the start; out_gmem: [parts · padded_rows, padded_cols].
     def body(x_gmem, right_gmem, seed_gmem, out_gmem, **buffers):
         x_smem, right_smem, out_smem = (buffers[n] for n in ("x_smem", "right_smem", "out_smem"))
         unit, warpgroup = lax.axis_index("unit"), lax.axis_index("warpgroup")
@@ -123,48 +134,49 @@ def launch(
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
             def fetch_slice(i, _):
-                slot = lax.rem(i, c.stages)
+                stage = lax.rem(i, c.stages)
                 at_k, at_rows = pl.ds((first + i) * TILE_K, TILE_K), pl.ds(row, TILE_ROWS)
-                plgpu.barrier_wait(buffers["free"].at[slot])
+                plgpu.barrier_wait(buffers["free"].at[stage])
                 plgpu.copy_gmem_to_smem(
                     x_gmem.at[(at_k, at_rows) if transposed else (at_rows, at_k)],
-                    x_smem.at[slot],
-                    buffers["x_ready"].at[slot],
+                    x_smem.at[stage],
+                    buffers["x_ready"].at[stage],
                 )
                 plgpu.copy_gmem_to_smem(
                     right_gmem.at[at_k, pl.ds(col, tile_cols)],
-                    right_smem.at[slot],
-                    buffers["right_ready"].at[slot],
+                    right_smem.at[stage],
+                    buffers["right_ready"].at[stage],
                 )
 
             lax.fori_loop(0, my_steps, fetch_slice, None)
-            # Every buffer was handed back once more than it was filled.
-            for slot in range(c.stages):
-                plgpu.barrier_wait(buffers["free"].at[slot])
+            # The consumers free every buffer once more than it is filled. All arrivals at a barrier
+            # must be waited for before the kernel ends.
+            for stage in range(c.stages):
+                plgpu.barrier_wait(buffers["free"].at[stage])
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
             plgpu.set_max_registers(consume_registers(CONSUMERS), action="increase")
-            for slot in range(c.stages):
-                plgpu.barrier_arrive(buffers["free"].at[slot])
+            for stage in range(c.stages):
+                plgpu.barrier_arrive(buffers["free"].at[stage])
             my_rows = pl.ds(warpgroup * CHUNK, CHUNK)
             seeds = seed_gmem[0], seed_gmem[1]
             origin = seed_gmem[2], seed_gmem[3]
 
             def multiply(acc_ref):
                 def step(i, acc_ref):
-                    slot = lax.rem(i, c.stages)
-                    mine = x_smem.at[
-                        (slot, slice(None), my_rows) if transposed else (slot, my_rows)
+                    stage = lax.rem(i, c.stages)
+                    my_x_smem = x_smem.at[
+                        (stage, slice(None), my_rows) if transposed else (stage, my_rows)
                     ]
                     at_row, at_k = row + warpgroup * CHUNK, (first + i) * TILE_K
                     corner = (at_k, at_row) if transposed else (at_row, at_k)
-                    plgpu.barrier_wait(buffers["x_ready"].at[slot])
-                    mine[...] = _drop(mine[...], corner, origin, seeds, rate)
+                    plgpu.barrier_wait(buffers["x_ready"].at[stage])
+                    my_x_smem[...] = _drop(my_x_smem[...], corner, origin, seeds, rate)
                     plgpu.commit_smem()
-                    plgpu.barrier_wait(buffers["right_ready"].at[slot])
-                    left = mine.transpose((1, 0)) if transposed else mine
-                    plgpu.wgmma(acc_ref, left, right_smem.at[slot])
+                    plgpu.barrier_wait(buffers["right_ready"].at[stage])
+                    left = my_x_smem.transpose((1, 0)) if transposed else my_x_smem
+                    plgpu.wgmma(acc_ref, left, right_smem.at[stage])
                     return acc_ref
 
                 def step_and_free(i, acc_ref):
@@ -183,12 +195,12 @@ def launch(
             plgpu.barrier_arrive(buffers["free"].at[lax.rem(my_steps - 1, c.stages)])
             at_rows = pl.ds(my_part * padded_rows + row + warpgroup * CHUNK, CHUNK)
             for i, start in enumerate(range(0, tile_cols, STORED_COLS)):
-                place = out_smem.at[warpgroup * CHUNK_SLOTS + i % CHUNK_SLOTS]
-                plgpu.wait_smem_to_gmem(CHUNK_SLOTS - 1, wait_read_only=True)
-                place[...] = acc[:, start : start + STORED_COLS]
+                buffer_smem = out_smem.at[warpgroup * CHUNK_BUFFERS + i % CHUNK_BUFFERS]
+                plgpu.wait_smem_to_gmem(CHUNK_BUFFERS - 1, wait_read_only=True)
+                buffer_smem[...] = acc[:, start : start + STORED_COLS]
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
-                    place, out_gmem.at[at_rows, pl.ds(col + start, STORED_COLS)]
+                    buffer_smem, out_gmem.at[at_rows, pl.ds(col + start, STORED_COLS)]
                 )
             plgpu.wait_smem_to_gmem(0)
 
@@ -205,7 +217,7 @@ def launch(
         scratch_types={
             "x_smem": hopper.tiled((c.stages, *x_tile), dtype),
             "right_smem": hopper.tiled((c.stages, TILE_K, tile_cols), dtype),
-            "out_smem": hopper.tiled((CONSUMERS * CHUNK_SLOTS, CHUNK, STORED_COLS), jnp.float32),
+            "out_smem": hopper.tiled((CONSUMERS * CHUNK_BUFFERS, CHUNK, STORED_COLS), jnp.float32),
             "x_ready": barriers(),
             "right_ready": barriers(),
             "free": barriers(CONSUMERS),
@@ -222,21 +234,26 @@ def _drop(
     seeds: tuple[Any, Any],
     rate: float,
 ) -> jax.Array:
-    """Returns `tile` [64, 64] of x, as the tensor cores hold it, with zeros where x is dropped.
+    """Returns a tile [64, 64] of x with zeros where x is dropped.
 
-    `corner` says where the tile lies in x, and `start` where x lies in what is dropped.
+    Args:
+      tile: the tile, in the register layout of wgmma.
+      corner: the row and column of the tile's first element in x.
+      start: the global row and column of x's first element.
+      seeds: the two numbers of the seed.
+      rate: the dropout rate.
     """
     half = (CHUNK, CHUNK // 2)
     first_row, first_col = (
-        lax.convert_element_type(at, jnp.uint32) + before
-        for at, before in zip(corner, start, strict=True)
+        lax.convert_element_type(index, jnp.uint32) + offset
+        for index, offset in zip(corner, start, strict=True)
     )
 
-    def index(axis):
+    def iota(axis):
         return plgpu.broadcasted_iota(jnp.uint32, half, axis, layout=plgpu.Layout.WGMMA)
 
-    rows = row_hash(*seeds, first_row + index(0))
-    bits = pair_bits(rows, (first_col >> 1) + index(1))
+    rows = row_hash(*seeds, first_row + iota(0))
+    bits = pair_bits(rows, (first_col >> 1) + iota(1))
     zero = jnp.zeros(half, tile.dtype)
     left = jnp.where((bits & 0xFFFF) >= threshold(rate), tile[:, : CHUNK // 2], zero)
     right = jnp.where((bits >> 16) >= threshold(rate), tile[:, CHUNK // 2 :], zero)
@@ -244,5 +261,5 @@ def _drop(
 
 
 def _tile_cols(cols: int) -> int:
-    """Returns the width of a tile: the narrowest of which the fewest tiles cover `cols`."""
+    """Returns the width of a tile: the smallest that covers `cols` with the fewest tiles."""
     return pl.cdiv(pl.cdiv(cols, pl.cdiv(cols, MAX_TILE_COLS)), CHUNK) * CHUNK

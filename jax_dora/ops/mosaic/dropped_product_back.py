@@ -1,4 +1,4 @@
-"""The backward direction of `dropped_product`: dA = drop(x)ᵀ dz, with its own crossover."""
+"""The backward direction of `dropped_product`, dA = drop(x)ᵀ dz, with its own `wins`."""
 
 import jax
 

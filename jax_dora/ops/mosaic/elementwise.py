@@ -1,21 +1,21 @@
-"""The frame of the elementwise kernels over [rows, out]: compose, its backward and SwiGLU's.
+"""The elementwise kernel over [rows, out] of compose, its backward pass and SwiGLU's backward pass.
 
-A thread block owns one block of output features, so that g stays in its registers (and so does the
-sum over rows in the backward pass), and walks down the rows:
+A thread block processes one block of output features and loops over rows. g, and in the backward
+pass the sums over rows, stay in its registers.
 
 - [rows, out] is viewed as [rows, out/lane, lane], where lane is the largest power of two up to 256
-  that divides out: the copy engine takes no box with a side over 256.
-- A block of output features is `FEATURES` wide, [FEATURES/lane, lane]; each of the 128 threads
-  holds 8 neighbouring features, 16 bytes of bf16: full-width shared-memory accesses, no bank
-  conflicts, and no exchange between threads.
-- A tile is `tile_rows` rows of that block. Tiles go around among the thread blocks that share a
-  block of features, so that what is read at one time lies close together.
-- Past the last row or feature the copy engine reads zeros and writes nothing.
+  that divides out, because a TMA box has at most 256 elements per axis.
+- A block of features has `FEATURES` features, [FEATURES/lane, lane]. Each of the 128 threads holds
+  8 adjacent features, 16 bytes of bf16: shared memory is accessed at full width without bank
+  conflicts, and threads do not exchange data.
+- A tile has `tile_rows` rows of a block of features. The thread blocks with the same features take
+  tiles in turn, so that they read neighbouring memory at the same time.
+- Beyond the last row or feature, TMA reads zeros and writes nothing.
 
-Sums over the rows take two stages: each thread block sums its rows of its features in registers and
-writes one row of partials; XLA adds those up. No atomics, so the order of additions is fixed. A
-thread adds up to some thousand rows one after the other, so tile is added to tile with Kahan's
-compensation: the error is that of one tile's few additions, whatever the number of rows.
+Sums over rows take two steps: each thread block sums its rows in registers and writes one row of
+partial sums, and XLA adds the partial sums. There are no atomics, so the order of additions is
+fixed. A thread may add a few thousand rows, so tiles are added with Kahan's compensation. The error
+is then that of the few additions within a tile, for any number of rows.
 """
 
 import dataclasses
@@ -37,13 +37,14 @@ MAX_LANE = 256
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Launch knobs.
+    """The tuning parameters.
 
     Attributes:
-      tile_bytes: of one operand's tile. 8 KiB: two operands and four stages keep some 64 KiB in
-        flight per thread block, twice what the latency of memory asks for.
-      stages: tiles being fetched while one is worked on.
-      blocks_per_sm: resident thread blocks, to overlap one's arithmetic with another's waiting.
+      tile_bytes: the bytes of one operand's tile. With 8 KiB, two operands and four stages, 64 KiB
+        are in flight per thread block, twice what the memory's latency requires.
+      stages: the number of pipeline stages.
+      blocks_per_sm: the number of thread blocks per multiprocessor: one computes while another
+        waits for memory.
     """
 
     tile_bytes: int = 8192
@@ -57,9 +58,9 @@ def lane(out: int) -> int:
 
 
 def refuses(rows: int, out: int, dtype) -> str | None:
-    """Returns why the elementwise kernels cannot take [rows, out] of `dtype`, or None."""
+    """Returns why the kernel does not support [rows, out] of `dtype`, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"dtype {jnp.dtype(dtype)} is none of bfloat16, float16, float32"
+        return f"dtype {jnp.dtype(dtype)} is not bfloat16, float16 or float32"
     if rows == 0:
         return "there are no rows"
     if out == 0 or out % ALIGNMENT:
@@ -68,7 +69,7 @@ def refuses(rows: int, out: int, dtype) -> str | None:
 
 
 def row_kernel(
-    of_row: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
+    row_function: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
     inputs: Sequence[jax.Array],
     vectors: Sequence[jax.Array],
     scale: jax.Array,
@@ -80,14 +81,17 @@ def row_kernel(
     kernel_name: str,
     approx_math: bool = False,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns `outputs` arrays like the inputs, and `sums` of f32[out] over their rows.
+    """Returns (outputs, sums): arrays like the inputs, and sums over rows f32[out].
 
     Args:
-      of_row: `(inputs, vectors, scale) -> (outputs, terms of the sums)` of one row, all fp32.
-      inputs: [..., out], of one shape and dtype.
-      vectors: [out].
+      row_function: `(inputs, vectors, scale) -> (outputs, terms of the sums)` for one row, in fp32.
+      inputs: arrays [..., out] of the same shape and dtype.
+      vectors: arrays [out].
       scale: f32[].
-      approx_math: functions such as exp are the special function unit's.
+      outputs, sums: the numbers of outputs and sums.
+      config, sm_count: see `choose.Choice`.
+      kernel_name: the name that profilers show.
+      approx_math: compute functions such as exp with the special function unit.
     """
     shape, dtype, count = inputs[0].shape, inputs[0].dtype, len(inputs)
     out, width = shape[-1], lane(shape[-1])
@@ -98,33 +102,37 @@ def row_kernel(
     row_blocks = min(row_tiles, max(1, sm_count * config.blocks_per_sm // column_blocks))
 
     def kernel(*refs):
+        # [rows, out/lane, lane] each; [vectors, out/lane, lane], [1]
         inputs_gmem, (vectors_gmem, scale_gmem) = refs[:count], refs[count : count + 2]
         *results_gmem, vectors_smem, out_smem, barrier = refs[count + 2 :]
+        # [rows, out/lane, lane] each; [sums, row_blocks, padded out/lane, lane]
         outputs_gmem, sums_gmem = results_gmem[:outputs], results_gmem[outputs:]
         row_block, column = lax.axis_index("row"), lax.axis_index("column")
         columns = pl.ds(column * block[0], block[0])
         plgpu.copy_gmem_to_smem(vectors_gmem.at[:, columns], vectors_smem, barrier)
         plgpu.barrier_wait(barrier)
-        own = [vectors_smem[i] for i in range(len(vectors))]  # [features] each
+        block_vectors = [vectors_smem[i] for i in range(len(vectors))]  # [FEATURES/lane, lane]
         s, zero = scale_gmem[0], jnp.zeros(block, jnp.float32)
 
-        def step(indices, *refs):  # [tile_rows, features] each
+        def step(indices, *refs):
+            # Each tile is [tile_rows, FEATURES/lane, lane].
             (index,), (*tiles_smem, totals) = indices, refs
-            slot, tile_sums = lax.rem(index, 2), [zero] * sums
+            buffer, tile_sums = lax.rem(index, 2), [zero] * sums
             if outputs:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             for row in range(tile_rows):
-                found, terms = of_row([one[row].astype(jnp.float32) for one in tiles_smem], own, s)
-                tile_sums = [one + term for one, term in zip(tile_sums, terms, strict=True)]
-                for i, value in enumerate(found):
-                    out_smem[slot, i, row] = value.astype(dtype)
-            # Also where nothing is stored: the copy engine may not refill what is still being read.
+                inputs = [tile_smem[row].astype(jnp.float32) for tile_smem in tiles_smem]
+                row_outputs, terms = row_function(inputs, block_vectors, s)
+                tile_sums = [total + term for total, term in zip(tile_sums, terms, strict=True)]
+                for i, value in enumerate(row_outputs):
+                    out_smem[buffer, i, row] = value.astype(dtype)
+            # Needed without outputs too: TMA must not refill a buffer that is still being read.
             plgpu.commit_smem()
             if outputs:
-                here = pl.ds((row_block + index * row_blocks) * tile_rows, tile_rows)
+                tile = pl.ds((row_block + index * row_blocks) * tile_rows, tile_rows)
                 for i, gmem in enumerate(outputs_gmem):
                     plgpu.copy_smem_to_gmem(
-                        out_smem.at[slot, i], gmem.at[here, columns], commit_group=False
+                        out_smem.at[buffer, i], gmem.at[tile, columns], commit_group=False
                     )
                 plgpu.commit_smem_to_gmem_group()
             return tuple(map(_add_compensated, totals, tile_sums))
@@ -132,18 +140,18 @@ def row_kernel(
         tile = plgpu.BlockSpec(
             (tile_rows, *block), lambda index: (row_block + index * row_blocks, column, 0)
         )
-        walk: Callable[..., Any] = plgpu.emit_pipeline(
+        run_pipeline: Callable[..., Any] = plgpu.emit_pipeline(
             step,
             grid=(pl.cdiv(row_tiles, row_blocks),),
             in_specs=[tile] * count,
             max_concurrent_steps=config.stages,
             init_carry=((zero, zero),) * sums,
         )
-        for i, (total, _) in enumerate(walk(*inputs_gmem)):
+        for i, (total, _) in enumerate(run_pipeline(*inputs_gmem)):
             vectors_smem[i] = total
             plgpu.commit_smem()
-            # In bounds, for the array is padded: with integer indices in front, the copy engine
-            # sees one merged axis, and would not clip at the end of this row but write on.
+            # The output is padded to whole blocks of features: with integer indices TMA sees a
+            # single merged axis, and would write past this row instead of clipping.
             plgpu.copy_smem_to_gmem(vectors_smem.at[i], sums_gmem[0].at[i, row_block, columns])
         plgpu.wait_smem_to_gmem(0)
 
@@ -155,26 +163,25 @@ def row_kernel(
         grid=(row_blocks, column_blocks),
         grid_names=("row", "column"),
         scratch_types=[
-            plgpu.SMEM((max(len(vectors), sums), *block), jnp.float32),
-            plgpu.SMEM((2, max(outputs, 1), tile_rows, *block), dtype),
+            plgpu.SMEM((max(len(vectors), sums), *block), jnp.float32),  # vectors, then sums
+            plgpu.SMEM((2, max(outputs, 1), tile_rows, *block), dtype),  # outputs
             plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=approx_math),
         kernel_name=kernel_name,
     )(
-        *(one.reshape(view) for one in inputs),
-        jnp.stack([one.astype(jnp.float32) for one in vectors]).reshape(-1, *view[1:]),
+        *(array.reshape(view) for array in inputs),
+        jnp.stack([vector.astype(jnp.float32) for vector in vectors]).reshape(-1, *view[1:]),
         scale.astype(jnp.float32).reshape(1),
     )
     totals = results[outputs].sum(1).reshape(sums, -1)[:, :out] if sums else ()
-    return [one.reshape(shape) for one in results[:outputs]], list(totals)
+    return [array.reshape(shape) for array in results[:outputs]], list(totals)
 
 
 def _add_compensated(
     sums: tuple[jax.Array, jax.Array], term: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (total, what rounding has added to it so far) with `term` added; Kahan, CACM 8
-    (1965)."""
+    """Returns (total, accumulated rounding error) after adding `term` (Kahan, CACM 8, 1965)."""
     total, excess = sums
     term = term - excess
     new = total + term

@@ -4,15 +4,15 @@
     g     f32[out]                      s  f32[]                        bias  [out] (optional)
     y     [rows, out]  base's dtype     inner = base + s·(z B)  [rows, out]  (optional)
 
-A base of quantised numbers has scales, f32, and base above is (rows ⊗ columns)∘base:
+If base is an FP8 product before its scales are applied, (rows ⊗ columns)∘base replaces base above:
 
     rows  f32[rows]                     columns  f32[out]                           (both optional)
 
-Tiles of z B stay in registers, in fp32, and y is rounded once. The dtypes' products are exact in
-fp32.
+Tiles of z B stay in registers, in fp32, and y is rounded once. Products of two 16-bit numbers are
+exact in fp32.
 
-Bytes: 2 · rows · out · 2 (3 with inner) through device memory, plus z and B once; the floor is
-bytes / copy rate. FLOPs: 2 · rows · r · out, which takes as long at a rank near 400.
+Bytes: 2 · rows · out · 2 (· 3 with inner), plus z and B once; the floor is bytes / copy rate.
+FLOPs: 2 · rows · r · out, which take as long as the bytes at a rank near 400.
 """
 
 from collections.abc import Iterable
@@ -35,14 +35,14 @@ from jax_dora.ops.mosaic.low_rank_tiling import (
     pad_features,
 )
 
-# Columns that the epilogue holds at once: a swizzled row of 16-bit numbers.
+# The columns that the epilogue processes at once: a swizzled row of 16-bit numbers.
 CHUNK = 64
-# At most what scales take of shared memory: columns of a strip, rows of every tile in flight.
+# The most shared memory that scales need: the columns of a strip and the rows of 6 tiles in flight.
 SCALES_BYTES = 4 * (128 + 6 * TILE_ROWS)
 
 
 def refuses(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why base [rows, out], z [rows, rank] and B of `dtype` are not taken, or None."""
+    """Returns why base [rows, out], z [rows, rank] and B of `dtype` are not supported, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"base has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if rows == 0 or rank == 0:
@@ -60,8 +60,8 @@ def wins(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def config(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the config that was fastest (H200, 9446849, `benchmarks tune`) where it fits into
-    shared memory, or else the first of `CONFIGS` that does."""
+    """Returns the config that was measured to be fastest (H200, 9446849, `benchmarks tune`), or the
+    first of `CONFIGS` if none was measured or it does not fit into shared memory."""
     measured = None
     if rows >= 4096 and 544 <= rank <= 768 and out >= 4096:
         measured = Config(tile_cols=64, stages=4, slots=1, consumers=3)
@@ -80,8 +80,9 @@ def config(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Confi
 def _with_room(
     configs: Iterable[Config], rank: int, *, want_inner: bool, scaled: bool = False
 ) -> Config | None:
-    bytes_of_scales = SCALES_BYTES if scaled else 0
-    return first_with_room(configs, hopper.slices(rank), 2, int(want_inner), bytes_of_scales)
+    """Returns the first config that fits into shared memory, or None."""
+    scales_bytes = SCALES_BYTES if scaled else 0
+    return first_with_room(configs, hopper.slices(rank), 2, int(want_inner), scales_bytes)
 
 
 @launcher("want_inner")
@@ -98,41 +99,48 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, inner or None) for base [..., out] and z [..., r]; scales are those of base's
-    rows and columns."""
+    """Returns (y, inner or None) for base [..., out] and z [..., r].
+
+    Args:
+      base, z, lora_b, g, scale, bias: see the module.
+      scales: base's scales, rows f32[...] and columns f32[out]; or None.
+      want_inner: whether to return inner.
+      config, sm_count: see `choose.Choice`.
+    """
     shape, dtype = base.shape, base.dtype
     out, rank = shape[-1], z.shape[-1]
     base, z = base.reshape(-1, out), z.reshape(-1, rank)
     rows = base.shape[0]
-    # inner takes a tile more; `refuses` has seen to it that one of these has room for it.
-    room = {"want_inner": want_inner, "scaled": scales is not None}
-    config = _with_room([config, *CONFIGS], rank, **room) or config
+    # inner and the scales need more shared memory than `config` allows for. `refuses` ensures that
+    # one of `CONFIGS` fits.
+    needs = {"want_inner": want_inner, "scaled": scales is not None}
+    config = _with_room([config, *CONFIGS], rank, **needs) or config
     padded_rows = pl.cdiv(rows, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
     padded_rank = hopper.padded_rank(rank)
     tiling = Tiling(padded_rows, out, config, sm_count)
     base = hopper.pad(base, padded_rows, out)
     z = hopper.pad(z, padded_rows, padded_rank)
     lora_b = hopper.pad(lora_b, padded_rank, tiling.padded_out)
-    vectors, further = [g] if bias is None else [g, bias], []
+    vectors, row_scales = [g] if bias is None else [g, bias], []
     if scales is not None:
         vectors.append(scales[1])
-        further.append(hopper.pad(scales[0].reshape(-1), tiling.row_tiles * TILE_ROWS))
+        row_scales.append(hopper.pad(scales[0].reshape(-1), tiling.row_tiles * TILE_ROWS))
 
     def epilogue(carry, tile, out_gmem, inner_smem=None):
         shape = (TILE_ROWS, CHUNK)
         consumer = lax.axis_index("warpgroup")
-        of_rows = None
+        scale_rows = None
         if scales is not None:
-            by_rows = plgpu.Layout.WGMMA.reduce(1)
-            of_rows = plgpu.load(tile.scales_smem, layout=by_rows, optimized=False)
-            of_rows = lax.broadcast_in_dim(of_rows, shape, (0,))
+            per_row = plgpu.Layout.WGMMA.reduce(1)
+            scale_rows = plgpu.load(tile.scales_smem, layout=per_row, optimized=False)
+            scale_rows = lax.broadcast_in_dim(scale_rows, shape, (0,))
         for start in range(0, config.tile_cols, CHUNK):
             chunk = pl.ds(start, CHUNK)
             g = lax.broadcast_in_dim(tile.vectors_smem[0, chunk], shape, (1,))
             base = tile.smem[:, chunk].astype(jnp.float32)
-            if of_rows is not None:
-                of_columns = tile.vectors_smem[len(vectors) - 1, chunk]
-                base = base * (of_rows * lax.broadcast_in_dim(of_columns, shape, (1,)))
+            if scale_rows is not None:
+                scale_columns = tile.vectors_smem[len(vectors) - 1, chunk]
+                base = base * (scale_rows * lax.broadcast_in_dim(scale_columns, shape, (1,)))
             scaled = tile.scale * tile.acc[:, start : start + CHUNK]
             y = g * (base + scaled)
             if bias is not None:
@@ -153,7 +161,9 @@ def launch(
             products=[(k,) for k in range(hopper.slices(rank))],
             epilogue=epilogue,
             vectors=len(vectors),
-            scales=Scales(TILE_ROWS, jnp.float32, lambda _, rows, __: (rows,)) if further else None,
+            scales=Scales(TILE_ROWS, jnp.float32, lambda _, rows, __: (rows,))
+            if row_scales
+            else None,
             stores=True,
         ),
         dtype,
@@ -167,7 +177,7 @@ def launch(
         base,
         jnp.reshape(scale, 1).astype(jnp.float32),
         pad_features(vectors, tiling),
-        *further,
+        *row_scales,
     )
     results = [result[:rows].reshape(shape) for result in results]
     return results[0], results[1] if want_inner else None

@@ -1,16 +1,21 @@
-"""A projection of few rows: y = g∘(x W + s·(x A) B) + bias, W = σ∘v(q) where it is quantised.
+"""A projection of few rows, as in decoding: y = g∘(x W + s·(x A) B) + bias. W may be quantised.
 
-    x  [rows, in]  bf16 or fp16                   σ  [in / t, out], t = in or a multiple of 64
-    W  [in, out]  x's dtype, or q  int4, uint4 of NF4, int8 or float8_e4m3fn
-    A  [in, r]    B  [r, out]    g  f32[out] or None    s  f32[]    bias  [out] or None
+    x  [rows, in]  bf16 or fp16
+    W  [in, out]   x's dtype; or W = σ∘v(q)
+    q  [in, out]   int4, uint4 (NF4), int8 or float8_e4m3fn
+    σ  [in / t, out], t = in or a multiple of 64
+    A  [in, r]     B  [r, out]    g  f32[out] or None    s  f32[]    bias  [out] or None
     y  [rows, out]  x's dtype
 
-v takes codes to the numbers that they stand for, rounded to x's dtype (`few_rows_tile` multiplies a
-tile). Scales are applied in fp32: of tiles to a tile's sums, of whole columns to the result. Two
-kernels: `few_rows_sums` reads W and A, and `few_rows_finish` adds up what its thread blocks have
-summed up, in a fixed order. More than `PASS_ROWS` rows take several passes.
+v maps codes to their numbers, rounded to x's dtype. Scales are applied in fp32: the scales of tiles
+to the sums over a tile, the scales of whole columns to the result.
 
-Bytes: W, σ and A once a pass, which set the floor; x and the sums are in the level-2 cache.
+There are two kernels. `few_rows_sums` reads W and A and writes partial sums of x W and x A.
+`few_rows_finish` adds the partial sums in a fixed order and computes the rest. `few_rows_tile`
+multiplies one tile. More than `PASS_ROWS` rows take several passes over W.
+
+Bytes: W, σ and A once per pass; the floor is bytes / read rate. x and the partial sums stay in the
+L2 cache.
 """
 
 from typing import Any
@@ -27,7 +32,8 @@ from jax_dora.ops.quantised import Format, bits, repeated
 
 MOST_ROWS = 64
 MOST_RANK = 128
-# Rows of a pass, by the bits of a number: a thread's sums of 4 bits take twice as many registers.
+# The rows of a pass, by the bits per element of W. With 4 bits a tile has twice as many columns, so
+# that a thread's sums take twice as many registers per row.
 PASS_ROWS = {4: 32, 8: 64, 16: 64}
 
 
@@ -39,8 +45,13 @@ def refuses(
     form: Format | None,
     dtype: jax.typing.DTypeLike,
 ) -> str | None:
-    """Returns why x [rows, in] of `dtype` and W [in, out] of a format, or of x's dtype, with an
-    adapter of `rank` are not taken, or None."""
+    """Returns why a call is not supported, or None.
+
+    Args:
+      rows, in_features, out, rank: the sizes.
+      form: the format of a quantised W, or None for W of x's dtype.
+      dtype: x's dtype.
+    """
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if not 1 <= rows <= MOST_ROWS:
@@ -53,36 +64,38 @@ def refuses(
         return f"in = {in_features} is not a multiple of {TILE_ROWS}"
     if form is not None and form.tile[0] % TILE_ROWS:
         return f"the kernel's format is {form}; a tile's rows must be a multiple of {TILE_ROWS}"
-    width = _width(form)
+    width = _tile_cols(form)
     if out == 0 or out % width:
         return f"out = {out} is not a multiple of {width}"
     return None
 
 
 def wins(rows: int, in_features: int, out: int, rank: int, form: Format | None, dtype: Any) -> bool:
-    """Returns whether the kernels are taken to be no slower than XLA, which copies a quantised
-    kernel in x's dtype before it multiplies (`benchmarks sizes`, `benchmarks quantised`)."""
+    """Returns whether the kernels are expected to be no slower than XLA, which writes a dequantised
+    copy of W before it multiplies (`benchmarks sizes`, `benchmarks quantised`)."""
     return in_features >= 1024 and out >= 1024
 
 
 def config(
     rows: int, in_features: int, out: int, rank: int, form: Format | None, dtype: Any
 ) -> Config:
-    """Returns the launch knobs for a call that is not refused."""
-    stored = dtype if form is None else form.stored
+    """Returns the config for a supported call: the most stages that fit into shared memory."""
+    w_dtype = dtype if form is None else form.stored
     tiled = form is not None and form.tile[0] < in_features
-    held = min(rows, PASS_ROWS[bits(stored)])
+    pass_rows = min(rows, PASS_ROWS[bits(w_dtype)])
 
-    def has_room(config: Config) -> bool:
-        return few_rows_tiling.shared_memory(held, rank, stored, tiled, config) <= SHARED_MEMORY
+    def fits(config: Config) -> bool:
+        needed = few_rows_tiling.shared_memory(pass_rows, rank, w_dtype, tiled, config)
+        return needed <= SHARED_MEMORY
 
-    knobs = ((4, 2), (3, 2), (2, 2), (2, 1))
-    configs = [Config(_width(form), stages, slots) for slots, stages in knobs]
-    return next(filter(has_room, configs), configs[-1])
+    # (slots, stages): see `few_rows_sums`.
+    candidates = ((4, 2), (3, 2), (2, 2), (2, 1))
+    configs = [Config(_tile_cols(form), stages, slots) for slots, stages in candidates]
+    return next(filter(fits, configs), configs[-1])
 
 
-def _width(form: Format | None) -> int:
-    """Returns the columns of a row of 128 bytes."""
+def _tile_cols(form: Format | None) -> int:
+    """Returns the columns of a tile of W, whose rows have 128 bytes."""
     return few_rows_tile.TILE_BYTES // 2 if form is None else few_rows_tile.TILE_BYTES * form.packed
 
 
@@ -104,20 +117,25 @@ def launch(
 
     Args:
       x: [..., in].
-      w: numbers of x's dtype, or codes.
-      scales: [in / t, out / u] of codes.
+      w: W in x's dtype, or the codes q.
+      scales: σ [in / t, out / u] if W is quantised.
+      lora_a, lora_b, g, scale, bias: see the module.
+      config, sm_count: see `choose.Choice`.
     """
     shape, (in_features, out) = x.shape, w.shape
     x = x.reshape(-1, in_features)
-    of_columns = of_tiles = None
+    column_scales = tile_scales = None
     if scales is not None:
         scales = repeated(scales, 1, out)
-        of_columns, of_tiles = (scales[0], None) if scales.shape[0] == 1 else (None, scales)
-    rows, most, passes = x.shape[0], PASS_ROWS[bits(w.dtype)], []
-    if rows > most:
-        x = pad(x, pl.cdiv(rows, most) * most, in_features)
-    for first in range(0, rows, most):
-        some = x[first : first + most]
-        passes.append(few_rows_sums.launch(some, w, of_tiles, lora_a, config, sm_count))
-    y = few_rows_finish.finished(passes, lora_b, of_columns, g, scale, bias, x.dtype)
+        if scales.shape[0] == 1:
+            column_scales = scales[0]
+        else:
+            tile_scales = scales
+    rows, pass_rows, passes = x.shape[0], PASS_ROWS[bits(w.dtype)], []
+    if rows > pass_rows:
+        x = pad(x, pl.cdiv(rows, pass_rows) * pass_rows, in_features)
+    for first in range(0, rows, pass_rows):
+        pass_x = x[first : first + pass_rows]
+        passes.append(few_rows_sums.launch(pass_x, w, tile_scales, lora_a, config, sm_count))
+    y = few_rows_finish.finish(passes, lora_b, column_scales, g, scale, bias, x.dtype)
     return y[:rows].reshape(*shape[:-1], out)

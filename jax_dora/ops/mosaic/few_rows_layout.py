@@ -1,8 +1,10 @@
-"""How sums of a product of few rows lie in registers, and how they get from there to memory.
+"""The register layout of the sums of a product of few rows, and their transfer to memory.
 
-Of every 8 rows of x lane 4g + t of warp w has the rows 2t and 2t + 1; of a tile of codes it has as
-many columns as a word has codes, 4 or 8, from word·(8w + g) on, of one of 16 bits the columns
-16w + g and 16w + 8 + g.
+Lane 4g + t of warp w has, of every 8 rows of x, rows 2t and 2t + 1, and of a tile of W
+
+- of codes: `word` adjacent columns from word·(8w + g) on, where word is 4 for 8-bit codes and 8 for
+  4-bit codes (the number of codes in 32 bits),
+- of 16-bit numbers: columns 16w + g and 16w + 8 + g.
 """
 
 from collections.abc import Callable
@@ -17,20 +19,20 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import ptx
-from jax_dora.ops.mosaic.few_rows_reads import ROWS, TILE_BYTES, warp
+from jax_dora.ops.mosaic.few_rows_fragments import ROWS, TILE_BYTES, warp
 from jax_dora.ops.quantised import bits
 
 THREADS = 128
-FP32 = 4
+FP32_BYTES = 4
 
 
 def columns(dtype: Any) -> int:
-    """Returns the columns of sums of a tile of `dtype`: as many as 128 bytes have."""
+    """Returns the number of columns of a tile of W of `dtype`, whose rows have 128 bytes."""
     return 8 * TILE_BYTES // bits(dtype)
 
 
 def layout(dtype: Any) -> Any:
-    """Returns how the sums f32[8·n, columns] of a tile of `dtype` lie in registers."""
+    """Returns the register layout of the sums f32[8·n, columns] of a tile of W of `dtype`."""
     if bits(dtype) == 16:
         tiles = ((ROWS, 64), (ROWS, 16), (ROWS, 8), (2, 1))
         return plgpu.Layout.TILED(
@@ -38,45 +40,56 @@ def layout(dtype: Any) -> Any:
         )
     word = 32 // bits(dtype)
     tiles = ((ROWS, 32 * word), (ROWS, 8 * word), (2, word), *[(4,)] * (word > 4))
-    behind = word > 4
+    extra = word > 4  # 4-bit codes: one more level, of 4 columns
     return plgpu.Layout.TILED(
         plgpu.Tiling(tiles),
-        warp_dims=(-5 - behind,),
-        lane_dims=(-3 - behind, -4 - behind),
+        warp_dims=(-5 - extra,),
+        lane_dims=(-3 - extra, -4 - extra),
         vector_dim=-1,
     )
 
 
-def taken_apart(sums: mgpu.FragmentedArray) -> np.ndarray:
-    """Returns a thread's sums by [rows of x / 8, row of two, column]."""
+def to_scalars(sums: mgpu.FragmentedArray) -> np.ndarray:
+    """Returns a thread's sums as scalars [rows / 8, 2 rows, columns]."""
     (size,) = ir.VectorType(sums.registers.flat[0].type).shape
-    apart = [vector.extract(one, [], [at]) for one in sums.registers.flat for at in range(size)]
-    total = np.array(apart, object)
+    scalars = [
+        vector.extract(register, [], [index])
+        for register in sums.registers.flat
+        for index in range(size)
+    ]
+    total = np.array(scalars, object)
     if size == 1:
         return total.reshape(-1, 2, 2).transpose(0, 2, 1)
     return total.reshape(-1, 2, sums.shape[1] // ptx.LANES)
 
 
-def put_together(sums: mgpu.FragmentedArray, total: np.ndarray) -> mgpu.FragmentedArray:
-    """Reverses `taken_apart` of `sums`, with other numbers."""
+def from_scalars(sums: mgpu.FragmentedArray, total: np.ndarray) -> mgpu.FragmentedArray:
+    """Returns an array like `sums` from the scalars `total`; the inverse of `to_scalars`."""
     (size,) = ir.VectorType(sums.registers.flat[0].type).shape
     if size == 1:
         total = total.transpose(0, 2, 1)
     vectors = ir.VectorType.get((size,), ir.F32Type.get())
-    result = np.empty_like(sums.registers)
-    for at, some in enumerate(total.reshape(-1, size)):
-        result.flat[at] = vector.from_elements(vectors, list(some))
-    return mgpu.FragmentedArray(_registers=result, _layout=sums.layout, _is_signed=None)
+    registers = np.empty_like(sums.registers)
+    for index, scalars in enumerate(total.reshape(-1, size)):
+        registers.flat[index] = vector.from_elements(vectors, list(scalars))
+    return mgpu.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
 
 
-def store(sums: jax.Array, smem: Any, of: Any) -> None:
-    """Writes sums [n, columns] of a tile of dtype `of` to shared memory that is not swizzled;
-    several lanes want the same bank, which plain assignment refuses."""
+def store(sums: jax.Array, smem: Any, dtype: Any) -> None:
+    """Writes sums [n, columns] to shared memory that is not swizzled.
+
+    Plain assignment raises for this, because several lanes write to the same bank.
+
+    Args:
+      sums: the sums, laid out by `layout(dtype)`.
+      smem: the destination.
+      dtype: the dtype of the tile of W.
+    """
     if choose.interpreted():
         smem[...] = sums
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout(of), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout(dtype), plgpu.RefType()))
     def write(_, sums, smem):
         sums.store_untiled(smem, optimized=False)
 
@@ -84,74 +97,86 @@ def store(sums: jax.Array, smem: Any, of: Any) -> None:
     call(sums, smem)
 
 
-def store_first_rows(sums: jax.Array, gmem: Any, of: Any) -> None:
-    """Writes the first rows of sums [n, columns] of a tile of dtype `of` to gmem [rows, columns]
-    from registers."""
+def store_first_rows(sums: jax.Array, gmem: Any, dtype: Any) -> None:
+    """Writes the first rows of sums [n, columns] from registers to gmem [rows, columns].
+
+    Args:
+      sums: the sums, laid out by `layout(dtype)`.
+      gmem: the destination, with at most n rows.
+      dtype: the dtype of the tile of W.
+    """
     rows = gmem.shape[0]
     if choose.interpreted():
         gmem[...] = sums[:rows]
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout(of), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout(dtype), plgpu.RefType()))
     def write(_, sums, gmem):
-        total = taken_apart(sums)
+        total = to_scalars(sums)
         (pitch, _), _ = ir.MemRefType(gmem.type).get_strides_and_offset()
-        group, at = arith.shrui(ptx.lane(), ptx.i32(2)), arith.andi(ptx.lane(), ptx.i32(3))
-        row = arith.shli(at, ptx.i32(1))
-        # A lane's columns are neighbours, or one of either eight.
+        g, t = arith.shrui(ptx.lane(), ptx.i32(2)), arith.andi(ptx.lane(), ptx.i32(3))
+        row = arith.shli(t, ptx.i32(1))
+        # A lane's columns are adjacent and stored 4 at a time; for 16-bit W they are 8 apart.
         columns = total.shape[2]
-        between, run = (8, 1) if columns == 2 else (1, 4)
+        distance, per_store = (8, 1) if columns == 2 else (1, 4)
         column = arith.muli(warp(), ptx.i32(ROWS * columns))
-        column = arith.addi(column, arith.muli(group, ptx.i32(columns if run == 4 else 1)))
-        place = arith.addi(arith.muli(row, ptx.i32(pitch)), column)
-        place = ptx.further(mgpu.utils.memref_ptr(gmem), arith.muli(place, ptx.i32(FP32)))
-        for eight, odd in np.ndindex(total.shape[:2]):
-            further = ROWS * eight + odd
-            left = arith.subi(ptx.i32(rows - further), row)
-            for first in range(0, columns, run):
-                to = ptx.further(place, FP32 * (further * pitch + between * first))
-                ptx.store_if_positive(left, to, list(total[eight, odd, first : first + run]))
+        column = arith.addi(column, arith.muli(g, ptx.i32(columns if per_store == 4 else 1)))
+        offset = arith.addi(arith.muli(row, ptx.i32(pitch)), column)
+        start = ptx.further(mgpu.utils.memref_ptr(gmem), arith.muli(offset, ptx.i32(FP32_BYTES)))
+        for block, odd in np.ndindex(total.shape[:2]):
+            row_offset = ROWS * block + odd
+            remaining = arith.subi(ptx.i32(rows - row_offset), row)
+            for first in range(0, columns, per_store):
+                to = ptx.further(start, FP32_BYTES * (row_offset * pitch + distance * first))
+                values = list(total[block, odd, first : first + per_store])
+                ptx.store_if_positive(remaining, to, values)
 
     call: Callable[..., Any] = write
     call(sums, gmem)
 
 
-def hand_over(sums: jax.Array, smem: Any, of: Any) -> None:
-    """Writes sums of a tile of dtype `of` to f32[n, 128] for `added_to`, without a conflict."""
+def store_exchange(sums: jax.Array, smem: Any, dtype: Any) -> None:
+    """Writes sums to smem f32[n, 128] for `add_exchanged`, without bank conflicts.
+
+    Args:
+      sums: the sums, laid out by `layout(dtype)`.
+      smem: the destination.
+      dtype: the dtype of the tile of W.
+    """
     if choose.interpreted():
         smem[...] = sums.reshape(smem.shape)
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout(of), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout(dtype), plgpu.RefType()))
     def write(_, sums, smem):
-        total = taken_apart(sums)
-        for place, one in zip(_own_column(smem, total.size), total.flat, strict=True):
-            llvm.store(one, place)
+        total = to_scalars(sums)
+        for pointer, value in zip(_thread_column(smem, total.size), total.flat, strict=True):
+            llvm.store(value, pointer)
 
     call: Callable[..., Any] = write
     call(sums, smem)
 
 
-def added_to(sums: jax.Array, smem: Any, of: Any) -> jax.Array:
-    """Returns sums plus those that another warpgroup handed over."""
+def add_exchanged(sums: jax.Array, smem: Any, dtype: Any) -> jax.Array:
+    """Returns sums plus the sums that another warpgroup wrote with `store_exchange`."""
     if choose.interpreted():
         return sums + smem[...].reshape(sums.shape)
-    of_sums = layout(of)
-    found = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=of_sums)
+    sums_layout = layout(dtype)
+    result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=sums_layout)
 
-    @plgpu.inline_mgpu(arg_types=(of_sums, plgpu.RefType()), return_type=found)
+    @plgpu.inline_mgpu(arg_types=(sums_layout, plgpu.RefType()), return_type=result)
     def add(_, sums, smem):
-        total = taken_apart(sums)
-        others = [llvm.load(ir.F32Type.get(), one) for one in _own_column(smem, total.size)]
-        added = [arith.addf(*two) for two in zip(total.flat, others, strict=True)]
-        return put_together(sums, np.array(added, object).reshape(total.shape))
+        total = to_scalars(sums)
+        others = [llvm.load(ir.F32Type.get(), p) for p in _thread_column(smem, total.size)]
+        added = [arith.addf(*pair) for pair in zip(total.flat, others, strict=True)]
+        return from_scalars(sums, np.array(added, object).reshape(total.shape))
 
     call: Callable[..., Any] = add
     return call(sums, smem)
 
 
-def _own_column(smem: Any, count: int) -> list[ir.Value]:
-    """Returns the places of a thread's column of f32[count, 128]."""
+def _thread_column(smem: Any, count: int) -> list[ir.Value]:
+    """Returns the pointers to the elements of the thread's column of f32[count, 128]."""
     thread = arith.andi(mgpu.utils.thread_idx(), ptx.i32(THREADS - 1))
-    column = ptx.further(mgpu.utils.memref_ptr(smem), arith.muli(thread, ptx.i32(FP32)))
-    return [ptx.further(column, FP32 * THREADS * row) for row in range(count)]
+    column = ptx.further(mgpu.utils.memref_ptr(smem), arith.muli(thread, ptx.i32(FP32_BYTES)))
+    return [ptx.further(column, FP32_BYTES * THREADS * row) for row in range(count)]

@@ -1,11 +1,14 @@
-"""Sums of x W and of x A over runs of their inner axis: the first kernel of `few_rows`.
+"""The first kernel of a projection of few rows: partial sums of x W and of x A.
 
     x  [rows, in]    W  [in, out]    σ  [in / t, out] or None    A  [in, r], x's dtype
-    parts  f32[splits, rows, out], Σ parts = x (σ∘v(W))
-    z      f32[splits, rows, 64·n], Σ z = x A, and from column r on numbers that mean nothing
+    parts  f32[splits, rows, out]     Σ_splits parts = x (σ∘v(W))
+    z      f32[splits, rows, 64·n]    Σ_splits z = x A; columns from r on have arbitrary values
 
-A strip is as wide as a row of 128 bytes; each consumer, a warpgroup, has runs and a ring of tiles
-of its own, and a warp that fetches them. A few thread blocks have runs of A instead of W's.
+W is divided into strips of columns, whose rows have 128 bytes, and a strip into runs of tiles along
+the inner axis. A consumer (a warpgroup) sums the tiles of a run; it has its own ring of buffers and
+its own warp that fetches them. Most thread blocks process runs of W, a few process runs of A.
+
+Bytes: W, σ and A once; the floor is bytes / read rate.
 """
 
 import dataclasses
@@ -25,23 +28,23 @@ from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, consume_registers, pad, 
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, Walk
 from jax_dora.ops.quantised import bits
 
-# Rows that are copied as they are; more are padded to whole instructions.
-LOOSE_ROWS = 2
+# Up to this number, rows are copied without padding. More are padded to whole instructions.
+UNPADDED_ROWS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """The sums that some of the thread blocks take: those of x W, or those of x A.
+    """The work of some thread blocks: the partial sums of x W, or those of x A.
 
     Attributes:
-      tiling: how the matrix is cut, as for one multiprocessor a consumer.
-      first: the number of the first of these blocks.
+      tiling: the tiling of the matrix, in which each consumer counts as a thread block.
+      first: the index of the job's first thread block.
       w_gmem: the matrix [in, columns].
-      out_gmem: the sums f32[splits, rows, columns].
-      scales_gmem: the scales of the matrix's tiles, or nothing.
-      w, ready: names of the buffer of tiles and of its barrier.
-      slots: tiles in a consumer's ring; x has as many slots or more.
-      width: columns that are copied at once.
+      out_gmem: the partial sums f32[splits, rows, columns].
+      scales_gmem: (the scales of the matrix's tiles,), or ().
+      w, ready: the names of the matrix's buffer and of its barrier.
+      slots: the number of tiles in a consumer's ring, at most the number of x's tiles.
+      width: the number of columns of a copy.
     """
 
     tiling: Tiling
@@ -56,6 +59,7 @@ class _Job:
 
     @property
     def blocks(self) -> int:
+        """Returns the number of the job's thread blocks."""
         return pl.cdiv(self.tiling.blocks, self.tiling.config.consumers)
 
 
@@ -67,21 +71,22 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the parts of x W and of x A."""
+    """Returns (parts, z)."""
     c, dtype, (rows, in_features) = config, x.dtype, x.shape
-    held = pl.cdiv(rows, ROWS) * ROWS
-    copied = rows if rows <= LOOSE_ROWS else held
+    padded = pl.cdiv(rows, ROWS) * ROWS
+    copied = rows if rows <= UNPADDED_ROWS else padded
     x = pad(x, copied, in_features)
     lora_a = pad(lora_a, in_features, padded_rank(lora_a.shape[1]))
-    of_tiles = [] if scales is None else [scales]
+    # Lists of one array, or empty.
+    tile_scales = [] if scales is None else [scales]
     table = few_rows_tile.table_for(w.dtype, dtype)
     tables = [] if table is None else [jnp.asarray(table)]
     ring = c.consumers * c.slots
     rank, a_ring = lora_a.shape[1], c.consumers * c.stages
-    tiling, a_tiling = tilings(in_features, w.shape[1], rank, held, c, sm_count)
-    blocks, a_blocks = (pl.cdiv(one.blocks, c.consumers) for one in (tiling, a_tiling))
+    tiling, a_tiling = tilings(in_features, w.shape[1], rank, padded, c, sm_count)
+    blocks, a_blocks = (pl.cdiv(t.blocks, c.consumers) for t in (tiling, a_tiling))
     a_width = min(A_COLS, rank)
-    scale_tiles = 0 if scales is None else tiling.row_tiles // scales.shape[0]
+    tiles_per_scale = 0 if scales is None else tiling.row_tiles // scales.shape[0]
 
     def kernel(x_gmem, w_gmem, *rest, buffers, ready, free, table_ready, paired):
         *rest, a_gmem, parts_gmem, z_gmem = rest
@@ -112,22 +117,22 @@ def launch(
             ),
         ]
 
-        def each_job(do):
-            """Does this block's job."""
+        def run_job(function):
+            """Calls `function` with this thread block's job."""
             for job in jobs:
-                is_its = (block >= job.first) & (block < job.first + job.blocks)
-                pl.when(is_its)(lambda job=job: do(job))
+                is_mine = (block >= job.first) & (block < job.first + job.blocks)
+                pl.when(is_mine)(lambda job=job: function(job))
 
         def walk_of(job, consumer):
             return Walk(job.tiling, (block - job.first) * c.consumers + consumer)
 
         def slots_of(job, consumer, tile):
-            """Returns a tile's place in the rings of x and of W."""
+            """Returns a tile's slots in the rings of x and of the job's matrix."""
             slot = lax.rem(tile, job.slots)
             return consumer * c.slots + slot, consumer * job.slots + slot
 
         def fetch(job, consumer):
-            """Fills, as one warp, a consumer's ring."""
+            """Fills the ring of a consumer, by one warp."""
             walk = walk_of(job, consumer)
 
             def fetch_run(index, before):
@@ -137,14 +142,14 @@ def launch(
                 def fetch_tile(tile, _):
                     x_slot, slot = slots_of(job, consumer, before + tile)
                     at_k = walk.rows(first + tile)
-                    at_scale = lax.div(first + tile, scale_tiles) if of_tiles else 0
+                    scale_row = lax.div(first + tile, tiles_per_scale) if tile_scales else 0
                     plgpu.barrier_wait(free.at[x_slot])
                     for gmem, smem in (
                         (job.w_gmem.at[at_k, cols], buffers[job.w].at[slot]),
                         (x_gmem.at[:, at_k], buffers["x"].at[x_slot]),
                         *(
-                            (one.at[at_scale, cols], buffers["scales"].at[slot])
-                            for one in job.scales_gmem
+                            (scales_gmem.at[scale_row, cols], buffers["scales"].at[slot])
+                            for scales_gmem in job.scales_gmem
                         ),
                     ):
                         plgpu.copy_gmem_to_smem(gmem, smem, ready[job.ready].at[slot])
@@ -153,17 +158,18 @@ def launch(
                 return before + tiles
 
             lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
-            # Every slot was handed back once more than it was filled.
+            # The consumer frees every slot once more than it is filled. All arrivals at a barrier
+            # must be waited for before the kernel ends.
             for slot in range(job.slots):
                 plgpu.barrier_wait(free.at[consumer * c.slots + slot])
 
         def consume(job):
-            walk, of = walk_of(job, warpgroup), buffers[job.w].dtype
-            looks_up = bool(tables) and job.w == "w"
-            layout, width = few_rows_layout.layout(of), few_rows_layout.columns(of)
-            swizzled = job.width * bits(of) == 8 * few_rows_tile.TILE_BYTES
-            zero = plgpu.layout_cast(jnp.zeros((held, width), jnp.float32), layout)
-            if looks_up:
+            walk, w_dtype = walk_of(job, warpgroup), buffers[job.w].dtype
+            uses_table = bool(tables) and job.w == "w"
+            layout, width = few_rows_layout.layout(w_dtype), few_rows_layout.columns(w_dtype)
+            swizzled = job.width * bits(w_dtype) == 8 * few_rows_tile.TILE_BYTES
+            zero = plgpu.layout_cast(jnp.zeros((padded, width), jnp.float32), layout)
+            if uses_table:
                 plgpu.barrier_wait(table_ready)
 
             def consume_run(index, before):
@@ -171,18 +177,19 @@ def launch(
 
                 def add(tile, total):
                     x_slot, slot = slots_of(job, warpgroup, before + tile)
-                    table_smem = buffers["table"] if looks_up else None
+                    table_smem = buffers["table"] if uses_table else None
                     operands = buffers["x"].at[x_slot], buffers[job.w].at[slot], table_smem
                     plgpu.barrier_wait(ready[job.ready].at[slot])
                     if job.scales_gmem:
-                        sums = few_rows_tile.multiplied(zero, *operands)
+                        sums = few_rows_tile.accumulate(zero, *operands)
                         scale = plgpu.load(
                             buffers["scales"].at[slot], layout=layout.reduce(0), optimized=False
                         ).astype(jnp.float32)
                         total = total + sums * lax.broadcast_in_dim(scale, total.shape, (1,))
                     else:
-                        total = few_rows_tile.multiplied(total, *operands, swizzled_w=swizzled)
-                    # Without it the copy engine overtakes what the lanes read.
+                        total = few_rows_tile.accumulate(total, *operands, swizzled_w=swizzled)
+                    # This fence keeps the next TMA copy from overwriting the tile while lanes still
+                    # read it.
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[x_slot])
                     return total
@@ -191,22 +198,24 @@ def launch(
 
                 def write(total, split):
                     out_gmem = job.out_gmem.at[split, :, cols]
-                    few_rows_layout.store_first_rows(total, out_gmem, of)
+                    few_rows_layout.store_first_rows(total, out_gmem, w_dtype)
 
                 if not in_pairs(job.tiling):
                     write(total, split)
                 else:
-                    handed = buffers["handed"].at[pl.ds(0, total.size // THREADS)]
+                    # The two consumers have the same strip: the second passes its sums to the
+                    # first, which writes both.
+                    exchange_smem = buffers["exchange"].at[pl.ds(0, total.size // THREADS)]
 
                     @pl.when(warpgroup == 1)
-                    def _hand_over():
-                        few_rows_layout.hand_over(total, handed, of)
+                    def _pass_sums():
+                        few_rows_layout.store_exchange(total, exchange_smem, w_dtype)
                         plgpu.barrier_arrive(paired)
 
                     @pl.when(warpgroup == 0)
-                    def _add_up():
+                    def _add_sums():
                         plgpu.barrier_wait(paired)
-                        both = few_rows_layout.added_to(total, handed, of)
+                        both = few_rows_layout.add_exchanged(total, exchange_smem, w_dtype)
                         write(both, lax.div(split, 2))
 
                 return before + tiles
@@ -227,29 +236,28 @@ def launch(
 
                 @pl.when(warp < c.consumers)
                 def _fetch():
-                    each_job(lambda job: fetch(job, warp))
+                    run_job(lambda job: fetch(job, warp))
 
         @pl.when(warpgroup < c.consumers)
         def _consume():
             plgpu.set_max_registers(consume_registers(c.consumers), action="increase")
             for slot in range(c.slots):
                 plgpu.barrier_arrive(free.at[warpgroup * c.slots + slot])
-            each_job(consume)
+            run_job(consume)
 
-    of_x = few_rows_tile.swizzled if copied == held else plgpu.SMEM
+    x_buffer = few_rows_tile.swizzled if copied == padded else plgpu.SMEM
+    # Swizzled only if a row has 128 bytes, because such rows would all begin in the same bank.
+    a_buffer = few_rows_tile.swizzled if a_width == A_COLS else plgpu.SMEM
     buffers: dict[str, Any] = {
-        "x": of_x((ring, copied, TILE_ROWS), dtype),
+        "x": x_buffer((ring, copied, TILE_ROWS), dtype),
         "w": few_rows_tile.swizzled((ring, TILE_ROWS, c.tile_cols), w.dtype),
-        "handed": plgpu.SMEM((held * c.tile_cols // THREADS, THREADS), jnp.float32),
-        # Whole rows of 128 bytes would all begin in one bank.
-        "a": (few_rows_tile.swizzled if a_width == A_COLS else plgpu.SMEM)(
-            (a_ring, TILE_ROWS, a_width), dtype
-        ),
+        "exchange": plgpu.SMEM((padded * c.tile_cols // THREADS, THREADS), jnp.float32),
+        "a": a_buffer((a_ring, TILE_ROWS, a_width), dtype),
     }
-    for one in tables:
-        buffers["table"] = plgpu.SMEM(one.shape, one.dtype)
-    for one in of_tiles:
-        buffers["scales"] = plgpu.SMEM((ring, c.tile_cols), one.dtype)
+    for array in tables:
+        buffers["table"] = plgpu.SMEM(array.shape, array.dtype)
+    for array in tile_scales:
+        buffers["scales"] = plgpu.SMEM((ring, c.tile_cols), array.dtype)
     return plgpu.kernel(
         kernel,
         out_type=(
@@ -263,7 +271,7 @@ def launch(
         scratch_types={
             "buffers": buffers,
             "ready": {
-                "ready": plgpu.Barrier(num_arrivals=2 + len(of_tiles), num_barriers=ring),
+                "ready": plgpu.Barrier(num_arrivals=2 + len(tile_scales), num_barriers=ring),
                 "a_ready": plgpu.Barrier(num_arrivals=2, num_barriers=a_ring),
             },
             "free": plgpu.Barrier(num_barriers=ring),
@@ -271,4 +279,4 @@ def launch(
             "paired": plgpu.Barrier(),
         },
         kernel_name="dora_few_rows",
-    )(x, w, *tables, *of_tiles, lora_a)
+    )(x, w, *tables, *tile_scales, lora_a)

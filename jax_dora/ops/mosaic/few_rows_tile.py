@@ -1,18 +1,19 @@
-"""The product of few rows with a tile of a kernel, on tensor cores.
+"""The product of few rows of x with a tile of W, on tensor cores.
 
-The instruction m16n8k16 takes Wᵀ from registers: 16 columns of W for M, 8 rows of x for N; and so
-does a warpgroup's, m64n8·nk16, to which every warp gives 16 columns, and whose x lies in shared
-memory. A register holds the numbers of two neighbouring rows of W in one column.
+Few rows suit the N axis of the tensor cores' instructions, so Wᵀ is the left operand and xᵀ the
+right one. mma m16n8k16 multiplies 16 columns of W by 8 rows of x, both from registers. wgmma
+m64n(8·n)k16 takes 16 columns of W from each of its four warps' registers, and x from shared memory.
+A register of W holds two adjacent rows of one column. It is obtained as follows:
 
-    16 bits  numbers are stored as they are multiplied, and `ldmatrix` transposes them unless they
-             lie transposed
-    int8     the byte of either row is met in one register, and arithmetic that is exact makes
-             two numbers of it
-    4 bits   of codes two words, one of either row, are met nibble by nibble, and a byte of both is
-             the place of such a pair in a table of 256
-    FP8      codes are looked up one by one
+- 16 bits: loaded by `ldmatrix`, which transposes the tile unless it is stored transposed.
+- int8: the bytes of the two rows are combined in one register, and exact arithmetic converts them
+  to two 16-bit numbers.
+- 4 bits: the words of the two rows are combined nibble by nibble. Each byte then has the codes of
+  both rows, and is the index into a table of 256 pairs of numbers.
+- FP8: each code is looked up in a table.
 
-`few_rows_reads` says what lane 4g + t reads, `few_rows_layout` which sums it has.
+`few_rows_fragments` describes the elements that lane 4g + t loads, `few_rows_layout` the sums that
+it has.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,30 +30,32 @@ from jaxlib.mlir.dialects import arith
 
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import codebook, ptx
-from jax_dora.ops.mosaic.few_rows_layout import layout, put_together, taken_apart
-from jax_dora.ops.mosaic.few_rows_reads import (
+from jax_dora.ops.mosaic.few_rows_fragments import (
     ROWS,
     STEP,
     TILE_BYTES,
-    Bytes,
-    Looked,
-    Numbers,
-    Transposed,
-    X,
+    HalfFragments,
+    Int8Fragments,
+    TableFragments,
+    TransposedFragments,
+    XFragments,
 )
+from jax_dora.ops.mosaic.few_rows_layout import from_scalars, layout, to_scalars
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS
 from jax_dora.ops.quantised import bits
 
-# More rows than these by codes are a warpgroup's product.
-WARPS_ROWS = 8
+# More rows than this times a W of codes are multiplied by wgmma, fewer by each warp's own mma.
+MMA_ROWS = 8
 
 
 def table(numbers: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
-    """Returns u32[256, 32], a column for each lane: of 16 numbers all pairs, a lower code's in the
-    lower half; of 256 each number in both halves.
+    """Returns a lookup table u32[256, 32] of pairs of 16-bit numbers, with a column for each lane.
+
+    For 4-bit codes, entry `low | high << 4` has the number of `low` in its lower half and that of
+    `high` in its upper half. For 8-bit codes, an entry has the code's number in both halves.
 
     Args:
-      numbers: what the codes from 0 on stand for; they are rounded to `dtype`.
+      numbers: the 16 or 256 numbers of the codes, which are rounded to `dtype`.
       dtype: bfloat16 or float16.
     """
     numbers = numbers.astype(jnp.dtype(dtype)).view(np.uint16).astype(np.uint32)
@@ -62,14 +65,14 @@ def table(numbers: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
     return np.repeat(entries[:, None], ptx.LANES, axis=1)
 
 
-def table_for(stored: Any, dtype: jax.typing.DTypeLike) -> np.ndarray | None:
-    """Returns the table that W of dtype `stored` is looked up in, or None."""
-    if bits(stored) == 16 or stored == jnp.int8:
+def table_for(w_dtype: Any, dtype: jax.typing.DTypeLike) -> np.ndarray | None:
+    """Returns the lookup table for W of `w_dtype`, or None if W needs none."""
+    if bits(w_dtype) == 16 or w_dtype == jnp.int8:
         return None
-    return table(codebook.numbers(stored), dtype)
+    return table(codebook.numbers(w_dtype), dtype)
 
 
-def multiplied(
+def accumulate(
     sums: jax.Array,
     x_smem: Any,
     w_smem: Any,
@@ -78,52 +81,55 @@ def multiplied(
     swizzled_w: bool = True,
     transposed_w: bool = False,
 ) -> jax.Array:
-    """Returns sums + x w for f32[n, columns] laid out by `layout`, x [rows, 64], w [64, columns].
-
-    Of fewer than 8 rows, which lie as they are, n is 8 and the last is repeated. Otherwise there
-    are n, a multiple of 8. They, and w unless told otherwise, are laid out with a swizzle of 128
-    bytes. x may have more columns, and then no swizzle. W of 16 bits and fewer than 64 columns has
-    a multiple of 8, and the further sums are finite where the others are.
+    """Returns sums + x w.
 
     Args:
-      table_smem: of `table`, or None where W is no codes that are looked up.
-      transposed_w: w, of 16 bits and 64 columns, lies transposed.
+      sums: f32[n, columns], laid out by `layout(w's dtype)`.
+      x_smem: x [rows, 64]. Either rows = n, a multiple of 8, swizzled by 128 bytes; or rows < 8,
+        not swizzled, with n = 8: the last row is then repeated. With more than 64 columns, of which
+        the first 64 are used, x is not swizzled.
+      w_smem: w [64, columns]. 16-bit w may have fewer columns than sums, a multiple of 8; the sums
+        of the missing columns are arbitrary, but finite if the others are.
+      table_smem: a `table`, or None if w needs none.
+      swizzled_w: whether w is swizzled by 128 bytes.
+      transposed_w: whether w_smem holds wᵀ; w then has 16 bits and 64 columns.
     """
     if choose.interpreted():
-        return _as_defined(sums, x_smem, w_smem, table_smem, transposed_w)
-    of_sums = layout(w_smem.dtype)
-    found = plgpu.ShapeDtypeStruct(sums.shape, jnp.dtype("float32"), layout=of_sums)
+        return _interpreted(sums, x_smem, w_smem, table_smem, transposed_w)
+    sums_layout = layout(w_smem.dtype)
+    result = plgpu.ShapeDtypeStruct(sums.shape, jnp.dtype("float32"), layout=sums_layout)
     swizzled_x = x_smem.shape[0] % ROWS == 0 and x_smem.shape[1] == TILE_ROWS
     tiles = [
-        plgpu.RefType(_transforms(one.dtype) if swizzled else ())
-        for one, swizzled in ((x_smem, swizzled_x), (w_smem, swizzled_w))
+        plgpu.RefType(_transforms(ref.dtype) if is_swizzled else ())
+        for ref, is_swizzled in ((x_smem, swizzled_x), (w_smem, swizzled_w))
     ]
     half = "bf16" if x_smem.dtype == jnp.bfloat16 else "f16"
     dtype, (rows, pitch) = w_smem.dtype, x_smem.shape
     columns = w_smem.shape[1]
-    given = [plgpu.RefType()] * (table_smem is not None)
+    tables = [] if table_smem is None else [table_smem]
+    arg_types = (sums_layout, *tiles, *[plgpu.RefType()] * len(tables))
 
-    @plgpu.inline_mgpu(arg_types=(of_sums, *tiles, *given), return_type=found)
+    @plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
     def multiply(_, sums, x_smem, w_smem, *table_smem):
-        x = X(rows, 0 if swizzled_x else 2 * pitch, x_smem)
+        x = XFragments(rows, 0 if swizzled_x else 2 * pitch, x_smem)
         if transposed_w:
-            w: Any = Transposed(w_smem)
+            w: Any = TransposedFragments(w_smem)
         elif bits(dtype) == 16:
-            w = Numbers(columns, swizzled_w, w_smem)
+            w = HalfFragments(columns, swizzled_w, w_smem)
         elif dtype == jnp.int8:
-            w = Bytes(half, w_smem)
+            w = Int8Fragments(half, w_smem)
         else:
-            w = Looked(bits(dtype), w_smem, *table_smem)
-        if rows > WARPS_ROWS and swizzled_x and bits(dtype) < 16:
-            return _added_by_warpgroup(half, sums, x_smem, w)
-        return _added(half, sums, x, w)
+            w = TableFragments(bits(dtype), w_smem, *table_smem)
+        if rows > MMA_ROWS and swizzled_x and bits(dtype) < 16:
+            return _accumulate_by_wgmma(half, sums, x_smem, w)
+        return _accumulate_by_mma(half, sums, x, w)
 
     call: Callable[..., Any] = multiply
-    return call(sums, x_smem, w_smem, *[table_smem] * len(given))
+    return call(sums, x_smem, w_smem, *tables)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns shared memory for tiles of 128 bytes a row, as `multiplied` reads them."""
+    """Returns shared memory for tiles with rows of 128 bytes, swizzled for `accumulate`."""
     return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
 
 
@@ -132,10 +138,10 @@ def _transforms(dtype: Any) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(TILE_BYTES)  # pyright: ignore[reportAbstractUsage]
 
 
-def _as_defined(
+def _interpreted(
     sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any, transposed_w: bool
 ) -> jax.Array:
-    """Computes what `multiplied` does, in the interpreter."""
+    """Returns `accumulate`'s result, for Pallas' interpreter."""
     x, values = x_smem[...][:, :TILE_ROWS], w_smem[...]
     if transposed_w:
         values = values.T
@@ -149,48 +155,51 @@ def _as_defined(
     return sums + jnp.dot(x.astype(jnp.float32), values.astype(jnp.float32), precision="highest")
 
 
-def _added(half: str, sums: mgpu.FragmentedArray, x: X, w: Any) -> mgpu.FragmentedArray:
-    """Returns sums plus the product, by each warp's own instructions."""
-    total = taken_apart(sums)
+def _accumulate_by_mma(
+    half: str, sums: mgpu.FragmentedArray, x: XFragments, w: Any
+) -> mgpu.FragmentedArray:
+    """Returns sums plus the product, by mma instructions of each warp."""
+    total = to_scalars(sums)
     for step in range(TILE_ROWS // STEP):
         left = w.step(step * STEP)
         for rows in range(len(total)):
-            right = [x.numbers(rows, 2 * step + half_) for half_ in range(2)]
+            right = [x.numbers(rows, 2 * step + piece) for piece in range(2)]
             for first in range(0, w.word, 2):
                 pair = slice(first, first + 2)
-                # Two columns' sums for two rows of x.
-                into = total[rows, :, pair].T
-                found = _mma(half, [*left[0][pair], *left[1][pair]], right, list(into.flat))
-                total[rows, :, pair] = np.array(found, object).reshape(2, 2).T
-    return put_together(sums, total)
+                # The sums of two columns of W for two rows of x.
+                old = total[rows, :, pair].T
+                new = _mma(half, [*left[0][pair], *left[1][pair]], right, list(old.flat))
+                total[rows, :, pair] = np.array(new, object).reshape(2, 2).T
+    return from_scalars(sums, total)
 
 
-def _added_by_warpgroup(
+def _accumulate_by_wgmma(
     half: str, sums: mgpu.FragmentedArray, x_smem: Any, w: Any
 ) -> mgpu.FragmentedArray:
-    """Returns sums plus the product, by the warpgroup's instructions, which read x themselves."""
+    """Returns sums plus the product, by wgmma instructions, which read x from shared memory."""
     sums = mgpu.optimization_barrier(sums)
-    total = taken_apart(sums)
+    total = to_scalars(sums)
     count = len(total)
     x = ptx.descriptor(x_smem, TILE_BYTES * ROWS)
     for step in range(TILE_ROWS // STEP):
-        left = ptx.pinned([one for half_ in w.step(step * STEP) for one in half_])
+        left = ptx.pinned([register for part in w.step(step * STEP) for register in part])
         ptx.act("wgmma.fence.sync.aligned;")
-        at = arith.addi(x, ptx.i64(step * 2 * STEP // 16))
+        x_step = arith.addi(x, ptx.i64(step * 2 * STEP // 16))
         for first in range(0, w.word, 2):
             pair = slice(first, first + 2)
-            four = [*left[: w.word][pair], *left[w.word :][pair]]
-            into = list(total[:, :, pair].transpose(0, 2, 1).flat)
-            found = _wgmma(half, four, at, into)
-            total[:, :, pair] = np.array(found, object).reshape(count, 2, 2).transpose(0, 2, 1)
+            registers = [*left[: w.word][pair], *left[w.word :][pair]]
+            old = list(total[:, :, pair].transpose(0, 2, 1).flat)
+            new = _wgmma(half, registers, x_step, old)
+            total[:, :, pair] = np.array(new, object).reshape(count, 2, 2).transpose(0, 2, 1)
         ptx.act("wgmma.commit_group.sync.aligned;")
     ptx.act("wgmma.wait_group.sync.aligned 0;")
-    return mgpu.optimization_barrier(put_together(sums, total))
+    return mgpu.optimization_barrier(from_scalars(sums, total))
 
 
 def _mma(
     half: str, left: Sequence[ir.Value], right: Sequence[ir.Value], sums: Sequence[ir.Value]
 ) -> list[ir.Value]:
+    """Returns sums plus the product, by one mma m16n8k16."""
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
@@ -202,13 +211,14 @@ def _mma(
 def _wgmma(
     half: str, left: Sequence[ir.Value], x: ir.Value, sums: list[ir.Value]
 ) -> list[ir.Value]:
+    """Returns sums plus the product, by one wgmma m64n(8·n)k16."""
     count = len(sums)
-    into = ",".join(f"${i}" for i in range(count))
-    given = [f"${i}" for i in range(2 * count, 2 * count + 5)]
+    outputs = ",".join(f"${i}" for i in range(count))
+    inputs = [f"${i}" for i in range(2 * count, 2 * count + 5)]
     text = (
         "{ .reg .pred p; setp.eq.b32 p, 0, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{half}.{half} {{{into}}}, "
-        f"{{{','.join(given[:4])}}}, {given[4]}, p, 1, 1, 0; }}"
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{half}.{half} {{{outputs}}}, "
+        f"{{{','.join(inputs[:4])}}}, {inputs[4]}, p, 1, 1, 0; }}"
     )
     constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"]
     operands = [*sums, *left, x]

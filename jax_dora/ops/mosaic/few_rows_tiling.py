@@ -1,4 +1,4 @@
-"""Cuts W and A into runs for `few_rows_sums`, and counts the shared memory that it takes."""
+"""The tilings of W and A for `few_rows_sums`, and its use of shared memory."""
 
 import dataclasses
 from typing import Any
@@ -11,57 +11,69 @@ from jax_dora.ops.mosaic.few_rows_tile import ROWS
 from jax_dora.ops.mosaic.hopper import RESERVED, padded_rank
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling
 
-# Columns of a tile of A.
+# The columns of a tile of A.
 A_COLS = 64
-# Runs that a strip of A is cut into, at least, and tiles of a run, at most: they have to be done
-# before those of W are.
+# The minimum number of runs of a strip of A, and the maximum number of tiles of a run. These keep
+# the runs of A short, so that they end before those of W.
 A_RUNS = 8
 A_TILES = 32
-# Bytes of shared memory that sums which wait to be added up may take.
+# The bytes of shared memory that `few_rows_finish` may use for partial sums.
 MOST_SUMS = 160 * 1024
 
 
 def in_pairs(tiling: Tiling) -> bool:
-    """Returns whether the two consumers of a thread block have one run each, of the same strip."""
+    """Returns whether the two consumers of each thread block have one run each, of the same strip.
+
+    They then add their sums before they are written.
+    """
     even = tiling.config.consumers == 2 and tiling.splits % 2 == 0
     return even and tiling.units <= tiling.blocks
 
 
 def parts(tiling: Tiling) -> int:
-    """Returns how many sums there are of a column: the consumers of a pair add theirs up."""
+    """Returns the number of partial sums per element of the result."""
     return tiling.splits // 2 if in_pairs(tiling) else tiling.splits
 
 
 def tilings(
     in_features: int, out: int, rank: int, rows: int, config: Config, sm_count: int
 ) -> tuple[Tiling, Tiling]:
-    """Returns the tilings of W and of A."""
-    room = max(MOST_SUMS // (rows * A_COLS * 4), 2)
-    knobs = dataclasses.replace(config, tile_cols=A_COLS)
+    """Returns the tilings of W and of A.
+
+    Their partial sums, [rows, 64] per part and strip, must fit into `MOST_SUMS`. A's get at most a
+    third of it.
+    """
+    most_sums = max(MOST_SUMS // (rows * A_COLS * 4), 2)
     runs = max(A_RUNS, pl.cdiv(in_features, TILE_ROWS * A_TILES))
 
-    def of(cols: int, knobs: Config, blocks: int, most: int) -> Tiling:
-        """Returns the first of these with at most `most` parts."""
-        found = Tiling(in_features, cols, knobs, blocks * config.consumers)
-        for splits in (2 * most, most):
-            if parts(found) <= most:
+    def tiling(cols: int, config: Config, blocks: int, most_parts: int) -> Tiling:
+        """Returns a tiling with at most `most_parts` parts, and the config's splits if possible."""
+        result = Tiling(in_features, cols, config, blocks * config.consumers)
+        for splits in (2 * most_parts, most_parts):
+            if parts(result) <= most_parts:
                 break
-            found = dataclasses.replace(found, config=dataclasses.replace(knobs, splits=splits))
-        return found
+            result = dataclasses.replace(result, config=dataclasses.replace(config, splits=splits))
+        return result
 
-    of_a = dataclasses.replace(knobs, splits=runs)
-    a = of(rank, of_a, sm_count, max(room // (3 * pl.cdiv(rank, A_COLS)), 1))
-    taken, left = pl.cdiv(a.blocks, config.consumers), room - parts(a) * a.strips
-    return of(out, config, max(sm_count - taken, 1), max(left, 1)), a
+    a_config = dataclasses.replace(config, tile_cols=A_COLS, splits=runs)
+    a = tiling(rank, a_config, sm_count, max(most_sums // (3 * pl.cdiv(rank, A_COLS)), 1))
+    a_blocks, remaining = pl.cdiv(a.blocks, config.consumers), most_sums - parts(a) * a.strips
+    return tiling(out, config, max(sm_count - a_blocks, 1), max(remaining, 1)), a
 
 
 def shared_memory(rows: int, rank: int, dtype: Any, tiled: bool, config: Config) -> int:
-    """Returns the bytes that a launch takes for W of `dtype`, in tiles with scales of fp32 or not,
-    beside A of `rank`."""
-    c, held = config, pl.cdiv(rows, ROWS) * ROWS
-    slot = TILE_ROWS * few_rows_tile.TILE_BYTES + held * TILE_ROWS * 2 + 4 * c.tile_cols * tiled
-    of_a = c.stages * TILE_ROWS * min(padded_rank(rank), A_COLS) * 2
-    handed = 4 * held * c.tile_cols
+    """Returns the bytes of shared memory of a launch.
+
+    Args:
+      rows, rank: the rows of a pass, and A's rank.
+      dtype: W's dtype, as it is stored.
+      tiled: whether W has fp32 scales of tiles.
+      config: the config.
+    """
+    c, padded = config, pl.cdiv(rows, ROWS) * ROWS
+    slot = TILE_ROWS * few_rows_tile.TILE_BYTES + padded * TILE_ROWS * 2 + 4 * c.tile_cols * tiled
+    a_ring = c.stages * TILE_ROWS * min(padded_rank(rank), A_COLS) * 2
+    exchange = 4 * padded * c.tile_cols
     table = few_rows_tile.table_for(dtype, jnp.bfloat16)
-    taken = c.consumers * (c.slots * slot + of_a) + handed
-    return taken + (0 if table is None else table.nbytes) + RESERVED
+    table_bytes = 0 if table is None else table.nbytes
+    return c.consumers * (c.slots * slot + a_ring) + exchange + table_bytes + RESERVED

@@ -1,13 +1,19 @@
-"""A matrix product in two parts, one accumulator: the frame of project, project_back and
-bank_project.
+"""The sum of two matrix products in one accumulator: the kernel of `project`, `project_back` and
+`bank_project`.
 
     result = g∘(left₁ right₁ + left₂ right₂) [+ bias]
 
-All of bf16 or all of fp16, the result likewise. The loop over the contracted axis runs through the
-first pair of operands, then through the second, into one fp32 accumulator; nothing is rounded
-before the last step.
+    left₁  [rows, k₁]   right₁  [k₁, cols]   left₂  [rows, k₂]   right₂  [k₂, cols]
+    g      f32[cols]    bias    f32[cols]    result  [rows, cols]
 
-FLOPs: 2 · rows · (k₁ + k₂) · cols set the floor; bytes: each operand and result once, 2 bytes each.
+The matrices and the result are all bf16 or all fp16. The loop over the contracted axis goes through
+the first product, then the second, and accumulates in fp32. Only the result is rounded.
+
+FLOPs: 2 · rows · (k₁ + k₂) · cols; the floor is FLOPs / peak rate.
+Bytes: 2 per element of each operand and result.
+
+The last warpgroup of a thread block fetches slices of the operands into a ring of `stages` buffers;
+the other warpgroups, the consumers, multiply them and store the result in chunks.
 """
 
 import dataclasses
@@ -22,25 +28,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora.ops.mosaic import hopper
 from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_registers
 from jax_dora.ops.mosaic.product_tiling import (
+    CHUNK_BUFFERS,
     CHUNK_COLS,
     CHUNK_ROWS,
-    CHUNK_SLOTS,
     CONSUMERS,
     Config,
 )
 
 
 class Groups(NamedTuple):
-    """Rows in groups, of which each has vectors and a second right operand of its own.
+    """Groups of rows that each have their own right₂, g and bias.
 
     Attributes:
-      time: rows of a group, a multiple of tile_rows.
-      which: i32[groups + 1], which of the second right operands is each group's, and at the end
-        which of the first ones is everybody's.
+      time: the number of rows in a group, a multiple of tile_rows.
+      indices: i32[groups + 1], the index of right₂ for each group; the last element is the index
+        of right₁ for all groups.
     """
 
     time: int
-    which: jax.Array
+    indices: jax.Array
 
 
 def two_part_product(
@@ -54,19 +60,23 @@ def two_part_product(
     config: Config,
     sm_count: int,
 ) -> list[jax.Array]:
-    """Returns g∘(Σ left @ right) + bias, and the bare sum if there are two outputs.
+    """Returns [g∘sum + bias] with sum = left₁ right₁ + left₂ right₂; or [g∘sum + bias, sum].
 
     Args:
-      lefts: [rows, k] each.
-      rights: [k, cols] each, or [cols, k] if transposed; of groups [n, k, cols] each.
-      vectors: g and bias, f32[cols]; none for the bare sum, or g alone. Of groups [groups, cols].
+      lefts: left₁ and left₂, [rows, k].
+      rights: right₁ and right₂, [k, cols], or [cols, k] if `transposed`; with groups [n, k, cols].
+      vectors: [], [g] or [g, bias], f32[cols]; with groups f32[groups, cols].
+      outputs: 1, or 2 to return the sum too.
+      transposed: whether the right operands are transposed.
+      groups: the groups of rows, or None.
+      config, sm_count: see `choose.Choice`.
     """
     c, dtype = config, lefts[0].dtype
     rows = lefts[0].shape[0]
     cols = rights[0].shape[-2 if transposed else -1]
     if cols == CHUNK_COLS:
-        # The copy engine drops an axis of one chunk, and with it the end of the columns: a chunk
-        # that lies past it would be written into other rows.
+        # TMA drops a column axis of a single chunk, and with it the check of the column's bounds: a
+        # chunk beyond the last column would be written into other rows.
         c = dataclasses.replace(c, tile_cols=CHUNK_COLS, split_rows=True)
     steps = [pl.cdiv(left.shape[1], TILE_K) for left in lefts]
     row_tiles, col_tiles = pl.cdiv(rows, c.tile_rows), pl.cdiv(cols, c.tile_cols)
@@ -74,24 +84,26 @@ def two_part_product(
     blocks = min(sm_count, tiles)
     consumer_rows, consumer_cols = c.consumer_tile
     chunks = outputs * consumer_rows * consumer_cols // (CHUNK_ROWS * CHUNK_COLS)
-    wholes, ends = _parted(lefts, (row_tiles - 1) * c.tile_rows)
-    arguments = [*wholes, *ends, *rights]
+    bodies, tails = _split_tail(lefts, (row_tiles - 1) * c.tile_rows)
+    arguments = [*bodies, *tails, *rights]
     if vectors:
         stacked = jnp.stack([v.astype(jnp.float32) for v in vectors], axis=-2)
         arguments.append(hopper.pad(stacked, *stacked.shape[:-1], col_tiles * c.tile_cols))
-        features = {
+        feature_vectors = {
             "smem": plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32),
             "ready": plgpu.Barrier(),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS),
         }
     else:
-        features = {}
+        feature_vectors = {}
     if groups is not None:
-        arguments.append(groups.which)
+        arguments.append(groups.indices)
 
-    def body(*refs, left_smem, right_smem, ready, free, chunk_smem, features):
-        lefts_gmem, ends_gmem = refs[:2], refs[2 : 2 + len(ends)]
-        others_gmem, out_gmem = refs[2 + len(ends) : -outputs], refs[-outputs:]
+    def body(*refs, left_smem, right_smem, ready, free, chunk_smem, feature_vectors):
+        lefts_gmem, tails_gmem = refs[:2], refs[2 : 2 + len(tails)]  # [rows, k₁], [rows, k₂] each
+        # others_gmem: right₁ [k₁, cols], right₂ [k₂, cols], and perhaps vectors [1 or 2, cols] and
+        # the groups' indices. out_gmem: [rows, cols] each.
+        others_gmem, out_gmem = refs[2 + len(tails) : -outputs], refs[-outputs:]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         my_tiles = lax.div(tiles - block + blocks - 1, blocks)
 
@@ -104,11 +116,11 @@ def two_part_product(
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            of_tile = _of_tile(others_gmem, groups)
+            tile_operands = _tile_operands(others_gmem, groups)
 
             def fetch_tile(index, _):
                 row, col = corner(index)
-                tile_rights_gmem, tile_vectors_gmem = of_tile(row)
+                tile_rights_gmem, tile_vectors_gmem = tile_operands(row)
                 at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
                 before = index * sum(steps)
                 for part, (right_gmem, count) in enumerate(
@@ -116,57 +128,60 @@ def two_part_product(
                 ):
 
                     def fetch_slice(k, _, part=part, right_gmem=right_gmem, before=before):
-                        slot = lax.rem(before + k, c.stages)
+                        stage = lax.rem(before + k, c.stages)
                         at_k = pl.ds(k * TILE_K, TILE_K)
-                        plgpu.barrier_wait(free.at[slot])
+                        plgpu.barrier_wait(free.at[stage])
 
                         def fetch_left(left_gmem, at_rows):
                             plgpu.copy_gmem_to_smem(
-                                left_gmem.at[at_rows, at_k], left_smem.at[slot], ready.at[slot]
+                                left_gmem.at[at_rows, at_k], left_smem.at[stage], ready.at[stage]
                             )
 
-                        if ends:
-                            past = row - (row_tiles - 1) * c.tile_rows
+                        if tails:
+                            tail_row = row - (row_tiles - 1) * c.tile_rows
 
-                            @pl.when(past == 0)
-                            def _fetch_end():
-                                fetch_left(ends_gmem[part], pl.ds(past, c.tile_rows))
+                            @pl.when(tail_row == 0)
+                            def _fetch_from_tail():
+                                fetch_left(tails_gmem[part], pl.ds(tail_row, c.tile_rows))
 
-                            @pl.when(past < 0)
-                            def _fetch_whole():
+                            @pl.when(tail_row < 0)
+                            def _fetch_from_left():
                                 fetch_left(lefts_gmem[part], at_rows)
 
                         else:
                             fetch_left(lefts_gmem[part], at_rows)
                         at_right = (at_cols, at_k) if transposed else (at_k, at_cols)
                         plgpu.copy_gmem_to_smem(
-                            right_gmem.at[at_right], right_smem.at[slot], ready.at[slot]
+                            right_gmem.at[at_right], right_smem.at[stage], ready.at[stage]
                         )
 
                     lax.fori_loop(0, count, fetch_slice, None)
                     before = before + count
                 if vectors:
-                    # Last: they are free only when the tile before has been stored, and its slices
-                    # long before.
-                    plgpu.barrier_wait(features["free"])
+                    # Fetched last: their buffer is free only after the previous tile has been
+                    # stored, while the buffers of its slices are free long before.
+                    plgpu.barrier_wait(feature_vectors["free"])
                     plgpu.copy_gmem_to_smem(
-                        tile_vectors_gmem[0].at[:, at_cols], features["smem"], features["ready"]
+                        tile_vectors_gmem[0].at[:, at_cols],
+                        feature_vectors["smem"],
+                        feature_vectors["ready"],
                     )
 
             lax.fori_loop(0, my_tiles, fetch_tile, None)
-            # Every buffer was handed back once more than it was filled.
-            for slot in range(c.stages):
-                plgpu.barrier_wait(free.at[slot])
+            # The consumers free every buffer once more than it is filled. All arrivals at a barrier
+            # must be waited for before the kernel ends.
+            for stage in range(c.stages):
+                plgpu.barrier_wait(free.at[stage])
             if vectors:
-                plgpu.barrier_wait(features["free"])
+                plgpu.barrier_wait(feature_vectors["free"])
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
             plgpu.set_max_registers(consume_registers(CONSUMERS), action="increase")
-            for slot in range(c.stages):
-                plgpu.barrier_arrive(free.at[slot])
+            for stage in range(c.stages):
+                plgpu.barrier_arrive(free.at[stage])
             if vectors:
-                plgpu.barrier_arrive(features["free"])
+                plgpu.barrier_arrive(feature_vectors["free"])
             my_row = warpgroup * consumer_rows if c.split_rows else 0
             my_col = 0 if c.split_rows else warpgroup * consumer_cols
             my_rows = pl.ds(my_row, consumer_rows)
@@ -177,13 +192,13 @@ def two_part_product(
 
                 def multiply(acc_ref):
                     def step(k, acc_ref):
-                        slot = lax.rem(index * sum(steps) + k, c.stages)
-                        plgpu.barrier_wait(ready.at[slot])
-                        left = left_smem.at[slot, my_rows]
+                        stage = lax.rem(index * sum(steps) + k, c.stages)
+                        plgpu.barrier_wait(ready.at[stage])
+                        left = left_smem.at[stage, my_rows]
                         if transposed:
-                            right = right_smem.at[slot, my_cols].transpose((1, 0))
+                            right = right_smem.at[stage, my_cols].transpose((1, 0))
                         else:
-                            right = right_smem.at[slot, :, my_cols]
+                            right = right_smem.at[stage, :, my_cols]
                         plgpu.wgmma(acc_ref, left, right)
                         return acc_ref
 
@@ -202,17 +217,17 @@ def two_part_product(
                 )
                 plgpu.barrier_arrive(free.at[lax.rem((index + 1) * sum(steps) - 1, c.stages)])
                 if vectors:
-                    plgpu.barrier_wait(features["ready"])
+                    plgpu.barrier_wait(feature_vectors["ready"])
                 stores = 0
-                if chunks % CHUNK_SLOTS:
-                    # The tile before has ended with the slot that this one begins with.
+                if chunks % CHUNK_BUFFERS:
+                    # The previous tile's last chunk used the buffer of this tile's first chunk.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for r in range(0, consumer_rows, CHUNK_ROWS):
                     for j in range(0, consumer_cols, CHUNK_COLS):
                         chunk = inner = acc[r : r + CHUNK_ROWS, j : j + CHUNK_COLS]
                         for i in range(len(vectors)):
                             vector = lax.broadcast_in_dim(
-                                features["smem"][i, pl.ds(my_col + j, CHUNK_COLS)],
+                                feature_vectors["smem"][i, pl.ds(my_col + j, CHUNK_COLS)],
                                 chunk.shape,
                                 (1,),
                             )
@@ -222,17 +237,17 @@ def two_part_product(
                             pl.ds(col + my_col + j, CHUNK_COLS),
                         )
                         for out, value in zip(out_gmem, (chunk, inner), strict=False):
-                            slot_smem = chunk_smem.at[
-                                warpgroup * CHUNK_SLOTS + stores % CHUNK_SLOTS
+                            buffer_smem = chunk_smem.at[
+                                warpgroup * CHUNK_BUFFERS + stores % CHUNK_BUFFERS
                             ]
                             stores += 1
-                            plgpu.wait_smem_to_gmem(CHUNK_SLOTS - 1, wait_read_only=True)
-                            slot_smem[...] = value.astype(dtype)
+                            plgpu.wait_smem_to_gmem(CHUNK_BUFFERS - 1, wait_read_only=True)
+                            buffer_smem[...] = value.astype(dtype)
                             plgpu.commit_smem()
-                            plgpu.copy_smem_to_gmem(slot_smem, out.at[at])
+                            plgpu.copy_smem_to_gmem(buffer_smem, out.at[at])
                 if vectors:
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(features["free"])
+                    plgpu.barrier_arrive(feature_vectors["free"])
 
             lax.fori_loop(0, my_tiles, consume_tile, None)
             plgpu.wait_smem_to_gmem(0)
@@ -251,42 +266,45 @@ def two_part_product(
             "right_smem": hopper.tiled((c.stages, *right_tile), dtype),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
-            # In rows, not in tiles of 8, so that the last ones may be fewer.
-            "chunk_smem": hopper.swizzled((CONSUMERS * CHUNK_SLOTS, CHUNK_ROWS, CHUNK_COLS), dtype),
-            "features": features,
+            # Not in tiles of 8 rows, because the result's last chunk may have any number of rows.
+            "chunk_smem": hopper.swizzled(
+                (CONSUMERS * CHUNK_BUFFERS, CHUNK_ROWS, CHUNK_COLS), dtype
+            ),
+            "feature_vectors": feature_vectors,
         },
         kernel_name=name if groups is None else "dora_bank_project",
     )(*arguments)
-    # Where a scan both stacks a result and reads it, XLA would launch the kernel twice.
+    # Without this barrier XLA launches the kernel twice if a scan both stacks and reads a result.
     return [lax.optimization_barrier(result) for result in results]
 
 
-def _parted(
+def _split_tail(
     lefts: tuple[jax.Array, jax.Array], start: int
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the left operands as the copy engine takes them: rows up to `start`, where the last
-    tile starts, and those from there on with rows of zeros; or whole, and no further ones, where
-    the engine takes them so."""
+    """Returns (bodies, tails): the left operands, with numbers of rows that TMA supports.
+
+    If the last tile's rows need padding, `tails` are these rows, from `start` on, padded with
+    zeros, and `bodies` are the rows before. Otherwise, or with a single tile, `tails` is empty.
+    """
     rows = lefts[0].shape[0]
     if rows % hopper.ROW_ALIGNMENT == 0:
         return [*lefts], []
     count = pl.cdiv(rows - start, hopper.ROW_ALIGNMENT) * hopper.ROW_ALIGNMENT
-    ends = [hopper.pad(left[start:], count, left.shape[1]) for left in lefts]
-    # XLA hands the first rows over without a copy.
-    return ([left[:start] for left in lefts], ends) if start else (ends, [])
+    tails = [hopper.pad(left[start:], count, left.shape[1]) for left in lefts]
+    # XLA passes a slice of leading rows to the kernel without a copy.
+    return ([left[:start] for left in lefts], tails) if start else (tails, [])
 
 
-def _of_tile(gmem, groups):
-    """Returns a function of a tile's first row that returns the right operands of the tile, and in
-    a list its vectors, if there are any."""
+def _tile_operands(gmem, groups):
+    """Returns a function that maps a tile's first row to its right operands and [its vectors]."""
     if groups is None:
         return lambda row: (gmem[:2], gmem[2:])
-    first_gmem, second_gmem, *vectors_gmem, which_gmem = gmem
-    shared_gmem = first_gmem.at[which_gmem[groups.which.size - 1]]
+    right1_gmem, right2_gmem, *vectors_gmem, indices_gmem = gmem
+    shared_gmem = right1_gmem.at[indices_gmem[groups.indices.size - 1]]
 
-    def of_tile(row):
+    def tile_operands(row):
         group = lax.div(row, jnp.int32(groups.time))
-        own_gmem = second_gmem.at[which_gmem[group]]
-        return (shared_gmem, own_gmem), [one.at[group] for one in vectors_gmem]
+        own_gmem = right2_gmem.at[indices_gmem[group]]
+        return (shared_gmem, own_gmem), [ref.at[group] for ref in vectors_gmem]
 
-    return of_tile
+    return tile_operands

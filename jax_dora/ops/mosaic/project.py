@@ -1,10 +1,12 @@
 """A whole projection in one matrix product: y = g∘(x W + z B) [+ bias].
 
-    x  [rows, in]   W  [in, out]   z  [rows, r]   B  [r, out]     bf16 or fp16, all the same
+    x  [rows, in]   W  [in, out]   z  [rows, r]   B  [r, out]     all bf16 or all fp16
     g  f32[out]     bias  [out] (optional)        inner = x W + z B  [rows, out]  (optional)
 
-s is already in z. No base tensor is written, and since nothing is rounded before the last step
-there is no cancellation to guard g - 1 against.
+z contains s. base = x W is never stored. inner stays in fp32 until y is rounded, so y does not lose
+precision by cancellation in g - 1.
+
+FLOPs, bytes and the kernel: see `product`, with k₁ = in and k₂ = r.
 """
 
 import jax
@@ -31,9 +33,9 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, inner or None) for x [..., in] and z [..., r], which s has been applied to.
+    """Returns (y, inner or None) for x [..., in] and z [..., r].
 
-    Without g, y is inner; it has no bias then.
+    If g is None, y is inner, and bias must be None.
     """
     vectors = [vector for vector in (g, bias) if vector is not None]
     shape = (*x.shape[:-1], kernel.shape[1])

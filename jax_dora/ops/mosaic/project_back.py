@@ -1,8 +1,10 @@
 """The gradient of a projection with respect to x in one matrix product: dx = d Wᵀ + dz Aᵀ.
 
-    d  [rows, out]   W  [in, out]   dz  [rows, r]   A  [in, r]    bf16 or fp16, all the same
+    d  [rows, out]   W  [in, out]   dz  [rows, r]   A  [in, r]   dx  [rows, in]   all bf16 or fp16
 
-d = g∘dy, and s is already in dz = s·(d Bᵀ).
+d = g∘dy and dz = d Bᵀ; A contains s.
+
+FLOPs, bytes and the kernel: see `product`, with k₁ = out and k₂ = r.
 """
 
 import jax
@@ -17,7 +19,7 @@ from jax_dora.ops.mosaic.product_tiling import wins as wins
 
 
 def config(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the launch knobs for a gradient [rows, in]."""
+    """Returns the config for a gradient [rows, in]."""
     return config_of(rows, out, in_features, dtype)
 
 

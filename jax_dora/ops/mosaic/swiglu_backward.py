@@ -1,16 +1,17 @@
-"""The gradient of `jax_dora.ops.swiglu`: SwiGLU's and two composes', with all sums over the rows.
+"""The gradient of `jax_dora.ops.swiglu` (SwiGLU and two composes), with all sums over rows.
 
     dh, gate, up  [rows, out]  bf16 or fp16      g, b of gate and of up  f32[out]
     y₁ = g₁∘gate + b₁    y₂ = g₂∘up + b₂    σ = sigmoid(y₁)
     d₁ = dh∘y₂∘σ∘(1 + y₁∘(1-σ))             d₂ = dh∘y₁∘σ
     d_gate = g₁∘d₁    d_up = g₂∘d₂          [rows, out]  dh's dtype
     d_g₁ = Σ_rows d₁∘gate    d_g₂ = Σ_rows d₂∘up    f32[out]
-    d_b₁ = Σ_rows d₁         d_b₂ = Σ_rows d₂       f32[out], where they are wanted
+    d_b₁ = Σ_rows d₁         d_b₂ = Σ_rows d₂       f32[out], if wanted
 
-σ = rsqrt(1 + exp(-y₁))², both by the special function unit: relative errors of a few u32 (2⁻²⁴) and
-of exp's argument, u32·|y₁|. That suits 16-bit results, and is why fp32 ones are refused.
+σ is computed as rsqrt(1 + exp(-y₁))², with rsqrt and exp of the special function unit. Its relative
+error is a few u32 (2⁻²⁴), plus u32·|y₁| from exp's argument. This is accurate enough for 16-bit
+results; fp32 is not supported for this reason.
 
-Bytes: reads 3 · rows · out, writes 2. Memory is the floor: bytes / copy rate.
+Elements: 3 · rows · out read, 2 · rows · out written. The floor is bytes / copy rate.
 """
 
 import jax
@@ -23,7 +24,7 @@ from jax_dora.ops.mosaic.launch import launcher
 
 
 def refuses(rows: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why [rows, out] of `dtype` is not taken, or None."""
+    """Returns why the kernel does not support [rows, out] of `dtype`, or None."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"dtype {jnp.dtype(dtype)} is neither bfloat16 nor float16"
     return elementwise.refuses(rows, out, dtype)
@@ -35,7 +36,7 @@ def wins(rows: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def config(rows: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the launch knobs for [rows, out] of `dtype` (H200, `benchmarks tune`)."""
+    """Returns the config for [rows, out] of `dtype` (H200, `benchmarks tune`)."""
     return Config(tile_bytes=4096, stages=2, blocks_per_sm=3)
 
 
@@ -53,10 +54,10 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, ...]:
-    """Returns (d_gate, d_up, d_gate_g, d_up_g), and (d_gate_bias, d_up_bias) where they are wanted,
-    for dh, gate, up [..., out]."""
+    """Returns (d_gate, d_up, d_gate_g, d_up_g), followed by (d_gate_bias, d_up_bias) if
+    `want_bias`, for dh, gate, up [..., out]."""
 
-    def of_row(operands, vectors, _):
+    def row_function(operands, vectors, _):
         (dh, gate, up), (g1, b1, g2, b2) = operands, vectors
         y1 = g1 * gate + b1
         root = lax.rsqrt(1.0 + jnp.exp(-y1))
@@ -67,9 +68,9 @@ def launch(
         return [g1 * d1, g2 * d2], [d1 * gate, d2 * up, d1, d2][: 4 if want_bias else 2]
 
     zeros = jnp.zeros_like(gate_g, jnp.float32)
-    vectors = [zeros if one is None else one for one in (gate_g, gate_bias, up_g, up_bias)]
+    vectors = [zeros if v is None else v for v in (gate_g, gate_bias, up_g, up_bias)]
     tensors, sums = elementwise.row_kernel(
-        of_row,
+        row_function,
         [dh, gate, up],
         vectors,
         jnp.float32(1),

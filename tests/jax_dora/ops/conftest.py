@@ -1,4 +1,4 @@
-"""How a test runs a Mosaic kernel: interpreted with race detection, or natively (`-m gpu`)."""
+"""Fixtures that run Mosaic kernels: interpreted with race detection, or natively (`-m gpu`)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,13 +8,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic.low_rank_tiling import Config
 
-# A race raises.
+# A race condition raises an error.
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("native", marks=pytest.mark.gpu)])
 def on_mosaic(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager]:
-    """A context in which `implementation="mosaic"` runs."""
+    """Returns a context in which `implementation="mosaic"` runs."""
     if request.param == "native":
         return nullcontext
     return lambda: plgpu.force_gpu_interpret_mode(RACES)
@@ -29,5 +29,5 @@ def on_mosaic(request: pytest.FixtureRequest) -> Callable[[], AbstractContextMan
     ]
 )
 def low_rank_config(request: pytest.FixtureRequest) -> Config:
-    """The knobs of a kernel that `low_rank_tiling` gives, of every kind."""
+    """Returns each of several different configs of `low_rank_tiling`."""
     return request.param

@@ -1,4 +1,4 @@
-"""Every kernel gives the same bits in thousands of launches, one right after the other.
+"""Every kernel returns the same bits in thousands of consecutive launches.
 
 What the interpreter's race detection cannot see, a tile that is overwritten before the last lane
 has read it, differs once in ten launches or once in ten thousand, and only where the device is
@@ -59,7 +59,7 @@ def norm(qtype: str | None, n_in: int, out: int, rank: int) -> tuple[Callable[..
 def linear(
     rows: int, n_in: int, out: int, rank: int, dropout: bool = False
 ) -> tuple[Callable[..., Any], Any]:
-    """Forward and all gradients: the kernels of the projection, or of its parts."""
+    """Runs forward and all gradients: the kernels of the whole projection, or of its parts."""
     adapter = normal(2, n_in, rank, deviation=n_in**-0.5), normal(3, rank, out, deviation=0.1)
     magnitude, norm = (1 + normal(seed, out, dtype=jnp.float32, deviation=0.1) for seed in (4, 5))
     drop = Dropout(draw_seed(jax.random.key(0)), 0.1) if dropout else None
@@ -78,7 +78,7 @@ def linear(
 
 
 def by_quantised_rows(rows: int, n_in: int, out: int) -> tuple[Callable[..., Any], Any]:
-    """A projection in FP8 on both sides: rows are rounded, and sums scaled, by kernels."""
+    """A projection with FP8 activations and kernel: kernels round the rows and scale the sums."""
     call, operands = few_rows("float8_e4m3fn", rows, n_in, out)
     options = {"norm": operands[-1], "implementation": "mosaic", "act_qtype": "float8_e4m3fn"}
     call = functools.partial(ops.dora_linear, scale=0.5, **options)
@@ -139,7 +139,7 @@ CASES = {
 
 
 def differing(call: Callable[..., Any], operands: Any, launches: int) -> int:
-    """Returns in how many of the launches but the first a bit differs from the first's."""
+    """Returns the number of launches whose result differs in a bit from the first's."""
 
     def bits(tree: Any) -> list[jax.Array]:
         of_size = {2: jnp.uint16, 4: jnp.uint32}
@@ -150,7 +150,7 @@ def differing(call: Callable[..., Any], operands: Any, launches: int) -> int:
     def many(operands: Any) -> jax.Array:
         def launch(number: jax.Array, carry: Any) -> Any:
             count, first = carry
-            # Else XLA would launch once, before the loop.
+            # Otherwise XLA would launch once, before the loop.
             given, count = lax.optimization_barrier((operands, count))
             found = bits(call(*given))
             first = [jnp.where(number == 0, *pair) for pair in zip(found, first, strict=True)]
@@ -164,7 +164,7 @@ def differing(call: Callable[..., Any], operands: Any, launches: int) -> int:
     return int(many(operands))
 
 
-def test_a_result_that_wanders_is_noticed():
+def test_a_changing_result_is_detected():
     state = iter(range(1000))
 
     def wanders(x: jax.Array) -> jax.Array:

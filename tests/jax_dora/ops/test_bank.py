@@ -1,4 +1,4 @@
-"""Rows with adapters of their own, as an operator: the kernel beside XLA, and gradients."""
+"""The operator for rows with an adapter each: the kernel and XLA, and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def operands(seed, time, dtype=jnp.bfloat16, features=40, rank=8, out=64, slots=
 
 
 def exact(base, x, held, ids):
-    """In fp64, and what the roundings of z, lora and y may cost."""
+    """Returns the result in fp64, and the error bound of the roundings of z, lora and y."""
     rows, bounds = [], []
     for row, slot in enumerate(np.asarray(ids)):
         y, left = fp64(base[row]), fp64(x[row])
@@ -66,7 +66,7 @@ def test_agrees_with_fp64(on_mosaic, implementation):
 
 @pytest.mark.parametrize(("rows", "slots"), [(4, 3), (5, 3), (16, 3)])
 def test_single_tokens_agree_with_fp64(rows, slots):
-    """As many rows as make sums, products with all slots, and tiles of sorted rows."""
+    """The numbers of rows select each of XLA's three ways."""
     _, _, held, _ = operands(2, 1, slots=slots)
     rng = np.random.default_rng(3)
     base, x = (jnp.asarray(rng.standard_normal((rows, 1, size)), jnp.bfloat16) for size in (64, 40))
@@ -76,7 +76,7 @@ def test_single_tokens_agree_with_fp64(rows, slots):
     assert np.all(abs(fp64(y) - expected) <= 1.01 * bound)
 
 
-def test_what_is_not_finite_stays_with_its_row():
+def test_nonfinite_numbers_stay_in_their_row():
     base, x, held, _ = operands(4, 1)
     ids = jnp.asarray([0, 1, 1, 0, 2, -1], jnp.int32)
     base, x = (jnp.concatenate([one, one[:2]]) for one in (base, x))
@@ -88,8 +88,8 @@ def test_what_is_not_finite_stays_with_its_row():
     assert jnp.array_equal(sound[5], base[5])
 
 
-def test_what_overflows_in_another_slot_stays_there():
-    """Products with all slots: those with the last one are beyond fp16's range."""
+def test_an_overflow_in_another_slot_has_no_effect():
+    """In the "dense" way: products with the last slot exceed fp16's range."""
     base, x, held, _ = operands(5, 1, jnp.float16)
     base, x = (jnp.concatenate([one, one[:2]]) for one in (base, x))
     ids = jnp.asarray([0, 1, 1, 0, 0, -1], jnp.int32)
@@ -99,13 +99,13 @@ def test_what_overflows_in_another_slot_stays_there():
     assert jnp.array_equal(bank_linear(base, x, large, ids), bank_linear(base, x, held, ids))
 
 
-def test_what_mosaic_refuses_is_told():
-    with pytest.raises(NotImplementedError, match="has 3 tokens, which is no multiple of 64"):
+def test_mosaic_raises_with_a_reason():
+    with pytest.raises(NotImplementedError, match="has 3 tokens, which is not a multiple of 64"):
         bank_linear(*operands(0, 3), implementation="mosaic")
 
 
 def test_a_program_for_cuda_has_the_kernel():
-    """Beside a mesh too: the call is the primitive that decides as programs are lowered."""
+    """With several devices too: the primitive chooses the implementation at lowering."""
     arrays = operands(0, 64)
     call = jax.jit(lambda *a: bank_linear(*a, implementation="mosaic"))
     text = call.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
@@ -134,15 +134,15 @@ def test_gradients_reach_the_activations():
         assert np.allclose(d_x[row], through, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_of_one_token_look_no_adapter_up_by_copies():
-    """Every row's products with its slot are sums over a lookup, which XLA fuses."""
+def test_rows_of_one_token_copy_no_adapter():
+    """The products are sums, into which XLA fuses the lookup of the slots."""
     names = [one.primitive.name for one in equations(bank_linear, *operands(0, 1))]
     assert "dot_general" not in names
 
 
 @pytest.mark.parametrize(("rows", "time"), thinned([(4, 1), (20, 1), (4, 2)], [(4, 1), (4, 2)]))
-def test_a_layer_takes_its_part_of_a_stack_s_slots(rows, time):
-    """In each of XLA's ways, 20 rows being sorted."""
+def test_a_layer_uses_its_slots_of_a_stack(rows, time):
+    """For each of XLA's ways; 20 rows are sorted."""
     _, _, held, _ = operands(2, 1, jnp.float32)
     _, _, other, _ = operands(3, 1, jnp.float32)
     stack = jax.tree.map(lambda *one: jnp.concatenate(one), other, held)

@@ -1,4 +1,4 @@
-"""Whole projections of prompts with adapters of their own: kernels beside XLA, and gradients."""
+"""Whole projections of prompts with an adapter each: the kernels and XLA, and gradients."""
 
 import re
 
@@ -18,7 +18,7 @@ from tests.tables import thinned
 
 
 def prompts(seed, time, dtype=jnp.bfloat16, features=64):
-    """x, a kernel, adapters and ids, of which one is the base's and one has no slot."""
+    """Returns x, a kernel, adapters and ids, of which one is -1 and one has no slot."""
     _, x, held, ids = operands(seed, time, dtype, features=features)
     kernel = jax.random.normal(jax.random.key(seed), (features, 64), dtype) * features**-0.5
     return x, kernel.astype(dtype), held, ids
@@ -44,7 +44,7 @@ def test_agrees_with_fp64(on_mosaic, implementation, has_base_row):
         )
     rows = jnp.asarray([0, 2] if has_base_row else [0, 1, 2])
     base = jnp.asarray(fp64(x) @ fp64(kernel), jnp.float32)
-    # The base is rounded once where it is a result.
+    # A row of the base is rounded once.
     expected, bound = exact(base[rows], x[rows], held, ids[rows])
     rounded, wide = exact(base.astype(x.dtype)[rows], x[rows], held, ids[rows])
     bound = np.maximum(bound, wide) + abs(rounded - expected) + 2**-8 * abs(expected)
@@ -54,8 +54,8 @@ def test_agrees_with_fp64(on_mosaic, implementation, has_base_row):
     assert np.isnan(fp64(y[3])).all()
 
 
-def test_is_the_base_and_what_follows_it():
-    """In XLA's way, to the bit, with a bias."""
+def test_equals_the_base_and_bank_linear():
+    """XLA's results are equal bit for bit, with a bias."""
     x, kernel, held, ids = prompts(1, 3)
     bias = jnp.arange(64.0).astype(x.dtype)
     y = jax.jit(bank_projection)(x, kernel, held, ids, bias=bias)
@@ -63,8 +63,8 @@ def test_is_the_base_and_what_follows_it():
     np.testing.assert_array_equal(y.astype(np.float32), other.astype(np.float32))
 
 
-def test_a_row_is_the_same_in_any_company(on_mosaic):
-    """By the kernels, with a row of the base's beside it or without."""
+def test_a_row_does_not_depend_on_the_other_rows(on_mosaic):
+    """A row's result is the same whether the batch has a row of the base or not."""
     x, kernel, held, ids = prompts(4, 128)
     bias = jnp.arange(64.0).astype(x.dtype)
 
@@ -85,13 +85,13 @@ def test_a_program_for_cuda_has_both_ways():
     for name in ("dora_bank_shrink", "dora_bank_project", "stablehlo.dot_general"):
         assert name in text
     assert "dora_bank_expand" not in text
-    # No adapter is copied for a row.
+    # The adapters are not copied.
     assert not [one for one in text.splitlines() if "stablehlo.gather" in one and "bf16" in one]
 
 
 @pytest.mark.parametrize("implementation", thinned(["mosaic", "xla"], ["xla"]))
-def test_projections_of_one_x_are_what_each_is_alone(on_mosaic, implementation):
-    """Also where they are layers of a stack, which kernels and adapters lie in."""
+def test_projections_of_the_same_x_equal_single_projections(on_mosaic, implementation):
+    """Also for layers of a stack of kernels and adapters."""
     x, kernel, held, ids = prompts(2, 128)
     _, other, others, _ = prompts(3, 128)
     stack = jnp.stack([other, kernel])
@@ -115,7 +115,7 @@ def test_projections_of_one_x_are_what_each_is_alone(on_mosaic, implementation):
         assert jnp.array_equal(y, expected)
 
 
-def test_projections_ask_together_and_what_kernels_do_not_take_keeps_its_way(monkeypatch):
+def test_projections_share_a_branch_and_unsupported_ones_use_xla(monkeypatch):
     def projection(out):
         of_slots = aval(4, out, dtype=jnp.float32), aval(4, dtype=jnp.float32)
         ranks = aval(4, dtype=jnp.int32)
@@ -127,7 +127,7 @@ def test_projections_ask_together_and_what_kernels_do_not_take_keeps_its_way(mon
     ids = aval(8, dtype=jnp.int32)
     text = for_cuda(bank_projections, aval(8, 128, 4096), projections, ids)
     assert text.count("stablehlo.case") == 1
-    # Of two projections either way makes both.
+    # Each branch computes both projections.
     (case,) = re.findall(r"stablehlo\.case.*?}\) :", text, re.DOTALL)
     assert case.count("call @bank_project") == text.count("call @bank_project") == 4
     assert "tensor<4096x512xbf16>" in text
@@ -140,8 +140,8 @@ def test_rows_that_are_no_whole_tiles_keep_the_second_product():
     assert "dora_bank_project" not in text
 
 
-def test_what_mosaic_refuses_is_told():
-    with pytest.raises(NotImplementedError, match="has 3 tokens, which is no multiple of 64"):
+def test_mosaic_raises_with_a_reason():
+    with pytest.raises(NotImplementedError, match="has 3 tokens, which is not a multiple of 64"):
         bank_projection(*prompts(0, 3), implementation="mosaic")
 
 

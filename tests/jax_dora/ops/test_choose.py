@@ -47,7 +47,7 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(choose, "target", lambda: HOPPER)
 
 
-def test_an_unnamed_call_takes_the_first_that_is_able_and_wins(on_hopper):
+def test_an_unnamed_call_uses_the_first_supported_kernel_that_wins(on_hopper):
     good, loses, unable = kernel(), kernel(wins=False), kernel("odd")
     assert picks(good) == (good, "for 3", choose.HOPPER_SM_COUNT)
     assert picks(loses) is picks(unable) is picks(unable, loses) is None
@@ -59,7 +59,7 @@ def test_a_named_implementation_runs_or_raises(on_hopper):
     assert picks(unable, loses, implementation="mosaic").kernel is loses
     assert picks(loses, implementation="xla") is None
     assert picks(unable, implementation="mosaic", optional=True) is None
-    with pytest.raises(NotImplementedError, match=r"op: .*'mosaic' cannot .*: odd"):
+    with pytest.raises(NotImplementedError, match=r"op: .*'mosaic' does not .*: odd"):
         picks(unable, implementation="mosaic")
     with pytest.raises(ValueError, match="implementation is 'triton'; expected None"):
         picks(loses, implementation="triton")
@@ -76,7 +76,7 @@ def test_a_named_implementation_runs_or_raises(on_hopper):
         (Target("cpu", interpreted=True), False, False),
     ],
 )
-def test_what_the_target_alone_decides(target, refused, preferred):
+def test_the_target_decides(target, refused, preferred):
     assert (bool(target.refuses_mosaic()), target.prefers_mosaic) == (refused, preferred)
 
 
@@ -121,7 +121,7 @@ def test_the_crossovers(kernel, call, wins):
         (project_back.config(12608, 768, 3072, BF16), project.config(12608, 768, 3072, BF16)),
     ],
 )
-def test_some_sizes_have_knobs_of_their_own(found, usual):
+def test_some_sizes_have_their_own_config(found, usual):
     assert found != usual
 
 
@@ -159,7 +159,7 @@ def test_the_kernels_say_why_they_refuse(rows, out, dtype, reason):
     assert got is None if reason is None else reason in got
 
 
-def test_a_named_mosaic_refuses_what_the_kernel_cannot_take():
+def test_a_named_mosaic_raises_for_unsupported_calls():
     x = jnp.ones((3, 12))
     with (
         plgpu.force_gpu_interpret_mode(),
@@ -168,7 +168,7 @@ def test_a_named_mosaic_refuses_what_the_kernel_cannot_take():
         compose(x, x, jnp.ones(12), 1.0, implementation="mosaic")
 
 
-def test_mosaic_is_refused_under_x64_and_another_takes_the_call(monkeypatch):
+def test_under_x64_mosaic_raises_and_an_unnamed_call_uses_xla(monkeypatch):
     with jax.enable_x64(True):
         assert choose.target().x64
         monkeypatch.setattr(choose, "target", lambda: Target("gpu", "9.0", x64=True))

@@ -1,4 +1,4 @@
-"""What a partitioned model sends between devices, read of the compiled program, beside LoRA's."""
+"""The collectives in the compiled program of a partitioned model, compared with LoRA's."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax_dora import ops
 
 TOKENS, HIDDEN, WIDE, RANK, SCALE = 64, 96, 160, 8, 0.7
 BOTH = ("x", "y")
-# How rows, the kernel of `up` and the kernel of `down` are sharded.
+# The specs of the rows, the kernel of `up` and the kernel of `down`.
 LAYOUTS = {
     "dp": (BOTH, (None, None), (None, None)),
     "fsdp": (BOTH, (BOTH, None), (BOTH, None)),
@@ -80,7 +80,7 @@ def programs(optimized):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_only_vectors_travel_beside_what_lora_sends(programs, name):
+def test_only_vectors_are_sent_in_addition_to_lora(programs, name):
     features = 4 * 2 * (HIDDEN + WIDE)  # bytes of one number of every output feature
     pairs = zip(programs(dora, name), programs(lora, name), strict=True)
     # The norm and its g, each summed or gathered once; then the magnitude's gradient too.
@@ -95,8 +95,8 @@ def test_only_vectors_travel_beside_what_lora_sends(programs, name):
     [(P(), (None, BOTH), P(None, None, BOTH)), (P(None, None, BOTH), (BOTH, None), P())],
     ids=["column", "row"],
 )
-def test_only_vectors_travel_beside_what_a_layer_of_lora_sends(optimized, of_x, of_kernel, of_y):
-    """Of a tensor-parallel layer alone, given and giving activations as such layers do."""
+def test_a_layer_sends_only_vectors_in_addition_to_lora(optimized, of_x, of_kernel, of_y):
+    """A single tensor-parallel layer, with the usual shardings of its activations."""
     mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     into, out = of_kernel
 
@@ -125,8 +125,8 @@ def test_only_vectors_travel_beside_what_a_layer_of_lora_sends(optimized, of_x, 
     assert sent(dora) <= sent(lora) + 4 * 3 * WIDE
 
 
-def test_the_gradient_of_a_column_parallel_layer_waits_for_no_sum_but_its_result_s(optimized):
-    """Each device takes its part of the adapter's cotangent back to the inputs."""
+def test_the_gradient_of_a_column_parallel_layer_sums_only_its_result(optimized):
+    """Each device multiplies its partial dz by lora_aᵀ before the sum over devices."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     specs = [P(), P(None, "x"), P(), P(None, "x"), P("x"), P(None, "x")]
     shapes = [
@@ -145,8 +145,8 @@ def test_the_gradient_of_a_column_parallel_layer_waits_for_no_sum_but_its_result
     assert [one.bytes for one in collectives(text.as_text(), 4)] == [4 * TOKENS * HIDDEN]
 
 
-def test_a_row_parallel_layer_waits_for_no_sum_but_its_result_s(optimized):
-    """Each device expands its part of the reduction to the rank, which LoRA adds up first."""
+def test_a_row_parallel_layer_sums_only_its_result(optimized):
+    """Each device multiplies its partial z by lora_b before the sum over devices; LoRA sums z."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     specs = [P(None, "x"), P("x"), P("x"), P(), P()]
     shapes = [(TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)]
@@ -164,7 +164,7 @@ def max_matrix(found: list[Collective]) -> int:
     return max((one.bytes for one in found if one.kind == "all-gather"), default=0)
 
 
-def test_what_is_read_of_a_program():
+def test_collectives_are_read_from_a_program():
     text = """
   %a = f32[8,16]{1,0} all-gather(%x), channel_id=1, replica_groups={{0,1}}, dimensions={0}
   %b = (bf16[4]{0}, f32[]) all-reduce(%y, %z), channel_id=2
@@ -181,7 +181,7 @@ def test_what_is_read_of_a_program():
 
 
 def rows_of(size):
-    """Returns (y, gradients) of a layer whose sharded contractions do not divide over 4 devices."""
+    """Returns operands of a layer with contracted axes that 4 devices do not divide."""
     rng = np.random.default_rng(size)
     shapes = (
         (size, 2 * size + 1),
@@ -195,7 +195,8 @@ def rows_of(size):
 
 @pytest.mark.parametrize("spec", [("x", None, None), (None, "x", None), (None, None, "x")])
 def test_contractions_that_do_not_divide(spec):
-    """Of rows, inputs or outputs: XLA pads a device's part with garbage, which no sum may have."""
+    """Rows, inputs or outputs need padding, which XLA fills with arbitrary values: no sum may
+    include it."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     rows, into, out = spec
     operands = rows_of(7)
@@ -207,13 +208,13 @@ def test_contractions_that_do_not_divide(spec):
             x = place(x, NamedSharding(mesh, P(rows, into)))
             w = place(w, NamedSharding(mesh, P(into, out)))
             m = place(m, NamedSharding(mesh, P(out)))
-        # The cosine of the zeros behind a part's end; of m's too, lest a g of 0 hide them.
+        # cos makes the zeros of the padding nonzero, of the magnitude too: g = 0 would hide them.
         x, w, m = jnp.cos(x), jnp.cos(w), jnp.cos(m)
         call = lambda x, a, b, m: ops.dora_linear(x, w, a, b, m, SCALE)  # noqa: E731
         y, pull = jax.vjp(call, x, a, b, m)
         dy = jnp.cos(y)
         if sharded:
-            # Lest outputs be gathered before they are contracted, to the gradient of x.
+            # Otherwise x's gradient would gather the outputs before it contracts them.
             dy = place(dy, NamedSharding(mesh, P(rows, out)))
         return y, pull(dy)
 

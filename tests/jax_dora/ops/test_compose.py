@@ -31,7 +31,7 @@ def result_and_gradients(call, operands, dy):
 
 
 def check(op, base, lora, g, dy, scale, implementation=None):
-    """Result and gradients of `op` against the oracle, within the derived bounds."""
+    """Compares result and gradients of `op` with the oracle, within the derived bounds."""
 
     def call(base, lora, g):
         return OPS[op](base, lora, g, scale, implementation=implementation)
@@ -104,7 +104,7 @@ def test_mosaic_agrees_at_full_size(rows, out, dtype):
 
 @pytest.mark.slow
 def test_mosaic_adds_many_rows_without_drift(on_mosaic):
-    """0.1 added up plainly drifts by half an ulp of the growing sum a row, always to one side."""
+    """A plain sum of 0.1 drifts by half an ulp of the sum per row, always in one direction."""
     rows, out, g = 256, 8, jnp.ones(8)
     dy, inner = jnp.ones((rows, out)), jnp.full((rows, out), 0.1, jnp.float32)
     with on_mosaic():
@@ -124,7 +124,7 @@ def test_mosaic_keeps_leading_axes_and_adds_the_bias(on_mosaic):
         y, inner = mosaic_compose.launch(base, lora, g, jnp.float32(0.7), bias, **options)
     want, want_inner = define(base, lora, g, jnp.float32(0.7), bias, delta=False, want_inner=True)
     assert y.shape == base.shape
-    # The two may contract multiplications and additions differently before the one rounding.
+    # Before they round, the two may contract multiplications and additions differently.
     np.testing.assert_allclose(
         np.asarray(y, np.float32), np.asarray(want, np.float32), rtol=2**-7, atol=2**-9
     )
@@ -143,7 +143,7 @@ def test_mosaic_under_vmap(on_mosaic):
 
 @pytest.mark.parametrize("op", OPS)
 def test_stable_near_one(op):
-    """Three times nearer to fp64 than the naive form evaluated in the storage dtype."""
+    """ΔY is several times nearer to fp64 than the naive formula in bf16; y is no worse."""
     base, lora, g, dy = operands(7, (64, 256), jnp.bfloat16, spread=0.0015)
     lora = lora * jnp.bfloat16(1e-2)
     y = check(op, base, lora, g, dy, 0.7)

@@ -1,4 +1,4 @@
-"""Dropout inside `dora_linear`; the modules' tests hold it to its two conventions."""
+"""Dropout inside `dora_linear`; the layers' tests check the modes against LoRA and PEFT."""
 
 import chex
 import jax
@@ -16,7 +16,7 @@ MODES = ["adapter", "input"]
 
 
 def draws(seed):
-    """Returns a function of a shape that draws the next normal numbers."""
+    """Returns a function that draws normal numbers of a shape."""
     rng = np.random.default_rng(seed)
     return lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
 
@@ -151,7 +151,7 @@ def test_keeps_the_wanted_share_everywhere(rate):
     for axis in (0, 1):
         share = mask.mean(axis)
         assert np.all(abs(share - (1 - rate)) < 6 * deviation / np.sqrt(mask.shape[axis]))
-        # As far apart as independent draws are: no pattern along the other axis.
+        # The masks differ as much as independent draws: there is no pattern along the other axis.
         expected = deviation / np.sqrt(mask.shape[axis])
         assert 0.85 < share.std() / expected < 1.15
     centred = (mask - (1 - rate)) / deviation
@@ -163,7 +163,7 @@ def test_keeps_the_wanted_share_everywhere(rate):
 
 @pytest.mark.parametrize(("rate", "kept"), [(1e-6, 65536), (0.1, 58982), (0.999, 66), (0.99999, 1)])
 def test_the_mean_stays_what_it_is_at_every_rate(rate, kept):
-    """Of 2¹⁶ equally likely values `kept` are kept, and are worth as much more."""
+    """`kept` of 2¹⁶ equally likely values are kept, and scaled by the inverse of this share."""
     dropped = drop(jnp.ones((2048, 1024)), seed(), rate)
     values = np.unique(np.asarray(dropped))
     np.testing.assert_allclose(values[-1], 65536 / kept, rtol=1e-6)
@@ -234,6 +234,6 @@ def test_drop_is_linear_and_its_own_gradient():
         (Dropout(jnp.zeros(3, jnp.uint32), 0.1), ValueError, r"expected uint32\[2\]"),
     ],
 )
-def test_refuses_what_is_no_dropout(dropout, error, message):
+def test_bad_dropout(dropout, error, message):
     with pytest.raises(error, match=message):
         ops.dora_linear(**operands(), scale=SCALE, dropout=dropout)

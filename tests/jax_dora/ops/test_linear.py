@@ -19,7 +19,7 @@ SCALE = 0.7
 
 
 def layer(seed, rows, n_in, n_out, rank, dtype, adapter_dtype=jnp.float32):
-    """x, kernel, lora_a, lora_b, magnitude, bias and a cotangent, of a trained-looking layer."""
+    """Returns the operands and a cotangent of a layer with values like those of a trained one."""
     rng = np.random.default_rng(seed)
     kernel = rng.normal(size=(n_in, n_out)) / n_in**0.5
     lora_a = rng.normal(size=(n_in, rank)) / n_in**0.5
@@ -39,7 +39,7 @@ def layer(seed, rows, n_in, n_out, rank, dtype, adapter_dtype=jnp.float32):
 
 
 def check(arrays, dy, *implementations):
-    """Result and gradients against the oracle, within the derived bounds."""
+    """Compares result and gradients with the oracle, within the derived bounds."""
     trained = {k: v for k, v in arrays.items() if k != "kernel"}
     dtype = arrays["kernel"].dtype
     weight, lora_a, lora_b = oracle.from_flax(arrays["kernel"], arrays["lora_a"], arrays["lora_b"])
@@ -92,7 +92,7 @@ def test_agrees_with_the_oracle(sizes, dtype, adapter_dtype):
     check(*layer(0, *sizes, dtype, adapter_dtype))
 
 
-# The first is for the whole projection in one kernel, the second for expand and compose.
+# out = 136 selects the kernel of expand and compose, out = 320 that of the whole projection.
 @pytest.mark.parametrize(
     ("n_in", "n_out", "dtype"),
     [
@@ -116,7 +116,7 @@ def test_mosaic_agrees_at_full_size(dtype):
 
 
 def matrices(function, operands, shape):
-    """How many intermediate values of `shape`, either way round, the program makes."""
+    """Returns the number of matrix products with a result of `shape` or its transpose."""
     return sum(
         getattr(v.aval, "shape", None) in (shape, shape[::-1])
         for eqn in equations(function, *operands)
@@ -131,7 +131,7 @@ def test_no_dense_product_and_no_dense_weight_gradient():
     def loss(t):
         a = arrays | t
         operands = (a[k] for k in ("x", "kernel", "lora_a", "lora_b", "magnitude"))
-        # Unnamed, the operators would be one equation each, and what is in them unseen.
+        # Without "xla" each operator would be a single equation, which hides its products.
         y = dora_linear(*operands, SCALE, implementation="xla")
         return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
 
@@ -142,7 +142,7 @@ def test_no_dense_product_and_no_dense_weight_gradient():
     assert matrices_of_gradients(["kernel"]) == 1
 
 
-def test_the_kernel_gradient_is_right_where_somebody_asks_for_it():
+def test_the_kernel_gradient_is_right_if_wanted():
     arrays, dy = layer(4, (7,), 24, 16, 4, jnp.float32)
     order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
     with jax.default_matmul_precision("highest"):
@@ -211,16 +211,16 @@ def test_remat_can_keep_what_only_the_magnitude_reads(dropout):
     def products(keep):
         return str(jax.make_jaxpr(gradient(keep))(*map(arrays.get, order))).count("dot_general")
 
-    # x kernel and z lora_b are not multiplied again.
+    # The products x kernel and z lora_b are not computed again.
     assert products(False) == products(True) + 2
     kept, plain = (jax.jit(gradient(keep))(*map(arrays.get, order)) for keep in (True, False))
-    # What is computed again is fused otherwise, and rounded so.
+    # Recomputed values are fused, and so rounded, differently.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), kept, plain)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_gradient_of_a_magnitude_of_zero(dtype):
-    """It is Σ dy∘inner / norm at any magnitude, though y is what is kept for it."""
+    """The gradient is Σ dy∘inner / norm at any magnitude, although only y = g∘inner is kept."""
     arrays, dy = layer(9, (7,), 48, 40, 4, dtype)
     order = ("x", "kernel", "lora_a", "lora_b")
     magnitude = arrays["magnitude"].at[jnp.array([3, 5, 8])].set(jnp.array([0.0, -1e-30, -0.0]))
@@ -235,7 +235,7 @@ def test_gradient_of_a_magnitude_of_zero(dtype):
     exact = np.einsum("to,to->o", np.float64(dy), x @ adapted) / np.linalg.norm(adapted, axis=0)
     scale = np.abs(np.float64(dy)).T @ np.abs(x @ adapted)
     error = np.abs(found - exact) / (scale.diagonal() / np.linalg.norm(adapted, axis=0))
-    # A rounding of x, of A's product and of y each.
+    # One rounding each of x, of the product with A, and of y.
     assert error.max() <= 3 * float(jnp.finfo(dtype).eps)
     assert np.abs(np.float64(y)[:, [3, 5, 8]]).max() < 1e-9
 
@@ -258,7 +258,7 @@ def test_fp64_gradients_agree_with_finite_differences():
     with jax.enable_x64(True):
         arrays, _ = layer(8, (3,), 6, 5, 2, jnp.float64, jnp.float64)
         order = ("x", "lora_a", "lora_b", "magnitude", "bias")
-        # The norm is detached: hold it, as finite differences would move it.
+        # The norm is a constant for the gradient, so it must be for finite differences too.
         norm = factored_norm(arrays["kernel"], arrays["lora_a"], arrays["lora_b"], SCALE)
 
         def call(x, lora_a, lora_b, magnitude, bias):
@@ -290,7 +290,7 @@ def test_bad_input(arguments, options, error, message):
 
 @pytest.mark.parametrize("rank", thinned([16, 384], [16]))
 def test_layers_of_one_shape_share_what_is_lowered(rank):
-    """Or else a model without a scan over its layers takes minutes to lower."""
+    """Otherwise lowering a model without a scan over its layers takes minutes."""
 
     def kernels(depth):
         def loss(adapters, x, kernel):

@@ -1,4 +1,4 @@
-"""Inside `jax.shard_map`, with its check of what varies (the default) and without; on a mesh with
+"""Operators inside `jax.shard_map`, with check_vma (the default) and without; and on a mesh with
 explicit axes."""
 
 import functools
@@ -25,7 +25,7 @@ def draw(seed, *shape):
 
 
 def problem(devices, dtype=jnp.float32):
-    """What is trained, x and dy."""
+    """Returns the trained parameters, x and dy."""
     trained = {
         "lora_a": draw(0, IN, RANK),
         "lora_b": draw(1, RANK, OUT),
@@ -81,14 +81,14 @@ def loss(name, implementation, trained, x, dy):
 
 
 def sharded_gradient(name, implementation, devices, check):
-    """Of `loss`, what is trained on every device and rows spread over them, as one program."""
+    """Returns a jitted gradient of `loss`, with parameters on every device and sharded rows."""
     mesh = jax.make_mesh(
         (devices,), ("data",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
     )
 
     def on_each(trained, x, dy):
         grads = jax.grad(functools.partial(loss, name, implementation))(trained, x, dy)
-        # With the check, the transposition of what lets a parameter vary has summed them up.
+        # With check_vma, JAX sums the gradients: the transpose of making a parameter varying.
         return grads if check else jax.lax.psum(grads, "data")
 
     specs = (P(), P("data"), P("data"))
@@ -102,7 +102,7 @@ def sharded_gradient(name, implementation, devices, check):
     [*((name, True) for name in LAYERS), *(slow(name, False) for name in LAYERS)],
 )
 def test_a_gradient_is_summed_over_the_devices(name, check):
-    """As of one device after the other."""
+    """The gradient is the sum of the gradients that are computed for each device's rows alone."""
     devices = 4
     trained, x, dy = problem(devices)
     gradient = jax.jit(jax.grad(functools.partial(loss, name, None)))
@@ -116,9 +116,9 @@ def test_a_gradient_is_summed_over_the_devices(name, check):
 
 @pytest.mark.parametrize("name", thinned(LAYERS, ["compose"]))
 def test_mosaic_computes_the_same(on_mosaic, name):
-    """On one device: the interpreter knows no other."""
+    """Runs on one device, because the interpreter supports only one."""
     arrays = problem(1, jnp.bfloat16)
-    # As one program: what is dispatched beside an interpreted kernel may wait for it forever.
+    # One program: another program that is dispatched while a kernel is interpreted may deadlock.
     gradient = jax.jit(jax.grad(functools.partial(loss, name, "mosaic")))
     with on_mosaic():
         wanted = jax.block_until_ready(gradient(*arrays))
@@ -151,7 +151,7 @@ def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
 
 @pytest.mark.parametrize("check", [True, slow(False)])
 def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
-    """Their references may vary over no axis of the mesh, which the interpreter does not see."""
+    """Kernels' references must not vary over a mesh axis, which the interpreter does not check."""
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
 
     def run(x, kernel, lora_a, lora_b, magnitude):
@@ -182,7 +182,7 @@ def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
         slow("swiglu", True),
     ],
 )
-def test_runs_where_nobody_compiles_the_shard_map(name, check):
+def test_runs_in_a_shard_map_without_jit(name, check):
     trained, x, _ = problem(2)
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     call = functools.partial(LAYERS[name], trained, implementation=None)
@@ -194,7 +194,7 @@ def test_runs_where_nobody_compiles_the_shard_map(name, check):
 
 
 KERNEL, ACROSS = draw(9, IN, OUT), P("data", None)
-# Of the kernel, of x and of the result.
+# The specs of the kernel, x and the result.
 SHARDINGS = {
     "rows": (P(None, None), ACROSS, ACROSS),
     "rows and columns": (P(None, "model"), ACROSS, P("data", "model")),
@@ -220,7 +220,7 @@ def explicit_mesh():
     ],
 )
 def test_explicit_axes_are_as_one_device(name, mode):
-    """Wherever JAX needs no out_sharding for x @ kernel; a mask is that of the whole x."""
+    """For shardings for which x @ kernel needs no out_sharding; the mask is that of the whole x."""
     trained, x, dy = problem(1)
 
     def run(trained, x, kernel, dy):
@@ -234,7 +234,7 @@ def test_explicit_axes_are_as_one_device(name, mode):
     with jax.set_mesh(mesh):
         of_kernel, of_x, of_y = (NamedSharding(mesh, spec) for spec in SHARDINGS[name])
         placed = jax.device_put((x, KERNEL, dy), (of_x, of_kernel, of_y))
-        # Eagerly only once: it takes its time.
+        # Only one case runs eagerly too, because that is slow.
         for call in (jax.jit(gradient), *([gradient] if (name, mode) == ("rows", None) else [])):
             (found, found_dx), y = call(trained, *placed)
             assert y.sharding.spec == of_y.spec
@@ -256,7 +256,7 @@ def test_explicit_axes_are_as_one_device(name, mode):
     ],
 )
 def test_elementwise_on_explicit_axes(op, specs):
-    """Of operands that are sharded alike, or less than the result."""
+    """The operands have the same sharding, or are sharded over fewer axes than the result."""
     arrays = [draw(seed, 2 * ROWS, OUT) for seed in range(3)]
     vectors, scale = {"g": 1 + draw(3, OUT)}, {"scale": SCALE}
     if op is ops.swiglu:
@@ -280,7 +280,7 @@ def test_elementwise_on_explicit_axes(op, specs):
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P(("data", "model"), None), P(None, "model")])
 @pytest.mark.usefixtures("optimized")
-def test_only_vectors_of_a_norm_travel(spec):
+def test_a_norm_sends_only_vectors(spec):
     lora_a, lora_b = draw(0, IN, RANK), draw(1, RANK, OUT)
     mesh = explicit_mesh()
     with jax.set_mesh(mesh):

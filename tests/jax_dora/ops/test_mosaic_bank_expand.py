@@ -14,7 +14,7 @@ from tests.tables import thinned
 
 U32 = tolerances.UNIT_ROUNDOFF["float32"]
 SLOT = [2, 0, 3, 2, 1]
-# Of the third group the base alone.
+# The third group has no adapter.
 SCALE = [0.7, 1.5, 0.0, 0.7, np.nan]
 
 
@@ -136,5 +136,5 @@ def test_agrees_at_full_size(time, rank, out, dtype):
     check(arrays, first, with_bias=False)
     for _ in range(20):
         again = run(arrays, sm_count=132, with_bias=False)
-        # In fp32, of whose NaN NumPy says that they are alike.
+        # In fp32, because NumPy treats NaN as equal only for its own float dtypes.
         np.testing.assert_array_equal(again.astype(np.float32), first.astype(np.float32))

@@ -1,4 +1,4 @@
-"""Prompts' projections in a bank: the first product, and the whole."""
+"""The kernels for prompts in a bank: `bank_shrink` and `bank_project`."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.jax_dora.drawn import normals
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
-# Of many rows fp64 takes some, in every tile.
+# With many rows, only some of every tile are compared with fp64.
 ROWS = 128
 U32 = tolerances.UNIT_ROUNDOFF["float32"]
 SLOT = [2, 0, 3, 2]
@@ -130,8 +130,8 @@ def test_the_first_product_agrees_with_fp64(on_mosaic, time, features, rank, dty
     check_shrink(arrays, z)
 
 
-def test_what_is_not_finite_stays_in_its_group(on_mosaic):
-    """In x of one, and in a slot that no group has."""
+def test_nonfinite_numbers_stay_in_their_group(on_mosaic):
+    """The non-finite numbers are in one group's x, and in a slot that no group uses."""
     arrays = operands(2, 128, 64, 8, 64, jnp.bfloat16)
     arrays["x"] = arrays["x"].at[1].set(jnp.nan)
     for name in ("lora_a", "lora_b"):
@@ -193,7 +193,7 @@ def test_agrees_at_full_size(time, features, rank, out, dtype):
     check_project(arrays, y)
     for _ in range(10):
         np.testing.assert_array_equal(shrink(arrays, sm_count=132), z)
-        # In fp32, of whose NaN NumPy says that they are alike.
+        # In fp32, because NumPy treats NaN as equal only for its own float dtypes.
         np.testing.assert_array_equal(
             project(arrays, sm_count=132).astype(np.float32), y.astype(np.float32)
         )

@@ -1,4 +1,4 @@
-"""Rows of one token with adapters of their own, by `bank_rows` and `bank_few_rows`."""
+"""The kernels for rows of one token in a bank: `bank_rows` and `bank_few_rows`."""
 
 import itertools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_dora.ops.bank import bank_linear
-from jax_dora.ops.bank_slots import Slots, composed, rows_of
+from jax_dora.ops.bank_slots import Slots, compose_rows, rows_of
 from jax_dora.ops.mosaic import bank_few_rows, bank_rows, bank_rows_sizes
 from jax_dora.ops.mosaic.bank_rows import refuses
 from jax_dora.ops.mosaic.bank_rows_sizes import Member
@@ -22,7 +22,7 @@ SLOTS = 8
 
 
 def operands(seed, rows, n_in, out, rank, dtype, layers=2, slots=SLOTS):
-    """Adapters of all ranks up to `rank`, one of them of none, and one slot that nothing is in."""
+    """Returns adapters of ranks up to `rank`, one of them of rank 0, and one empty slot."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape, deviation=1.0):
@@ -56,7 +56,7 @@ def run(arrays, layer, *, slots=SLOTS, with_bias=True, kernel=bank_rows):
     without = (np.asarray(ids) < 0) | (np.asarray(ids) >= slots)
     assert not np.any(np.asarray(lora, np.float32)[without])
     rows = rows_of(bank, ids, first, slots, jnp.float32)
-    y = composed(base[:, None], lora[:, None], rows, bias if with_bias else None)
+    y = compose_rows(base[:, None], lora[:, None], rows, bias if with_bias else None)
     return jax.block_until_ready(y[:, 0])
 
 
@@ -77,7 +77,7 @@ def check(arrays, y, layer, *, slots=SLOTS, with_bias=True):
                 len(left), z, tolerances.two_norm_of_products(left[None], a.T)[0]
             )
             exact = g * (exact + s * z @ b)
-            # The product with the adapter is rounded before it is added.
+            # The adapter's product is rounded before it is added.
             bound = abs(g) * s * (slack @ abs(b) + tolerances.rounding(z @ b, y.dtype))
         elif one >= 0:
             exact = fp64(bank.g[at]) * exact
@@ -92,8 +92,11 @@ def check(arrays, y, layer, *, slots=SLOTS, with_bias=True):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [70, 20])
 def test_more_rows_agree_with_fp64(on_mosaic, rows):
-    """Ragged rows, a layer of a stack, several tiles of `in` and of `out`, a bias; of 70 rows two
-    tiles, of 20 fewer stages than slots, which hold what another slot left beyond a rank."""
+    """Covers ragged rows, a layer of a stack, several tiles of `in` and of `out`, and a bias.
+
+    70 rows have two tiles. With 20 rows there are fewer stages than slots, so that a stage has
+    elements of an earlier slot beyond a slot's rank.
+    """
     arrays = operands(0, rows, 192, 128, 24, jnp.bfloat16, slots=12)
     with on_mosaic():
         y = run(arrays, 1, slots=12)
@@ -112,7 +115,7 @@ def test_single_rows_and_ranks_above_a_tile_agree_with_fp64(on_mosaic):
     [(5, 192, 24, jnp.bfloat16, True), slow(13, 640, 64, jnp.float16, False)],
 )
 def test_few_rows_agree_with_fp64(on_mosaic, rows, n_in, rank, dtype, with_bias):
-    """Ragged rows; of 13, more tiles of `in` and more slots in use than stages."""
+    """Covers ragged rows; 13 rows have more tiles of `in` and more slots in use than stages."""
     arrays = operands(6, rows, n_in, 128, rank, dtype, slots=16)
     with on_mosaic():
         y = run(arrays, 1, with_bias=with_bias, kernel=bank_few_rows, slots=16)
@@ -120,8 +123,8 @@ def test_few_rows_agree_with_fp64(on_mosaic, rows, n_in, rank, dtype, with_bias)
 
 
 @pytest.mark.parametrize("kernel", [slow(bank_rows), bank_few_rows])
-def test_projections_of_one_x_are_what_each_is_alone(on_mosaic, kernel):
-    """Bit for bit, of different widths, and of different layers of their stacks."""
+def test_projections_of_the_same_x_equal_single_projections(on_mosaic, kernel):
+    """The results are equal bit for bit, for different widths and layers of a stack."""
     one, other = (
         operands(seed, 5, 128, out, 24, jnp.bfloat16) for seed, out in ((4, 64), (5, 128))
     )
@@ -191,8 +194,8 @@ def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
 
 
 @pytest.mark.parametrize("n_in", [64, 4096, 14336, 28672, 53248])
-def test_its_tiles_have_room(n_in):
-    """In both kernels, beside what both hold of the rows and the bank."""
+def test_the_tiles_fit_into_shared_memory(n_in):
+    """Counts the shared memory of both kernels: the stages, the rows and the results."""
     sizes = itertools.product((1, 64, 130, 256), (64, 14336), (4, 64, 1024), (8, 64, 96, 128))
     for rows, out, slots, rank in sizes:
         call = (rows, n_in, out, slots, rank, jnp.bfloat16, jnp.bfloat16)
@@ -245,7 +248,7 @@ def test_agrees_at_full_size(kernel, rows, n_in, out):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "rows"), [(bank_rows, 256), (bank_few_rows, 16)])
-def test_a_row_is_the_same_in_any_company(kernel, rows):
+def test_a_row_does_not_depend_on_the_other_rows(kernel, rows):
     base, x, bank, ids, bias = operands(3, rows, 4096, 4096, 64, jnp.bfloat16, slots=64)
     alone = jnp.where(jnp.arange(rows) == 7, ids, -1)
     both = [

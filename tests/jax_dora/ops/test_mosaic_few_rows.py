@@ -1,4 +1,4 @@
-"""Few rows through an adapted projection, in two kernels, whatever the base's format."""
+"""The two kernels of a projection of few rows, for every format of the base."""
 
 import itertools
 from typing import Any
@@ -34,7 +34,7 @@ SCALE = 0.7
 
 
 def draw(qtype, n_in, rank, out, tiles, dtype):
-    """Returns a kernel, of `dtype` where `qtype` is None, lora_a and lora_b of `dtype`."""
+    """Returns a kernel of format `qtype` (of `dtype` if None), and lora_a and lora_b of `dtype`."""
     kernel, *adapter = draw_quantised(qtype or "int8", n_in, rank, out, tiles or (1, 1), dtype)
     if qtype is None:
         kernel = jnp.asarray(np.random.default_rng(5).standard_normal((n_in, out)), dtype)
@@ -42,7 +42,7 @@ def draw(qtype, n_in, rank, out, tiles, dtype):
 
 
 def operands(kernel, shape, dtype):
-    """Returns x of a shape and dtype, g and a bias for the kernel's output features."""
+    """Returns x of a shape and dtype, and g and bias for the kernel's output features."""
     rng, out = np.random.default_rng(2), kernel.shape[1]
     x = jnp.asarray(rng.standard_normal(shape), dtype)
     g = jnp.asarray(rng.uniform(0.5, 2, out), jnp.float32)
@@ -50,7 +50,7 @@ def operands(kernel, shape, dtype):
 
 
 def launched(x, kernel, lora_a, lora_b, g, bias, sm_count):
-    """Returns what the kernels make of a call that they do not refuse."""
+    """Returns the kernels' result for a call that they support."""
     form = format_of(kernel) if is_quantised(kernel) else None
     call = (x.size // x.shape[-1], *kernel.shape, lora_b.shape[0], form, x.dtype)
     assert refuses(*call) is None
@@ -60,7 +60,7 @@ def launched(x, kernel, lora_a, lora_b, g, bias, sm_count):
 
 
 def check(x, kernel, lora_a, lora_b, g, bias, found):
-    """Holds a result to one rounding of W's numbers, of z and of the result to x's dtype."""
+    """Checks that the error is at most one rounding of W, of z and of the result to x's dtype."""
     is_stored = not is_quantised(kernel)
     meant = fp64(kernel) if is_stored else quantised.meant(kernel)
     x, lora_a, lora_b, g = (fp64(one) for one in (x, lora_a, lora_b, g))
@@ -98,7 +98,7 @@ def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype,
 
 
 @pytest.mark.parametrize("qtype", [slow("nf4"), None])
-def test_two_consumers_add_up_what_they_have_of_a_strip(on_mosaic, qtype):
+def test_two_consumers_add_their_sums_of_a_strip(on_mosaic, qtype):
     out = 256 if qtype else 64
     kernel, lora_a, lora_b = draw(qtype, 256, 16, out, (4, out), jnp.bfloat16)
     tiling, of_a = few_rows_tiling.tilings(256, out, 16, 8, few_rows.Config(tile_cols=out), 6)
@@ -114,7 +114,7 @@ def test_two_consumers_add_up_what_they_have_of_a_strip(on_mosaic, qtype):
     ("rows", "rank", "dtype"),
     [(72, 16, jnp.bfloat16), slow(5, 24, jnp.float16), slow(128, 72, jnp.bfloat16)],
 )
-def test_ends_a_projection_whose_base_is_known(on_mosaic, rows, rank, dtype):
+def test_finishes_a_projection_with_a_given_base(on_mosaic, rows, rank, dtype):
     kernel, lora_a, lora_b = draw(None, 64, rank, 128, None, dtype)
     x, g, bias = operands(kernel, (rows, 64), dtype)
     base, z = x @ kernel, x @ lora_a
@@ -176,7 +176,7 @@ def test_lowers_for_hopper_at_full_size(qtype, tiles, rows):
 
 @pytest.mark.parametrize("rank", [8, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
-def test_its_tiles_have_room(rows, rank):
+def test_the_tiles_fit_into_shared_memory(rows, rank):
     forms = [Format(qtype, (64, 1), jnp.float32, False) for qtype in STORED]
     for form in (*forms, None):
         config = few_rows.config(rows, 8192, 8192, rank, form, jnp.bfloat16)
@@ -202,7 +202,7 @@ def test_refuses_with_a_reason():
     assert "out = 96" in refuses(8, 64, 96, 8, None, bf16)
 
 
-def test_the_end_refuses_with_a_reason():
+def test_finish_refuses_with_a_reason():
     bf16 = jnp.bfloat16
     assert few_rows_finish.refuses(256, 128, 64, jnp.float16) is None
     assert "float32" in few_rows_finish.refuses(8, 8, 64, jnp.float32)
@@ -214,7 +214,7 @@ def test_the_end_refuses_with_a_reason():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("qtype", "rows"), [("nf4", 4), ("int8", 2), (None, 8)])
-def test_an_adapted_projection_of_few_rows_takes_it(on_mosaic, monkeypatch, qtype, rows):
+def test_a_projection_of_few_rows_uses_the_kernels(on_mosaic, monkeypatch, qtype, rows):
     kernel, lora_a, lora_b = draw(qtype, 128, 8, 256, (2, 256), jnp.float32)
     x, magnitude, bias = operands(kernel, (rows, 128), jnp.bfloat16)
     if qtype is None:
@@ -244,8 +244,8 @@ def test_an_adapted_projection_of_few_rows_takes_it(on_mosaic, monkeypatch, qtyp
 
 
 @pytest.mark.slow
-def test_gradients_pass_by_it():
-    """The gradient of few rows is the projection's, whose results few rows are."""
+def test_gradients_do_not_use_the_kernels():
+    """The gradients agree; only the result uses the kernels for few rows."""
     kernel, lora_a, lora_b = draw(None, 64, 8, 64, None, jnp.bfloat16)
     x, magnitude, _ = operands(kernel, (9, 64), jnp.bfloat16)
     dy = jnp.asarray(np.random.default_rng(6).standard_normal((9, 64)), jnp.bfloat16)
@@ -266,7 +266,7 @@ def test_gradients_pass_by_it():
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [slow(1, 2), (8, 2), slow(128, 1)])
-def test_a_frozen_layer_takes_it_on_a_hopper(monkeypatch, rows, kernels):
+def test_a_frozen_layer_uses_the_kernels_on_a_hopper(monkeypatch, rows, kernels):
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
     options = {"rank": 16, "alpha": 16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     layer = jax_dora.freeze(jax_dora.DoRALinear(1024, 1024, implementation="xla", **options))

@@ -40,7 +40,7 @@ def check(arrays, found):
 
 
 def cut_off(kernel, lora_a, lora_b):
-    """What cutting fp32 adapters into bf16 pieces may cost: the bound in the kernel's docstring."""
+    """Returns the error bound of splitting fp32 adapters into bf16 pieces (see the kernel)."""
     count = pieces(kernel.dtype, lora_a.dtype)
     if count == 1:
         return 0.0
@@ -53,7 +53,7 @@ def cut_off(kernel, lora_a, lora_b):
     [
         (200, 96, 136, jnp.bfloat16, jnp.bfloat16),
         slow(40, 4, 24, jnp.float16, jnp.float16),
-        # Of fp32 adapters, another test below.
+        # A test below covers fp32 adapters.
         slow(136, 24, 72, jnp.bfloat16, jnp.float32),
         slow(72, 72, 40, jnp.float32, jnp.float32),
     ],
@@ -96,7 +96,7 @@ def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
     with on_mosaic():
         found = np.asarray(run((kernel, lora_a, lora_b), sm_count=1))
     exact = oracle.norm(*oracle.from_flax(kernel, lora_a, lora_b), SCALE)
-    # What is left of the kernel is its own rounding, which fp32 sees to 16 bits.
+    # Only the kernel's rounding error remains, which fp32 resolves to 16 bits.
     np.testing.assert_allclose(found[:8], exact[:8], rtol=2**-14)
     assert np.all(found[:8] < 2**-7)
     assert found[8] == 0
@@ -106,7 +106,7 @@ def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
 @pytest.mark.parametrize(
     ("rank", "adapter_dtype"),
     thinned(
-        # An fp32 adapter of rank 768 is refused.
+        # An fp32 adapter of rank 768 is not supported.
         [*itertools.product([8, 64, 384], [jnp.bfloat16, jnp.float32]), (768, jnp.bfloat16)],
         [(8, jnp.float32), (64, jnp.bfloat16), (384, jnp.float32), (768, jnp.bfloat16)],
     ),

@@ -1,4 +1,4 @@
-"""What the operators' primitive becomes, by the devices that a program is built for."""
+"""The lowering of the operators' primitive, for programs for one device and for several."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from jax_dora.ops import choose, primitive
 from jax_dora.ops.choose import Target
 from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM
-from jax_dora.ops.operands import Adapted, Projection, Static
+from jax_dora.ops.operands import AdaptedKernel, Projection, Static
 from jax_dora.ops.products import BACK, FORWARD, Back
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
@@ -59,7 +59,7 @@ def test_a_program_for_several_devices_is_partitioned(on_hopper):
 
 
 def of_device(op, static, operands, mesh, specs, results):
-    """Returns (what one device runs, lowered for CUDA; the specs that its operands are given)."""
+    """Returns (the program of one device, lowered for CUDA; the specs of its operands)."""
     leaves, tree = jax.tree.flatten(operands)
     avals = [
         jax.typeof(jnp.zeros((), leaf.dtype)).update(
@@ -98,8 +98,8 @@ N = None
 
 
 WHOLE, ROWS_CUT, COLUMNS_CUT = (N, N), ("data", N), (N, "data")
-# Of x, the kernel, lora_a, lora_b, g, s and z: as XLA proposes, and as a device takes them; of the
-# result.
+# The specs of x, the kernel, lora_a, lora_b, g, s and z that XLA proposes, and those that are used;
+# the spec of the result.
 LAYOUTS = {
     "data": (
         [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,), (), WHOLE],
@@ -139,8 +139,8 @@ def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkeypatch, name):
-    """FSDP gathers kernels while products run, and where rows are shared, gradients are summed."""
+def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch, name):
+    """FSDP gathers kernels while products run, and with sharded rows, gradients are summed."""
     used = {}
 
     def recorded(module):
@@ -162,14 +162,14 @@ def test_beside_collectives_a_kernel_has_a_block_for_each_tile(on_hopper, monkey
     operands = Back(aval(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
     of_device(BACK, static, operands, automatic(2), [result, kernel, z, a, b], [x])
     wanted = {
-        module: choose.ANY_NUMBER if name in names else choose.HOPPER_SM_COUNT
+        module: choose.UNLIMITED_BLOCKS if name in names else choose.HOPPER_SM_COUNT
         for module, names in ((project, ["fsdp"]), (project_back, ["data", "fsdp"]))
     }
     assert used == wanted
 
 
 def test_the_norm_sums_only_vectors(on_hopper):
-    operands = Adapted(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
+    operands = AdaptedKernel(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
     mesh = automatic(2, 2)
     specs = [("data", "model"), ("data",), (N, "model"), ()]
     text, _ = of_device(NORM, Static("factored_norm", None), operands, mesh, specs, [("model",)])
@@ -178,7 +178,7 @@ def test_the_norm_sums_only_vectors(on_hopper):
     assert summed == f"tensor<{OUT // 2}xf32>"
 
 
-def test_a_part_that_loses_is_left_to_xla(on_hopper):
+def test_a_shard_at_which_the_kernel_loses_uses_xla(on_hopper):
     static = Static("dora_linear", None)
     operands = FORWARD_OPERANDS._replace(x=aval(1024, IN), z=aval(1024, RANK))
     specs = [("data",), (), (), (), (), (), ("data",)]
@@ -232,7 +232,8 @@ def all_batched(x, *operands):
     "function", thinned([layer, scanned, rows_batched, all_batched], [scanned, all_batched])
 )
 def test_transformations_on_a_mesh(function):
-    """As on one device: of rows over one axis, columns over the other."""
+    """The results are those of one device; rows are sharded over one mesh axis, columns over the
+    other."""
     mesh = automatic(2, 2)
     operands = drawn()
     specs = [P("data"), P(None, "model"), P(), P(None, "model"), P("model")]

@@ -1,4 +1,4 @@
-"""Quantised kernels in the operators, against an fp64 oracle of what they stand for."""
+"""Quantised kernels in the operators, against an fp64 oracle of the dequantised kernel."""
 
 import re
 
@@ -18,7 +18,7 @@ from tests.jax_dora.programs import equations
 from tests.quantised import NAMES, SCALE, both, near, operands, plain
 from tests.tables import slow, thinned
 
-# Scales [1, out], tiles of 32 rows, blocks of 32 × 8, one scale for all.
+# Scales [1, out], tiles of 32 rows, tiles of 32 × 8, a single scale.
 TILES = {"column": (1, 24), "tile": (3, 24), "block": (3, 3), "tensor": (1, 1)}
 SHAPE = (96, 24)
 
@@ -57,7 +57,7 @@ def test_norm_by_blocks_smaller_and_larger_than_a_tile(shape, tiles, elements, m
     monkeypatch.setattr("jax_dora.ops.norm.BLOCK_ELEMENTS", elements)
     kernel = kernels.draw("int8", shape, tiles, zero_point=True)
     (_, a, b, *_), _ = operands(kernel)
-    # Traced here, for the length of a block is no part of the compiled norm's key.
+    # Traced here, because the compiled norm's cache key does not include the block's size.
     norm = jax.jit(lambda *arrays: factored_norm(*arrays, SCALE, implementation="xla"))
     jax.clear_caches()
     np.testing.assert_allclose(norm(kernel, a, b), norm_of(kernel, a, b), rtol=1e-5)
@@ -77,7 +77,7 @@ def test_bf16_scales_and_adapters():
             [(qtype, jnp.float32, False) for qtype in quantised.FORMATS],
             [("nf4", jnp.float32, False), ("float8_e4m3fn", jnp.float32, False)],
         ),
-        # Kernels that bf16 holds exactly, so that its bounds are those of a bf16 kernel.
+        # Kernels that are exact in bf16, so that the bounds of a bf16 kernel apply.
         ("int8", jnp.bfloat16, True),
     ],
 )
@@ -141,7 +141,7 @@ def abstract(kernel):
 
 
 def large(qtype):
-    """An abstract kernel and adapter that several blocks are read of."""
+    """Returns an abstract kernel and adapter that are read in several blocks."""
     rows, columns = LARGE
     kernel = abstract(kernels.draw(qtype, (64, 8), (1, 8)))
     tiles = (rows // 64, columns) if qtype == "nf4" else (1, columns)
@@ -193,8 +193,8 @@ def test_what_is_kept_for_the_gradient_is_quantised(optimized):
     ],
 )
 def test_kernels_on_automatic_axes(qtype, tiles, spec):
-    """Each device reads its own part, where that is whole tiles: what travels is no larger than an
-    activation."""
+    """Each device reads its own shard, if that has whole tiles: no array larger than an activation
+    is communicated."""
     mesh = jax.make_mesh(
         (2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
@@ -272,13 +272,13 @@ def test_bad_kernels(changes, error, message):
         assert "quantise" in str(raised.value)
 
 
-def test_a_kernel_alone_is_quantised():
+def test_only_a_kernel_can_be_quantised():
     (x, a, b, magnitude, _), _ = operands(GOOD)
     given = (x, plain(GOOD), a, b, magnitude, SCALE)
     for index, name in enumerate(("x", "kernel", "lora_a", "lora_b", "magnitude")):
         if name != "kernel":
             bad = (*given[:index], GOOD, *given[index + 1 :])
-            with pytest.raises(TypeError, match=f"^{name} is quantised as nf4, which a kernel"):
+            with pytest.raises(TypeError, match=f"^{name} is quantised as nf4, but only a kernel"):
                 dora_linear(*bad)
 
 

@@ -58,7 +58,7 @@ def gated(x, kernel, adapter):
     ),
 )
 def test_one_traced_layer_twice(layer, trained):
-    """x is given to the first call, and differentiated through in the second."""
+    """x is a constant of the first call, and differentiated in the second."""
     adapters = [
         {
             "lora_a": draw(seed, FEATURES, RANK),
@@ -76,7 +76,7 @@ def test_one_traced_layer_twice(layer, trained):
             return jnp.sum(call(call(x, kernels[0], first), kernels[1], second) ** 2)
 
         given = [{name: adapter[name] for name in trained} for adapter in adapters]
-        # Of the second layer less is trained than of the first.
+        # Fewer parameters are trained in the second layer than in the first.
         given[1] = {name: given[1][name] for name in trained[:1]}
         return jax.grad(loss)(given, adapters)
 
@@ -86,7 +86,7 @@ def test_one_traced_layer_twice(layer, trained):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_packed_has_one_structure():
+def test_packed_trees_have_the_same_structure():
     trees = [{"x": x, "y": (None, jnp.ones(2))} for x in (None, True, jnp.ones((3, 0)))]
     assert len({jax.tree.structure(pack(tree)) for tree in trees}) == 1
     for tree in trees:

@@ -1,4 +1,5 @@
-"""Products in FP8 on both sides, against fp64 of what is multiplied, and of what was given."""
+"""Products of FP8 activations and kernels, against fp64 products of the rounded and of the
+original operands."""
 
 import functools
 import itertools
@@ -28,7 +29,7 @@ def kernel_of(shape=SHAPE, seed=0):
 
 
 def rounded(x):
-    """x̂ in fp64: x rounded by rows, in NumPy."""
+    """Returns x̂ in fp64: x with rows that are rounded in NumPy."""
     wide = np.asarray(x).astype(np.float32)
     scale = np.abs(wide).max(-1, keepdims=True) / np.float32(448)
     codes = (wide / scale).astype(ml_dtypes.float8_e4m3fn)
@@ -95,7 +96,7 @@ def large_mesh(axis_types=AxisType.Auto):
     [slow("x", (None, "y"), False), slow(None, ("x", "y"), True), ("y", ("x", None), False)],
 )
 def test_on_automatic_axes(of_x, spec, with_bias):
-    """A row that lies on two devices has one scale; nothing as large as the kernel travels."""
+    """A row on two devices has one scale, and no array as large as the kernel is communicated."""
     mesh, kernel = large_mesh(), kernel_of((128, 24))
     (x, a, b, magnitude, bias), dy = operands(kernel, rows=(4,))
     bias = bias if with_bias else None
@@ -189,7 +190,7 @@ def test_bad_kernels(tiles, qtype, act_qtype, message):
             call()
 
 
-def test_what_is_not_built_is_refused():
+def test_unsupported_calls_raise():
     kernel = kernel_of()
     (x, a, b, magnitude, _), _ = operands(kernel)
     options = {"act_qtype": QTYPE}

@@ -1,4 +1,4 @@
-"""Natively on two GPUs: sizes at which every kernel wins on a device's part."""
+"""Natively on two GPUs, with shards of sizes at which every kernel is chosen."""
 
 import functools
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpus
 
 TOKENS, IN, RANK, OUT = 4096, 8192, 64, 8192
 SCALE = 0.7
-# Of x, of the kernel and of the result.
+# The specs of x, the kernel and the result.
 LAYOUTS = {
     "dp": (P("x"), P(None, None), P("x")),
     "fsdp": (P("x"), P("x", None), P("x")),
@@ -55,7 +55,7 @@ def run(trained, kernel, x, dy, rate=0.0, implementation=None):
 
 @functools.cache
 def wanted(rate):
-    """By XLA, on one device."""
+    """Returns XLA's results on one device."""
     with jax.default_matmul_precision("highest"):
         return jax.tree.map(
             np.asarray, jax.jit(run, static_argnums=(4, 5))(*problem(), rate, "xla")
@@ -65,7 +65,7 @@ def wanted(rate):
 def assert_near(found, wanted):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         one, other = (np.asarray(array, np.float32) for array in (one, other))
-        # Both were rounded to bf16 several times over; a part left out or counted twice is 0.1 off.
+        # Both are rounded to bf16 several times; a missing or doubled part gives an error of 0.1.
         assert np.linalg.norm(one - other) <= 2.0**-6 * np.linalg.norm(other)
 
 
@@ -74,7 +74,7 @@ def assert_near(found, wanted):
     ("name", "kind"),
     [
         *((name, AxisType.Auto) for name in LAYOUTS),
-        # With explicit axes, JAX asks for an out_sharding of a row-parallel product.
+        # With explicit axes, JAX requires an out_sharding for a row-parallel product.
         *((name, AxisType.Explicit) for name in LAYOUTS if name != "row"),
     ],
 )
@@ -98,8 +98,8 @@ def test_a_layer_on_two_gpus(name, kind, rate):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_gradients_of_bf16_adapters_travel_in_bf16(rate):
-    """A CPU's programs send them in fp32, LoRA's too."""
+def test_gradients_of_bf16_adapters_are_sent_in_bf16(rate):
+    """On a GPU only: CPU programs send gradients in fp32, also for LoRA."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     trained, kernel, x, dy = problem()
     trained = {name: array.astype(jnp.bfloat16) for name, array in trained.items()}

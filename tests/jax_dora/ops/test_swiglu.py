@@ -18,7 +18,7 @@ BIASES = ("gate_bias", "up_bias")
 
 
 def operands(seed, shape, dtype, biased=False, spread=1.0):
-    """dh, and what `swiglu` takes, of a trained-looking pair of layers."""
+    """Returns dh and the arguments of `swiglu`, with values like those of trained layers."""
     rng = np.random.default_rng(seed)
     dh, gate, up = (jnp.asarray(spread * rng.normal(size=shape), dtype) for _ in range(3))
     gs = [jnp.asarray(1 + 0.1 * rng.normal(size=shape[-1]), jnp.float32) for _ in range(2)]
@@ -31,7 +31,7 @@ def knobs(like):
 
 
 def check(dh, values, implementation=None, train_biases=True):
-    """Result and gradients against the oracle, within the derived bounds."""
+    """Compares result and gradients with the oracle, within the derived bounds."""
     names = ("gate", "up", "gate_g", "up_g", *BIASES)[: len(values)]
     count = len(values) if train_biases else 4
 
@@ -181,7 +181,7 @@ def test_fp64():
             np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
 
 
-def test_a_named_kernel_refuses_what_it_cannot_do():
+def test_a_named_kernel_raises_for_unsupported_calls():
     wide = operands(7, (4, 16), jnp.float32)[1]
     with pytest.raises(NotImplementedError, match="dtype float32 is neither"):
         swiglu(*wide, implementation="mosaic")

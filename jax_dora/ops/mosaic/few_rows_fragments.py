@@ -1,0 +1,216 @@
+"""The fragments of x and of a tile of W: the elements that one thread gives to the tensor cores.
+
+Lane 4g + t of warp w has
+
+- of every 8 rows of x: row g.
+- of every 16 rows of W: rows 2t and 2t + 1 in one register, rows 2t + 8 and 2t + 9 in another.
+- of the columns of W: for codes `word` columns from word·(8w + g) on, where word is the number of
+  codes in 32 bits (8 for 4-bit codes, 4 for 8-bit codes); for 16-bit numbers columns 16w + g and
+  16w + 8 + g.
+"""
+
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from jax_dora.ops.mosaic import ptx
+
+# The bytes of a row of a tile. The 128-byte swizzle permutes its 8 pieces of 16 bytes.
+TILE_BYTES = 128
+# The rows of x, and of W, of one instruction.
+ROWS = 8
+STEP = 16
+
+
+class XFragments:
+    """The fragments of x: two adjacent columns of one row of every 8 rows, in a register.
+
+    Attributes:
+      pitch: the bytes from row to row.
+    """
+
+    def __init__(self, rows: int, pitch: int, x_smem: Any):
+        """Computes the lane's addresses; `pitch` is 0 if x is swizzled."""
+        lane = ptx.lane()
+        g, t = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
+        row = g if rows % ROWS == 0 else arith.minui(g, ptx.i32(rows - 1))
+        self.swizzle = ptx.i32(0) if pitch else arith.shli(g, ptx.i32(4))
+        self.pitch = pitch or TILE_BYTES
+        offset = arith.muli(row, ptx.i32(self.pitch))
+        offset = arith.addi(offset, arith.shli(t, ptx.i32(2)))
+        self.x = ptx.further(mgpu.utils.memref_ptr(x_smem), offset)
+
+    def numbers(self, rows: int, piece: int) -> ir.Value:
+        """Returns two columns of the lane's row, from the row's 16 bytes number `piece`.
+
+        Args:
+          rows: which 8 rows of x.
+          piece: which 8 columns of x.
+        """
+        offset = arith.xori(self.swizzle, ptx.i32(16 * piece))
+        return _load(ptx.further(self.x, offset), rows * ROWS * self.pitch)
+
+
+class HalfFragments:
+    """The fragments of a 16-bit W.
+
+    Attributes:
+      word: the number of columns of a lane.
+    """
+
+    word = 2
+
+    def __init__(self, columns: int, is_swizzled: bool, w_smem: Any):
+        pitch = TILE_BYTES if is_swizzled else 2 * columns
+        lane = ptx.lane()
+        # For `ldmatrix`, lane 8m + i gives the address of row i of 8 × 8 matrix m. Matrices 2 and 3
+        # are rows 8 to 15 of W; matrices 1 and 3 are the second 8 columns.
+        row = arith.addi(
+            arith.andi(lane, ptx.i32(7)), arith.shli(arith.shrui(lane, ptx.i32(4)), ptx.i32(3))
+        )
+        second = arith.andi(arith.shrui(lane, ptx.i32(3)), ptx.i32(1))
+        piece = arith.addi(arith.shli(warp(), ptx.i32(1)), second)
+        piece = arith.minui(piece, ptx.i32(columns // 8 - 1))
+        if is_swizzled:
+            piece = arith.xori(piece, arith.andi(row, ptx.i32(7)))
+        offset = arith.addi(arith.muli(row, ptx.i32(pitch)), arith.shli(piece, ptx.i32(4)))
+        self.address, self.pitch = arith.addi(ptx.address(w_smem), offset), pitch
+
+    def step(self, row: int) -> list[list[ir.Value]]:
+        """Returns registers [8 rows, column] for rows `row` to `row + 16`."""
+        address = arith.addi(self.address, ptx.i32(row * self.pitch))
+        registers = ptx.load_matrices(address, transposed=True)
+        return [registers[:2], registers[2:]]
+
+
+class TransposedFragments:
+    """The fragments of a 16-bit W that is stored transposed, [columns, 64], and swizzled.
+
+    Attributes:
+      word: the number of columns of a lane.
+    """
+
+    word = 2
+
+    def __init__(self, w_smem: Any):
+        lane = ptx.lane()
+        # For `ldmatrix`, lane 8m + i gives the address of column i of 8 × 8 matrix m. Matrices 1
+        # and 3 are the second 8 columns of W; matrices 2 and 3 are rows 8 to 15.
+        index = arith.andi(lane, ptx.i32(7))
+        second = arith.andi(lane, ptx.i32(8))
+        column = arith.addi(arith.shli(warp(), ptx.i32(4)), arith.addi(index, second))
+        address = arith.addi(ptx.address(w_smem), arith.shli(column, ptx.i32(7)))
+        piece = arith.xori(arith.shrui(lane, ptx.i32(4)), index)
+        self.address, self.piece = address, arith.shli(piece, ptx.i32(4))
+
+    def step(self, row: int) -> list[list[ir.Value]]:
+        """Returns registers [8 rows, column] for rows `row` to `row + 16`."""
+        piece = arith.xori(self.piece, ptx.i32(2 * row))
+        registers = ptx.load_matrices(arith.addi(self.address, piece), transposed=False)
+        return [registers[:2], registers[2:]]
+
+
+class CodeFragments:
+    """The fragments of a W of codes: the base class of those that convert codes to numbers.
+
+    Attributes:
+      word: the number of columns of a lane, and of codes in a 32-bit word.
+      rows: the addresses of the lane's words in rows 2t and 2t + 1; the swizzle depends on the row.
+    """
+
+    def __init__(self, word: int, w_smem: Any):
+        self.word = word
+        lane = ptx.lane()
+        g, t = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
+        byte = arith.addi(arith.shli(warp(), ptx.i32(5)), arith.shli(g, ptx.i32(2)))
+        codes = mgpu.utils.memref_ptr(w_smem)
+        self.rows = []
+        for odd in range(2):
+            row = arith.ori(arith.shli(t, ptx.i32(1)), ptx.i32(odd))
+            offset = arith.xori(byte, arith.shli(row, ptx.i32(4)))
+            self.rows.append(ptx.further(codes, arith.addi(arith.shli(row, ptx.i32(7)), offset)))
+
+    def step(self, row: int) -> list[list[ir.Value]]:
+        """Returns registers [8 rows, column] for rows `row` to `row + 16`."""
+        return [
+            self.numbers(*(_load(address, (row + offset) * TILE_BYTES) for address in self.rows))
+            for offset in (0, STEP // 2)
+        ]
+
+    def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:
+        """Returns, for each column, the numbers of the codes in the words of two adjacent rows."""
+        raise NotImplementedError
+
+
+class TableFragments(CodeFragments):
+    """The fragments of a W of codes that are looked up in a `few_rows_tile.table`.
+
+    Attributes:
+      column: the address of the lane's column of the table.
+    """
+
+    def __init__(self, bits_of_code: int, w_smem: Any, table_smem: Any):
+        super().__init__(32 // bits_of_code, w_smem)
+        self.column = ptx.lanes_column(table_smem)
+
+    def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:
+        if self.word == 4:
+            pairs = [
+                [ptx.entry(self.column, codes, byte) for codes in (first, second)]
+                for byte in range(4)
+            ]
+            return [ptx.run("prmt.b32 $0, $1, $2, 0x5410;", *pair) for pair in pairs]
+        low = ptx.i32(0x0F0F0F0F)
+        select = "lop3.b32 $0, $1, $2, $3, 0xE4;"  # bits of $1 where $3 is set, else of $2
+        even = ptx.run(select, first, arith.shli(second, ptx.i32(4)), low)
+        odd = ptx.run(select, arith.shrui(first, ptx.i32(4)), second, low)
+        return [ptx.entry(self.column, codes, byte) for byte in range(4) for codes in (even, odd)]
+
+
+class Int8Fragments(CodeFragments):
+    """The fragments of an int8 W.
+
+    A byte b = 128·n + m with m < 128 stands for m - 128·n. In bf16, the bits 0x4300 + m are the
+    number 128 + m, and 0x4300 + 128·n are 128 + 128·n; their difference is exact. In fp16,
+    the bits 0x6400 + (b ^ 128) are 1024 + 128 + m - 128·n.
+    """
+
+    def __init__(self, half: str, w_smem: Any):
+        super().__init__(4, w_smem)
+        self.half = half
+
+    def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:
+        registers = []
+        for byte in range(4):
+            # Combines this byte of `first` and of `second`, in the lower bytes of both halves. The
+            # upper bytes are masked out later.
+            selector = 0x4400 + 0x1111 * byte
+            both = ptx.run(f"prmt.b32 $0, $1, $2, {selector:#06x};", first, second)
+            registers.append(self._convert(both))
+        return registers
+
+    def _convert(self, both: ir.Value) -> ir.Value:
+        """Returns two 16-bit floats for the lower bytes of both halves of a register."""
+
+        def masked(mask: int, other: int, table: str) -> ir.Value:
+            operands = both, ptx.i32(mask), ptx.i32(other)
+            return ptx.run(f"lop3.b32 $0, $1, $2, $3, {table};", *operands)
+
+        if self.half == "bf16":
+            low = masked(0x007F007F, 0x43004300, "0xEA")  # (a & b) | c
+            high = masked(0x00800080, 0x43004300, "0xEA")
+            return ptx.run("sub.rn.bf16x2 $0, $1, $2;", low, high)
+        biased = masked(0x00FF00FF, 0x64806480, "0x6A")  # (a & b) ^ c
+        return ptx.run("sub.rn.f16x2 $0, $1, $2;", biased, ptx.i32(0x64806480))
+
+
+def warp() -> ir.Value:
+    """Returns the index of the thread's warp in its warpgroup."""
+    return arith.andi(arith.shrui(mgpu.utils.thread_idx(), ptx.i32(5)), ptx.i32(3))
+
+
+def _load(pointer: ir.Value, offset: int) -> ir.Value:
+    """Returns the 32 bits at `pointer` plus `offset` bytes."""
+    return llvm.load(ir.IntegerType.get_signless(32), ptx.further(pointer, offset))
