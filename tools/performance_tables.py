@@ -108,7 +108,7 @@ def norm() -> str:
         "the paper's way": "torch the paper's",
     }
     sizes = _sizes("in × out", (4096, 4096), (8192, 8192), (8192, 28672), (28672, 8192))
-    ops = Report.committed("ops")
+    ops = Report.committed("ops_norm")
 
     def cell(shape: dict[str, int], label: str) -> str:
         return _text(ops.row("norm", label, **shape, rank=RANK))

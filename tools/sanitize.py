@@ -35,8 +35,8 @@ SIZES = {"rows": ROWS, "in": IN, "rank": RANK, "out": OUT}
 ALIGNED = SIZES | {"out": 320}
 # A scale of 4-bit codes belongs to 64 rows, and TMA reads rows of at least 16 bytes.
 TILED = ALIGNED | {"tiles": IN // 64, "rows": 7, "out": 512}
-# The threads of a thread block share a row evenly.
-WHOLE = SIZES | {"out": 384}
+# The threads of a thread block share a row evenly, or a kernel takes whole tiles only.
+WHOLE = SIZES | {"in": 256, "out": 384}
 # With a bank, the tokens of a row fill whole tiles, and ranks are multiples of 8.
 GROUPED = ALIGNED | {"groups": 3, "layers": 2, "slots": 4, "time": 128, "rank": 72}
 # The kernels for few rows of a bank take small ranks.
@@ -113,7 +113,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
             sizes = ALIGNED  # The tiles of the tensor cores have no ragged columns.
         elif name.startswith("bank"):
             sizes = FEW if name == "bank_few_rows" else GROUPED
-        elif name == "row_codes":
+        elif name in ("row_codes", "stationary_norm"):
             sizes = WHOLE
         return lambda: kernel.launch(*kernel.draw(sizes))
 

@@ -28,7 +28,7 @@ def test_every_table_is_quoted_once():
 
 def test_a_changed_number_is_found():
     text = TEXT[PERFORMANCE]
-    changed = text.replace("| 86.2 |", "| 86.3 |")
+    changed = text.replace("| 69.6 |", "| 69.7 |")
     assert changed != text
     assert updated(changed) == text
 
@@ -39,11 +39,12 @@ def assert_says(page, *sentences):
 
 
 def test_what_is_said_of_layers():
-    layers, ops = Report.committed("layer"), Report.committed("ops")
+    layers, ranks = Report.committed("layer"), Report.committed("layer_ranks")
+    ops, norms = Report.committed("ops"), Report.committed("ops_norm")
     groups = ("layer forward", "layer forward+backward")
     wide = {"in": 8192, "out": 8192}
     narrow, broad = (
-        [layers.row(group, f"jax DoRA{NO_TRITON}", **wide, rank=rank) for group in groups]
+        [ranks.row(group, f"jax DoRA{NO_TRITON}", **wide, rank=rank) for group in groups]
         for rank in (64, 768)
     )
     us, flops = (
@@ -58,8 +59,19 @@ def test_what_is_said_of_layers():
         if (m["group"], m["variant"]) == ("compose", "mosaic")
         and m["shape"]["rows"] * m["shape"]["out"] >= 4096 * 4096
     ]
+    norm = norms.row("norm", "jax mosaic", **wide, rank=64)
+    rate = 1e6 * norm["bytes"] / time(norm) / norms.header["ceilings"]["copy"]
+    forward, both = (
+        layers.ratio(
+            layers.row(group, f"jax DoRA{NO_TRITON}", **wide, rank=384), baseline=BEST_LORA
+        )
+        for group in groups
+    )
     assert_says(
         PERFORMANCE,
+        f"At rank 64 it reads W at {100 * rate:.0f} % of the copy rate",
+        f"with the norm**: {forward:.2f}, goal 1.02.",
+        f"Forward and backward: {both:.2f}, goal 1.00.",
         f"the time grows {us[0]:.2f}-fold forward and {us[1]:.2f}-fold forward and backward, "
         f"while the FLOPs grow {flops[0]:.2f}-fold",
         f"{100 * ops.floor_us(triton) / time(triton):.0f} % of the floor",
@@ -105,7 +117,7 @@ def test_what_is_said_of_models():
 
 
 def test_what_is_said_of_rates():
-    names = ("ops", "ops_norm_narrow", "ops_swiglu", "layer", "model", "model_gradient")
+    names = ("ops", "ops_norm", "ops_swiglu", "layer", "layer_ranks", "model", "model_gradient")
     names += ("model_accumulation", "model_norm_every_call")
     found = [Report.committed(name).header["ceilings"] for name in names]
     copies = {f"{1e-12 * rates['copy']:.1f}" for rates in found}
@@ -179,8 +191,6 @@ def test_what_is_said_of_quantised_bases():
     of_bf16, of_lora = (
         ms["DoRA", "nf4", False] / other for other in (ms["DoRA", "bf16", False], lora)
     )
-    norms = {line["qtype"]: line["us"] for line in rows("quantised", "h200", work="norm")}
-    nf4, int4, int8 = (norms[one] / norms["bf16"] for one in ("nf4", "int4", "int8"))
     bf16, *others = (
         row("quantised", "h200", work="projection", kind="DoRA", **fields)["us"]
         for fields in ({"qtype": "bf16"}, {"in_one_piece": True}, {"in_one_piece": False})
@@ -195,8 +205,6 @@ def test_what_is_said_of_quantised_bases():
         f"Over an nf4 base, a step takes {of_bf16:.2f} of the time over a bf16 base",
         f"takes {kept['ms'] / lora:.3f} of LoRA's time, and "
         f"{kept['peak_bytes'] / 2**30:.2f} GiB in all",
-        f"over nf4 it takes {nf4:.2f} of the time over bf16 on an H200 (goal 1.00), over int4 "
-        f"{int4:.2f}, over int8 {int8:.2f}",
         f"one row over nf4 is {few['bf16'] / few['nf4']:.2f} times as fast as over bf16",
         f"{one_piece} times as fast as in bf16 if each column of the kernel is contiguous, and "
         f"{apart} times as fast in JAX's default layout",
@@ -230,7 +238,8 @@ def test_what_is_said_of_attempts():
 
     (z, xla_z), (d_a, xla_d_a) = (dropped(f"dropout, {name}") for name in ("z", "dA"))
     backward = times(ops, "backward, d_base", ("xla", "mosaic"), rows=4096, out=4096)
-    norm = times(ops, "norm", ("mosaic", "factored"), **{"in": 8192, "out": 8192, "rank": 384})
+    square = {"in": 8192, "out": 8192, "rank": 384}
+    norm = times(Report.committed("ops_norm"), "norm", ("mosaic", "factored"), **square)
     expand = times(ops, "expand+compose", ("mosaic", "xla"), rows=4096, out=8192, rank=384)
     whole = {"rows": 4096, "in": 8192, "out": 8192, "rank": 384}
     project = times(ops, "projection", ("mosaic", "xla"), **whole)

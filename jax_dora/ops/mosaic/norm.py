@@ -76,12 +76,12 @@ def refuses(
 
 
 def wins(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any) -> bool:
-    """Returns whether the kernel was no slower than XLA (`benchmarks ops` on an H200: `ops.jsonl`,
-    1713ac4, from out = 1024 on; `ops_norm_narrow.jsonl`, 3d42793, in = 4096 and out = 512; by
-    `benchmarks sizes` from in = 768 and out = 768 on).
+    """Returns whether the kernel was no slower than XLA on an H200.
 
-    From 256 to 511 features, a part of k or v under tensor parallelism, it was not measured: the
-    kernel is taken for its two launches, where XLA makes a dozen.
+    Measured by `benchmarks ops` at 1713ac4 from out = 1024 on, and at 3d42793 with in = 4096 and
+    out = 512; by `benchmarks sizes` from in = 768 and out = 768 on. From 256 to 511 features (a
+    device's part of k or v under tensor parallelism) it was not measured: the kernel is used
+    because it takes two launches, and XLA takes a dozen.
     """
     narrow = in_features >= 4096 and out >= 256
     return (narrow or (in_features >= 768 and out >= 768)) and rank <= 768

@@ -200,7 +200,7 @@ def test_a_plain_model_without_a_place_for_a_folder_says_how_to_make_one(tmp_pat
     base, x, rule = Bare(), jnp.ones((2, WIDTH)), DoRARule("heads", 2, 3)
     model = apply_dora(base, rule, rngs=nnx.Rngs(1), example=(x,))
     jax_dora.peft.save_adapter(model, tmp_path)
-    message = r"heads\.lora_A\.weight is of a weight .*give load_adapter example=, inputs to call"
+    message = r"heads\.lora_A\.weight is of a weight .*pass load_adapter example=, inputs to call"
     with pytest.raises(ValueError, match=message):
         jax_dora.peft.load_adapter(base, tmp_path)
     close(call(jax_dora.peft.load_adapter(base, tmp_path, example=(x,)), x), call(model, x))
