@@ -1,5 +1,4 @@
-"""Tables of the numbers that codes stand for, and 4-bit codes as the tensor cores' accumulators are
-laid out."""
+"""Lookup tables for codes, and the lookup of 4-bit codes into the layout of accumulators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from jax_dora.ops import choose
 from jax_dora.ops.mosaic import ptx
 from jax_dora.ops.quantised import NF4, bits
 
-# Rows of 32 codes, 16 bytes, which the four lanes that share a row all read.
+# Each of the four lanes that share a row loads the whole row of 32 codes, 16 bytes.
 CODES = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 32), (16, 32), (8, 32))),
     warp_dims=(-6,),
@@ -27,8 +26,7 @@ CODES = plgpu.Layout.TILED(
 
 
 def numbers(dtype: Any) -> np.ndarray:
-    """Returns f32[2^bits], what the codes of a qvalue's dtype stand for, from code 0 on; those of
-    uint4 are NF4's."""
+    """Returns the numbers of all codes of a dtype from code 0 on, f32[2^bits]. uint4 means NF4."""
     if dtype == jnp.uint4:
         return np.array(NF4, np.float32)
     codes = np.arange(1 << bits(dtype), dtype=np.uint8)
@@ -38,13 +36,13 @@ def numbers(dtype: Any) -> np.ndarray:
 
 
 def table(dtype: Any, columns: int) -> np.ndarray:
-    """Returns what 4-bit codes stand for as `looked_up` reads it, f32[⌈512 / columns⌉, columns]."""
+    """Returns the lookup table that `looked_up` reads, f32[⌈512 / columns⌉, columns]."""
     entries = np.repeat(numbers(dtype), ptx.LANES)
     return np.pad(entries, (0, -len(entries) % columns)).reshape(-1, columns)
 
 
 def looked_up(codes_smem: Any, table_smem: Any) -> jax.Array:
-    """Returns f32[64, 32·n], laid out as accumulators, for as many 4-bit codes in shared memory."""
+    """Returns the numbers of 4-bit codes [64, 32·n], laid out as accumulators, as f32."""
     if choose.interpreted():
         codes = lax.bitcast_convert_type(codes_smem[...], jnp.uint4).astype(jnp.int32)
         return table_smem[...].reshape(-1, ptx.LANES)[:, 0][codes]
@@ -63,7 +61,7 @@ def _looked_up(codes: mgpu.FragmentedArray, column: ir.Value) -> mgpu.Fragmented
     f32 = ir.F32Type.get()
     four_words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
     pair = ir.VectorType.get((2,), f32)
-    # Lane 4g + t has of eight columns the two that byte t of their word numbers.
+    # Of eight columns, lane 4g + t needs the two whose codes are byte t of the word.
     at = arith.andi(ptx.lane(), ptx.i32(3))
     own_byte = arith.addi(arith.muli(at, ptx.i32(0x11)), ptx.i32(0x40))
     low = ptx.i32(0x0F0F0F0F)

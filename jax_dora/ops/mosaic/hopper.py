@@ -1,4 +1,4 @@
-"""The demands of a Hopper on every kernel: alignment, room in shared memory, registers."""
+"""Limits of Hopper GPUs that every kernel obeys: alignment, shared memory, registers."""
 
 import math
 
@@ -9,39 +9,44 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.quantised import bits
 
-# Rows of 16 bytes are what the copy engine can address.
+# TMA copies rows of whole 16 bytes: 8 numbers of 16 bits.
 ALIGNMENT = 8
-# Tensor cores read shared memory in blocks of 8 rows, which the copy engine can make of whole ones.
+# Tensor cores read shared memory in blocks of 8 rows, and TMA copies whole blocks.
 ROW_ALIGNMENT = 8
-# A slice along a contracted axis is a 128-byte row, the widest swizzle.
+# The width of a slice along a contracted axis: 128 bytes, the widest swizzle.
 TILE_K = 64
 SHARED_MEMORY = 232_448
-# What vectors, barriers and sums over warps may take of it.
+# Shared memory that is reserved for vectors, barriers and sums over warps.
 RESERVED = 3_072
-# Registers a thread, of the 512 that 128 threads of each of a multiprocessor's warpgroups share.
+# Registers per thread, added up over the warpgroups of a thread block.
 REGISTERS = 512
 FETCH_REGISTERS = 40
 
 
 def consume_registers(consumers: int) -> int:
-    """Returns the registers of each thread of `consumers` warpgroups beside one that fetches."""
+    """Returns the registers per thread of `consumers` warpgroups if one more warpgroup fetches."""
     return (REGISTERS - FETCH_REGISTERS) // consumers // 8 * 8
 
 
 def slices(rank: int) -> int:
-    """Returns how many slices of `TILE_K` the rank takes."""
+    """Returns the number of slices of `TILE_K` that the rank needs."""
     return pl.cdiv(rank, TILE_K)
 
 
 def padded_rank(rank: int) -> int:
-    """Returns the rank that the copy engine can address: of whole slices, or of one short one."""
+    """Returns the rank padded for TMA: to whole slices, or to 8 if it is less than one slice."""
     step = ALIGNMENT if rank < TILE_K else TILE_K
     return pl.cdiv(rank, step) * step
 
 
 def balanced(length: int, pieces: int, sm_count: int, *, overhead: int, most: int) -> int:
-    """Returns into how many parts, at `most`, to cut each of `pieces` of `length` steps so that the
-    device is done first; a part costs `overhead` steps more than it has."""
+    """Returns the number of parts, at most `most`, of each piece for the shortest run time.
+
+    Args:
+      length: the steps of a piece.
+      pieces: the number of pieces.
+      overhead: the cost of a part in addition to its steps, in steps.
+    """
 
     def time(parts: int) -> int:
         return pl.cdiv(pieces * parts, sm_count) * (pl.cdiv(length, parts) + overhead)
@@ -50,9 +55,9 @@ def balanced(length: int, pieces: int, sm_count: int, *, overhead: int, most: in
 
 
 def tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, gmem_cols: int | None = None):
-    """Returns shared memory for [..., rows, cols], laid out for the copy engine and tensor cores.
+    """Returns shared memory for [..., rows, cols] in the layout of TMA and tensor cores.
 
-    `gmem_cols` is the width of the matrix that is copied to or from; no block may straddle its end.
+    `gmem_cols` is the width of the matrix in global memory. No swizzled block may cross its end.
     """
     cols = math.gcd(shape[-1], gmem_cols or shape[-1])
     # Columns are worked on 64 at a time.
@@ -64,14 +69,14 @@ def tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, gmem_cols: int | 
 
 
 def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
-    """Returns shared memory for [..., rows, cols], of columns that are one swizzled row, laid out
-    for the copy engine alone, which takes any number of such rows."""
+    """Returns shared memory for [..., rows, cols] in the layout of TMA alone, where all columns are
+    one swizzled row. Any number of rows is allowed."""
     swizzle = plgpu.SwizzleTransform(shape[-1] * bits(dtype) // 8)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=(swizzle,))
 
 
 def pad(array: jax.Array, *shape: int) -> jax.Array:
-    """Returns `array` with zeros up to `shape`; itself where it has that shape already."""
+    """Returns `array` padded with zeros to `shape`, or `array` itself if it has that shape."""
     if array.shape == shape:
         return array
     return jnp.pad(array, [(0, to - size) for size, to in zip(array.shape, shape, strict=True)])

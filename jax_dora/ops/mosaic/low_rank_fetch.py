@@ -1,4 +1,4 @@
-"""The fetching warps of `low_rank_kernel`: each fills rings of buffers as they get free."""
+"""The fetching warps of `low_rank_kernel`, which refill buffers as soon as they are free."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,8 +9,8 @@ from jax_dora.ops.mosaic.hopper import TILE_K
 
 
 def fetch_slices(walk, task, inputs, buffers, consumer):
-    """Fills, as one warp, a consumer's ring of slices; the first also fetches the strip of
-    `right`."""
+    """Fills a consumer's ring of slices of `left`, as one warp. The first consumer's warp also
+    fetches the strip of `right`."""
     left_gmem, right_gmem, _, _, *vectors_gmem = inputs  # the vectors, before the scales
     c = walk.tiling.config
 
@@ -61,7 +61,7 @@ def fetch_slices(walk, task, inputs, buffers, consumer):
 
     lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
 
-    # Every buffer was handed back once more than it was filled.
+    # Every buffer is released once more than it is filled: wait for the last release.
     @pl.when(consumer == 0)
     def _settle_strip():
         plgpu.barrier_wait(buffers["right_free"])
@@ -71,8 +71,8 @@ def fetch_slices(walk, task, inputs, buffers, consumer):
 
 
 def fetch_tiles(walk, task, inputs, buffers, fetcher, fetchers):
-    """Fills, as one warp of `fetchers`, a consumer's ring of tiles of the matrix, or that of
-    all."""
+    """Fills rings of tiles of the matrix, as one of `fetchers` warps: a consumer's ring, or all
+    consumers' rings if there is a single fetcher."""
     matrix_gmem, c = inputs[2], walk.tiling.config
 
     def fetch_run(index, before):

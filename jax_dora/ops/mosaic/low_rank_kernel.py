@@ -1,14 +1,14 @@
-"""The kernel that walks over the tiles of a low-rank product: the frame of norm and expand_compose.
+"""The kernel that iterates over tiles of a low-rank product, shared by norm and expand_compose.
 
-The consumers, a warpgroup each, take turns at the tiles of a run: while one works on its
-accumulator, the others keep the tensor cores busy. Each has its own ring of slices of `left` and
-its own ring of tiles of the matrix. A warp fetches for one ring only, since what the one waits for
-would hold up the other; where the warps do not suffice, all tiles are fetched by one, in the order
-in which they are taken.
+Each consumer is a warpgroup. The consumers process the tiles of a run in turn: while one of them
+processes its accumulators, the others keep the tensor cores busy. Each has its own ring of slices
+of `left` and its own ring of tiles of the matrix. A warp fetches for a single ring, so that waiting
+for one ring does not delay another one. If there are not enough warps, one warp fetches all tiles
+of the matrix, in the order in which they are processed.
 
-Every ring has two rows of barriers. `ready`: the copy engine has filled a buffer. `free`: its
-consumer has handed it back; all are handed back once before the first is filled. `low_rank_fetch`
-is what the fetching warps do.
+Every ring has two barriers for each buffer. `ready`: TMA has filled the buffer. `free`: the
+consumer has released it; every buffer is released once before it is filled for the first time. The
+fetching warps run the functions of `low_rank_fetch`.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ class Tile(NamedTuple):
     """The arguments of an epilogue.
 
     Attributes:
-      acc: f32[TILE_ROWS, tile_cols], the tile of `left @ right`.
-      smem: Ref [TILE_ROWS, tile_cols], the matrix's tile; may be overwritten.
-      vectors_smem: Ref f32[vectors, tile_cols], or None.
-      scales_smem: Ref [length], the tile's own numbers, or None; see `Scales`.
+      acc: the tile of `left @ right`, f32[TILE_ROWS, tile_cols].
+      smem: the tile of the matrix, a Ref [TILE_ROWS, tile_cols], which may be overwritten.
+      vectors_smem: a Ref f32[vectors, tile_cols], or None.
+      scales_smem: the numbers of this tile, a Ref [length], or None; see `Scales`.
       scale: f32[].
-      rows, cols: where the tile lies in the matrix.
+      rows, cols: the rows and columns of the tile in the matrix.
     """
 
     acc: jax.Array
@@ -51,12 +51,12 @@ class Tile(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Describes a further input, of which every tile has some numbers of its own.
+    """An additional input with separate numbers for every tile.
 
     Attributes:
-      length: how many numbers a tile has.
-      dtype: the input's.
-      at: `(tile, rows, cols) -> index` of a tile's numbers in the input.
+      length: the number of numbers for a tile.
+      dtype: the dtype of the input.
+      at: `(tile, rows, cols)` returns the index of a tile's numbers in the input.
     """
 
     length: int
@@ -70,17 +70,17 @@ class Task:
 
     Attributes:
       products: for each slice of `left` along k, the slices of `right` that it multiplies.
-      epilogue: `(carry, tile, out_gmem, **scratch) -> carry`, after each tile's product.
-      start: the carry with which a consumer begins a run.
-      finish: `(carry, split, cols, out_gmem, **scratch)`, after a consumer's last tile of a run.
-        One consumer at a time, since sums across warps use scratch that all warpgroups share.
-      vectors: rows of fp32 numbers per column that the epilogue reads; given for the columns of
-        one strip alone, every strip has them.
-      scales: the tiles' own numbers, an input after the vectors; None where there are none.
-      stores: the epilogue stores from the tile's memory, which is not free when it returns.
-      grouped: each group of rows has a scale and vectors of its own, scale[groups] and
-        vectors[groups, vectors, padded_out], and one of several `right` [n, k, out], that which the
-        last input says, i32[groups].
+      epilogue: `(carry, tile, out_gmem, **scratch) -> carry`, called after each tile's product.
+      start: returns a consumer's carry at the beginning of a run.
+      finish: `(carry, split, cols, out_gmem, **scratch)`, called after a consumer's last tile of a
+        run, by one consumer at a time: sums across warps use scratch that all warpgroups share.
+      vectors: the number of vectors f32[columns] that the epilogue reads. Vectors of the length of
+        one strip apply to every strip.
+      scales: the input with numbers for every tile, which follows the vectors; or None.
+      stores: the epilogue stores from the tile's buffer, which is not free yet when it returns.
+      grouped: each group of rows has its own scale and vectors, scale[groups] and
+        vectors[groups, vectors, padded_out], and one of several `right` [n, k, out], whose number
+        is in the last input, i32[groups].
     """
 
     products: Sequence[Sequence[int]]
@@ -114,7 +114,7 @@ def low_rank_kernel(
     """Returns a function of (left, right, matrix, scale[1], *vectors[vectors, padded_out], *scales,
     *which[groups]).
 
-    `scratch` is further shared memory by name, which the functions of `task` get as keywords.
+    `scratch` is more shared memory by name, which the functions of `task` get as keyword arguments.
     """
     c = tiling.config
     left_ring, tile_ring = c.consumers * c.stages, c.consumers * c.slots
@@ -179,10 +179,10 @@ def low_rank_kernel(
 
 
 def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
-    """Multiplies, as one warpgroup, its tiles, and runs the task's functions on them."""
+    """Computes the products of a consumer's tiles, and runs the task's functions on them."""
     c = walk.tiling.config
     whole_scale = inputs[3][0]
-    # Late enough not to wait for the stores, early enough for the next tile to arrive in time.
+    # Late enough that the stores are done, and early enough that the next tile arrives in time.
     hand_back_at = min(task.left_slices // 3, c.stages - 1)
 
     def stage_of(turn, k):
@@ -192,7 +192,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
         return consumer * c.slots + lax.rem(turn, c.slots)
 
     def hand_back_stored(turn):
-        """Hands back the slot of the tile before `turn`, once its stores have read it."""
+        """Releases the slot of the tile before `turn`, after its stores have read the slot."""
         if task.stores:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(buffers["tile_free"].at[slot_of(turn + c.slots - 1)])
@@ -217,7 +217,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
             if k == hand_back_at:
                 hand_back_stored(turn)
             if k > 0:
-                # All but this slice's products are done, so the slice before is free.
+                # Only the products of this slice are under way, so the slice before is free.
                 plgpu.wgmma_wait(len(partners))
                 plgpu.barrier_arrive(buffers["left_free"].at[stage_of(turn, k - 1)])
         return acc_ref[...]
@@ -255,7 +255,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
             )
             carry = task.epilogue(carry, seen, out_gmem, **scratch)
             if not task.stores:
-                # The copy engine may not write before these ordinary reads.
+                # This fence keeps TMA from overwriting the tile before these ordinary reads.
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(buffers["tile_free"].at[slot])
             return carry
@@ -278,7 +278,7 @@ def _consume(walk, task, inputs, out_gmem, buffers, scratch, consumer):
     plgpu.barrier_arrive(buffers["right_free"])
     for stage in range(c.stages):
         plgpu.barrier_arrive(buffers["left_free"].at[consumer * c.stages + stage])
-    # What a tile's stores read is handed back during the next tile.
+    # A slot that stores read from is released during the next tile.
     for turn in range(c.slots - 1 if task.stores else c.slots):
         plgpu.barrier_arrive(buffers["tile_free"].at[slot_of(turn)])
 

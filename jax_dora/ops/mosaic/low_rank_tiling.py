@@ -1,15 +1,15 @@
-"""Cuts a matrix into pieces of work for the kernels norm and expand_compose.
+"""Divides the work of the kernels norm, stationary_norm and expand_compose.
 
-Both take tiles of `left @ right`, [rows, k] @ [k, out] with a short k (the rank), and meet each
-with the tile of a large [rows, out] matrix:
+These compute tiles of `left @ right`, [rows, k] @ [k, out] with a short k (the rank), and combine
+each with a tile of a large [rows, out] matrix:
 
 - The matrix is cut into strips of `tile_cols` columns, and a strip into `splits` runs of whole
-  tiles. A run is a thread block's unit of work. For its length the strip of `right`,
-  [k, tile_cols], stays in shared memory; were it fetched for each tile, three times as much would
-  come from the level-2 cache.
-- Past the last row, column or rank the copy engine reads zeros and writes nothing.
+  tiles. A run is a thread block's unit of work. During a run, the strip of `right`, [k, tile_cols],
+  stays in shared memory or registers. Fetching it for each tile would triple the reads from the
+  level-2 cache.
+- Past the last row, column or rank, TMA reads zeros and writes nothing.
 
-`low_rank_kernel` walks over them.
+`low_rank_kernel` iterates over the tiles for norm and expand_compose.
 """
 
 import dataclasses
@@ -22,25 +22,25 @@ from jax.experimental import pallas as pl
 
 from jax_dora.ops.mosaic.hopper import RESERVED, SHARED_MEMORY, TILE_K, balanced, pad
 
-# One m64 instruction; taller tiles would only need more registers.
+# The rows of one m64 instruction. Taller tiles would only need more registers.
 TILE_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Launch knobs.
+    """Launch options.
 
     Attributes:
-      tile_cols: columns of a strip. 128 keeps the tensor cores fed from shared memory; 64 halves
-        the resident strip of `right` where the rank is large, at twice the traffic of `left`.
-      stages: slices of `left` in flight for each consumer.
-      slots: tiles of the matrix in flight for each consumer; with two, one is fetched while the
-        other is worked on and stored.
-      consumers: warpgroups that multiply, one tile each. While one works on its accumulator, the
-        others keep the tensor cores busy; each has rings of its own in shared memory. Two or three:
-        one would have more registers than a thread can, and of the warpgroup that fetches a warp is
-        each one's, and one the matrix's.
-      splits: runs that a strip is cut into; None balances them over the multiprocessors.
+      tile_cols: the columns of a strip. 128 columns keep the tensor cores busy. 64 columns halve
+        the strip of `right` in shared memory for a large rank, and double the reads of `left`.
+      stages: the slices of `left` in flight for each consumer; in stationary_norm, the tiles of
+        `left` in flight for all consumers.
+      slots: the tiles of the matrix in flight, for each consumer as above. With two slots, one tile
+        is fetched while the other one is processed and stored.
+      consumers: the warpgroups that multiply. While one of them processes its accumulators, the
+        others keep the tensor cores busy. Two or three: a single consumer could not use all
+        registers, and the fetching warpgroup needs a warp for each consumer and one for the matrix.
+      splits: the runs of a strip; None balances the runs over the multiprocessors.
     """
 
     tile_cols: int = 128
@@ -50,8 +50,8 @@ class Config:
     splits: int | None = None
 
 
-# Best first; a rank takes the first that shared memory has room for. Slices of `left` count most:
-# with fewer than four in flight a consumer waits for them. A second slot gains little.
+# The best first. A rank uses the first config that fits into shared memory. Slices of `left` matter
+# most: with fewer than four in flight, a consumer waits for them. A second slot gains little.
 CONFIGS = (
     Config(tile_cols=128, stages=4, slots=2),
     Config(tile_cols=128, stages=4, slots=1),
@@ -64,8 +64,8 @@ CONFIGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Static geometry of one launch over [rows, out], or over `groups` of them that lie one behind
-    the other, each of whole tiles and with a `right` of its own."""
+    """The static geometry of a launch over a matrix [rows, out], or over `groups` such matrices of
+    whole tiles that follow each other, each with its own `right`."""
 
     rows: int
     out: int
@@ -87,7 +87,7 @@ class Tiling:
 
     @property
     def run(self) -> int:
-        """Returns the tiles of a run; the last of a strip may have fewer."""
+        """Returns the number of tiles of a run. The last run of a strip may have fewer."""
         splits = self.config.splits or balanced(
             self.row_tiles,
             self.groups * self.strips,
@@ -112,7 +112,7 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The order in which one thread block takes its runs, and its consumers their tiles."""
+    """The order in which a thread block processes its runs, and its consumers their tiles."""
 
     tiling: Tiling
     block: jax.Array
@@ -122,7 +122,7 @@ class Walk:
         return lax.div(self.tiling.units - self.block + self.tiling.blocks - 1, self.tiling.blocks)
 
     def run(self, index):
-        """Returns the columns, the split, the first tile and the number of tiles of a run."""
+        """Returns (columns, number within the strip, first tile, number of tiles) of a run."""
         unit, tiling = self.block + index * self.tiling.blocks, self.tiling
         group = 0
         if tiling.groups > 1:
@@ -137,12 +137,18 @@ class Walk:
         return pl.ds(lax.div(unit, tiling.splits) * width, width), split, first, tiles
 
     def group(self, tile):
-        """Returns the group that a tile is of."""
+        """Returns the group that a tile belongs to."""
         return lax.div(tile, self.tiling.row_tiles)
 
     def turns(self, taker, before, tiles, takers):
-        """Returns which of a run's `tiles` is the first of `taker`, one of `takers` that take
-        turns, and how many it has; `before` tiles of earlier runs are taken already."""
+        """Returns (first tile, number of tiles) of a run for one of several warpgroups in turn.
+
+        Args:
+          taker: the number of the warpgroup.
+          before: the number of tiles in the block's earlier runs.
+          tiles: the number of tiles of the run.
+          takers: the number of warpgroups.
+        """
         skipped = lax.rem(taker - lax.rem(before, takers) + takers, takers)
         return skipped, lax.div(tiles - skipped + takers - 1, takers)
 
@@ -157,8 +163,8 @@ def shared_memory(
     extra_tiles: int = 0,
     extra_bytes: int = 0,
 ) -> int:
-    """Returns the bytes that a launch takes; `extra_tiles` further tiles for each consumer, and
-    `extra_bytes` in all."""
+    """Returns the bytes of shared memory that a launch needs, including `extra_tiles` more tiles
+    for each consumer and `extra_bytes` in total."""
     c = config
     tile = TILE_ROWS * c.tile_cols * tile_itemsize
     return (
@@ -171,7 +177,7 @@ def shared_memory(
 
 
 def first_with_room(configs: Iterable[Config], *taken: int) -> Config | None:
-    """Returns the first of `configs` that fits into shared memory, or None; `taken` are the further
+    """Returns the first of `configs` that fits into shared memory, or None. `taken` are the other
     arguments of `shared_memory`."""
     return next((c for c in configs if shared_memory(c, *taken) <= SHARED_MEMORY), None)
 

@@ -3,23 +3,23 @@
     W  [in, out]  bf16, fp16 or fp32     A  [in, r], B  [r, out]  bf16, fp16 or fp32
     s  f32[]                             norm² = Σ_in (W + s·A B)²  f32[out]
 
-Of a part of W's rows it is that part of the sum.
+Given only some of W's rows, the result is the partial sum over those rows.
 
-Tiles of A B stay in registers, in fp32, meet their tile of W there and are squared and added up; no
-[in, out] and no [r, out] array is made. Nothing cancels, so there is no clamp. Two stages, no
-atomics: every consumer of every run writes one row of partial sums f32[splits · consumers, out],
-which XLA adds up, so the order of additions is fixed by the shape and the number of
-multiprocessors.
+A tile of A B stays in registers, in fp32. There it is added to its tile of W, squared and summed,
+so no [in, out] and no [r, out] array exists. Nothing cancels, so the result needs no clamp. The sum
+has two stages and no atomics: every consumer writes one row of partial sums for every run,
+f32[splits · consumers, out], and XLA adds these up. The order of the additions depends only on the
+shape and the number of multiprocessors.
 
-16-bit adapters go to the tensor cores as they are: their products are exact in fp32. An fp32
-adapter is cut into p bf16 pieces of 8 bits, `x = x₁ + … + x_p + ε` with |ε| ≤ 2^(-8p)·|x|, and A B
-becomes Σ A_i B_j over i + j ≤ p + 1. Dropped products and remainders together are off by at most
+16-bit adapters go to the tensor cores unchanged: their products are exact in fp32. An fp32 adapter
+is cut into p bf16 pieces of 8 bits, `x = x₁ + … + x_p + ε` with |ε| ≤ 2^(-8p)·|x|, and A B becomes
+Σ A_i B_j over i + j ≤ p + 1. Dropped products and remainders together change A B by at most
 (p + 1)·2^(-8p)·|A||B| (two pieces for a 16-bit W: 2^-14.4; three for an fp32 W: 2^-22), so that
 
     |error of the norm| ≤ (p + 1)·2^(-8p)·s·‖|A||B|‖ + fp32 accumulation.
 
-Bytes: W once, A and B once; FLOPs: 2 · in · r · out for each product of pieces (1, 3 or 6 of
-them), which set the floor at ranks over 200.
+Bytes: W, A and B once. FLOPs: 2 · in · r · out for each of the 1, 3 or 6 products of pieces, which
+set the floor at ranks over 200.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ CHUNK = 64
 
 
 def pieces(kernel_dtype: jax.typing.DTypeLike, adapter_dtype: jax.typing.DTypeLike) -> int:
-    """Returns how many 16-bit pieces an adapter is cut into."""
+    """Returns the number of 16-bit pieces that an adapter is cut into."""
     if jnp.dtype(adapter_dtype).itemsize == 2:
         return 1
     return 2 if jnp.dtype(kernel_dtype).itemsize == 2 else 3
@@ -59,7 +59,7 @@ def refuses(
     kernel_dtype: jax.typing.DTypeLike,
     adapter_dtype: jax.typing.DTypeLike,
 ) -> str | None:
-    """Returns why W [in, out] and A, B of rank `rank` are not taken, or None."""
+    """Returns why the kernel cannot take W [in, out] and A, B of `rank`, or None if it can."""
     kernel_dtype, adapter_dtype = jnp.dtype(kernel_dtype), jnp.dtype(adapter_dtype)
     for name, dtype in (("the kernel", kernel_dtype), ("the adapter", adapter_dtype)):
         if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -90,9 +90,11 @@ def wins(in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype
 def config(
     in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any
 ) -> Config | None:
-    """Returns the config that was fastest (H200, 9446849, `benchmarks tune`) where it fits into
-    shared memory, or else the first of `CONFIGS` that does; None where none does, and the kernel
-    refuses."""
+    """Returns the launch options, or None if no config fits into shared memory.
+
+    The fastest config on an H200 (`benchmarks tune` at 9446849) is used if it fits, and otherwise
+    the first of `CONFIGS` that fits.
+    """
     resident = pieces(kernel_dtype, adapter_dtype) * hopper.slices(rank)
     candidates = configs(resident)
     if in_features >= 1449 and 544 <= rank <= 768 and out >= 1024:
@@ -103,8 +105,8 @@ def config(
 
 
 def configs(resident: int) -> list[Config]:
-    """Returns the members of `CONFIGS` that suit a strip of `resident` slices of B."""
-    # A product over many slices takes long enough for the next tile to arrive in the only slot.
+    """Returns the members of `CONFIGS` for a strip of B of `resident` slices."""
+    # With many slices, a product takes long enough for one slot: the next tile arrives meanwhile.
     return [c for c in CONFIGS if resident <= 4 or c.slots == 1]
 
 
@@ -118,8 +120,15 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> jax.Array:
-    """Returns f32[out]: the square of the norm of kernel [in, out] adapted by lora_a [in, r] and
-    lora_b [r, out]."""
+    """Returns the square of the norm, f32[out].
+
+    Args:
+      kernel: [in, out].
+      lora_a: [in, r].
+      lora_b: [r, out].
+      scale: f32[].
+      config, sm_count: the launch options.
+    """
 
     def values(tile, chunks):
         for chunk in chunks:
@@ -136,12 +145,12 @@ class Matrix(NamedTuple):
     """The matrix that the adapter is added to.
 
     Attributes:
-      elements: [in, out].
-      values: `(tile, chunks) -> f32[TILE_ROWS, chunk]` for each chunk of a tile's columns: what
-        they stand for.
-      table: f32[n, tile_cols] that `values` finds as the tile's vectors; None where there is none.
-      scales: [k, padded_out], a row for every in / k rows; None where there is none.
-      kernel_name: what a program calls the kernel.
+      elements: the stored numbers or codes, [in, out].
+      values: `(tile, chunks)` yields the values of each chunk of a tile's columns as
+        f32[TILE_ROWS, chunk].
+      table: a lookup table f32[n, tile_cols], which `values` gets as the tile's vectors; or None.
+      scales: the scales [k, padded_out] of codes, a row for every in / k rows; or None.
+      kernel_name: the name of the kernel in a compiled program.
     """
 
     elements: jax.Array
@@ -159,8 +168,8 @@ def squares(
     count: int,
     tiling: Tiling,
 ) -> jax.Array:
-    """Returns f32[padded_out], Σ_in (matrix + scale · lora_a lora_b)², an adapter cut into `count`
-    pieces."""
+    """Returns Σ_in (matrix + scale · lora_a lora_b)², f32[padded_out], with the adapter cut into
+    `count` pieces."""
     c = tiling.config
     lora_a, lora_b, products = cut_adapter(lora_a, lora_b, count)
     lora_b = hopper.pad(lora_b, len(lora_b), tiling.padded_out)
@@ -183,7 +192,7 @@ def squares(
         plgpu.commit_smem()
         row = split * c.consumers + lax.axis_index("warpgroup")
         plgpu.copy_smem_to_gmem(sums_smem, out_gmem[0].at[row, cols])
-        # The next consumer writes there.
+        # The next consumer reuses `sums_smem`.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     tables = [] if matrix.table is None else [matrix.table]
@@ -216,15 +225,18 @@ def squares(
 def cut_adapter(
     lora_a: jax.Array, lora_b: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, list[tuple[int, ...]]]:
-    """Returns lora_a [in, k] and lora_b [k, out] cut into `count` pieces that lie side by side,
-    padded to what the copy engine addresses, and for each slice of `TILE_K` columns of lora_a the
-    slices of rows of lora_b that it multiplies."""
+    """Cuts an adapter into `count` pieces that lie side by side, padded for TMA.
+
+    Returns:
+      lora_a [in, k], lora_b [k, out], and for each slice of `TILE_K` columns of lora_a the slices
+      of rows of lora_b that it multiplies.
+    """
     slices = hopper.slices(lora_a.shape[1])
     width = hopper.padded_rank(lora_a.shape[1]) if count == 1 else slices * hopper.TILE_K
     (in_features, _), (_, out) = lora_a.shape, lora_b.shape
     pieces_of_a = [hopper.pad(piece, in_features, width) for piece in cut(lora_a, count)]
     pieces_of_b = [hopper.pad(piece, width, out) for piece in cut(lora_b, count)]
-    # Piece i of A meets the pieces of B that together are not beyond the last bit kept.
+    # Products of pieces i and j with i + j ≥ count lie below the last bit that is kept.
     products = [
         tuple(j * slices + k for j in range(count - i)) for i in range(count) for k in range(slices)
     ]
@@ -232,12 +244,12 @@ def cut_adapter(
 
 
 def cut(x: jax.Array, count: int) -> list[jax.Array]:
-    """Returns `count` bf16 arrays that add up to fp32 x, to 8 bits each; x for a count of one."""
+    """Returns `count` bf16 arrays of 8 bits that add up to the fp32 x, or [x] if `count` is 1."""
     if count == 1:
         return [x]
     found = []
     for _ in range(count):
-        # reduce_precision rather than a cast there and back, which XLA may drop.
+        # Not a cast to bf16 and back, because XLA may remove it.
         piece = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         found.append(piece.astype(jnp.bfloat16))
         x = x - piece

@@ -4,11 +4,12 @@
     σ  [in / t, out], t a multiple of 64
     A  [in, r], B  [r, out]  bf16 or fp32     s  f32[]     norm² = Σ_in (σ∘v(q) + s·A B)²  f32[out]
 
-v(q) is q itself, or of "nf4" the level that q numbers. The kernel is `norm`'s, but for what it does
-with a tile of the matrix: q becomes fp32 in registers, where it meets its tile of A B. No [in, out]
-array of floats is made anywhere. 4-bit codes are looked up (`codebook`).
+v(q) is q itself, or for NF4 the level with number q. The kernel is the one of `norm`, except that
+each tile of q is converted to fp32 in registers before A B is added, so no [in, out] array of
+floats exists. 4-bit codes are looked up (`codebook`).
 
-Bytes: q and σ once (0.27 of a bf16 kernel's for 4 bits, 0.5 for 8), A, B once. FLOPs as `norm`'s.
+Bytes: q and σ once (0.27 of a bf16 kernel's bytes for 4 bits, 0.5 for 8 bits), A and B once. FLOPs:
+as in `norm`.
 """
 
 from typing import Any
@@ -27,7 +28,7 @@ from jax_dora.ops.quantised import Format, bits, repeated
 def refuses(
     in_features: int, rank: int, out: int, form: Format, adapter_dtype: jax.typing.DTypeLike
 ) -> str | None:
-    """Returns why q [in, out] of a format, and A, B of rank `rank` are not taken, or None."""
+    """Returns why the kernel cannot take q [in, out] of a format and A, B of `rank`, or None."""
     adapter_dtype = jnp.dtype(adapter_dtype)
     if form.has_zero_point:
         return f"the kernel's format is {form} with zero points"
@@ -37,7 +38,7 @@ def refuses(
         return f"one of in = {in_features}, rank = {rank}, out = {out} is 0"
     if form.tile[0] % TILE_ROWS:
         return f"the kernel's format is {form}; a tile's rows must be a multiple of {TILE_ROWS}"
-    # The copy engine reads rows of 16 bytes.
+    # TMA copies rows of whole 16 bytes.
     alignment = 16 * form.packed
     if out % alignment:
         return f"out = {out} is not a multiple of {alignment}"
@@ -47,17 +48,17 @@ def refuses(
 
 
 def wins(in_features: int, rank: int, out: int, form: Format, adapter_dtype: Any) -> bool:
-    """Returns whether the kernel is taken to be no slower than XLA: where `norm` was measured to be
-    with in and out of at least 1024, though not for fewer outputs."""
+    """Returns whether the kernel is expected to be no slower than XLA, as `norm` was measured to be
+    from 1024 input and output features on."""
     return in_features >= 1024 and out >= 1024 and rank <= 768
 
 
 def config(
     in_features: int, rank: int, out: int, form: Format, adapter_dtype: Any
 ) -> Config | None:
-    """Returns the launch knobs; None where there is no room, and a refusal."""
+    """Returns the launch options, or None if no config fits into shared memory."""
     resident = norm.pieces(jnp.bfloat16, adapter_dtype) * hopper.slices(rank)
-    # A tile takes at most one byte a column, and a scale of four for 64 rows.
+    # A code has at most one byte, and a column of a tile at most one scale of four bytes.
     return first_with_room(norm.configs(resident), resident, 2)
 
 
@@ -72,8 +73,16 @@ def launch(
     config: Config,
     sm_count: int,
 ) -> jax.Array:
-    """Returns f32[out]: the square of the norm of qvalue [in, out], scaled by `scales`
-    [in / t, out / u] and adapted by lora_a [in, r] and lora_b [r, out]."""
+    """Returns the square of the norm, f32[out].
+
+    Args:
+      qvalue: the codes, [in, out].
+      scales: [in / t, out / u].
+      lora_a: [in, r].
+      lora_b: [r, out].
+      scale: f32[].
+      config, sm_count: the launch options.
+    """
     in_features, out = qvalue.shape
     tiling = Tiling(in_features, out, config, sm_count)
     is_packed = bits(qvalue.dtype) == 4

@@ -11,11 +11,11 @@ memory, and which takes the calls that this kernel refuses:
 
 - Both consumers multiply the same tile of A, so shared memory has room for several tiles in flight.
 - A product reads one operand from shared memory instead of two.
-- A thread owns two columns, and adds up their squares in four registers.
+- A thread sums the squares of its two columns in four registers.
 
-While the tensor cores multiply the next tile, a consumer adds its tile of W to the last product
-and squares the sums (`stationary_tile`). fp32 adapters are cut into bf16 pieces, with the error
-bound of `norm`.
+While the tensor cores compute the product of the next tile, a consumer adds its tile of W to the
+last product and squares the sums (`stationary_tile`). fp32 adapters are cut into bf16 pieces, with
+the error bound of `norm`.
 
 Bytes: W (or q and σ) once; A once for every 128 columns, from the level-2 cache. FLOPs:
 2 · in · r · out for each product of pieces, which set the floor at ranks over 200.
@@ -49,8 +49,8 @@ def refuses(
     stored: Format | jax.typing.DTypeLike,
     adapter_dtype: jax.typing.DTypeLike,
 ) -> str | None:
-    """Returns why a kernel [in, out], stored in a format or a dtype, with an adapter of `rank` is
-    not taken, or None."""
+    """Returns why the kernel cannot take W [in, out], stored in a format or a dtype, with an
+    adapter of `rank`, or None if it can."""
     if jnp.dtype(adapter_dtype) not in (*HALVES, jnp.float32):
         return (
             f"the adapter has dtype {jnp.dtype(adapter_dtype)}, none of bfloat16, float16, float32"
@@ -94,7 +94,7 @@ def wins(
 def config(
     in_features: int, rank: int, out: int, stored: Any, adapter_dtype: jax.typing.DTypeLike
 ) -> Config:
-    """Returns the launch knobs for a call that is not refused."""
+    """Returns the launch options for a call that `refuses` accepts."""
     slices = _slices(rank, adapter_dtype)
     width = bits(stored.stored if isinstance(stored, Format) else stored)
     stages = {6: 4, 5: 4, 4: 5}.get(slices, 6)
@@ -111,18 +111,19 @@ def config(
 
 
 def _slices(rank: int, adapter_dtype: jax.typing.DTypeLike) -> int:
-    """Returns how many slices of `hopper.TILE_K` all pieces of an adapter take."""
+    """Returns the number of slices of `hopper.TILE_K` that all pieces of an adapter need."""
     return norm.pieces(jnp.bfloat16, adapter_dtype) * hopper.slices(rank)
 
 
 @launcher()
 def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) -> jax.Array:
-    """Returns f32[out]: the square of the norm.
+    """Returns the square of the norm, f32[out].
 
     Args:
-      w: [in, out], numbers or codes.
-      *operands: of codes their scales [in / t, out / u]; lora_a [in, r]; lora_b [r, out];
+      w: numbers or codes, [in, out].
+      *operands: for codes the scales [in / t, out / u]; then lora_a [in, r], lora_b [r, out] and
         scale f32[].
+      config, sm_count: the launch options.
     """
     *scales, lora_a, lora_b, scale = operands
     (in_features, out), c = w.shape, config
@@ -146,8 +147,8 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
         warpgroup = lax.axis_index("warpgroup")
 
         def fetch_low_rank():
-            """Fills, as one warp, the ring of low-rank operands: for each run a stage of B for each
-            consumer, then a stage of A for each tile."""
+            """Fills the ring of low-rank operands, as one warp: for each run, one stage of B for
+            each consumer, and then one stage of A for each tile."""
 
             def fetch(number, at_slice):
                 stage = lax.rem(number, c.stages)
@@ -178,12 +179,12 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                 return number + CONSUMERS + 2 * pairs
 
             lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
-            # Every stage was handed back once more than it was filled.
+            # Every stage is released once more than it is filled: wait for the last release.
             for stage in range(c.stages):
                 plgpu.barrier_wait(buffers["low_rank_free"].at[stage])
 
         def fetch_kernel():
-            """Fills, as one warp, the ring of tiles of W."""
+            """Fills the ring of tiles of W, as one warp."""
             for table in tables_gmem:
                 plgpu.copy_gmem_to_smem(table, buffers["table"], buffers["table_ready"])
 
@@ -209,7 +210,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                 plgpu.barrier_wait(buffers["w_free"].at[slot])
 
         def consume(consumer):
-            """Adds up, as one warpgroup, the squares of its 64 columns of every run."""
+            """Sums the squares of a consumer's 64 columns of every run, as one warpgroup."""
             s = s_gmem[0]
             if tables:
                 plgpu.barrier_wait(buffers["table_ready"])
@@ -224,7 +225,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                     plgpu.barrier_wait(buffers["low_rank_ready"].at[stage])
                 own_stage = lax.rem(number + consumer, c.stages)
                 b = stationary_tile.load_columns(buffers["low_rank"].at[own_stage])
-                # The copy engine may not write before these ordinary reads.
+                # This fence keeps TMA from overwriting B before these ordinary reads.
                 plgpu.commit_smem()
                 for stage in stages:
                     plgpu.barrier_arrive(buffers["low_rank_free"].at[stage])
@@ -257,8 +258,11 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                     return sums
 
                 def consume_pair(tile, carry, start_next):
-                    """Adds the squares of two tiles; the first one's product is under way. Two,
-                    since the registers of a product under way may not be moved."""
+                    """Adds the squares of two tiles. The product of the first one is under way.
+
+                    Two tiles, because the registers of a product under way must not be moved, as
+                    they would be at the end of an iteration with one tile.
+                    """
                     product, sums = carry
                     factors = load_scales(tile)
                     product = finish_product(product, tile)

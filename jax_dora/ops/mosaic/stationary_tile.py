@@ -45,7 +45,7 @@ PRODUCT = plgpu.Layout.TILED(
 
 
 def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns shared memory for tiles [..., rows, columns], each row one swizzled run of bytes."""
+    """Returns shared memory for tiles [..., rows, columns] whose rows are swizzled."""
     return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1], dtype))
 
 
@@ -55,19 +55,20 @@ def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
 
 
 def table(dtype: Any) -> np.ndarray:
-    """Returns f32[256, 2 · COPIES]: for every byte of two 4-bit codes the numbers that the lower
-    and the upper code stand for, several times."""
+    """Returns a lookup table f32[256, 2 · COPIES]: for every byte of two 4-bit codes, copies of the
+    numbers of the lower and the upper code."""
     numbers, pair = codebook.numbers(dtype), np.arange(256)
     return np.tile(np.stack([numbers[pair & 15], numbers[pair >> 4]], axis=1), COPIES)
 
 
 def zeros() -> jax.Array:
-    """Returns f32[64, 8] of zeros: for each column eight sums, of every eighth row each."""
+    """Returns the initial sums, f32[64, 8]: eight sums for each column, each over every eighth
+    row."""
     return plgpu.layout_cast(jnp.zeros((COLUMNS, EIGHT), jnp.float32), PRODUCT)
 
 
 def load_columns(b_smem: Any) -> jax.Array:
-    """Returns Bᵀ [64, 64·n] in registers of a consumer's columns of B, [n, 64, 64]."""
+    """Loads a consumer's columns of B, [n, 64, 64], and returns Bᵀ [64, 64·n] in registers."""
     slices = b_smem.shape[0]
     if choose.interpreted():
         return b_smem[...].reshape(-1, COLUMNS).T
@@ -94,7 +95,7 @@ def load_columns(b_smem: Any) -> jax.Array:
 
 
 def start_product(b: jax.Array, a_smem: Any, products: Sequence[Sequence[int]]) -> jax.Array:
-    """Returns (A B)ᵀ f32[64, 64], which nothing but `wait` may read.
+    """Starts a product, and returns (A B)ᵀ f32[64, 64], which only `wait` may read.
 
     Args:
       b: Bᵀ [64, 64·n].
@@ -138,7 +139,7 @@ def start_product(b: jax.Array, a_smem: Any, products: Sequence[Sequence[int]]) 
 
 
 def wait(product: jax.Array) -> jax.Array:
-    """Returns a product that was started, once it is complete."""
+    """Waits until a started product is complete, and returns it."""
     if choose.interpreted():
         return product
     found = plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=PRODUCT)
@@ -153,7 +154,7 @@ def wait(product: jax.Array) -> jax.Array:
 
 
 def load_scales(scales_gmem: Any) -> jax.Array:
-    """Returns the scales [64] of a tile's columns as f32[64, 8], the same along a row."""
+    """Returns the scales [64] of a tile's columns as f32[64, 8], the same in each row."""
     if choose.interpreted():
         return lax.broadcast_in_dim(scales_gmem[...].astype(jnp.float32), (COLUMNS, EIGHT), (0,))
     found = plgpu.ShapeDtypeStruct((COLUMNS, EIGHT), jnp.dtype("float32"), layout=PRODUCT)
@@ -183,7 +184,7 @@ def add_squares(
     table_smem: Any,
     consumer: jax.Array,
 ) -> jax.Array:
-    """Returns sums f32[64, 8] + Σ (factors∘v(w) + s·product)², over every eighth row each.
+    """Returns sums f32[64, 8] + Σ (factors∘v(w) + s·product)², each sum over every eighth row.
 
     Args:
       product: f32[64, 64], by column and row.
@@ -259,32 +260,32 @@ def store(sums: jax.Array, gmem: Any) -> None:
 
 
 class _Pairs:
-    """A thread's loads from a tile [64·n, columns] in `tiles`: its two columns of one row."""
+    """Loads the numbers of a thread's two columns from a tile [64·n, columns] of `tiles`."""
 
     def __init__(self, smem: Any, width: int, columns: int):
-        """`width` is that of a number, in bits."""
+        """`width` is the number of bits of a number."""
         pitch = columns * width // 8
         column = arith.shrui(arith.muli(_first_column(columns), ptx.i32(width)), ptx.i32(3))
         twice = arith.shli(arith.andi(ptx.lane(), ptx.i32(3)), ptx.i32(1))
         self._rows = []
         for odd in range(2):
             row = arith.muli(arith.addi(twice, ptx.i32(odd)), ptx.i32(pitch))
-            # The swizzle permutes pieces of 16 bytes by the number of the 128 bytes they lie in.
+            # The swizzle permutes pieces of 16 bytes, depending on the 128 bytes they belong to.
             piece = arith.andi(arith.shrui(row, ptx.i32(7)), ptx.i32(pitch // 16 - 1))
             place = arith.addi(row, arith.xori(column, arith.shli(piece, ptx.i32(4))))
             self._rows.append(ptx.further(mgpu.utils.memref_ptr(smem), place))
         self._stride, self._kind = EIGHT * pitch, ir.IntegerType.get_signless(2 * width)
 
     def load(self, eight: int, odd: int) -> ir.Value:
-        """Returns, in an i32, the numbers of row 8·eight + 2t + odd; the lower column's are the
-        lower bits."""
+        """Returns both numbers of row 8·eight + 2t + odd in an i32, the lower column's in the lower
+        bits."""
         found = llvm.load(self._kind, ptx.further(self._rows[odd], eight * self._stride))
         i32 = ir.IntegerType.get_signless(32)
         return found if self._kind == i32 else arith.extui(i32, found)
 
 
 def _reader(dtype: Any, table_smem: Any = None) -> Callable[[ir.Value], list[ir.Value]]:
-    """Returns a function that takes two numbers of `dtype` in an i32 and returns them as f32."""
+    """Returns a function that converts two numbers of `dtype` in an i32 to f32."""
     f32 = ir.F32Type.get()
     if table_smem is not None:
         copy = arith.andi(ptx.lane(), ptx.i32(COPIES - 1))
