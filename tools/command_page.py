@@ -55,7 +55,7 @@ def _row(action: argparse.Action) -> str:
         name += f" {'|'.join(action.choices)}"
     has_default = action.default is not None and action.default is not False
     default = str(action.default) if has_default else ""
-    text = (action.help or "").replace("(%(default)s)", "").replace("%(default)s", "").strip()
+    text = (action.help or "").strip()
     name, default, text = (cell.replace("|", "\\|") for cell in (name, default, text))
     return f"| `{name}` | {f'`{default}`' if default else ''} | {text} |"
 
