@@ -158,7 +158,7 @@ def set_layer(stack: jax.Array, one: jax.Array, number: int) -> jax.Array:
 
 @functools.cache
 def _compiled_update(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
-    def update(stack: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
+    def write_layer(stack: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(stack, one, number, 0)
 
-    return jax.jit(update, donate_argnums=0, out_shardings=sharding)
+    return jax.jit(write_layer, donate_argnums=0, out_shardings=sharding)

@@ -45,7 +45,7 @@ def layer(*operands, **options):
 def test_a_program_for_one_of_several_devices_has_kernels(on_hopper):
     assert jax.device_count() > 1
     text = for_cuda(layer, *LAYER)
-    assert "dora_norm" in text
+    assert "dora_stationary_norm" in text
     assert "dora_project" in text
 
 
