@@ -41,6 +41,7 @@ from jax_dora.ops.mosaic.few_rows_fragments import (
     XFragments,
 )
 from jax_dora.ops.mosaic.few_rows_layout import from_scalars, layout, to_scalars
+from jax_dora.ops.mosaic.hopper import row_transforms
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS
 from jax_dora.ops.quantised import bits
 
@@ -134,8 +135,7 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _transforms(dtype: Any) -> tuple[Any, ...]:
-    tiling = plgpu.TilingTransform((8, 8 * TILE_BYTES // bits(dtype)))  # pyright: ignore[reportAbstractUsage]
-    return tiling, plgpu.SwizzleTransform(TILE_BYTES)  # pyright: ignore[reportAbstractUsage]
+    return row_transforms(8 * TILE_BYTES // bits(dtype), dtype)
 
 
 def _interpreted(
@@ -189,7 +189,7 @@ def _accumulate_by_wgmma(
             pair = slice(first, first + 2)
             registers = [*left[: w.word][pair], *left[w.word :][pair]]
             old = list(total[:, :, pair].transpose(0, 2, 1).flat)
-            new = _wgmma(half, registers, x_step, old)
+            new = ptx.wgmma(half, registers, x_step, old)
             total[:, :, pair] = np.array(new, object).reshape(count, 2, 2).transpose(0, 2, 1)
         ptx.act("wgmma.commit_group.sync.aligned;")
     ptx.act("wgmma.wait_group.sync.aligned 0;")
@@ -206,20 +206,3 @@ def _mma(
     )
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
     return ptx.several(ir.F32Type.get(), 4, [*left, *right, *sums], text, constraints)
-
-
-def _wgmma(
-    half: str, left: Sequence[ir.Value], x: ir.Value, sums: list[ir.Value]
-) -> list[ir.Value]:
-    """Returns sums plus the product, by one wgmma m64n(8·n)k16."""
-    count = len(sums)
-    outputs = ",".join(f"${i}" for i in range(count))
-    inputs = [f"${i}" for i in range(2 * count, 2 * count + 5)]
-    text = (
-        "{ .reg .pred p; setp.eq.b32 p, 0, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{half}.{half} {{{outputs}}}, "
-        f"{{{','.join(inputs[:4])}}}, {inputs[4]}, p, 1, 1, 0; }}"
-    )
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"]
-    operands = [*sums, *left, x]
-    return ptx.several(ir.F32Type.get(), count, operands, text, ",".join(constraints), effects=True)

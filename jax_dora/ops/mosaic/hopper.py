@@ -1,6 +1,7 @@
 """Limits of Hopper GPUs that every kernel obeys: alignment, shared memory, registers."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,14 @@ def swizzled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike):
     one swizzled row. Any number of rows is allowed."""
     swizzle = plgpu.SwizzleTransform(shape[-1] * bits(dtype) // 8)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=(swizzle,))
+
+
+def row_transforms(columns: int, dtype: jax.typing.DTypeLike) -> tuple[Any, ...]:
+    """Returns the transforms of tiles [..., rows, columns] whose rows are swizzled, in blocks of 8
+    rows. `columns` must divide the columns in global memory."""
+    tiling = plgpu.TilingTransform((ROW_ALIGNMENT, columns))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(columns * bits(dtype) // 8)  # pyright: ignore[reportAbstractUsage]
+    return tiling, swizzle
 
 
 def pad(array: jax.Array, *shape: int) -> jax.Array:

@@ -114,6 +114,31 @@ def descriptor(ref_smem: Any, stride: int) -> ir.Value:
     return arith.ori(place, i64((1 << 62) | (stride >> 4 << 32) | (1 << 16)))
 
 
+def wgmma(
+    half: str, left: Sequence[ir.Value], right: ir.Value, sums: list[ir.Value], *, add: bool = True
+) -> list[ir.Value]:
+    """Starts one wgmma m64n(8·n)k16, and returns its results, f32.
+
+    Args:
+      half: the type of the operands, "bf16" or "f16".
+      left: the left operand, four registers.
+      right: the right operand, a `descriptor`.
+      sums: 4·n accumulators.
+      add: whether the product is added to `sums`; otherwise it replaces them.
+    """
+    count = len(sums)
+    outputs = ",".join(f"${i}" for i in range(count))
+    inputs = [f"${i}" for i in range(2 * count, 2 * count + 5)]
+    text = (
+        f"{{ .reg .pred p; setp.eq.b32 p, {int(not add)}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{half}.{half} {{{outputs}}}, "
+        f"{{{','.join(inputs[:4])}}}, {inputs[4]}, p, 1, 1, 0; }}"
+    )
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"]
+    operands = [*sums, *left, right]
+    return several(ir.F32Type.get(), count, operands, text, ",".join(constraints), effects=True)
+
+
 def entry(column: ir.Value, codes: ir.Value, byte: int, kind: ir.Type | None = None) -> ir.Value:
     """Returns the table entry, i32 or f32, whose number is a byte of `codes`."""
     stride = i32((4 * LANES) << (8 * byte))

@@ -85,7 +85,7 @@ def wins(
     With few input features it is slower if B is large, because loading B takes too much of a run.
     """
     slices = _slices(rank, adapter_dtype)
-    width = bits(stored.stored if isinstance(stored, Format) else stored)
+    width = _width(stored)
     if slices <= 4:
         return width > 4 and norm.wins(in_features, rank, out, stored, adapter_dtype)
     return in_features >= 1024 and out >= 512
@@ -96,7 +96,7 @@ def config(
 ) -> Config:
     """Returns the launch options for a call that `refuses` accepts."""
     slices = _slices(rank, adapter_dtype)
-    width = bits(stored.stored if isinstance(stored, Format) else stored)
+    width = _width(stored)
     stages = {6: 4, 5: 4, 4: 5}.get(slices, 6)
     room = hopper.SHARED_MEMORY - hopper.RESERVED - stages * slices * TILE_ROWS * hopper.TILE_K * 2
     if width == 4:
@@ -108,6 +108,11 @@ def config(
         slots=min(slots, MOST_SLOTS),
         consumers=CONSUMERS,
     )
+
+
+def _width(stored: Any) -> int:
+    """Returns the bits of a number or code of the kernel."""
+    return bits(stored.stored if isinstance(stored, Format) else stored)
 
 
 def _slices(rank: int, adapter_dtype: jax.typing.DTypeLike) -> int:

@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import codebook, ptx
-from jax_dora.ops.mosaic.hopper import TILE_K
+from jax_dora.ops.mosaic.hopper import TILE_K, row_transforms
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS
 from jax_dora.ops.quantised import bits
 
@@ -46,12 +46,7 @@ PRODUCT = plgpu.Layout.TILED(
 
 def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns shared memory for tiles [..., rows, columns] whose rows are swizzled."""
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1], dtype))
-
-
-def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
-    tiling = plgpu.TilingTransform((EIGHT, columns))  # pyright: ignore[reportAbstractUsage]
-    return tiling, plgpu.SwizzleTransform(columns * bits(dtype) // 8)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=row_transforms(shape[-1], dtype))
 
 
 def table(dtype: Any) -> np.ndarray:
@@ -74,7 +69,7 @@ def load_columns(b_smem: Any) -> jax.Array:
         return b_smem[...].reshape(-1, COLUMNS).T
     shape = (COLUMNS, slices * TILE_K)
     found = plgpu.ShapeDtypeStruct(shape, b_smem.dtype, layout=plgpu.Layout.WGMMA)
-    of_b = plgpu.RefType(_transforms(COLUMNS, b_smem.dtype))
+    of_b = plgpu.RefType(row_transforms(COLUMNS, b_smem.dtype))
 
     @plgpu.inline_mgpu(arg_types=(of_b,), return_type=found)
     def load(_, b_smem):
@@ -113,7 +108,7 @@ def start_product(b: jax.Array, a_smem: Any, products: Sequence[Sequence[int]]) 
         return total
     found = plgpu.ShapeDtypeStruct((COLUMNS, TILE_ROWS), jnp.dtype("float32"), layout=PRODUCT)
     half = "bf16" if b.dtype == jnp.bfloat16 else "f16"
-    of_a = plgpu.RefType(_transforms(TILE_K, b.dtype))
+    of_a = plgpu.RefType(row_transforms(TILE_K, b.dtype))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, of_a), return_type=found)
     def start(_, b, a_smem):
@@ -129,7 +124,7 @@ def start_product(b: jax.Array, a_smem: Any, products: Sequence[Sequence[int]]) 
                     four = words[4 * (p * TILE_K // STEP + step) :][:4]
                     place = 2 * (k * TILE_ROWS * TILE_K + step * STEP)
                     at = arith.addi(a, ptx.i64(place // 16))
-                    sums = _wgmma(half, four, at, sums, add=not is_first)
+                    sums = ptx.wgmma(half, four, at, sums, add=not is_first)
                     is_first = False
         ptx.act("wgmma.commit_group.sync.aligned;")
         return _array(sums)
@@ -210,7 +205,7 @@ def add_squares(
     found = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=PRODUCT)
     tables = [] if table_smem is None else [table_smem]
     types = (
-        *(PRODUCT, PRODUCT, plgpu.RefType(_transforms(columns, dtype)), plgpu.Layout.WG_SPLAT),
+        *(PRODUCT, PRODUCT, plgpu.RefType(row_transforms(columns, dtype)), plgpu.Layout.WG_SPLAT),
         *[PRODUCT] * len(factors),
         *[plgpu.RefType()] * len(tables),
     )
@@ -322,22 +317,6 @@ def _apart(pair: ir.Value, half: str) -> list[ir.Value]:
         return [mgpu.utils.bitcast(one, f32) for one in words]
     text = "{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.f32.f16 $0, {}; }}"
     return [ptx.run(text.format(one), pair, kind=f32) for one in ("l", "h")]
-
-
-def _wgmma(
-    half: str, left: Sequence[ir.Value], right: ir.Value, sums: list[ir.Value], *, add: bool
-) -> list[ir.Value]:
-    count = len(sums)
-    into = ",".join(f"${i}" for i in range(count))
-    given = [f"${i}" for i in range(2 * count, 2 * count + 5)]
-    text = (
-        f"{{ .reg .pred p; setp.eq.b32 p, {int(not add)}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{half}.{half} {{{into}}}, "
-        f"{{{','.join(given[:4])}}}, {given[4]}, p, 1, 1, 0; }}"
-    )
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"]
-    operands = [*sums, *left, right]
-    return ptx.several(ir.F32Type.get(), count, operands, text, ",".join(constraints), effects=True)
 
 
 def _first_column(columns: int) -> ir.Value:
