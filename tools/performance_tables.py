@@ -253,7 +253,7 @@ def quantised_step() -> str:
 
 
 def quantised_norm() -> str:
-    cards = {"H100, an earlier kernel": "h100", "H200 (`h200/quantised.jsonl`)": "h200"}
+    cards = {f"{card.upper()} (`{card}/quantised.jsonl`)": card for card in ("h100", "h200")}
 
     def cell(card: str, qtype: str) -> str:
         found = rows("quantised", card, work="norm", qtype=qtype)
@@ -263,20 +263,20 @@ def quantised_norm() -> str:
 
 
 def quantised_rows() -> str:
-    copy_rate = row("quantised", "h200", work="copy")["tb_per_s"]
-    measured = rows("quantised", "h200", work="few rows")
     lines = []
-    for count in dict.fromkeys(line["rows"] for line in measured):
-        some = [line for line in measured if line["rows"] == count]
-        ours = {line["qtype"]: line for line in some if "implementation" not in line}
-        bf16 = ours["bf16"]["us"]
-        cells = [f"{line['us']:.1f}" for line in some if "implementation" in line]
-        cells = [" ".join(cells), f"{bf16:.1f}"]
-        for line in (ours[qtype] for qtype in QTYPES[1:]):
-            share = 1e-4 * line["bytes"] / line["us"] / copy_rate
-            cells.append(f"{line['us']:.1f} ({bf16 / line['us']:.2f} ×, {share:.0f} %)")
-        lines.append([f"{count}", *cells])
-    return table(["rows", "bf16 by XLA", *QTYPES], lines)
+    for card in ("h100", "h200"):
+        copy_rate = row("quantised", card, work="copy")["tb_per_s"]
+        measured = rows("quantised", card, work="few rows")
+        for count in dict.fromkeys(line["rows"] for line in measured):
+            some = [line for line in measured if line["rows"] == count]
+            ours = {line["qtype"]: line for line in some if "implementation" not in line}
+            (xla,) = (line["us"] for line in some if "implementation" in line)
+            cells = [card.upper(), f"{count}", f"{xla:.1f}", f"{ours['bf16']['us']:.1f}"]
+            for line in (ours[qtype] for qtype in QTYPES[1:]):
+                share = 1e-4 * line["bytes"] / line["us"] / copy_rate
+                cells.append(f"{line['us']:.1f} ({xla / line['us']:.2f} ×, {share:.0f} %)")
+            lines.append(cells)
+    return table(["card", "rows", "bf16 by XLA", *QTYPES], lines)
 
 
 def quantised_projection() -> str:

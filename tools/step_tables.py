@@ -83,18 +83,20 @@ def devices() -> str:
         return *named, line["axes"] == "explicit"
 
     lines = []
-    for step in sorted(rows("scale", "h200x2", kind="DoRA", task="step"), key=order):
-        fields = {name: step[name] for name in ("model", "rank", "layout", "axes")}
-        layout = {"alone": "one GPU"}.get(step["layout"], step["layout"])
-        cells = [models[step["model"]], str(step["rank"]), layout, step["axes"]]
-        for task in ("inference", "step"):
-            lora, dora = (
-                row("scale", "h200x2", kind=kind, task=task, **fields) for kind in ("LoRA", "DoRA")
-            )
-            cells += [f"{lora['ms']:.1f} / {dora['ms']:.1f}", f"{dora['ms'] / lora['ms']:.3f}"]
-        lines.append([*cells, f"{gib(lora['temp_bytes'], 2)} / {gib(dora['temp_bytes'], 2)}"])
+    for card in ("h200", "h100"):
+        for step in sorted(rows("scale", f"{card}x2", kind="DoRA", task="step"), key=order):
+            fields = {name: step[name] for name in ("model", "rank", "layout", "axes")}
+            layout = {"alone": "one GPU"}.get(step["layout"], step["layout"])
+            cells = [card.upper(), models[step["model"]], str(step["rank"]), layout, step["axes"]]
+            for task in ("inference", "step"):
+                lora, dora = (
+                    row("scale", f"{card}x2", kind=kind, task=task, **fields)
+                    for kind in ("LoRA", "DoRA")
+                )
+                cells += [f"{lora['ms']:.1f} / {dora['ms']:.1f}", f"{dora['ms'] / lora['ms']:.3f}"]
+            lines.append([*cells, f"{gib(lora['temp_bytes'], 2)} / {gib(dora['temp_bytes'], 2)}"])
     header = ("inference", "ratio", "step", "ratio", "temporaries of a step, GiB")
-    return table(["model", "rank", "layout", "axes", *header], lines)
+    return table(["card", "model", "rank", "layout", "axes", *header], lines)
 
 
 def more_gpus() -> str:

@@ -63,8 +63,7 @@ def test_a_gpu_runs_every_paper_shape():
 
 
 @pytest.mark.gpu
-def test_kernels_pass_natively(tmp_path):
-    levels = ["--level", "operator", "--level", "layer"]
-    assert main(["--device", "cuda", "--quick", *levels, "--out", str(tmp_path)]) == 0
-    for level in ("operator", "layer"):
-        assert read(tmp_path / f"{level}.jsonl")[0]["environment"]["kernels"] == "native"
+@pytest.mark.parametrize("level", ["operator", "layer"])
+def test_kernels_pass_natively(level, tmp_path):
+    assert main(["--device", "cuda", "--quick", "--level", level, "--out", str(tmp_path)]) == 0
+    assert read(tmp_path / f"{level}.jsonl")[0]["environment"]["kernels"] == "native"
