@@ -65,11 +65,8 @@ class Codes(NamedTuple):
     run: int
 
 
-def as_matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
+def as_matrix(weight: Any) -> Any:
     """Returns a `Bits4` for bitsandbytes' Params4bit, and any other weight unchanged.
-
-    Args:
-        dtype: the dtype of products with the weight; by default the dtype before quantisation.
 
     Raises:
         TypeError: the weight is not quantised yet.
@@ -77,12 +74,12 @@ def as_matrix(weight: Any, dtype: torch.dtype | None = None) -> Any:
     """
     if type(weight) in (Tensor, nn.Parameter) or type(weight).__name__ != "Params4bit":
         return weight
-    return bits4(weight.data, weight.quant_state, dtype)
+    return bits4(weight.data, weight.quant_state, None)
 
 
 def bits4(packed: Tensor, state: Any, dtype: torch.dtype | None) -> Bits4:
-    """Returns the `Bits4` for these bytes and their QuantState. Raises the errors of
-    `as_matrix`."""
+    """Returns the `Bits4` for these bytes and their QuantState, with `dtype` or else the dtype
+    before quantisation. Raises the errors of `as_matrix`."""
     refuse_sharded_codes(packed, are_codes=True)
     if state is None:
         raise TypeError(
