@@ -123,7 +123,7 @@ PARTS = 10  # of a long run, each with its mean loss
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each format and model, and for each long run."""
     yield from _encoder(settings)
-    with tempfile.TemporaryDirectory() as temporary, jax.numpy_dtype_promotion("standard"):
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "base"
         training.make_base(settings.decoder, folder)
         yield from _decoder(settings, folder)

@@ -1,4 +1,4 @@
-"""Setup of all tests: platform, JAX's strict promotion, and the profile of hypothesis."""
+"""Setup of all tests: the platform and the profile of hypothesis."""
 
 import gc
 import os
@@ -84,10 +84,3 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture(autouse=True)
-def strict_jax() -> Iterator[None]:
-    """Makes implicit promotion of dtypes or ranks an error in everything that a test traces."""
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield

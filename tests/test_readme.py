@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import jax
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -14,10 +12,8 @@ def test_snippets_run(tmp_path, monkeypatch):
     snippets = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert snippets
     namespace: dict[str, object] = {}
-    # JAX's defaults, as in a user's process.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for number, snippet in enumerate(snippets, 1):
-            exec(compile(snippet, f"README.md, snippet {number}", "exec"), namespace)
+    for number, snippet in enumerate(snippets, 1):
+        exec(compile(snippet, f"README.md, snippet {number}", "exec"), namespace)
 
 
 def test_is_short():

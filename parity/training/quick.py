@@ -26,7 +26,7 @@ def train(backend: Backend) -> Run:
     """Trains on one side without kernels; other levels check the kernels."""
     side = SIDES[backend]
     start = adapters.initial(SETTINGS, base(), SEED)
-    with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
+    with jax.default_matmul_precision("highest"):
         return side.training.train(SETTINGS, base(), start, SEED, side.plain)
 
 
@@ -42,6 +42,5 @@ def base() -> Path:
     temporary = tempfile.TemporaryDirectory(prefix="parity-training-")
     atexit.register(temporary.cleanup)
     folder = Path(temporary.name) / "base"
-    with jax.numpy_dtype_promotion("standard"):
-        make_base(SETTINGS, folder)
+    make_base(SETTINGS, folder)
     return folder

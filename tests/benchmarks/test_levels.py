@@ -60,9 +60,7 @@ LEVELS = {
 
 def run(level: str, folder: Path, *options: str) -> tuple[int, dict, list[dict]]:
     arguments = [*level.split(), "--out", str(folder), *QUICK, "--commit", "abc", *options]
-    # JAX's defaults, as in a user's process.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        code = command.main(arguments)
+    code = command.main(arguments)
     return code, *results.read(folder / f"{level.replace(' --', '_')}.jsonl")
 
 
@@ -124,8 +122,7 @@ def test_a_step_on_explicit_axes_keeps_shardings() -> None:
     """The adapters and the optimizer state keep theirs, by the types of the step's results."""
     mesh = placed.LAYOUTS["tp"].mesh("explicit", 2)
     model = placed.placed("DoRA", placed.LAYOUTS["tp"], mesh, QUICK_SIZES, "cpu")
-    # JAX's own attention needs implicit promotion.
-    with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
+    with jax.set_mesh(mesh):
         traced = scale.program("step", model, QUICK_SIZES.last).trace(*model[1:])
     _, *found = traced.out_info
     places = zip(*map(jax.tree.leaves, (found, [model.trained, model.state])), strict=True)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import jax_dora
@@ -43,10 +42,8 @@ SNIPPETS = {
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
-    # As a user's process has it.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for number, snippet in enumerate(SNIPPETS[page], 1):
-            exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
+    for number, snippet in enumerate(SNIPPETS[page], 1):
+        exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
 
 
 def test_the_page_of_flags_is_the_parsers():

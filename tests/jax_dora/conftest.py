@@ -1,8 +1,16 @@
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 from jax_dora.weights.registry import _BY_CLASS
+
+
+@pytest.fixture(autouse=True)
+def strict_jax() -> Iterator[None]:
+    """Makes implicit promotion of dtypes or ranks an error in everything that a test traces."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
 
 
 @pytest.fixture

@@ -16,13 +16,6 @@ RULES = [DoRARule("all-linear", 4, 8), DoRARule("embedder", 4, 8)]
 WEIGHTS = {"Gemma2": 9, "Gemma3": 11, "Gemma4": 11, "Gemma4 MoE": 17}
 
 
-@pytest.fixture(autouse=True)
-def _as_gemma_computes():
-    """gemma promotes ranks and dtypes as JAX does by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_trains_and_merges(name):
     model, base = made(name)

@@ -24,13 +24,6 @@ KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (2, 3, WIDTH))
 
 
-@pytest.fixture(autouse=True)
-def _as_maxtext_computes():
-    """MaxText promotes ranks and dtypes as JAX does by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def _moved(params):
     adapters, frozen = split_adapters(params)
     leaves, structure = jax.tree.flatten(adapters)

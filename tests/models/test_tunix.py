@@ -24,13 +24,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _as_tunix_computes():
-    """Tunix promotes ranks and dtypes as JAX does by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def _loss(model) -> jax.Array:
     logits = model(*EXAMPLE)[0][:, :-1].astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()

@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import pytest
 
 from parity import bank
@@ -34,15 +33,10 @@ FAULTS = {
 }
 
 
-def run(report, problem, side):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        bank.run(report, problem, side, "cpu")
-
-
 @pytest.mark.parametrize("side", bank.ROWS)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_rows_agree_with_fp64(report, problem, side):
-    run(report, problem, side)
+    bank.run(report, problem, side, "cpu")
     assert len(report.rows) == 1 + len(bank.KINDS)
     assert report.passed, [row for row in report.rows if not row["ok"]]
 
@@ -53,7 +47,7 @@ def test_rows_agree_with_fp64(report, problem, side):
 )
 def test_faults_are_caught(report, fault, side):
     with Fault(fault, fault, (), FAULTS[fault]).plant(side):
-        run(report, PROBLEMS[0], side)
+        bank.run(report, PROBLEMS[0], side, "cpu")
     assert not report.passed
     failed = {row["quantity"] for row in report.rows if not row["ok"]}
     assert "y, DoRA of rank 64" in failed

@@ -1,6 +1,5 @@
 """The pretrained encoder: its tokenizer, its two forms, and the run on real input."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,9 +51,7 @@ def test_a_fresh_adapter_changes_nothing():
 @pytest.mark.slow
 def test_training_and_embeddings_agree(tmp_path):
     arguments = ["--device", "cpu", "--quick", "--level", "encoder", "--out", str(tmp_path)]
-    # optax's AdamW promotes.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert main(arguments) == 0
+    assert main(arguments) == 0
     rows = read(tmp_path / "encoder.jsonl")[1]
     quantities = {row["quantity"] for row in rows}
     assert {"mean |Δloss|", "embeddings", "embeddings, 1 - cosine"} < quantities

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,13 +19,6 @@ from parity.training.compare import FULL_PRECISION, PAPER, Run, compare
 from parity.training.settings import Settings
 
 SMALL = Settings.tiny(layers=1, rank=4, steps=20)
-
-
-@pytest.fixture(autouse=True)
-def promoting():
-    """optax's AdamW promotes."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.slow

@@ -121,8 +121,6 @@ def _decoder_context(run: Run, weights: Weights, *, interpret: bool) -> Iterator
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(rope, "rotate", _rotate))
         stack.enter_context(mock.patch.object(rope, "frequencies", return_value=frequencies))
-        # jax.nn.dot_product_attention needs this in bf16.
-        stack.enter_context(jax.numpy_dtype_promotion("standard"))
         if run.dtype == "float32":
             stack.enter_context(jax.default_matmul_precision("highest"))
         if interpret:

@@ -98,7 +98,7 @@ def losses(name: str, problem: Problem) -> list[float]:
 
         return jax.lax.scan(step, (trained, optimizer.init(trained)), length=STEPS)[1]
 
-    with jax.default_matmul_precision("highest"), jax.numpy_dtype_promotion("standard"):
+    with jax.default_matmul_precision("highest"):
         operands = linear_operands(inputs)
         kernel = place(operands["kernel"], "kernel")
         trained = begin(kernel, place(operands["lora_a"], "lora_a"))
