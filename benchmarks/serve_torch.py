@@ -134,9 +134,11 @@ def _served(settings: Settings, kind: str, count: int, device: str) -> Row:
                 **options,
             )
             assert answers.shape[1] == settings.prompt + settings.answer
-            if turn and criterion.time is not None:  # The first turn is warm-up.
-                first += [criterion.time - begin] * len(rows)
-                calls += 1
+            if not turn:
+                break  # The first turn is warm-up, for which one call is enough.
+            assert criterion.time is not None
+            first += [criterion.time - begin] * len(rows)
+            calls += 1
         if device == "cuda":
             torch.cuda.synchronize()
         seconds += (time.monotonic() - begin) * (turn > 0)
