@@ -17,6 +17,7 @@ from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import HostAdapter, piece_shape, read_adapter, read_folder
 from jax_dora.bank.programs import Arrays, BankPrograms, BaseModel
 from jax_dora.bank.projections import BankProjection, projections
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.ops.bank_slots import checked_ids
 from jax_dora.peft.names import Names
 
@@ -66,9 +67,11 @@ class AdapterBank:
 
         Raises:
           TypeError: `model` is not an nnx module, or a number is not an integer.
-          ValueError: the model has an adapter, a number is below 1, or no projection matches.
+          ValueError: the model has an adapter or is abstract, a number is below 1, or no
+            projection matches.
         """
         check_model(model)
+        check_has_values(model, "jax_dora.AdapterBank", can_trace=False)
         check_sizes(slots, max_rank)
         found = projections(model, path)
         self._base: BaseModel | None = BaseModel(
@@ -133,6 +136,7 @@ class AdapterBank:
         """
         model, projections = self._base_model().model, list(self.projections.values())
         if isinstance(adapter, Adapter):
+            check_has_values(adapter.arrays, "AdapterBank.load", name="adapter", can_trace=False)
             read = read_adapter(model, projections, adapter)
         elif isinstance(adapter, str | os.PathLike):
             read = read_folder(model, projections, adapter, name, names)
@@ -215,7 +219,8 @@ class AdapterBank:
             return set()
         # Reduces over all features, since one feature alone cannot be indexed if they are sharded
         # over explicit mesh axes.
-        is_empty = np.asarray(jnp.isnan(g).all(axis=-1))[(0,) * projection.stack.count]
+        with jax.ensure_compile_time_eval():  # The bank may be a constant of a traced function.
+            is_empty = np.asarray(jnp.isnan(g).all(axis=-1))[(0,) * projection.stack.count]
         return set(np.flatnonzero(is_empty).tolist())
 
     def kernels(self) -> dict[str, Any]:
