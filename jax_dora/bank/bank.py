@@ -1,6 +1,7 @@
 """A bank of adapters for one base model."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -44,6 +45,9 @@ class AdapterBank:
     one norm per projection, and g does not change if the model's kernels change later. The result
     of `read` caches g: while the kernels are the same arrays, loading it again only moves bytes.
 
+    A bank can be copied and pickled, together with its model. As all arrays of JAX, those of an
+    unpickled bank are on the default device.
+
     Attributes:
       slots: the number of slots, which is the largest number of adapters.
       max_rank: the largest rank of an adapter.
@@ -73,12 +77,23 @@ class AdapterBank:
         check_model(model)
         check_has_values(model, "jax_dora.AdapterBank", can_trace=False)
         check_sizes(slots, max_rank)
+        self._prepare(model, int(slots), int(max_rank), path)
+        self.arrays: Arrays = self._programs.make()
+
+    def _prepare(self, model: nnx.Module, slots: int, max_rank: int, path: str) -> None:
+        """Sets everything but the arrays."""
         found = projections(model, path)
         self._base: BaseModel | None = BaseModel(
             model, {one.path: kernel for one, kernel in found.items()}
         )
-        self._programs = BankPrograms(self._base, int(slots), int(max_rank), found)
-        self.arrays: Arrays = self._programs.make()
+        self._programs = BankPrograms(self._base, slots, max_rank, found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles the model and the arrays. The programs are made again: they cannot be
+        pickled, and depend on the devices of the model's arrays."""
+        path = "|".join(map(re.escape, self.paths))
+        settings = (self._base_model().model, self.slots, self.max_rank, path)
+        return _remade, (settings, self.arrays)
 
     def tree_flatten(self) -> tuple[tuple[Arrays], BankPrograms]:
         return (self.arrays,), self._programs
@@ -258,3 +273,11 @@ class AdapterBank:
                 "adapter was read by the bank of another model; expected one that this bank has "
                 "read, or a bank of the same model and path="
             )
+
+
+def _remade(settings: tuple[nnx.Module, int, int, str], arrays: Arrays) -> AdapterBank:
+    """Returns the bank that `AdapterBank.__reduce__` took apart."""
+    bank = object.__new__(AdapterBank)
+    bank._prepare(*settings)
+    bank.arrays = arrays
+    return bank
