@@ -64,7 +64,7 @@ def test_a_broken_expression_is_an_error(capsys):
 )
 def test_controls_reject_the_flags_that_they_cannot_follow(flags, message, capsys):
     # The unknown fault ends the command if the flags are accepted.
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match="2"):
         main(["controls", *flags, "--fault", "unheard of"])
     assert message in capsys.readouterr().err
 
