@@ -213,7 +213,8 @@ def open_folder(
     with named_in_errors(path / CONFIG):
         version = _version(path / CONFIG)
         config = AdapterConfig.from_json((path / CONFIG).read_text(encoding="utf-8"))
-    with named_in_errors(path / TENSORS):
+    # safe_open reports a file that may not be read as one that does not exist.
+    with named_in_errors(path / TENSORS), (path / TENSORS).open("rb"):
         # With memory mapping, the pages would stay in memory in addition to the arrays.
         file = safe_open(path / TENSORS, framework=framework, backend="pread")
     with file:
