@@ -31,6 +31,7 @@ from dora_common.rules import listing
 from jax_dora.adapt.tree import FoundModule, check_model, find_dora_layers
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.call import g_of_call
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
@@ -52,9 +53,11 @@ def norms(model: nnx.Module) -> dict[str, jax.Array]:
 
     Raises:
       TypeError: `model` is not an nnx module.
-      ValueError: `model` has no DoRA layer.
+      ValueError: `model` has no DoRA layer, or is abstract, outside `nnx.eval_shape`.
     """
-    return {found.paths[0]: found.module.norm() for found in _dora_layers(model)}
+    layers = _dora_layers(model)
+    check_has_values(model, "jax_dora.norms")
+    return {found.paths[0]: found.module.norm() for found in layers}
 
 
 def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array]) -> Model:
@@ -70,7 +73,8 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
 
     Raises:
       TypeError: `model` is not an nnx module, or a norm's dtype is neither fp32 nor fp64.
-      ValueError: a layer's norm is missing or has another shape, or a path is not a DoRA layer's.
+      ValueError: a layer's norm is missing, is abstract or has another shape, or a path is not a
+        DoRA layer's.
     """
     _dora_layers(model)
     if not isinstance(values, Mapping):
@@ -78,6 +82,7 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
             f"values is a {type(values).__name__}; expected the dict that jax_dora.norms(model) "
             "returns"
         )
+    check_has_values(dict(values), "jax_dora.with_norms", name="a norm")
     copy = nnx.clone(model, variables=False)
     layers = _dora_layers(copy)
     paths = {path for found in layers for path in found.paths}
@@ -123,8 +128,10 @@ def freeze[Model: nnx.Module](model: Model) -> Model:
 
     Raises:
       TypeError: `model` is not an nnx module.
-      ValueError: `model` has no DoRA layer.
+      ValueError: `model` has no DoRA layer, or is abstract, outside `nnx.eval_shape`.
     """
+    _dora_layers(model)
+    check_has_values(model, "jax_dora.freeze")
     frozen = with_norms(nnx.merge(*nnx.split(model)), norms(model))
     for found in find_dora_layers(frozen):
         layer = found.module

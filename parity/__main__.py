@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report.main(arguments[1:])
     name = arguments.pop(0) if arguments and arguments[0] in command.MODULES else ""
     options = command.parse(name, arguments)
-    options.device = choose_device("cpu" if name == "controls" else options.device)
+    options.device = choose_device(options.device)
     try:
         level = importlib.import_module(command.MODULES[name])
     except ModuleNotFoundError as error:

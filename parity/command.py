@@ -56,10 +56,13 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Returns the options of the command called `name`."""
     parser = argparse.ArgumentParser(prog=program(name), description=DESCRIPTIONS[name])
     flag = parser.add_argument
-    device = "cpu interprets the kernels at small sizes; cuda runs them at the paper's"
-    flag("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+    if name == "controls":
+        flag("--device", choices=("cpu",), default="cpu", help="the controls run on the CPU only")
+    else:
+        device = "cpu interprets the kernels at small sizes; cuda runs them at the paper's"
+        flag("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+        flag("--quick", action="store_true", help="a small run of every kind")
     flag("--out", type=Path, help="report folder; default parity/reports/<device>")
-    flag("--quick", action="store_true", help="a small run of every kind")
     flag("--commit", help="the commit to record in the report, outside a git checkout")
     only = "only this one; can be repeated"
     match name:

@@ -34,12 +34,15 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
     processes must call this function, and each gets the full norms.
 
     Raises:
+        TypeError: ``model`` is not a module.
         ValueError: ``model`` has no DoRA layer.
-        NotImplementedError: accelerate has offloaded a layer, or FSDP1 has flattened its weight.
+        NotImplementedError: accelerate has offloaded a layer, FSDP1 has flattened its weight, or
+            some of its tensors are on the meta device.
     """
     layers = _layers(model)
     placement.refuse_offloaded(layers.items())
     placement.refuse_fsdp1(layers.items())
+    placement.refuse_partly_meta(layers.items())
     return {name: full_tensor(layer.norm()) for name, layer in layers.items()}
 
 
@@ -63,10 +66,16 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
 
     Raises:
         ValueError: ``model`` has no DoRA layer; a layer has no norm in ``values``; a norm has no
-            layer, or not the shape of its layer's magnitude.
-        TypeError: a norm is not a tensor of float32 or float64.
+            layer, or not the shape of its layer's magnitude, or is on the meta device.
+        TypeError: ``model`` is not a module, ``values`` is not a dict, or a norm is not a tensor of
+            float32 or float64.
     """
     layers = _layers(model)
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"values is a {type(values).__name__}; expected the dict that torch_dora.norms(model) "
+            "returns"
+        )
     if layers.keys() != values.keys():
         missing = [f"no norm for layer {name}" for name in layers.keys() - values.keys()]
         unknown = [f"no layer for norm {name}" for name in values.keys() - layers.keys()]
@@ -82,6 +91,11 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
                 "by torch_dora.norms(model): g is only as exact as its norm"
             )
         check.has_shape(f"values[{name!r}]", values[name], tuple(layer.magnitude.shape), "[out]")
+        if values[name].is_meta and not layer.magnitude.is_meta:
+            raise ValueError(
+                f"values[{name!r}] is on the meta device, which stores no values; expected a "
+                "tensor with values: compute the norms of a model on another device"
+            )
     before = {name: layer.constant_norm for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
@@ -104,7 +118,7 @@ def freeze(model: nn.Module) -> nn.Module:
     loading one with ``load_state_dict`` does.
 
     Raises:
-        ValueError, NotImplementedError: the same errors as :func:`norms`.
+        TypeError, ValueError, NotImplementedError: the same errors as :func:`norms`.
     """
     values = norms(model)
     for name, layer in _layers(model).items():
@@ -115,6 +129,8 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def _layers(model: nn.Module) -> dict[str, DoRALayer]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     layers = dict(dora_layers(model))
     if not layers:
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale
+from dora_common.peft import checks
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.fit import Adapter, Fit, fit
 from dora_common.peft.keys import adapter_in, parse
@@ -191,6 +192,14 @@ def check_finite(
         )
 
 
+def check_folder(folder: Any) -> None:
+    """Raises TypeError or ValueError if `folder` is not a path, or is empty, which would mean the
+    current folder."""
+    expected = "the path of a folder; '.' is the current one"
+    checks.check_type("folder", folder, str | os.PathLike, expected)
+    checks.check(bool(os.fspath(folder)), "folder", folder, expected)
+
+
 @contextlib.contextmanager
 def open_folder(
     folder: str | os.PathLike[str], framework: Literal["np", "pt"], adapter: str | None = None
@@ -209,11 +218,14 @@ def open_folder(
       ValueError, TypeError, NotImplementedError: a file is damaged, or contains something that is
         not supported.
     """
+    check_folder(folder)
+    checks.check_type("adapter", adapter, str | None, "a name, or None")
     path = _find(Path(folder), adapter)
     with named_in_errors(path / CONFIG):
         version = _version(path / CONFIG)
         config = AdapterConfig.from_json((path / CONFIG).read_text(encoding="utf-8"))
-    with named_in_errors(path / TENSORS):
+    # safe_open reports a file that may not be read as one that does not exist.
+    with named_in_errors(path / TENSORS), (path / TENSORS).open("rb"):
         # With memory mapping, the pages would stay in memory in addition to the arrays.
         file = safe_open(path / TENSORS, framework=framework, backend="pread")
     with file:

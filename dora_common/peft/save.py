@@ -86,10 +86,13 @@ class Source:
             )
         check_layers(one.layer for one in self.adapted.values())
         if given is not None:
+            checks.check_type("config", given, AdapterConfig, "an AdapterConfig, or None")
             self._check_config(config := given)
         else:
             rank, rank_pattern = patterns_for({n: one.rank for n, one in self.adapted.items()})
             alpha, alpha_pattern = patterns_for({n: one.alpha for n, one in self.adapted.items()})
+            names = "a list of ends of module names"
+            checks.check_type("modules_to_save", modules_to_save, Iterable, names)
             saved = (modules_to_save,) if isinstance(modules_to_save, str) else modules_to_save
             experts = self._experts()
             modules = [name for name in self.adapted if name not in experts]
@@ -206,6 +209,8 @@ class Source:
 
     def _token_rows(self, tokens: Any) -> dict[str, tuple[int, ...]]:
         """Returns the indices of the rows to store of each embedding or head, by its whole name."""
+        expected = "rows of an embedding, or a dict of rows by the ends of names"
+        checks.check_type("trainable_token_indices", tokens, Iterable | None, expected)
         layers = self.outline.layers
         if tokens and not isinstance(tokens, Mapping):
             embeddings = [layer.name for layer in layers if layer.kind == "embedding"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dora_common.disk import add_path_to_disk_errors, fsync, locked
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import CONFIG, PICKLE, TENSORS
+from dora_common.peft.folder import CONFIG, PICKLE, TENSORS, check_folder
 
 _STALE_SECONDS = 60
 
@@ -70,7 +70,9 @@ def write(
 
 
 def check_writable(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Raises FileExistsError unless `write` may write into a folder. Call this before any work."""
+    """Raises FileExistsError unless `write` may write into a folder, and TypeError or ValueError if
+    `folder` is not a path. Call this before any work."""
+    check_folder(folder)
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise FileExistsError(

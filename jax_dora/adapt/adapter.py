@@ -28,6 +28,7 @@ from jax_dora.adapt.tree import (
     replace_modules,
 )
 from jax_dora.layers import DoRALayer
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.module import adapters_of, at_path, has_dora_type
 from jax_dora.weights.read_log import Example
@@ -178,13 +179,14 @@ def set_adapter[Model: nnx.Module](
     Raises:
       TypeError: `model` is not an nnx module, or `adapter` is not an `Adapter`.
       ValueError: the adapter has a layer that the model lacks or that has another shape there; or
-        it has dropout and `rngs` is None; or its rules and its arrays belong to different layers.
-        `model` stays unchanged.
+        it has dropout and `rngs` is None; or its rules and its arrays belong to different layers;
+        or `model` is abstract, outside `nnx.eval_shape`. `model` stays unchanged.
     """
     check_model(model, for_linen="jax_dora.linen.join_adapters")
     base = remove_dora(model)
     if adapter is None:
         return base
+    check_has_values(base, "jax_dora.set_adapter")
     if not isinstance(adapter, Adapter):
         raise TypeError(
             f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or None"

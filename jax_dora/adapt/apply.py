@@ -15,7 +15,7 @@ from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
 from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
-from jax_dora.layers.base_layer import mesh_sharding, pad_axes
+from jax_dora.layers.base_layer import check_has_values, mesh_sharding, pad_axes
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.weights.module import add_adapter
 from jax_dora.weights.read_log import Example
@@ -71,12 +71,7 @@ def apply_dora[Model: nnx.Module](
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs is a {type(rngs).__name__}; expected nnx.Rngs, e.g. nnx.Rngs(0)")
     rules = as_rules(DoRARule, rules)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
-        raise ValueError(
-            "model is abstract: it has shapes instead of arrays; expected arrays, or this call "
-            "inside of nnx.eval_shape, as in nnx.eval_shape(lambda model: apply_dora(model, rules, "
-            "rngs=nnx.Rngs(0)), model)"
-        )
+    check_has_values(model, "jax_dora.apply_dora")
     traced = None if example is None else trace_reads(model, Example.of(example))
     copy = nnx.clone(model)
     found = find_sites(copy, traced)

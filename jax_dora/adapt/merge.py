@@ -27,7 +27,7 @@ from jax_dora.adapt.tree import (
     shared_variables,
 )
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base_layer import set_and_verify
+from jax_dora.layers.base_layer import check_has_values, set_and_verify
 from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import compute_plain
@@ -98,7 +98,8 @@ def merge_dora(
     Raises:
       TypeError: `model` is not an nnx module.
       ValueError: there is no adapter to merge, or one of `adapters` does not fit the model; or
-        `requantize` is True without `return_report`.
+        `requantize` is True without `return_report`; or `model` is abstract, outside
+        `nnx.eval_shape`.
       NotImplementedError: a kernel's variable returns another value than was set.
     """
     if requantize and not return_report:
@@ -112,6 +113,8 @@ def merge_dora(
             f"adapters is a {type(adapters).__name__}; expected a list of Adapters, or None"
         )
     check_model(model, for_linen="jax_dora.linen.merge_dora")
+    for name, values in {"model": model, "one of adapters": adapters}.items():
+        check_has_values(values, "jax_dora.merge_dora", name=name, can_trace=not return_report)
     merged = remove_dora(model)
     models = [model]
     if adapters is not None:

@@ -14,7 +14,7 @@ from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site, raise_for_sites
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base_layer import pad_axes, set_and_verify
+from jax_dora.layers.base_layer import check_has_values, pad_axes, set_and_verify
 from jax_dora.layers.call import fresh_magnitude
 from jax_dora.layers.quantised import LAYERS, compute_quantised
 from jax_dora.layers.registry import kind_of
@@ -68,11 +68,13 @@ def quantize[Model: nnx.Module](
         `nnx.LinearGeneral` without batch axes.
       ValueError: `qtype` is unknown, `act_qtype` does not go with it, or no layer's path matches.
         Or a matched layer is quantised already, has given norms, has weights that are not finite,
-        or has a kernel that `tile_size` does not divide.
+        or has a kernel that `tile_size` does not divide. Or `model` is abstract, outside
+        `nnx.eval_shape`.
       NotImplementedError: a kernel's variable returns another value than was set.
       ModuleNotFoundError: qwix is not installed.
     """
     check_model(model)
+    check_has_values(model, "jax_dora.quantize")
     tile_size = _tile_size(qtype, tile_size)
     _check_act_qtype(act_qtype, qtype, tile_size)
     make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Raises here if qwix is missing.

@@ -1,6 +1,7 @@
 """A bank of adapters for one base model."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import HostAdapter, piece_shape, read_adapter, read_folder
 from jax_dora.bank.programs import Arrays, BankPrograms, BaseModel
 from jax_dora.bank.projections import BankProjection, projections
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.ops.bank_slots import checked_ids
 from jax_dora.peft.names import Names
 
@@ -43,6 +45,9 @@ class AdapterBank:
     one norm per projection, and g does not change if the model's kernels change later. The result
     of `read` caches g: while the kernels are the same arrays, loading it again only moves bytes.
 
+    A bank can be copied and pickled, together with its model. As all arrays of JAX, those of an
+    unpickled bank are on the default device.
+
     Attributes:
       slots: the number of slots, which is the largest number of adapters.
       max_rank: the largest rank of an adapter.
@@ -66,16 +71,29 @@ class AdapterBank:
 
         Raises:
           TypeError: `model` is not an nnx module, or a number is not an integer.
-          ValueError: the model has an adapter, a number is below 1, or no projection matches.
+          ValueError: the model has an adapter or is abstract, a number is below 1, or no
+            projection matches.
         """
         check_model(model)
+        check_has_values(model, "jax_dora.AdapterBank", can_trace=False)
         check_sizes(slots, max_rank)
+        self._prepare(model, int(slots), int(max_rank), path)
+        self.arrays: Arrays = self._programs.make()
+
+    def _prepare(self, model: nnx.Module, slots: int, max_rank: int, path: str) -> None:
+        """Sets everything but the arrays."""
         found = projections(model, path)
         self._base: BaseModel | None = BaseModel(
             model, {one.path: kernel for one, kernel in found.items()}
         )
-        self._programs = BankPrograms(self._base, int(slots), int(max_rank), found)
-        self.arrays: Arrays = self._programs.make()
+        self._programs = BankPrograms(self._base, slots, max_rank, found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles the model and the arrays. The programs are made again: they cannot be
+        pickled, and depend on the devices of the model's arrays."""
+        path = "|".join(map(re.escape, self.paths))
+        settings = (self._base_model().model, self.slots, self.max_rank, path)
+        return _remade, (settings, self.arrays)
 
     def tree_flatten(self) -> tuple[tuple[Arrays], BankPrograms]:
         return (self.arrays,), self._programs
@@ -133,6 +151,7 @@ class AdapterBank:
         """
         model, projections = self._base_model().model, list(self.projections.values())
         if isinstance(adapter, Adapter):
+            check_has_values(adapter.arrays, "AdapterBank.load", name="adapter", can_trace=False)
             read = read_adapter(model, projections, adapter)
         elif isinstance(adapter, str | os.PathLike):
             read = read_folder(model, projections, adapter, name, names)
@@ -215,7 +234,8 @@ class AdapterBank:
             return set()
         # Reduces over all features, since one feature alone cannot be indexed if they are sharded
         # over explicit mesh axes.
-        is_empty = np.asarray(jnp.isnan(g).all(axis=-1))[(0,) * projection.stack.count]
+        with jax.ensure_compile_time_eval():  # The bank may be a constant of a traced function.
+            is_empty = np.asarray(jnp.isnan(g).all(axis=-1))[(0,) * projection.stack.count]
         return set(np.flatnonzero(is_empty).tolist())
 
     def kernels(self) -> dict[str, Any]:
@@ -253,3 +273,11 @@ class AdapterBank:
                 "adapter was read by the bank of another model; expected one that this bank has "
                 "read, or a bank of the same model and path="
             )
+
+
+def _remade(settings: tuple[nnx.Module, int, int, str], arrays: Arrays) -> AdapterBank:
+    """Returns the bank that `AdapterBank.__reduce__` took apart."""
+    bank = object.__new__(AdapterBank)
+    bank._prepare(*settings)
+    bank.arrays = arrays
+    return bank

@@ -92,6 +92,10 @@ class CachedG:
         self._kernels: list[weakref.ref[Any]] = []
         self._g: Mapping[str, Any] = {}
 
+    def __reduce__(self) -> tuple[type["CachedG"], tuple[()]]:
+        """Copies and pickles nothing of the cache, which belongs to arrays of this process."""
+        return CachedG, ()
+
     def get(self, kernels: Any) -> Mapping[str, np.ndarray] | None:
         """Returns g by path, or None if it is not cached for exactly these arrays."""
         known, arrays = [one() for one in self._kernels], jax.tree.leaves(kernels)

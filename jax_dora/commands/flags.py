@@ -170,7 +170,7 @@ def usage_errors() -> Iterator[None]:
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         raise UsageError(with_flag_names(str(error))) from error
     except OSError as error:
-        is_path_error = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
-        if error.errno is None or is_path_error:
+        path_errors = FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError
+        if error.errno is None or isinstance(error, path_errors):
             raise UsageError(str(error)) from error
         raise

@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_folder(console: Console, folder: Path, config: AdapterConfig) -> None:
     path = folder / TENSORS
-    with named_in_errors(path), safe_open(path, framework="numpy") as tensors:
+    # safe_open does not name a file that cannot be opened, or gives another reason.
+    with named_in_errors(path), path.open("rb"), safe_open(path, framework="numpy") as tensors:
         slices = [tensors.get_slice(key) for key in tensors.keys()]
         dtypes = sorted({one.get_dtype() for one in slices})
         count = sum(math.prod(one.get_shape()) for one in slices)

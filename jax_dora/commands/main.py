@@ -74,6 +74,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             first = str(error).partition("\n")[0]
             return FAILED, f"Out of memory on the device: {first}"
         case OSError():
-            full = "The disk is full" if error.errno in FULL else "A file could not be written"
-            return FAILED, f"{full}: {error}"
+            is_full = error.errno in FULL
+            what = "The disk is full" if is_full else "A file could not be read or written"
+            return FAILED, f"{what}: {error}"
     raise error

@@ -15,7 +15,7 @@ from jax_dora.layers.adapter_arrays import (
     default_lora_b_init,
     make_adapter,
 )
-from jax_dora.layers.base_layer import check_base, copy_attributes, new_instance
+from jax_dora.layers.base_layer import check_base, check_has_values, copy_attributes, new_instance
 from jax_dora.layers.call import layer_norm
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
@@ -110,11 +110,13 @@ class DoRALayer(nnx.Module):
           TypeError: `base` has another type, or is a subclass with its own `__call__`.
           TypeError, ValueError: an option is unknown or out of range, or an array has the wrong
             shape.
-          ValueError: `base` already has an attribute that the adapter needs to set.
+          ValueError: `base` already has an attribute that the adapter needs to set, or it is
+            abstract.
           NotImplementedError: `base` has a setting that the adapter would ignore.
         """
         rule = layer_rule(**options)
         self.check(base, rule)
+        check_has_values(base, f"jax_dora.{type(self).__name__}")
         copy_attributes(base, self)
         self.plain_type = type(base)
         self.stack_axis = stack_axis

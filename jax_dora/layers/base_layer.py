@@ -56,6 +56,35 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
             )
 
 
+def check_has_values(
+    tree: Any, function: str, *, name: str = "model", can_trace: bool = True
+) -> None:
+    """Raises ValueError if an array of `tree` is abstract, a `jax.ShapeDtypeStruct`.
+
+    Args:
+      tree: an nnx module, or any other pytree.
+      function: the name of the function that reads the values.
+      name: what to call `tree` in the message.
+      can_trace: whether the function accepts tracers, as inside of `nnx.eval_shape`.
+    """
+    abstract = jax.ShapeDtypeStruct if can_trace else (jax.ShapeDtypeStruct, Tracer)
+    tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, abstract):
+            keys = [key for key in keys if key != jax.tree_util.GetAttrKey("value")]
+            path = jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+            fix = f"create it, and call {function}, outside of nnx.eval_shape and jit"
+            if can_trace:
+                fix = (
+                    f"create it outside of nnx.eval_shape, or, to get shapes, call {function} "
+                    "inside of nnx.eval_shape too"
+                )
+            raise ValueError(
+                f"{name} is abstract: {path!r} is a {type(leaf).__name__} of shape {leaf.shape}; "
+                f"expected arrays, since {function} reads their values: {fix}"
+            )
+
+
 def adaptation_hint(layer: Any) -> str:
     """Returns what a user can do instead, if the layer's class says that it cannot be adapted; else
     ""."""

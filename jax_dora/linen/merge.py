@@ -13,6 +13,7 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
 from dora_common.rules import listing
 from jax_dora.adapt.merge import Setting, add_change, kernel_change, report_entry
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.linen.call_log import CallLog, record_axes, stack_back, stack_first
 from jax_dora.linen.module import DoRA
 from jax_dora.linen.params import is_adapter
@@ -57,6 +58,9 @@ def merge_dora(
             f"variables has no collection 'params', only {list(variables)}; expected the variables "
             "of adapted: pass {'params': params} if params is the only collection"
         )
+    can_trace = not return_report
+    function = "jax_dora.linen.merge_dora"
+    check_has_values(variables, function, name="one of variables", can_trace=can_trace)
     calls = CallLog(next(_TOKENS))
     quiet = adapted.clone(deterministic=True)
     recorded = {**variables, "params": record_axes(variables["params"])}

@@ -16,6 +16,7 @@ from flax import nnx
 import jax_dora
 from dora_common.disk import add_path_to_disk_errors
 from jax_dora.adapt.quantize import shard_kernel
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.models.config import COMPUTATION, DecoderConfig, read_json_object
 from jax_dora.models.decoder import CausalLM
 from jax_dora.models.quantised_folder import (
@@ -202,9 +203,10 @@ def save_model(
 
     Raises:
       FileExistsError: `folder` is not empty.
-      ValueError: the model has arrays that the format cannot store, such as adapters; or `config`
-        describes a different model.
+      ValueError: the model is abstract, or has arrays that the format cannot store, such as
+        adapters; or `config` describes a different model.
     """
+    check_has_values(model, "jax_dora.models.save_model", can_trace=False)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; expected a new or an empty folder")

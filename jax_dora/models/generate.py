@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.models.cache import Cache, make_cache
 from jax_dora.models.decoder import CausalLM, for_inference, loop_options
 
@@ -90,7 +91,8 @@ def generate_steps(
       sampling: how to draw tokens; greedy by default.
 
     Raises:
-      ValueError: there is no prompt, a prompt is empty, or a token is outside of the vocabulary.
+      ValueError: there is no prompt, a prompt is empty, or a token is outside of the vocabulary; or
+        `model` is abstract.
       NotFiniteError: the logits of a row are not finite.
     """
     if not prompts or not all(prompts):
@@ -98,6 +100,7 @@ def generate_steps(
             f"prompts have {[len(prompt) for prompt in prompts]} tokens; expected at least one in "
             "each row"
         )
+    check_has_values(model, "jax_dora.models.generate", can_trace=False)
     size = model.config.vocab_size
     if invalid := [token for prompt in prompts for token in prompt if not 0 <= token < size]:
         raise ValueError(f"prompts have token {invalid[0]}; expected 0 to {size - 1}")

@@ -119,13 +119,14 @@ def fingerprint(folder: Path) -> str:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    try:
-        # This checks that the header is valid and that the file has the length in the header.
-        with safe_open(file, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a valid safetensors file: {error}") from error
+    # Opened before safe_open, which reports a file that may not be read as one that does not exist.
     with file.open("rb") as stream:
+        try:
+            # This checks that the header is valid and that the file has the length in the header.
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a valid safetensors file: {error}") from error
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
     header.pop("__metadata__", None)

@@ -23,6 +23,7 @@ from jax_dora.adapt.adapter import adapted_weights, find_adaptable_weights, stac
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, replace_modules
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
@@ -89,13 +90,15 @@ def load_adapter[Model: nnx.Module](
       FileNotFoundError, NotADirectoryError: the folder, one of its files, or an adapter with that
         name does not exist.
       ValueError: a file is damaged; or a tensor matches nothing in the model, has a wrong shape, is
-        missing or is not finite. The error lists all problems with tensors' places and shapes.
+        missing or is not finite. The error lists all problems with tensors' places and shapes. Or
+        `model` is abstract.
       NotImplementedError: the configuration has something that is not supported.
       TypeError: an argument or a field of the configuration has the wrong type.
     """
     if adapter_dtype is not None:
         check.is_float_dtype("adapter_dtype", adapter_dtype)
     check_model(model)
+    check_has_values(model, "jax_dora.peft.load_adapter", can_trace=False)
     names = names or Names()
     options = {"adapted": adapted_weights(model), "stack_axes": dict(stack_axes(model))}
     with open_folder(folder, "np", adapter) as source:

@@ -17,6 +17,7 @@ from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, find_dora_layers
+from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.call import fresh_magnitude
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
@@ -75,9 +76,9 @@ def save_adapter(
 
     Raises:
       FileExistsError: the folder has an adapter, and `overwrite` is False.
-      ValueError: the model has no adapter, or one that the format cannot express; `config` does not
-        match the model; a name matches no module; or a number is not finite, or overflows in
-        `dtype`.
+      ValueError: the model is abstract; it has no adapter, or one that the format cannot express;
+        `config` does not match the model; a name matches no module; or a number is not finite, or
+        overflows in `dtype`.
       NotImplementedError: an adapted layer has no counterpart in PyTorch, or is a convolution with
         settings that PEFT ignores in adapters; or packed experts have settings that PEFT rejects.
       TypeError: an argument has the wrong type.
@@ -85,6 +86,7 @@ def save_adapter(
     if dtype is not None:
         check.is_float_dtype("dtype", dtype)
     check_model(model)
+    check_has_values(model, "jax_dora.peft.save_adapter", can_trace=False)
     view = torch_view(model, names or Names())
     is_lora = _lora_test(view)
     modules = _adapters_by_name(model, view, is_lora)

@@ -10,7 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jax_dora import DoRARule, apply_dora, get_adapter, set_adapter
+from jax_dora import DoRARule, apply_dora, get_adapter, quantize, set_adapter
+from jax_dora.ops.quantised import FORMATS
 from tests.jax_dora.small_models import WIDTH, Stacked, call, train
 
 RULE = DoRARule("blocks/.*", 2, 4, dropout=0.25)
@@ -42,6 +43,21 @@ def test_adapters_alone(tmp_path):
     model.eval()
     again.eval()
     assert jnp.array_equal(call(again, x), call(model, x))
+
+
+def test_orbax_stores_the_codes_of_all_formats_but_nf4(tmp_path):
+    """As docs/small-memory.md says, which shows how to store those of nf4."""
+
+    def save(qtype):
+        state = nnx.state(quantize(nnx.Linear(64, 2, rngs=nnx.Rngs(0)), qtype))
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / qtype, state)
+
+    for qtype in FORMATS:
+        if qtype != "nf4":
+            save(qtype)
+    with pytest.raises(ValueError, match='Unsupported data type: "uint4"'):
+        save("nf4")
 
 
 @pytest.mark.slow

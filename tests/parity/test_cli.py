@@ -55,6 +55,20 @@ def test_a_broken_expression_is_an_error(capsys):
     assert "'(' is not a regular expression" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "cuda"], "--device: invalid choice: 'cuda'"),
+        (["--quick"], "unrecognized arguments: --quick"),
+    ],
+)
+def test_controls_reject_the_flags_that_they_cannot_follow(flags, message, capsys):
+    # The unknown fault ends the command if the flags are accepted.
+    with pytest.raises(SystemExit, match="2"):
+        main(["controls", *flags, "--fault", "unheard of"])
+    assert message in capsys.readouterr().err
+
+
 def test_a_gpu_runs_every_paper_shape():
     names = [case.name for case in cases.gpu_cases()]
     assert len(names) == len(set(names))

@@ -225,3 +225,44 @@ def test_values_of_another_model_are_refused(model, change, error, match):
     with pytest.raises(error, match=match), with_norms(model, values):
         pass
     assert model[0].constant_norm is None
+
+
+@pytest.mark.parametrize("function", [torch_dora.norms, freeze, lambda model: inside_of(model, {})])
+def test_what_is_no_module_is_refused(function):
+    with pytest.raises(TypeError, match=r"model is a dict; expected a torch\.nn\.Module"):
+        function({})
+
+
+def inside_of(model, values):
+    with with_norms(model, values):
+        pass
+
+
+def test_values_that_are_no_norms_are_refused(model):
+    with pytest.raises(
+        TypeError, match=r"values is a list; expected the dict that torch_dora\.norms"
+    ):
+        inside_of(model, [])
+    values = {name: norm.to("meta") for name, norm in torch_dora.norms(model).items()}
+    with pytest.raises(ValueError, match=r"values\['0'\] is on the meta device"):
+        inside_of(model, values)
+
+
+@pytest.mark.parametrize("function", [torch_dora.norms, freeze, torch_dora.merge_dora])
+def test_the_meta_device_computes_shapes_of_whole_layers_only(function):
+    """The weights alone are off the meta device if the base model's state is assigned."""
+    with torch.device("meta"):
+        model = torch_dora.apply_dora(
+            nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), torch_dora.DoRARule(".*", 2, 4)
+        )
+    found = function(copy.deepcopy(model))
+    tensors = found.values() if isinstance(found, dict) else found.parameters()
+    assert all(tensor.is_meta for tensor in tensors)
+    model.load_state_dict({"1.weight": torch.ones(2, 4)}, strict=False, assign=True)
+    with pytest.raises(NotImplementedError, match=r"meta device(.|\n)*:\n  1\.lora_a\n  1\.lora_b"):
+        function(model)
+
+
+def test_the_meta_device_has_no_merge_report(model):
+    with pytest.raises(NotImplementedError, match=r"meta device(.|\n)*:\n  0\.weight\n  2\.weight"):
+        torch_dora.merge_dora(model.to("meta"), return_report=True)

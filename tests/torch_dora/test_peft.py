@@ -327,6 +327,38 @@ def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
         load_adapter("model", tmp_path)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("error", "folder", "message"),
+    [
+        (TypeError, None, "folder is None, a NoneType; expected the path of a folder"),
+        (ValueError, "", "folder is ''; expected the path of a folder; '.' is the current one"),
+    ],
+)
+def test_what_is_no_folder_is_refused(error: Any, folder: Any, message: str) -> None:
+    rule = torch_dora.DoRARule("0", 2, 2)
+    model = torch_dora.apply_dora(nn.Sequential(nn.Linear(4, 4)), rule)
+    for function in (save_adapter, load_adapter):
+        with pytest.raises(error, match=message):
+            function(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"modules_to_save": 3}, "modules_to_save is 3, a int; expected a list"),
+        ({"config": {}}, "config is {}, a dict; expected an AdapterConfig, or None"),
+        ({"trainable_token_indices": 3}, "trainable_token_indices is 3, a int; expected rows"),
+    ],
+)
+def test_options_of_another_type_are_named(option: Any, message: str, tmp_path: Path) -> None:
+    rule = torch_dora.DoRARule("0", 2, 2)
+    model = torch_dora.apply_dora(nn.Sequential(nn.Linear(4, 4)), rule)
+    with pytest.raises(TypeError, match=message):
+        save_adapter(model, tmp_path, **option)
+    with pytest.raises(TypeError, match="adapter is 3, a int; expected a name, or None"):
+        load_adapter(model, tmp_path, adapter=3)  # pyright: ignore[reportArgumentType]
+
+
 def test_numbers_of_numpy_are_written(tmp_path: Path) -> None:
     numbers: Any = {"rank": np.int64(2), "alpha": np.float32(4), "dropout": np.float32(0.5)}
     rule = torch_dora.DoRARule("all-linear", **numbers)

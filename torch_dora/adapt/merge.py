@@ -49,7 +49,8 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
         TypeError: ``model`` is not a module, or wraps one.
         ValueError: it has no adapter.
         NotImplementedError: FSDP or accelerate's offloading manages a layer's parameters; a
-            module's replaced ``forward`` cannot be made to call the copy.
+            module's replaced ``forward`` cannot be made to call the copy; some of a layer's
+            tensors are on the meta device, or all are and ``return_report`` is True.
     """
     check_model(model)
     layers = dict(dora_layers(model))
@@ -58,6 +59,9 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     placement.refuse_unreplaceable(
         layers.items(), "save_adapter, load_adapter into an unsharded model, and merge that"
     )
+    placement.refuse_partly_meta(layers.items())
+    if return_report:
+        placement.refuse_meta((f"{name}.weight", layer.weight) for name, layer in layers.items())
     if untied := _untied(model, layers):
         _LOG.warning(
             "the merged weights of these layers are no longer tied to others; if they are tied "

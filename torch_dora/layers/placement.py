@@ -156,6 +156,21 @@ def refuse_sharded(layers: Iterable[tuple[str, Any]]) -> None:
         )
 
 
+def refuse_partly_meta(layers: Iterable[tuple[str, Any]]) -> None:
+    """Raises NotImplementedError that lists the tensors on the meta device of the layers that have
+    other tensors elsewhere, as after assigning the base model's weights alone."""
+    tensors = {
+        name: {f"{name}.{tensor}": getattr(layer, tensor) for tensor in ("weight", *ADAPTER_NAMES)}
+        for name, layer in layers
+    }
+    refuse_meta(
+        item
+        for of_layer in tensors.values()
+        if not all(tensor.is_meta for tensor in of_layer.values())
+        for item in of_layer.items()
+    )
+
+
 def refuse_meta(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raises NotImplementedError that lists the tensors on the meta device."""
     if empty := [name for name, tensor in tensors if tensor.is_meta]:

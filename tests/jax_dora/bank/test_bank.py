@@ -1,8 +1,10 @@
 """A bank's slots: what is loaded into them, what is refused, and at what cost."""
 
+import copy
 import dataclasses
 import gc
 import math
+import pickle
 import weakref
 
 import jax
@@ -160,6 +162,24 @@ def test_a_bank_is_a_pytree_of_its_arrays():
     assert isinstance(same, AdapterBank)
     assert (same.slots, same.max_rank, same.paths) == (2, 3, ("linear", "heads"))
     assert "slots=2" in repr(same)
+
+
+@pytest.mark.parametrize("remake", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy])
+def test_a_copied_or_unpickled_bank_loads_and_evicts(remake):
+    model = Stacked(nnx.Rngs(0))
+    bank = AdapterBank(model, 3, 4, path="blocks/(linear|other)")
+    read = bank.read(drawn(bank, {"blocks/linear": 2}))
+    bank = bank.load(0, read)
+    other, read = remake((bank, read))
+    assert (other.slots, other.max_rank, other.paths) == (3, 4, ("blocks/linear",))
+    assert other._base_model().model is not model
+    for change in (lambda one: one, lambda one: one.load(2, read), lambda one: one.evict(0)):
+        bank, other = change(bank), change(other)
+        for array, same in zip(jax.tree.leaves(bank), jax.tree.leaves(other), strict=True):
+            assert jnp.array_equal(array, same, equal_nan=True)
+    x = jnp.ones((2, WIDTH))
+    y = [with_bank(model, one, np.array([-1, 2]))(x) for one in (bank, other)]
+    assert jnp.array_equal(*y)
 
 
 def test_what_is_read_once_is_loaded_often():

@@ -214,6 +214,33 @@ def test_a_damaged_configuration_of_an_adapter(command, contents, message, tmp_p
     assert_one_line(capsys, f"Error: {file}: {message}")
 
 
+@pytest.mark.parametrize(
+    "command", ["inspect ADAPTER", "generate --model MODEL --adapter ADAPTER --prompt x"]
+)
+def test_tensors_that_may_not_be_read(command, model, adapter, monkeypatch, capsys):
+    folder, opened = adapter / "adapter", Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.suffix == ".safetensors" and path.parent == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    words = {"MODEL": model, "ADAPTER": str(folder)}
+    assert main([words.get(word, word) for word in command.split()]) == 2
+    assert_one_line(capsys, f"Error: [Errno 13] Permission denied: '{folder}/adapter_model.safe")
+
+
+def test_errors_of_files_name_the_file(adapter, tmp_path, capsys):
+    folder = shutil.copytree(adapter / "adapter", tmp_path / "copy")
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.safetensors").mkdir()
+    assert main(["inspect", str(folder)]) == 2
+    assert_one_line(capsys, f"Is a directory: '{folder}/adapter_model.safetensors'")
+    assert main(["inspect", "x" * 5000]) == 1
+    assert_one_line(capsys, "A file could not be read or written: [Errno 36] File name too long")
+
+
 def _tiles_that_do_not_divide() -> None:
     jax_dora.quantize(nnx.Linear(80, 4, rngs=nnx.Rngs(0)), "nf4", path=".*")
 
