@@ -35,8 +35,8 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         ValueError: ``model`` has no DoRA layer.
-        NotImplementedError: accelerate has offloaded a layer, FSDP1 has flattened its weight, or its
-            weight is sharded and on the meta device.
+        NotImplementedError: accelerate has offloaded a layer, FSDP1 has flattened its weight, or
+            its weight is sharded and on the meta device.
     """
     layers = _layers(model)
     placement.refuse_offloaded(layers.items())
