@@ -23,7 +23,7 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from torch_dora.layers import DoRALayer, dora_layers, placement
 from torch_dora.ops import check
-from torch_dora.ops.shards import full_tensor
+from torch_dora.ops.shards import full_tensor, is_sharded
 
 
 @torch.no_grad()
@@ -37,12 +37,17 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
         TypeError: ``model`` is not a module.
         ValueError: ``model`` has no DoRA layer.
         NotImplementedError: accelerate has offloaded a layer, FSDP1 has flattened its weight, or
-            some of its tensors are on the meta device.
+            some of its tensors, or its sharded weight, are on the meta device.
     """
     layers = _layers(model)
     placement.refuse_offloaded(layers.items())
     placement.refuse_fsdp1(layers.items())
     placement.refuse_partly_meta(layers.items())
+    placement.refuse_meta(
+        (f"{name}.weight", layer.weight)
+        for name, layer in layers.items()
+        if is_sharded(layer.weight)
+    )
     return {name: full_tensor(layer.norm()) for name, layer in layers.items()}
 
 

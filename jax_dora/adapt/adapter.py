@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
@@ -165,9 +166,10 @@ def set_adapter[Model: nnx.Module](
         adapters = {"french": get_adapter(french), "code": get_adapter(code)}
         model = set_adapter(model, adapters["code"])
 
-    The copy shares the arrays of `model` and of `adapter`. Magnitudes in bf16 or fp16 are cast to
-    float32, as in `load_adapter`. A function compiled by `nnx.jit` does not compile again for an
-    adapter with the same layers, ranks and scales.
+    The copy shares the arrays of `model` and of `adapter`. If the weights are sharded and the
+    adapter is on other devices, its arrays are copied and sharded like the weights. Magnitudes in
+    bf16 or fp16 are cast to float32, as in `load_adapter`. A function compiled by `nnx.jit` does
+    not compile again for an adapter with the same layers, ranks and scales.
 
     The dropout of each new layer is on or off like the dropout of the layer that it replaces. If
     that layer has no dropout, the new dropout is on if any module in `model` is in training (its
@@ -221,10 +223,22 @@ def set_adapter[Model: nnx.Module](
                 )
             if name == "magnitude" and value.dtype.itemsize < parameter.dtype.itemsize:
                 value = value.astype(parameter.dtype)
-            parameter.set_value(value)
+            parameter.set_value(_on_devices_of(parameter.get_value(), value))
         if site.is_layer:
             replacements[id(site.found.module)] = layer
     return _copy_training_mode(model, replace_modules(base, replacements))
+
+
+def _on_devices_of(like: Any, value: Any) -> Any:
+    """Returns `value`, sharded like `like` if `like` is on several devices and `value` on
+    others."""
+    arrays = (like, value)
+    if any(isinstance(array, Tracer) or not isinstance(array, jax.Array) for array in arrays):
+        return value
+    devices = like.sharding.device_set
+    if len(devices) == 1 or devices == value.sharding.device_set:
+        return value
+    return jax.device_put(value, like.sharding)
 
 
 def site_of(weight: AdaptedWeight, by_path: dict[str, FoundModule]) -> Site | None:

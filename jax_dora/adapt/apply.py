@@ -97,9 +97,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     module, cls = site.found.module, dora_class_of(site.found.module) if site.is_layer else None
     sharding = mesh_sharding(getattr(module, cls.kernel_name if cls else site.param))
     # Flax shards a parameter with sharding metadata when it is created, on the current mesh.
-    scope = (
-        contextlib.nullcontext() if sharding is None else jax.set_mesh(cast(Mesh, sharding.mesh))
-    )
+    scope = contextlib.nullcontext() if sharding is None else _current_mesh(sharding)
     with named_in_errors(site.names[0], "adapted"), scope:
         if cls is None:
             assert site.reader is not None
@@ -116,6 +114,15 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
     if sharding is not None:
         _shard_like_kernel(adapted, sharding)
     return adapted
+
+
+def _current_mesh(sharding: NamedSharding) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager that makes the mesh of `sharding` the current one, also while a
+    function is traced: there JAX only allows the abstract mesh."""
+    try:
+        return jax.set_mesh(cast(Mesh, sharding.mesh))
+    except ValueError:
+        return jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
 
 
 def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:

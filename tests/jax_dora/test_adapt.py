@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -258,6 +259,23 @@ class TestSharding:
         sharding = NamedSharding(self.mesh, P("data", "model"))
         base.kernel.set_value(jax.device_put(base.kernel[...], sharding))
         self.expect(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0)))
+
+    @pytest.mark.parametrize("metadata", [{}, {"out_sharding": ("data", "model")}])
+    def test_a_closed_over_model_in_a_jitted_function(self, metadata):
+        with jax.set_mesh(self.mesh):
+            base = nnx.Linear(8, 8, kernel_metadata=metadata, rngs=nnx.Rngs(0))
+        sharding = NamedSharding(self.mesh, P("data", "model"))
+        base.kernel.set_value(jax.device_put(base.kernel[...], sharding))
+
+        def make():
+            return apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0))
+
+        want, abstract = make(), nnx.eval_shape(make)
+        assert abstract.lora_a.shape == want.lora_a.shape
+        adapter = get_adapter(want)
+        x = jnp.ones((2, 8))
+        for function in (lambda x: make()(x), lambda x: set_adapter(base, adapter)(x)):
+            chex.assert_trees_all_close(jax.jit(function)(x), want(x), rtol=1e-5)
 
     @pytest.mark.slow
     def test_a_convolution(self):

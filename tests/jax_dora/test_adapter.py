@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_dora import (
     Adapter,
@@ -175,6 +178,25 @@ class TestDropoutOfAnAdapterThatIsPutIn:
         assert set(self.put_into(model).values()) == {True}
         model.eval()
         assert set(self.put_into(model).values()) == {False}
+
+
+def test_an_adapter_of_one_device_in_a_sharded_model():
+    base = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    trained = train(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(1)), 1)
+    adapter = jax.device_put(get_adapter(trained), jax.devices()[0])
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    kernel = jax.device_put(base.kernel[...], NamedSharding(mesh, P("data", "model")))
+    base.kernel.set_value(kernel)
+    model = set_adapter(base, adapter)
+    for array, spec in (
+        (model.lora_a, P("data", None)),
+        (model.lora_b, P(None, "model")),
+        (model.magnitude, P("model")),
+    ):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+    x = jnp.ones((4, 16))
+    for found in (model, merge_dora(base, adapters=[adapter])):
+        chex.assert_trees_all_close(found(x), trained(x), rtol=1e-5)
 
 
 def test_an_adapter_that_does_not_fit():

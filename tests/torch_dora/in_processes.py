@@ -288,6 +288,10 @@ def refusals(folder: str) -> dict[str, str]:
     flat = FullyShardedDataParallel(adapted, device_id=torch.device("cpu"), use_orig_params=True)
     with trying("flat"):
         torch_dora.norms(flat)
+    with torch.device("meta"):
+        empty: Any = apply_dora(Model(), RULE)
+    with trying("meta"):
+        torch_dora.norms(fully_shard(empty, mesh=mesh))
     parallel = sharded("tp")
     with trying("plain x"):
         DoRALinear.forward(parallel.up, batch())

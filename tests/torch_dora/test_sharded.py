@@ -106,6 +106,7 @@ REFUSED = {
     "with bank": r"NotImplementedError: the weights of these layers are DTensors.*\n  down\n  up$",
     "load into bank": r"NotImplementedError: the weights of these layers.*\n  down\n  up$",
     "pending sum": r"NotImplementedError: weight has the placements .*call redistribute",
+    "meta": r"NotImplementedError: .*meta device.*\n  down\.weight\n  up\.weight$",
 }
 
 
