@@ -31,7 +31,7 @@ from dora_common.rules import listing
 from jax_dora.adapt.tree import FoundModule, check_model, find_dora_layers
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
-from jax_dora.layers.base_layer import check_has_values
+from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.call import g_of_call
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
@@ -109,6 +109,7 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
                 f"values has a norm of shape {value.shape} for {path!r}; expected {shape}, as "
                 "jax_dora.norms(model) returns it"
             )
+        value = on_devices_of(found.module.magnitude.get_value(), value)
         constant = _constant_of(found.module)
         found.module.given_norm, found.module.given_g = nnx.data(constant(value)), nnx.data(None)
     return copy

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.core import Tracer
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
@@ -29,7 +28,7 @@ from jax_dora.adapt.tree import (
     replace_modules,
 )
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base_layer import check_has_values
+from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.weights.module import adapters_of, at_path, has_dora_type
 from jax_dora.weights.read_log import Example
@@ -223,22 +222,10 @@ def set_adapter[Model: nnx.Module](
                 )
             if name == "magnitude" and value.dtype.itemsize < parameter.dtype.itemsize:
                 value = value.astype(parameter.dtype)
-            parameter.set_value(_on_devices_of(parameter.get_value(), value))
+            parameter.set_value(on_devices_of(parameter.get_value(), value))
         if site.is_layer:
             replacements[id(site.found.module)] = layer
     return _copy_training_mode(model, replace_modules(base, replacements))
-
-
-def _on_devices_of(like: Any, value: Any) -> Any:
-    """Returns `value`, sharded like `like` if `like` is on several devices and `value` on
-    others."""
-    arrays = (like, value)
-    if any(isinstance(array, Tracer) or not isinstance(array, jax.Array) for array in arrays):
-        return value
-    devices = like.sharding.device_set
-    if len(devices) == 1 or devices == value.sharding.device_set:
-        return value
-    return jax.device_put(value, like.sharding)
 
 
 def site_of(weight: AdaptedWeight, by_path: dict[str, FoundModule]) -> Site | None:

@@ -85,6 +85,18 @@ def check_has_values(
             )
 
 
+def on_devices_of(like: Any, value: Any) -> Any:
+    """Returns `value`, sharded like `like` if `like` is on several devices and `value` on
+    others."""
+    arrays = (like, value)
+    if any(isinstance(array, Tracer) or not isinstance(array, jax.Array) for array in arrays):
+        return value
+    devices = like.sharding.device_set
+    if len(devices) == 1 or devices == value.sharding.device_set:
+        return value
+    return jax.device_put(value, like.sharding)
+
+
 def adaptation_hint(layer: Any) -> str:
     """Returns what a user can do instead, if the layer's class says that it cannot be adapted; else
     ""."""

@@ -17,8 +17,10 @@ from jax_dora import (
     apply_dora,
     get_adapter,
     merge_dora,
+    norms,
     remove_dora,
     set_adapter,
+    with_norms,
 )
 from tests.jax_dora.small_models import (
     ALL,
@@ -197,6 +199,8 @@ def test_an_adapter_of_one_device_in_a_sharded_model():
     x = jnp.ones((4, 16))
     for found in (model, merge_dora(base, adapters=[adapter])):
         chex.assert_trees_all_close(found(x), trained(x), rtol=1e-5)
+    given = with_norms(model, jax.device_put(norms(trained), jax.devices()[0]))
+    chex.assert_trees_all_close(given(x), trained(x), rtol=1e-5)
 
 
 def test_an_adapter_that_does_not_fit():
