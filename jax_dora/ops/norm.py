@@ -65,7 +65,8 @@ def factored_norm(
 
     Returns:
       f32[out] (f64 if an operand is fp64). The norm is a constant for differentiation
-      (arXiv 2402.09353, section 4.3). NaN in the operands gives NaN.
+      (arXiv 2402.09353, section 4.3). NaN in the operands gives NaN. The squares are fp32: a
+      norm above 1.8e19 gives inf or NaN, and elements below 1.1e-19 count inexactly or not at all.
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.

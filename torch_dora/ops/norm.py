@@ -57,7 +57,9 @@ def factored_norm(
 
     Returns:
         f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm (arXiv
-        2402.09353, section 4.3). A NaN in the operands gives a NaN.
+        2402.09353, section 4.3). A NaN in the operands gives a NaN. The squares are fp32: a
+        norm above 1.8e19 gives inf or NaN, and elements below 1.1e-19 count inexactly or not at
+        all.
 
         For DTensors the result is a DTensor, sharded like the weight's outputs. If the weight's
         inputs are sharded, the processes exchange their sums of squares, [out].
