@@ -200,6 +200,15 @@ def check_folder(folder: Any) -> None:
     checks.check(bool(os.fspath(folder)), "folder", folder, expected)
 
 
+def open_tensors(path: Path, framework: Literal["np", "pt"]) -> safe_open:
+    """Opens a safetensors file. Raises OSError with the path and the reason if it cannot be
+    opened, and SafetensorError if it is damaged."""
+    # safe_open reports a file that may not be read as one that does not exist.
+    path.open("rb").close()
+    # With memory mapping, the pages would stay in memory in addition to the arrays.
+    return safe_open(path, framework=framework, backend="pread")
+
+
 @contextlib.contextmanager
 def open_folder(
     folder: str | os.PathLike[str], framework: Literal["np", "pt"], adapter: str | None = None
@@ -224,10 +233,8 @@ def open_folder(
     with named_in_errors(path / CONFIG):
         version = _version(path / CONFIG)
         config = AdapterConfig.from_json((path / CONFIG).read_text(encoding="utf-8"))
-    # safe_open reports a file that may not be read as one that does not exist.
-    with named_in_errors(path / TENSORS), (path / TENSORS).open("rb"):
-        # With memory mapping, the pages would stay in memory in addition to the arrays.
-        file = safe_open(path / TENSORS, framework=framework, backend="pread")
+    with named_in_errors(path / TENSORS):
+        file = open_tensors(path / TENSORS, framework)
     with file:
         with named_in_errors(path):
             # `writing.write` removes the configuration before it replaces the tensors.

@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
 from rich.table import Column, Table
-from safetensors import safe_open
 
 import jax_dora
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.folder import TENSORS, named_in_errors
+from dora_common.peft.folder import TENSORS, named_in_errors, open_tensors
 from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.commands.flags import add_formats, usage_errors
 from jax_dora.commands.folders import adapted_model, adapter_config, adapter_folder, base_folder
@@ -65,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_folder(console: Console, folder: Path, config: AdapterConfig) -> None:
     path = folder / TENSORS
-    # safe_open does not name a file that cannot be opened, or gives another reason.
-    with named_in_errors(path), path.open("rb"), safe_open(path, framework="numpy") as tensors:
+    with named_in_errors(path), open_tensors(path, "np") as tensors:
         slices = [tensors.get_slice(key) for key in tensors.keys()]
         dtypes = sorted({one.get_dtype() for one in slices})
         count = sum(math.prod(one.get_shape()) for one in slices)
