@@ -27,7 +27,7 @@ from flax import nnx
 
 from benchmarks.collectives import collectives
 from benchmarks.model.decoder import loss, update
-from benchmarks.model.placed import LAYOUTS, Placed, arrays, placed
+from benchmarks.model.placed import LAYOUTS, Placed, drawing, on_own_axes, placed
 from benchmarks.model.protocol import LLAMA3, QUICK, QWEN3, Protocol
 from benchmarks.programs import Program, compiled
 from benchmarks.results import Row, milliseconds, with_ratio
@@ -86,9 +86,11 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 rows.append(row | sizes.shape())
         # Everything is compiled before anything is timed.
         lowers = [functools.partial(_lowered, models, mesh, sizes.last, row) for row in rows]
+        draws = [drawing(model, sizes.vocabulary) for model in models.values()]
         with ThreadPoolExecutor() as pool:
+            draws = pool.map(lambda draw: draw.lower().compile(), draws)
             programs = list(pool.map(compiled, rows, lowers))
-        yield from _timed(programs, models, sizes.vocabulary, settings.rounds)
+        yield from _timed(programs, models, dict(zip(models, draws, strict=True)), settings.rounds)
 
 
 def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -117,9 +119,9 @@ def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.
 
 
 def _timed(
-    programs: list[Program], models: Mapping[str, Placed], vocabulary: int, rounds: int
+    programs: list[Program], models: Mapping[str, Placed], draws: Mapping[str, Any], rounds: int
 ) -> Iterator[Row]:
-    """Yields the rows of programs that are timed in turns."""
+    """Yields the rows of programs that are timed in turns; `draws` are the models' `drawing`."""
     times: list[list[float]] = [[] for _ in programs]
     drawn: dict[str, tuple[Any, ...]] = {}
     for turn in range(rounds + 1):
@@ -127,7 +129,7 @@ def _timed(
             if one.run is None:
                 continue
             if one.kind not in drawn:
-                drawn[one.kind] = (None, *arrays(models[one.kind], vocabulary))
+                drawn[one.kind] = (None, *on_own_axes(models[one.kind], draws[one.kind]()))
             operands = _operands(one.row["task"], drawn[one.kind])
             begin = time.perf_counter()
             jax.block_until_ready(one.run(*operands))

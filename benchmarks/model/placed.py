@@ -117,9 +117,9 @@ def _spec(layout: Layout, path: tuple[Any, ...], rank: int) -> P:
     return P(*(None,) * (rank - len(spec)), *spec)
 
 
-def arrays(placed: Placed, vocabulary: int) -> tuple[Any, ...]:
-    """Returns (trained, frozen, state, tokens) with random numbers, drawn on their own devices;
-    magnitudes are 1, near the norms of the weights."""
+def drawing(placed: Placed, vocabulary: int) -> Any:
+    """Returns a jitted function that draws (trained, frozen, state, tokens), each array on its own
+    devices; magnitudes are 1, near the norms of the weights."""
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path)
@@ -136,11 +136,15 @@ def arrays(placed: Placed, vocabulary: int) -> tuple[Any, ...]:
         moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), placed.state)
         return *jax.tree_util.tree_map_with_path(draw, parameters), moments, tokens
 
-    wanted = jax.tree.map(lambda leaf: leaf.sharding, tuple(placed[1:]))
     # Drawn on automatic axes, which every function supports.
     mesh: Any = placed.tokens.sharding.mesh
     auto = Mesh(mesh.devices, mesh.axis_names)
-    drawn = jax.jit(
-        make, out_shardings=jax.tree.map(lambda one: NamedSharding(auto, one.spec), wanted)
-    )()
-    return jax.device_put(drawn, wanted)
+    shardings = jax.tree.map(
+        lambda leaf: NamedSharding(auto, leaf.sharding.spec), tuple(placed[1:])
+    )
+    return jax.jit(make, out_shardings=shardings)
+
+
+def on_own_axes(placed: Placed, drawn: Any) -> tuple[Any, ...]:
+    """Returns the arrays of `drawing` with the axes of the model's mesh."""
+    return jax.device_put(drawn, jax.tree.map(lambda leaf: leaf.sharding, tuple(placed[1:])))
