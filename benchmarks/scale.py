@@ -45,6 +45,8 @@ class Settings(NamedTuple):
     Attributes:
       model: a name in `MODELS`.
       sizes, layers: override the model's own.
+      only: the kinds that are measured, `KINDS` or "DoRA, inner kept".
+      calls: calls of a program in one turn. They are not waited for one by one.
       devices: number of devices; None for all.
     """
 
@@ -54,7 +56,9 @@ class Settings(NamedTuple):
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     axes: tuple[str, ...] = ("auto", "explicit")
     ranks: tuple[int, ...] = (64, 384)
+    only: tuple[str, ...] = KINDS
     rounds: int = 15
+    calls: int = 1
     devices: int | None = None
 
     def groups(self) -> Iterator[tuple[str, str, Protocol]]:
@@ -76,9 +80,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each program."""
     for layout, axes, sizes in settings.groups():
         mesh = LAYOUTS[layout].mesh(axes, settings.devices)
-        models = {kind: placed(kind, LAYOUTS[layout], mesh, sizes, device) for kind in KINDS}
+        models = {kind: placed(kind, LAYOUTS[layout], mesh, sizes, device) for kind in settings.only}
         rows = []
-        for kind in KINDS:
+        for kind in settings.only:
             # The base has no parameters to train.
             for task in ("inference",) if kind == "base" else ("inference", "step"):
                 row: Row = {"kind": kind, "layout": layout, "axes": axes, "task": task}
@@ -90,7 +94,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         with ThreadPoolExecutor() as pool:
             draws = pool.map(lambda draw: draw.lower().compile(), draws)
             programs = list(pool.map(compiled, rows, lowers))
-        yield from _timed(programs, models, dict(zip(models, draws, strict=True)), settings.rounds)
+        yield from _timed(programs, models, dict(zip(models, draws, strict=True)), settings)
 
 
 def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -119,12 +123,12 @@ def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.
 
 
 def _timed(
-    programs: list[Program], models: Mapping[str, Placed], draws: Mapping[str, Any], rounds: int
+    programs: list[Program], models: Mapping[str, Placed], draws: Mapping[str, Any], settings: Settings
 ) -> Iterator[Row]:
     """Yields the rows of programs that are timed in turns; `draws` are the models' `drawing`."""
     times: list[list[float]] = [[] for _ in programs]
     drawn: dict[str, tuple[Any, ...]] = {}
-    for turn in range(rounds + 1):
+    for turn in range(settings.rounds + 1):
         for one, seconds in zip(programs, times, strict=True):
             if one.run is None:
                 continue
@@ -132,9 +136,9 @@ def _timed(
                 drawn[one.kind] = (None, *on_own_axes(models[one.kind], draws[one.kind]()))
             operands = _operands(one.row["task"], drawn[one.kind])
             begin = time.perf_counter()
-            jax.block_until_ready(one.run(*operands))
+            jax.block_until_ready([one.run(*operands) for _ in range(settings.calls)])
             if turn:  # The first turn is warm-up.
-                seconds.append(time.perf_counter() - begin)
+                seconds.append((time.perf_counter() - begin) / settings.calls)
     lora: dict[str, Row] = {}  # by task
     for (row, run), seconds in zip(programs, times, strict=True):
         if run is not None:
@@ -144,4 +148,5 @@ def _timed(
             row |= milliseconds(seconds)
         if row["kind"] == "LoRA":
             lora[row["task"]] = row
-        yield with_ratio(row, lora.get(row["task"]), "over_lora") if row["kind"] == "DoRA" else row
+        baseline = lora.get(row["task"]) if row["kind"].startswith("DoRA") else None
+        yield with_ratio(row, baseline, "over_lora")

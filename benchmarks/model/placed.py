@@ -65,7 +65,7 @@ class Placed(NamedTuple):
 
 
 def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) -> Placed:
-    """Returns the decoder of the kind "base", "LoRA" or "DoRA"."""
+    """Returns the decoder of the kind "base", "LoRA", "DoRA" or "DoRA, inner kept"."""
     style = Style(attention="cudnn" if device == "cuda" else "xla", fused_swiglu=False)
     rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
     if AxisType.Explicit in mesh.axis_types:
@@ -79,8 +79,9 @@ def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) 
 
     def make() -> Decoder:
         model = Decoder(sizes, style, nnx.Rngs(0))
-        if kind == "DoRA":
-            model = jax_dora.apply_dora(model, dora_rules(sizes), rngs=nnx.Rngs(1))
+        if kind.startswith("DoRA"):
+            rules = dora_rules(sizes, keep_inner="inner kept" in kind)
+            model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
         return model
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
