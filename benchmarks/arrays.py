@@ -9,6 +9,8 @@ import jax
 import torch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from parity.sides.jax import operators
+
 # Together the sets are larger than the L2 cache (60 MB on an H200), so that a step finds none of
 # its inputs there. There are at least two sets, so that no step reads what the last one read.
 ROTATION_BYTES = 128 * 2**20
@@ -33,12 +35,7 @@ def to_jax(sets: Sequence[Sequence[torch.Tensor]]) -> list[tuple[jax.Array, ...]
     """Returns the same memory as JAX arrays; tensors must be contiguous."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return [tuple(jax.dlpack.from_dlpack(t) for t in tensors) for tensors in sets]
-
-
-def to_torch(array: jax.Array) -> torch.Tensor:
-    """Returns the same memory as a torch tensor."""
-    return torch.from_dlpack(jax.block_until_ready(array))
+    return [tuple(map(operators.to_jax, tensors)) for tensors in sets]
 
 
 def interpreted(step: Callable[..., Any], device: str) -> Callable[..., Any]:

@@ -21,14 +21,14 @@ import jax
 import torch
 from torch import Tensor
 
-from benchmarks.arrays import NO_TRITON, rotate, to_jax, to_torch
+from benchmarks.arrays import NO_TRITON, rotate, to_jax
 from benchmarks.model.protocol import BEST_LORA, Method
 from benchmarks.work import Expectation, Variant, Work
 from jax_dora import ops
 from parity import oracle
 from parity.cases import Case, LayerInputs, layer, layer_inputs
 from parity.compare import prepare_layer
-from parity.sides.jax.operators import with_gradients
+from parity.sides.jax.operators import to_torch, with_gradients
 
 DTYPE = "bfloat16"
 ITEM = 2  # bytes

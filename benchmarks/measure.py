@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks import clock
-from benchmarks.arrays import to_jax, to_torch
+from benchmarks.arrays import to_jax
 from benchmarks.clock import Effort, Spread, device_clock
 from benchmarks.report import Report
 from benchmarks.results import Row
 from benchmarks.work import Variant, Work, judge, matches
+from parity.sides.jax.operators import to_torch
 
 KIND = "benchmark"
 # The ceilings come from a copy of this many elements, and a product of matrices of this width.

@@ -3,13 +3,14 @@
 The model is 12 layers of Qwen3-8B's width, or, with --model llama3, all of Llama-3-8B. Each layout
 is a mesh over all devices: tensor parallelism ("tp"), FSDP ("fsdp"), data parallelism ("dp"), or
 one device with its share of data parallelism ("alone"). Inference and an optimizer step are
-measured with automatic and with explicit mesh axes, and with adapters of rank 64 and 384.
+measured with automatic and with explicit mesh axes, and with adapters of rank 64 and 384. With
+--only "DoRA, inner kept", the last projection of a layer keeps what its gradient reads.
 
 All programs of one layout, kind of axes and rank are compiled first, and then timed in turns, so
-that a disturbance affects all of them. One line is one program: its median wall time (`ms`), the
-largest minus the smallest (`spread_ms`), `over_lora` (DoRA's time divided by LoRA's), XLA's account
-of its memory, its compile time, and the bytes (`sent_bytes`) and number (`sent`) of its
-collectives, counted once for the layers, which are a loop.
+that a disturbance affects all of them. One line is one program: its median wall time (`ms`) in a
+series of `calls`, the largest minus the smallest (`spread_ms`), `over_lora` (DoRA's time divided by
+LoRA's), XLA's account of its memory, its compile time, and the bytes (`sent_bytes`) and number
+(`sent`) of its collectives, counted once for the layers, which are a loop.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Settings(NamedTuple):
       model: a name in `MODELS`.
       sizes, layers: override the model's own.
       only: the kinds that are measured, `KINDS` or "DoRA, inner kept".
-      calls: calls of a program in one turn. They are not waited for one by one.
+      calls: calls of a program in one turn. As in a training loop, no call is waited for before
+        the next one.
       devices: number of devices; None for all.
     """
 
@@ -58,7 +60,7 @@ class Settings(NamedTuple):
     ranks: tuple[int, ...] = (64, 384)
     only: tuple[str, ...] = KINDS
     rounds: int = 15
-    calls: int = 1
+    calls: int = 4
     devices: int | None = None
 
     def groups(self) -> Iterator[tuple[str, str, Protocol]]:
@@ -80,13 +82,16 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each program."""
     for layout, axes, sizes in settings.groups():
         mesh = LAYOUTS[layout].mesh(axes, settings.devices)
-        models = {kind: placed(kind, LAYOUTS[layout], mesh, sizes, device) for kind in settings.only}
+        kinds = settings.only
+        models = {kind: placed(kind, LAYOUTS[layout], mesh, sizes, device) for kind in kinds}
         rows = []
-        for kind in settings.only:
+        for kind in kinds:
             # The base has no parameters to train.
             for task in ("inference",) if kind == "base" else ("inference", "step"):
                 row: Row = {"kind": kind, "layout": layout, "axes": axes, "task": task}
                 row |= {"model": settings.model, "devices": mesh.size, "hidden": sizes.hidden}
+                row |= {"calls": settings.calls}
+                row |= {"calls": settings.calls}
                 rows.append(row | sizes.shape())
         # Everything is compiled before anything is timed.
         lowers = [functools.partial(_lowered, models, mesh, sizes.last, row) for row in rows]
@@ -123,7 +128,10 @@ def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.
 
 
 def _timed(
-    programs: list[Program], models: Mapping[str, Placed], draws: Mapping[str, Any], settings: Settings
+    programs: list[Program],
+    models: Mapping[str, Placed],
+    draws: Mapping[str, Any],
+    settings: Settings,
 ) -> Iterator[Row]:
     """Yields the rows of programs that are timed in turns; `draws` are the models' `drawing`."""
     times: list[list[float]] = [[] for _ in programs]

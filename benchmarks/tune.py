@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.arrays import NO_TRITON, interpreted, set_count, to_torch
+from benchmarks.arrays import NO_TRITON, interpreted, set_count
 from benchmarks.kernels import KERNELS, Kernel
 from benchmarks.work import Expectation, Variant, Work
+from parity.sides.jax.operators import to_torch
 
 QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
 QUICK |= {"groups": 2, "layers": 2, "slots": 4, "time": 128}

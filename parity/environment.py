@@ -73,6 +73,7 @@ def choose_device(device: str) -> str:
     ):
         if not sees:
             sys.exit(f"--device cuda: {framework} sees no GPU; {install}, or use --device cpu")
+    torch.cuda.set_device(0)  # JAX has made the last one the current one
     torch.backends.cuda.matmul.allow_tf32 = False
     return "cuda"
 

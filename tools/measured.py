@@ -31,7 +31,7 @@ TABLES = {
         "step quantised_step quantised_norm quantised_rows quantised_projection",
         serving_tables: "bank_bytes bank_decoding bank_prompts bank_loads bank_torch bank_growth "
         "bank_served served_beside",
-        step_tables: "step_parts step_operators step_torch fsdp_torch devices more_gpus",
+        step_tables: "step_parts step_operators step_torch fsdp_torch devices in_a_row more_gpus",
         small_memory: "memory quality",
     }.items()
     for name in names.split()

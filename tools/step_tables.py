@@ -15,6 +15,8 @@ PROFILED = {
     "DoRA by XLA": "kernels of jax_dora off: XLA's DoRA",
     "LoRA": "LoRA in place of DoRA",
 }
+MODELS = {"qwen3": "12 layers", "llama3": "Llama-3-8B"}
+LAYOUT_NAMES = {"alone": "one GPU"}
 GAPS = "copies, and gaps between kernels"
 # For each operator its number of launches (None for `GAPS`) and its milliseconds.
 Profile = dict[str, tuple[float | None, float]]
@@ -76,18 +78,18 @@ def _torch_steps(name: str, card: str) -> str:
 
 
 def devices() -> str:
-    layouts, models = ("alone", "dp", "fsdp", "tp"), {"qwen3": "12 layers", "llama3": "Llama-3-8B"}
+    layouts = ("alone", "dp", "fsdp", "tp")
 
     def order(line: dict[str, Any]) -> tuple[int, ...]:
-        named = (tuple(models).index(line["model"]), line["rank"], layouts.index(line["layout"]))
+        named = (tuple(MODELS).index(line["model"]), line["rank"], layouts.index(line["layout"]))
         return *named, line["axes"] == "explicit"
 
     lines = []
     for card in ("h200", "h100"):
         for step in sorted(rows("scale", f"{card}x2", kind="DoRA", task="step"), key=order):
             fields = {name: step[name] for name in ("model", "rank", "layout", "axes")}
-            layout = {"alone": "one GPU"}.get(step["layout"], step["layout"])
-            cells = [card.upper(), models[step["model"]], str(step["rank"]), layout, step["axes"]]
+            layout = LAYOUT_NAMES.get(step["layout"], step["layout"])
+            cells = [card.upper(), MODELS[step["model"]], str(step["rank"]), layout, step["axes"]]
             for task in ("inference", "step"):
                 lora, dora = (
                     row("scale", f"{card}x2", kind=kind, task=task, **fields)
@@ -97,6 +99,23 @@ def devices() -> str:
             lines.append([*cells, f"{gib(lora['temp_bytes'], 2)} / {gib(dora['temp_bytes'], 2)}"])
     header = ("inference", "ratio", "step", "ratio", "temporaries of a step, GiB")
     return table(["card", "model", "rank", "layout", "axes", *header], lines)
+
+
+def in_a_row() -> str:
+    """Returns the table of steps in series, and of steps that keep the inner result."""
+    kinds, lines = ("LoRA", "DoRA", "DoRA, inner kept"), []
+    for lora in rows("scale_in_a_row", "h200x2", kind="LoRA"):
+        fields = {name: lora[name] for name in ("model", "rank", "layout", "calls")}
+        found = {line["kind"]: line for line in rows("scale_in_a_row", "h200x2", **fields)}
+        layout = LAYOUT_NAMES.get(lora["layout"], lora["layout"])
+        cells = [MODELS[lora["model"]], str(lora["rank"]), layout, str(lora["calls"])]
+        for kind in kinds:
+            line = found.get(kind, {})
+            ratio = f" ({line['over_lora']:.3f})" if "over_lora" in line else ""
+            cells.append(f"{line['ms']:.1f}{ratio}" if line else "–")
+        cells.append(" / ".join(gib(line["temp_bytes"], 2) for line in found.values()))
+        lines.append(cells)
+    return table(["model", "rank", "layout", "calls", *kinds, "temporaries, GiB"], lines)
 
 
 def more_gpus() -> str:

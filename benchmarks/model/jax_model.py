@@ -12,7 +12,6 @@ import torch
 from flax import nnx
 
 import jax_dora
-from benchmarks.arrays import to_torch
 from benchmarks.model import decoder
 from benchmarks.model.adapters import Dense, LoRALinear, dora_rules
 from benchmarks.model.decoder import OPTIMIZER, Decoder, Style
@@ -25,6 +24,7 @@ from benchmarks.model.protocol import (
 )
 from benchmarks.results import Row
 from benchmarks.work import Expectation, Variant, judge
+from parity.sides.jax.operators import to_torch
 
 
 def variant(kind: Kind, task: Task, protocol: Protocol, device: str) -> Variant:

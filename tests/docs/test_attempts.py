@@ -117,10 +117,16 @@ def test_what_is_said_of_what_was_tried():
     )
     shared8, shared32 = us({"rows": 8}, {"rows": 32}, variant="two warpgroups share a tile", **nf4)
     stages = us(*({"stages": count} for count in (4, 12, 8)), what="bank rows")
+    codes32 = [f"{one['us']:.1f}" for one in rows("tried", "h200", what="32 rows over nf4")]
     assert_says(
         PAGE,
         f"8 rows by Zipf's law took {bank[0][1]} µs a layer instead of {bank[0][0]}, and one row "
         f"{bank[1][1]} instead of {bank[1][0]}, where the base takes {bank[2][1]} and {bank[3][1]}",
+        f"where the kernels in use take {codes32[0]} µs, with products of four columns at a time, "
+        f"which need fewer registers: {codes32[1]} µs. In addition with a share of the sums for "
+        f"each consumer: {codes32[2]}; with lookups one step ahead of the products, across tiles, "
+        f"too: {codes32[3]}. With three consumers: {codes32[4]}, and {codes32[5]} with lookups "
+        f"ahead. With four consumers and products of two columns: {codes32[6]}.",
         f"rank 16 it took {codes[0]} µs when it read a scale for every two codes, and takes "
         f"{codes[1]} with one read for each run of codes; over bf16 it takes {floats[0]}",
         f"Over nf4 they take {strips[0]} µs, with three slices of A in flight, where strips of 128 "

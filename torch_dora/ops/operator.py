@@ -6,6 +6,7 @@ device. In all other cases the plain function is called: torch.library's dispatc
 the host than a kernel launch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,8 @@ class Operator[**P, R]:
     """A function of tensors that mutates none of them. ``op`` is the operator of torch.library."""
 
     def __init__(self, name: str, function: Callable[P, R]) -> None:
-        self.function = function
-        self.op = torch.library.custom_op(name, function, mutates_args=())
+        self.function = _on_its_device(function)
+        self.op = torch.library.custom_op(name, self.function, mutates_args=())
 
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> R:
         function: Any = self.op if _must_record(arguments) else self.function
@@ -32,6 +33,21 @@ class Operator[**P, R]:
 def operator[**P, R](name: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Returns a decorator that turns a function into an operator called ``name``."""
     return lambda function: Operator(name, function)
+
+
+def _on_its_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Returns ``function``, which computes on the GPU of its first tensor. Triton launches kernels
+    on the current one."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        tensor = next(argument for argument in arguments if isinstance(argument, Tensor))
+        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+            return function(*arguments, **named)
+        with torch.cuda.device(tensor.device):
+            return function(*arguments, **named)
+
+    return call
 
 
 def _must_record(arguments: tuple[Any, ...]) -> bool:

@@ -125,10 +125,26 @@ def plain_linear(x, kernel, lora_a, lora_b, magnitude, scale, bias=None):
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """Returns the memory of a contiguous tensor, or else a copy, as a JAX array."""
+    _start_jax()
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
+@functools.cache
+def _start_jax() -> None:
+    """Starts JAX without a change of CUDA's current device.
+
+    JAX makes the last GPU the current one when it starts, but torch draws on the current one and
+    exports no tensors of others.
+    """
+    if torch.cuda.is_available():
+        current = torch.cuda.current_device()
+        jax.devices()
+        torch.cuda.set_device(current)
+
+
 def to_torch(array: jax.Array) -> torch.Tensor:
+    """Returns the same memory as a torch tensor."""
     return torch.from_dlpack(jax.block_until_ready(array))
 
 

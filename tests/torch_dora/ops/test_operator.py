@@ -1,5 +1,7 @@
 """Operators are called as functions, and by torch.library where somebody records them."""
 
+import contextlib
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -76,3 +78,26 @@ def test_a_gradient_that_is_not_there_is_an_error(x):
     y = double(x.requires_grad_())
     with pytest.raises(RuntimeError, match=r"torch_dora_test.*double"):
         y.sum().backward()
+
+
+class OnSecondGpu(torch.Tensor):
+    """A tensor that claims to be on the second GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda:1")
+
+    def get_device(self):
+        return 1
+
+
+@pytest.mark.parametrize(("current", "entered"), [(0, ["cuda:1"]), (1, [])])
+def test_kernels_are_launched_on_the_tensors_gpu(x, monkeypatch, current, entered):
+    def enter(device):
+        found.append(str(device))
+        return contextlib.nullcontext()
+
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    double.function(x.as_subclass(OnSecondGpu))
+    assert found == entered
