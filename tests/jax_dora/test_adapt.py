@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, set_adapter
+from tests.jax_dora.meshes import automatic
 from tests.jax_dora.small_models import ALL, LAYERS, WIDTH, Block, Mixed, Stacked, call, ids, train
 from tests.tables import thinned
 
@@ -216,7 +217,7 @@ class TestSharding:
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
-        return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        return automatic(data=2, model=4)
 
     def expect(self, layer, lead=()) -> None:
         for name, spec in {

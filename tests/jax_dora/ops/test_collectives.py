@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import Collective, collectives
 from jax_dora import ops
+from tests.jax_dora.meshes import automatic
 
 TOKENS, HIDDEN, WIDE, RANK, SCALE = 64, 96, 160, 8, 0.7
 BOTH = ("x", "y")
@@ -45,9 +46,7 @@ def programs(optimized):
     output features of its layers."""
 
     def compiled(layer, name):
-        mesh = jax.make_mesh(
-            (2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-        )
+        mesh = automatic(x=2, y=2)
         rows, *kernels = LAYOUTS[name]
 
         def placed(shape, *spec):
@@ -97,7 +96,7 @@ def test_only_vectors_are_sent_in_addition_to_lora(programs, name):
 )
 def test_a_layer_sends_only_vectors_in_addition_to_lora(optimized, of_x, of_kernel, of_y):
     """A single tensor-parallel layer, with the usual shardings of its activations."""
-    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = automatic(x=2, y=2)
     into, out = of_kernel
 
     def placed(shape, *spec):
@@ -127,7 +126,7 @@ def test_a_layer_sends_only_vectors_in_addition_to_lora(optimized, of_x, of_kern
 
 def test_the_gradient_of_a_column_parallel_layer_sums_only_its_result(optimized):
     """Each device multiplies its partial dz by lora_aᵀ before the sum over devices."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = automatic(x=4)
     specs = [P(), P(None, "x"), P(), P(None, "x"), P("x"), P(None, "x")]
     shapes = [
         *((TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)),
@@ -147,7 +146,7 @@ def test_the_gradient_of_a_column_parallel_layer_sums_only_its_result(optimized)
 
 def test_a_row_parallel_layer_sums_only_its_result(optimized):
     """Each device multiplies its partial z by lora_b before the sum over devices; LoRA sums z."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = automatic(x=4)
     specs = [P(None, "x"), P("x"), P("x"), P(), P()]
     shapes = [(TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)]
     places = [NamedSharding(mesh, spec) for spec in specs]
@@ -197,7 +196,7 @@ def rows_of(size):
 def test_contractions_that_do_not_divide(spec):
     """Rows, inputs or outputs need padding, which XLA fills with arbitrary values: no sum may
     include it."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = automatic(x=4)
     rows, into, out = spec
     operands = rows_of(7)
 
