@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from jax_dora.linen import join_adapters, split_adapters
+from jax_dora.linen import join_adapters, merge_dora, split_adapters
 
 WIDTH, HIDDEN, LAYERS, EXPERTS, VOCABULARY = 6, 5, 2, 3, 11
 normal = nn.initializers.normal(0.5)
@@ -128,3 +128,12 @@ def train(variables):
     pairs = zip(leaves, noise, strict=True)
     leaves = [jnp.asarray(np.asarray(leaf) * (1 + n) + n, leaf.dtype) for leaf, n in pairs]
     return {"params": join_adapters(jax.tree.unflatten(structure, leaves), rest)}
+
+
+def adapted_and_merged(model, adapted, variables, *args, **options):
+    """(the result of the adapted model with a trained adapter, and of the merged one)."""
+    variables = train(variables)
+    merged = merge_dora(adapted, variables, *args, **options)
+    with jax.default_matmul_precision("highest"):
+        found = adapted.apply(variables, *args, **options)
+        return found, model.apply(merged, *args, **options)
