@@ -124,39 +124,35 @@ def test_a_layer_sends_only_vectors_in_addition_to_lora(optimized, of_x, of_kern
     assert sent(dora) <= sent(lora) + 4 * 3 * WIDE
 
 
-def test_the_gradient_of_a_column_parallel_layer_sums_only_its_result(optimized):
-    """Each device multiplies its partial dz by lora_aᵀ before the sum over devices."""
+def sizes_sent(function, shapes, specs):
+    """Returns the bytes of each collective of a function on four devices, in ascending order."""
     mesh = automatic(x=4)
-    specs = [P(), P(None, "x"), P(), P(None, "x"), P("x"), P(None, "x")]
-    shapes = [
-        *((TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)),
-        (TOKENS, WIDE),
-    ]
     operands = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(shapes, specs, strict=True)
     ]
+    compiled = jax.jit(function, out_shardings=NamedSharding(mesh, P())).lower(*operands).compile()
+    return sorted(one.bytes for one in collectives(compiled.as_text(), 4))
+
+
+OPERANDS = [(TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)]
+
+
+def test_the_gradient_of_a_column_parallel_layer_sums_only_its_result(optimized):
+    """Each device multiplies its partial dz by lora_aᵀ before the sum over devices."""
 
     def d_x(x, w, a, b, m, dy):
         return jax.vjp(lambda x: dora(x, w, a, b, m), x)[1](dy)[0]
 
-    text = jax.jit(d_x, out_shardings=NamedSharding(mesh, P())).lower(*operands).compile()
-    assert [one.bytes for one in collectives(text.as_text(), 4)] == [4 * TOKENS * HIDDEN]
+    specs = [P(), P(None, "x"), P(), P(None, "x"), P("x"), P(None, "x")]
+    assert sizes_sent(d_x, [*OPERANDS, (TOKENS, WIDE)], specs) == [4 * TOKENS * HIDDEN]
 
 
 def test_a_row_parallel_layer_sums_only_its_result(optimized):
     """Each device multiplies its partial z by lora_b before the sum over devices; LoRA sums z."""
-    mesh = automatic(x=4)
     specs = [P(None, "x"), P("x"), P("x"), P(), P()]
-    shapes = [(TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)]
-    places = [NamedSharding(mesh, spec) for spec in specs]
-    operands = [
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
-        for shape, place in zip(shapes, places, strict=True)
-    ]
-    text = jax.jit(dora, out_shardings=NamedSharding(mesh, P())).lower(*operands).compile()
-    sizes = sorted(one.bytes for one in collectives(text.as_text(), 4))
-    assert sizes == [4 * WIDE, 4 * TOKENS * WIDE]  # The norm's squares and the result.
+    # The norm's squares and the result.
+    assert sizes_sent(dora, OPERANDS, specs) == [4 * WIDE, 4 * TOKENS * WIDE]
 
 
 def max_matrix(found: list[Collective]) -> int:
