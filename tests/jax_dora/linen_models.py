@@ -119,6 +119,12 @@ class Model(nn.Module):
         return self.mlp(self.embedder.encode(ids))
 
 
+def scanned(layer, axis, length):
+    """A class of `length` layers whose parameters are stacked along an axis."""
+    options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
+    return nn.scan(layer, length=length, **options)
+
+
 def train(variables):
     """Variables with every number of their adapters away from its start."""
     adapters, rest = split_adapters(variables["params"])

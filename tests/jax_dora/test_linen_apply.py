@@ -15,7 +15,7 @@ from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, merge_dora, split_adapters
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.drawn import drawn_variables
-from tests.jax_dora.linen_models import adapted_and_merged, train
+from tests.jax_dora.linen_models import adapted_and_merged, scanned, train
 from tests.tables import thinned
 
 WIDTH, VOCABULARY, LAYERS = 8, 13, 3
@@ -270,12 +270,13 @@ def test_modules_that_are_handed_over_have_their_own_paths(path, example):
     assert not np.allclose(model.apply({"params": frozen}, x), y, atol=0.1)
 
 
+def doubled(params):
+    return jax.tree.map(lambda value: 2 * value, params)
+
+
 @pytest.mark.parametrize("example", [None, "x"])
 def test_merging_refuses_layers_whose_parameters_are_mapped(example):
     def twice(layer, x):
-        def doubled(params):
-            return jax.tree.map(lambda value: 2 * value, params)
-
         return nn.map_variables(nn.Dense.__call__, "params", doubled, mutable=True)(layer, x)
 
     class Model(nn.Module):
@@ -299,9 +300,6 @@ def test_making_adapters_keeps_parameters_that_are_mapped_in_every_call(example)
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            def doubled(params):
-                return jax.tree.map(lambda value: 2 * value, params)
-
             twice = nn.map_variables(nn.Dense, "params", doubled, init=True)
             x = x @ self.param("w", nn.initializers.ones, (WIDTH, WIDTH))
             return nn.Dense(5)(twice(WIDTH, name="twice")(x))
@@ -399,8 +397,7 @@ class TestTransforms:
         class Scanned(nn.Module):
             @nn.compact
             def __call__(self, x):
-                options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
-                return nn.scan(Layer, length=3, **options)(name="layers")(x, None)[0]
+                return scanned(Layer, axis, 3)(name="layers")(x, None)[0]
 
         model, x = Scanned(), jax.random.normal(KEY, (2, 3))
         adapted = apply_dora(model, DoRARule("layers/.*", 3, 4.0))
@@ -410,10 +407,6 @@ class TestTransforms:
         assert not np.allclose(found, adapted.apply(variables, x), atol=1e-2)
 
     def test_stacks_in_stacks_along_different_axes_are_merged(self):
-        def stacked(target, axis, length):
-            options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
-            return nn.scan(target, length=length, **options)
-
         class Layer(nn.Module):
             @nn.compact
             def __call__(self, x, _):
@@ -422,12 +415,12 @@ class TestTransforms:
         class Middle(nn.Module):
             @nn.compact
             def __call__(self, x, _):
-                return stacked(Layer, 1, 3)(name="inner")(x, None)[0], None
+                return scanned(Layer, 1, 3)(name="inner")(x, None)[0], None
 
         class Outer(nn.Module):
             @nn.compact
             def __call__(self, x):
-                return stacked(Middle, 2, 2)(name="outer")(x, None)[0]
+                return scanned(Middle, 2, 2)(name="outer")(x, None)[0]
 
         model, x = Outer(), jax.random.normal(KEY, (2, 3))
         adapted = apply_dora(model, DoRARule(".*/dense", 3, 4.0))

@@ -28,6 +28,7 @@ from tests.jax_dora.linen_models import (
     Embedder,
     Model,
     adapted_and_merged,
+    scanned,
     train,
 )
 
@@ -210,8 +211,7 @@ def test_an_nnx_module_in_a_scan_along_axis_1_is_adapted():
     class Scanned(nn.Module):
         @nn.compact
         def __call__(self, x):
-            options = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
-            return nn.scan(Step, length=3, **options)(name="steps")(x, None)[0]
+            return scanned(Step, 1, 3)(name="steps")(x, None)[0]
 
     model, x = Scanned(), jax.random.normal(KEY, (2, WIDTH))
     adapted = apply_dora(model, DoRARule("all-linear", 2, 4.0), example=(x,))
@@ -232,8 +232,7 @@ def test_the_stacked_bias_of_a_layer_is_no_weight_that_a_rule_matches():
     class Scanned(nn.Module):
         @nn.compact
         def __call__(self, x):
-            options = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
-            return nn.scan(Step, length=3, **options)(name="steps")(x, None)[0]
+            return scanned(Step, 1, 3)(name="steps")(x, None)[0]
 
     x = jnp.ones((2, WIDTH))
     adapted = apply_dora(Scanned(), DoRARule("steps/dense", 2, 4.0), example=(x,))
