@@ -54,18 +54,19 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
     form = quantised.format_of(kernel) if is_quantised else None
     expand = (rows, rank, out, x.dtype)
-    candidates = [
-        (few_rows, (rows, in_features, out, rank, form, x.dtype)),
-        (project, (rows, in_features, out, x.dtype)),
-        (few_rows_finish, expand),
-        (expand_compose, expand),
-        (compose, (rows, out, x.dtype)),
-    ]
+    candidates = {
+        few_rows: (rows, in_features, out, rank, form, x.dtype),
+        project: (rows, in_features, out, x.dtype),
+        few_rows_finish: expand,
+        expand_compose: expand,
+        compose: (rows, out, x.dtype),
+    }
+    # `few_rows` needs lora_a, and neither kernel for few rows returns inner.
     if static.want_inner or lora_a is None:
-        # Neither kernel for few rows returns inner, and `few_rows` needs lora_a.
-        excluded = (few_rows, few_rows_finish) if static.want_inner else (few_rows,)
-        candidates = [pair for pair in candidates if pair[0] not in excluded]
-    choice = choose.choose(static.op, static.implementation, *candidates)
+        del candidates[few_rows]
+    if static.want_inner:
+        del candidates[few_rows_finish]
+    choice = choose.choose(static.op, static.implementation, *candidates.items())
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
     # The kernels for few rows multiply x A by s: computing s·A would be another pass over A.
