@@ -216,7 +216,7 @@ def _run_expand(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.
     if choice is None:
         (y,) = expand(static, flat)
     else:
-        y = bank_expand.launch(*flat, **choice.launch_options)
+        y = choice.launch(*flat)
     return (y.reshape(base.shape),)
 
 
@@ -275,7 +275,7 @@ def _run_tokens(static: Static, shard: Shard, tokens: TokenOperands) -> tuple[ja
     choice = _choice(static, tokens)
     if choice is None:
         return _products(static, tokens)
-    return choice.kernel.launch(*tokens, slots=static.slots, **choice.launch_options)
+    return choice.launch(*tokens, slots=static.slots)
 
 
 # The operator has no axis names, so on a mesh of several devices XLA computes and partitions it.

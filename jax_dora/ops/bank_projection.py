@@ -161,10 +161,10 @@ def _with_kernels(
     project = choice(bank_project, in_features, out, rank)
     if shrink is None or project is None:
         return None
-    unscaled = bank_shrink.launch(x, p.lora_a, p.slot, **shrink.launch_options)
+    unscaled = shrink.launch(x, p.lora_a, p.slot)
     z = (p.scale[:, None, None] * unscaled).astype(x.dtype)
     operands = x, p.kernel, p.layer, z, p.lora_b, p.slot, p.g, p.bias
-    return functools.partial(bank_project.launch, *operands, **project.launch_options)
+    return functools.partial(project.launch, *operands)
 
 
 # The operator has no axis names, so on a mesh of several devices XLA computes and partitions it,

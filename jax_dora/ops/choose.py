@@ -12,6 +12,8 @@ caller names.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -98,9 +100,9 @@ class Choice(NamedTuple):
     sm_count: int
 
     @property
-    def launch_options(self) -> dict[str, Any]:
-        """Returns the keyword arguments of `launch` that the choice determines."""
-        return {"config": self.config, "sm_count": self.sm_count}
+    def launch(self) -> Callable[..., Any]:
+        """Returns the kernel's `launch` for the remaining arguments."""
+        return functools.partial(self.kernel.launch, config=self.config, sm_count=self.sm_count)
 
     def during_collectives(self, running: bool) -> "Choice":
         """Returns the choice, with one thread block per tile if collectives are `running`.

@@ -110,7 +110,7 @@ def forward(
     if choice is None:
         return define(base, lora, g, scale, bias, **options)
     g = jnp.ones(base.shape[-1:], jnp.float32) if g is None else g
-    return kernel.launch(base, lora, g, scale, bias, **options, **choice.launch_options)
+    return choice.launch(base, lora, g, scale, bias, **options)
 
 
 def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
@@ -158,9 +158,7 @@ def _backward(static: Static, shard: Shard, operands: ComposeBackward) -> tuple[
     delta = static.op == "compose_delta"
     if choice is not None:
         options = {"delta": delta, "want_base": static.want_base, "want_lora": static.want_lora}
-        d_base, d_lora, d_g = kernel_backward.launch(
-            dy, inner, g, scale, **options, **choice.launch_options
-        )
+        d_base, d_lora, d_g = choice.launch(dy, inner, g, scale, **options)
         return d_base, d_lora, shard.sum(d_g)
     dtype = accumulator(dy.dtype)
     wide = dy.astype(dtype)

@@ -110,7 +110,7 @@ def _run(static: Static, shard: Shard, operands: AdaptedKernel) -> tuple[jax.Arr
     choice = choose.choose(static.op, implementation, *kernels)
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
-        squared = choice.kernel.launch(*arrays, lora_a, lora_b, scale, **choice.launch_options)
+        squared = choice.launch(*arrays, lora_a, lora_b, scale)
         return (jnp.sqrt(shard.sum(squared)),)
     define = _define_quantised if is_quantised else _define
     return (define(shard, static.scale_is_zero, operands),)

@@ -54,39 +54,38 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
     form = quantised.format_of(kernel) if is_quantised else None
     expand = (rows, rank, out, x.dtype)
-    candidates = [
-        (few_rows, (rows, in_features, out, rank, form, x.dtype)),
-        (project, (rows, in_features, out, x.dtype)),
-        (few_rows_finish, expand),
-        (expand_compose, expand),
-        (compose, (rows, out, x.dtype)),
-    ]
+    candidates = {
+        few_rows: (rows, in_features, out, rank, form, x.dtype),
+        project: (rows, in_features, out, x.dtype),
+        few_rows_finish: expand,
+        expand_compose: expand,
+        compose: (rows, out, x.dtype),
+    }
+    # `few_rows` needs lora_a, and neither kernel for few rows returns inner.
     if static.want_inner or lora_a is None:
-        # Neither kernel for few rows returns inner, and `few_rows` needs lora_a.
-        excluded = (few_rows, few_rows_finish) if static.want_inner else (few_rows,)
-        candidates = [pair for pair in candidates if pair[0] not in excluded]
-    choice = choose.choose(static.op, static.implementation, *candidates)
+        del candidates[few_rows]
+    if static.want_inner:
+        del candidates[few_rows_finish]
+    choice = choose.choose(static.op, static.implementation, *candidates.items())
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
     # The kernels for few rows multiply x A by s: computing s·A would be another pass over A.
     a = None if lora_a is None else lora_a.astype(x.dtype)
     if choice is not None and a is not None and choice.kernel is few_rows:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
-        return few_rows.launch(x, *w, a, lora_b, g, scale, bias, **choice.launch_options), None
+        return choice.launch(x, *w, a, lora_b, g, scale, bias), None
     # The dense copy of a quantised kernel lives only as long as this product.
     kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
         choice = choice.during_collectives(shard.gathered)
-        return project.launch(x, kernel, z, lora_b, g, bias, **options, **choice.launch_options)
+        return choice.launch(x, kernel, z, lora_b, g, bias, **options)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
         z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
-        return few_rows_finish.launch(base, z, lora_b, g, s, bias, **choice.launch_options), None
+        return choice.launch(base, z, lora_b, g, s, bias), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g
-        return expand_compose.launch(
-            base, z, lora_b, g, one, bias, **options, **choice.launch_options
-        )
+        return choice.launch(base, z, lora_b, g, one, bias, **options)
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
 
 
@@ -128,9 +127,7 @@ def _forward_with_quantised_rows(
     if choice is not None:
         g = jnp.ones(out, jnp.float32) if g is None else g
         scales = base.rows, base.columns
-        return expand_compose.launch(
-            base.total, z, lora_b, g, one, bias, scales, **options, **choice.launch_options
-        )
+        return choice.launch(base.total, z, lora_b, g, one, bias, scales, **options)
     lora = dot_general(static.precision, z, lora_b, (-1, 0))
     y, inner = forward(None, base.scaled, lora, g, one, bias, **options)
     return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
@@ -178,7 +175,7 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     choice = choose.choose(static.op, static.implementation, (project_back, call), optional=True)
     if choice is not None:
         choice = choice.during_collectives(shard.gathered or shard.shares_rows)
-        dx = project_back.launch(d, kernel, dz, lora_a, **choice.launch_options)
+        dx = choice.launch(d, kernel, dz, lora_a)
         return (shard.sum(dx),)
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 

@@ -89,14 +89,13 @@ def _with_kernel(
         return None  # The kernel requires that the global numbers of x's rows are consecutive.
     *first, column = _start(shard, x)
     start = (first[0] * math.prod(x.shape[1:-1]) if first else 0, column)
-    product = dropped_product.launch(
+    product = choice.launch(
         rows,
         right.astype(x.dtype),
         seed,
         jnp.stack([jnp.asarray(index, jnp.uint32) for index in start]),
         rate=static.rate,
         transposed=kernel is dropped_product_back,
-        **choice.launch_options,
     )
     return product * jnp.float32(1 / kept_share(static.rate))
 

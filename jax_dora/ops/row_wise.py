@@ -95,7 +95,7 @@ def sums(x: jax.Array, kernel: Any, shard: Shard, implementation: str | None) ->
         call = (x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype)
         choice = choose.choose("row_codes", implementation, (row_codes, call), optional=True)
     if choice is not None:
-        codes, rows = row_codes.launch(x, **choice.launch_options)
+        codes, rows = choice.launch(x)
     else:
         largest = shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32))
         # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum propagates NaN.

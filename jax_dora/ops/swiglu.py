@@ -128,7 +128,7 @@ def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]
     if choice is None:
         gradients = define_backward(dh, operands)
     else:
-        d_gate, d_up, d_gate_g, d_up_g, *d_biases = kernel_backward.launch(
+        d_gate, d_up, d_gate_g, d_up_g, *d_biases = choice.launch(
             dh,
             gate,
             up,
@@ -137,7 +137,6 @@ def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]
             gate_bias,
             up_bias,
             want_bias=static.want_bias,
-            **choice.launch_options,
         )
         d_gate_bias, d_up_bias = d_biases or (None, None)
         gradients = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)

@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
-from jax_dora.linen import join_adapters, split_adapters
+from jax_dora.linen import join_adapters, merge_dora, split_adapters
 
 WIDTH, HIDDEN, LAYERS, EXPERTS, VOCABULARY = 6, 5, 2, 3, 11
 normal = nn.initializers.normal(0.5)
@@ -119,6 +119,12 @@ class Model(nn.Module):
         return self.mlp(self.embedder.encode(ids))
 
 
+def scanned(layer, axis, length):
+    """A class of `length` layers whose parameters are stacked along an axis."""
+    options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
+    return nn.scan(layer, length=length, **options)
+
+
 def train(variables):
     """Variables with every number of their adapters away from its start."""
     adapters, rest = split_adapters(variables["params"])
@@ -128,3 +134,12 @@ def train(variables):
     pairs = zip(leaves, noise, strict=True)
     leaves = [jnp.asarray(np.asarray(leaf) * (1 + n) + n, leaf.dtype) for leaf, n in pairs]
     return {"params": join_adapters(jax.tree.unflatten(structure, leaves), rest)}
+
+
+def adapted_and_merged(model, adapted, variables, *args, **options):
+    """(the result of the adapted model with a trained adapter, and of the merged one)."""
+    variables = train(variables)
+    merged = merge_dora(adapted, variables, *args, **options)
+    with jax.default_matmul_precision("highest"):
+        found = adapted.apply(variables, *args, **options)
+        return found, model.apply(merged, *args, **options)

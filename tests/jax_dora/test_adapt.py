@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, set_adapter
+from tests.jax_dora.meshes import automatic
 from tests.jax_dora.small_models import ALL, LAYERS, WIDTH, Block, Mixed, Stacked, call, ids, train
 from tests.tables import thinned
 
@@ -216,7 +217,11 @@ class TestSharding:
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
-        return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        return automatic(data=2, model=4)
+
+    def place(self, variable, *spec) -> None:
+        sharding = NamedSharding(self.mesh, P(*spec))
+        variable.set_value(jax.device_put(variable[...], sharding))
 
     def expect(self, layer, lead=()) -> None:
         for name, spec in {
@@ -256,16 +261,14 @@ class TestSharding:
 
     def test_arrays_sharded_without_metadata(self):
         base = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        sharding = NamedSharding(self.mesh, P("data", "model"))
-        base.kernel.set_value(jax.device_put(base.kernel[...], sharding))
+        self.place(base.kernel, "data", "model")
         self.expect(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0)))
 
     @pytest.mark.parametrize("metadata", [{}, {"out_sharding": ("data", "model")}])
     def test_a_closed_over_model_in_a_jitted_function(self, metadata):
         with jax.set_mesh(self.mesh):
             base = nnx.Linear(8, 8, kernel_metadata=metadata, rngs=nnx.Rngs(0))
-        sharding = NamedSharding(self.mesh, P("data", "model"))
-        base.kernel.set_value(jax.device_put(base.kernel[...], sharding))
+        self.place(base.kernel, "data", "model")
 
         def make():
             return apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0))
@@ -280,8 +283,7 @@ class TestSharding:
     @pytest.mark.slow
     def test_a_convolution(self):
         base = nnx.Conv(4, 8, (3,), rngs=nnx.Rngs(0))
-        sharding = NamedSharding(self.mesh, P(None, "data", "model"))
-        base.kernel.set_value(jax.device_put(base.kernel[...], sharding))
+        self.place(base.kernel, None, "data", "model")
         layer = apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0))
         assert layer.lora_a[...].sharding.spec == P(None, "data", None)
         assert layer.magnitude[...].sharding.spec == P("model")

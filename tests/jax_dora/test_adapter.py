@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import (
@@ -22,6 +22,7 @@ from jax_dora import (
     set_adapter,
     with_norms,
 )
+from tests.jax_dora.meshes import automatic
 from tests.jax_dora.small_models import (
     ALL,
     UNLIKE,
@@ -186,7 +187,7 @@ def test_an_adapter_of_one_device_in_a_sharded_model():
     base = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     trained = train(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(1)), 1)
     adapter = jax.device_put(get_adapter(trained), jax.devices()[0])
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = automatic(data=2, model=4)
     kernel = jax.device_put(base.kernel[...], NamedSharding(mesh, P("data", "model")))
     base.kernel.set_value(kernel)
     model = set_adapter(base, adapter)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import P
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from jax_dora import DoRAEmbed, DoRARule, apply_dora, get_adapter, set_adapter
 from parity import oracle, tolerances
 from tests.jax_dora.matrices import differentiate, trained
+from tests.jax_dora.meshes import explicit
 from tests.matrices import Problem, judge, within
 from tests.tables import thinned
 
@@ -99,7 +100,7 @@ def test_rows_over_the_explicit_axis_that_has_the_features_too():
     layer = trained(make())
     ids = jax.random.randint(jax.random.key(0), (4, 3), 0, VOCABULARY)
     expected = layer(ids)
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    mesh = explicit(fsdp=4)
     specs = {"embedding": P(None, "fsdp"), "lora_b": P(None, "fsdp"), "magnitude": P("fsdp")}
     for name in ("embedding", "lora_a", "lora_b", "magnitude"):
         parameter = getattr(layer, name)

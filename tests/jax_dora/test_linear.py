@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
@@ -19,6 +18,7 @@ from jax_dora import DoRALinear, DoRAParam, ops
 from jax_dora.ops import draw_seed
 from jax_dora.ops.dropout import drop
 from parity import oracle, tolerances
+from tests.jax_dora.meshes import automatic
 from tests.matrices import within
 from tests.tables import thinned
 
@@ -279,7 +279,7 @@ def test_train_and_eval_switch_dropout():
 
 @pytest.mark.slow
 def test_sharding_follows_the_kernel():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = automatic(data=2, model=4)
     with jax.set_mesh(mesh):
         own = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, "data"))
         layer = make(kernel_metadata={"out_sharding": (None, "model")}, lora_b_init=own)
@@ -298,7 +298,7 @@ def test_sharding_follows_the_kernel():
 
 @pytest.mark.slow
 def test_out_sharding_over_an_axis_that_is_not_explicit():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = automatic(data=2, model=4)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"expected explicit axes.*model"):
         make()(inputs(), out_sharding=P(None, "model"))
     with pytest.raises(ValueError, match="expected explicit axes"):

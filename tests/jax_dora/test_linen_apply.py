@@ -15,7 +15,7 @@ from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, merge_dora, split_adapters
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.drawn import drawn_variables
-from tests.jax_dora.linen_models import train
+from tests.jax_dora.linen_models import adapted_and_merged, scanned, train
 from tests.tables import thinned
 
 WIDTH, VOCABULARY, LAYERS = 8, 13, 3
@@ -57,6 +57,8 @@ MODEL = Model()
 IDS = jax.random.randint(jax.random.key(0), (2, 5), 0, VOCABULARY)
 KEY = jax.random.key(1)
 
+close = functools.partial(np.testing.assert_allclose, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+
 
 @pytest.fixture(scope="module")
 def base():
@@ -93,7 +95,7 @@ def test_a_fresh_adapter_changes_no_bit(base, everything):
     found, expected = jax.jit(adapted.apply)(variables, IDS), jax.jit(MODEL.apply)(base, IDS)
     assert jnp.array_equal(found[0], expected[0])
     # attend multiplies by an embedding scaled by g = 1, after a detour.
-    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+    close(found[1], expected[1])
 
 
 def test_init_makes_everything(everything):
@@ -113,7 +115,7 @@ def test_merging_computes_the_same(base, everything):
         expected = jax.jit(adapted.apply)(variables, IDS)
         found = jax.jit(MODEL.apply)(merged, IDS)
     for one, other, plain in zip(found, expected, jax.jit(MODEL.apply)(base, IDS), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+        close(one, other)
         assert not np.allclose(plain, other, atol=1e-2)
 
 
@@ -133,7 +135,7 @@ def test_merging_takes_a_call_that_updates_other_collections():
     assert merged["cache"] == variables["cache"]
     found, _ = model.apply(merged, x, mutable=["batch_stats", "cache"])
     expected, _ = adapted.apply(variables, x, mutable=["batch_stats", "cache"])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+    close(found, expected)
 
 
 @pytest.mark.slow
@@ -238,12 +240,8 @@ def test_dense_general_with_batch_axes():
     variables = jax.jit(adapted.init)(KEY, x)
     base = {"params": split_adapters(variables["params"])[1]}
     one, other = jax.jit(adapted.apply)(variables, x), jax.jit(model.apply)(base, x)
-    np.testing.assert_allclose(one, other, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
-    variables = train(variables)
-    merged = merge_dora(adapted, variables, x)
-    with jax.default_matmul_precision("highest"):
-        found, expected = jax.jit(model.apply)(merged, x), jax.jit(adapted.apply)(variables, x)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+    close(one, other)
+    close(*adapted_and_merged(model, adapted, variables, x))
 
 
 class Around(nn.Module):
@@ -267,18 +265,18 @@ def test_modules_that_are_handed_over_have_their_own_paths(path, example):
     made, frozen = split_adapters(variables["params"])
     assert ["/".join(one[:-1]) for one in flatten_dict(made)] == [path] * 3
     assert jax.tree.map(jnp.shape, frozen) == jax.tree.map(jnp.shape, base["params"])
-    y = adapted.apply(variables, x)
-    merged = merge_dora(adapted, variables, x)
-    np.testing.assert_allclose(model.apply(merged, x), y, atol=OPERATOR_FP32_MAX_ABS)
+    y, expected = adapted_and_merged(model, adapted, variables, x)
+    np.testing.assert_allclose(expected, y, atol=OPERATOR_FP32_MAX_ABS)
     assert not np.allclose(model.apply({"params": frozen}, x), y, atol=0.1)
+
+
+def doubled(params):
+    return jax.tree.map(lambda value: 2 * value, params)
 
 
 @pytest.mark.parametrize("example", [None, "x"])
 def test_merging_refuses_layers_whose_parameters_are_mapped(example):
     def twice(layer, x):
-        def doubled(params):
-            return jax.tree.map(lambda value: 2 * value, params)
-
         return nn.map_variables(nn.Dense.__call__, "params", doubled, mutable=True)(layer, x)
 
     class Model(nn.Module):
@@ -302,9 +300,6 @@ def test_making_adapters_keeps_parameters_that_are_mapped_in_every_call(example)
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            def doubled(params):
-                return jax.tree.map(lambda value: 2 * value, params)
-
             twice = nn.map_variables(nn.Dense, "params", doubled, init=True)
             x = x @ self.param("w", nn.initializers.ones, (WIDTH, WIDTH))
             return nn.Dense(5)(twice(WIDTH, name="twice")(x))
@@ -318,6 +313,7 @@ def test_making_adapters_keeps_parameters_that_are_mapped_in_every_call(example)
     jax.tree.map(
         np.testing.assert_array_equal, split_adapters(variables["params"])[1], base["params"]
     )
+    close(*adapted_and_merged(model, adapted, drawn_variables(adapted.init, x), x))
     both = apply_dora(model, [*rules, DoRARule("twice", 3, 4.0)], example=example and (x,))
     with pytest.raises(NotImplementedError, match=r"nn\.map_variables computes.*'twice'"):
         both.apply(base, x, rngs={"params": KEY}, mutable=["params"])
@@ -367,14 +363,6 @@ def test_a_layer_whose_kernel_is_computed_around_it(writer):
 class TestTransforms:
     """What Flax's lifted transforms do with an adapted model."""
 
-    def both(self, model, adapted, variables, *args, **options):
-        """(the result of the adapted model, and of the merged one)."""
-        variables = train(variables)
-        merged = merge_dora(adapted, variables, *args, **options)
-        with jax.default_matmul_precision("highest"):
-            one = adapted.apply(variables, *args, **options)
-            return one, model.apply(merged, *args, **options)
-
     def test_jit_of_a_method_traces_once_and_never_for_another_adapter(self):
         class Jitted(nn.Module):
             @nn.jit
@@ -391,8 +379,7 @@ class TestTransforms:
         other = apply_dora(model, DoRARule("dense", 2, 40.0)).apply(variables, x)
         assert not np.allclose(other, first, rtol=1e-2)
         for _ in range(2):
-            found, expected = self.both(model, adapted, variables, x)
-            np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+            close(*adapted_and_merged(model, adapted, variables, x))
         with pytest.raises(ValueError, match=r"matches no layer.*\n  dense"):
             apply_dora(model, DoRARule("sense", 2, 4)).apply(variables, x)
 
@@ -410,21 +397,16 @@ class TestTransforms:
         class Scanned(nn.Module):
             @nn.compact
             def __call__(self, x):
-                options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
-                return nn.scan(Layer, length=3, **options)(name="layers")(x, None)[0]
+                return scanned(Layer, axis, 3)(name="layers")(x, None)[0]
 
         model, x = Scanned(), jax.random.normal(KEY, (2, 3))
         adapted = apply_dora(model, DoRARule("layers/.*", 3, 4.0))
         variables = jax.jit(adapted.init)(KEY, x)
-        found, expected = self.both(model, adapted, variables, x)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+        found, expected = adapted_and_merged(model, adapted, variables, x)
+        close(found, expected)
         assert not np.allclose(found, adapted.apply(variables, x), atol=1e-2)
 
     def test_stacks_in_stacks_along_different_axes_are_merged(self):
-        def stacked(target, axis, length):
-            options = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
-            return nn.scan(target, length=length, **options)
-
         class Layer(nn.Module):
             @nn.compact
             def __call__(self, x, _):
@@ -433,18 +415,16 @@ class TestTransforms:
         class Middle(nn.Module):
             @nn.compact
             def __call__(self, x, _):
-                return stacked(Layer, 1, 3)(name="inner")(x, None)[0], None
+                return scanned(Layer, 1, 3)(name="inner")(x, None)[0], None
 
         class Outer(nn.Module):
             @nn.compact
             def __call__(self, x):
-                return stacked(Middle, 2, 2)(name="outer")(x, None)[0]
+                return scanned(Middle, 2, 2)(name="outer")(x, None)[0]
 
         model, x = Outer(), jax.random.normal(KEY, (2, 3))
         adapted = apply_dora(model, DoRARule(".*/dense", 3, 4.0))
-        variables = jax.jit(adapted.init)(KEY, x)
-        found, expected = self.both(model, adapted, variables, x)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+        close(*adapted_and_merged(model, adapted, jax.jit(adapted.init)(KEY, x), x))
 
     @pytest.mark.parametrize("named", thinned([True, False], [True]))
     def test_methods_besides_call(self, named):
@@ -463,8 +443,8 @@ class TestTransforms:
         adapted = apply_dora(model, DoRARule("encoder", 2, 4.0))
         variables = adapted.init(KEY, x)
         assert adapted.init(KEY, x, method=method)["params"].keys() == {"encoder"}
-        found, expected = self.both(model, adapted, variables, x, method=method)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=OPERATOR_FP32_MAX_ABS)
+        found, expected = adapted_and_merged(model, adapted, variables, x, method=method)
+        close(found, expected)
         assert not np.allclose(found, model.apply(variables, x, method=method), atol=1e-2)
         both = apply_dora(model, DoRARule(".*coder", 2, 4.0))
         variables = both.init(KEY, x)

@@ -21,7 +21,16 @@ from jax_dora.linen import (
 from parity.oracle import fp64
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.drawn import drawn_variables
-from tests.jax_dora.linen_models import VOCABULARY, WIDTH, DenseGeneral, Embedder, Model, train
+from tests.jax_dora.linen_models import (
+    VOCABULARY,
+    WIDTH,
+    DenseGeneral,
+    Embedder,
+    Model,
+    adapted_and_merged,
+    scanned,
+    train,
+)
 
 KEY = jax.random.key(2)
 IDS = jax.random.randint(KEY, (2, 4), 0, VOCABULARY)
@@ -166,29 +175,9 @@ def test_a_weight_that_no_product_reads_is_given_whole():
     [one] = coverage(model, x).weights
     assert one.merged_bytes == 4 * 3 * 4
     adapted = apply_dora(model, DoRARule("w", 2, 4.0), example=(x,))
-    variables = train(adapted.init(KEY, x))
-    merged = merge_dora(adapted, variables, x)
-    for found, expected in zip(adapted.apply(variables, x), model.apply(merged, x), strict=True):
+    results = adapted_and_merged(model, adapted, adapted.init(KEY, x), x)
+    for found, expected in zip(*results, strict=True):
         close(found, expected)
-
-
-def test_parameters_that_are_mapped_and_made_in_every_init_are_no_obstacle():
-    class Mapped(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            def doubled(params):
-                return jax.tree.map(lambda value: 2 * value, params)
-
-            twice = nn.map_variables(nn.Dense, "params", doubled, init=True)
-            return twice(WIDTH)(nn.Dense(WIDTH, name="plain")(x))
-
-    model, x = Mapped(), jnp.ones((3, WIDTH))
-    adapted = apply_dora(model, DoRARule("plain", 3, 4.0), example=(x,))
-    variables = drawn_variables(adapted.init, x)
-    merged = merge_dora(adapted, variables, x)
-    np.testing.assert_allclose(
-        model.apply(merged, x), adapted.apply(variables, x), atol=OPERATOR_FP32_MAX_ABS
-    )
 
 
 def test_an_embedding_that_its_parent_reads_is_adapted_in_the_parent_too():
@@ -201,9 +190,7 @@ def test_an_embedding_that_its_parent_reads_is_adapted_in_the_parent_too():
     [one] = coverage(Tied(), IDS).weights
     assert one.how == "looked up and tied to a product, io, the output head"
     adapted = apply_dora(Tied(), DoRARule("embed", 2, 4.0), example=(IDS,))
-    variables = train(adapted.init(KEY, IDS))
-    merged = merge_dora(adapted, variables, IDS)
-    close(adapted.apply(variables, IDS), Tied().apply(merged, IDS))
+    close(*adapted_and_merged(Tied(), adapted, adapted.init(KEY, IDS), IDS))
 
 
 def test_an_nnx_module_in_a_scan_along_axis_1_is_adapted():
@@ -224,16 +211,14 @@ def test_an_nnx_module_in_a_scan_along_axis_1_is_adapted():
     class Scanned(nn.Module):
         @nn.compact
         def __call__(self, x):
-            options = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
-            return nn.scan(Step, length=3, **options)(name="steps")(x, None)[0]
+            return scanned(Step, 1, 3)(name="steps")(x, None)[0]
 
     model, x = Scanned(), jax.random.normal(KEY, (2, WIDTH))
     adapted = apply_dora(model, DoRARule("all-linear", 2, 4.0), example=(x,))
-    variables = train(jax.jit(adapted.init)(KEY, x))
+    variables = jax.jit(adapted.init)(KEY, x)
     assert variables["params"]["steps"]["own"]["lora_a"].shape == (3, WIDTH, 2)
-    merged = merge_dora(adapted, variables, x)
-    found = run(adapted, variables, x)
-    close(found, run(model, merged, x))
+    found, expected = adapted_and_merged(model, adapted, variables, x)
+    close(found, expected)
     _, base = split_adapters(variables["params"])
     assert not np.allclose(found, run(model, {"params": base}, x), atol=1e-2)
 
@@ -247,8 +232,7 @@ def test_the_stacked_bias_of_a_layer_is_no_weight_that_a_rule_matches():
     class Scanned(nn.Module):
         @nn.compact
         def __call__(self, x):
-            options = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
-            return nn.scan(Step, length=3, **options)(name="steps")(x, None)[0]
+            return scanned(Step, 1, 3)(name="steps")(x, None)[0]
 
     x = jnp.ones((2, WIDTH))
     adapted = apply_dora(Scanned(), DoRARule("steps/dense", 2, 4.0), example=(x,))
@@ -269,10 +253,7 @@ def test_dropout_draws_a_mask_for_each_key_and_none_when_it_is_off():
     ]
     assert jnp.array_equal(dropped[0], dropped[1])
     assert not jnp.array_equal(dropped[0], dropped[2])
-    merged = merge_dora(evaluating, variables, IDS, method="encode")
-    close(
-        evaluating.apply(variables, IDS, method="encode"), MODEL.apply(merged, IDS, method="encode")
-    )
+    close(*adapted_and_merged(MODEL, evaluating, variables, IDS, method="encode"))
 
 
 def test_other_initial_values_of_lora_b_are_used_at_once():

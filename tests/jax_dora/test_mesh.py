@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
 import jax_dora.linen
+from tests.jax_dora.meshes import explicit
 from tests.tables import thinned
 
 IN = 24
@@ -21,10 +22,6 @@ IN = 24
 def rule(**options):
     init = nnx.initializers.normal(0.1)
     return jax_dora.DoRARule(".*", rank=4, alpha=8, lora_a_init=init, lora_b_init=init, **options)
-
-
-def explicit_mesh():
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 
 
 class One(nnx.Module):
@@ -97,7 +94,7 @@ def test_rows_over_devices(name, given):
 
     x = jax.random.normal(jax.random.key(0), (8, 6, IN))
     wanted = gradient(adapted(), x, given)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, NamedSharding(mesh, P("data")))
         found = gradient(adapted(), placed, given)
@@ -121,7 +118,7 @@ def test_embedding_takes_out_sharding(spec):
         rngs=nnx.Rngs(1),
     )
     wanted = layer(ids)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         placed = jax.device_put(ids, NamedSharding(mesh, P("data")))
         for sharding in (spec, NamedSharding(mesh, spec)):
@@ -201,7 +198,7 @@ def test_every_layer_takes_out_sharding(case, dropout):
 
     x = jax.random.normal(jax.random.key(0), shape)
     wanted, y = gradient_of_call(adapted_on(None, make, of_kernel), x, dropout=dropout)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         adapted = adapted_on(mesh, make, of_kernel)
         x = jax.device_put(x, NamedSharding(mesh, of_x))
@@ -247,7 +244,7 @@ def test_any_axis_of_a_projection_may_be_sharded(make, shape, of_kernel):
     """Also one that is not the outermost of the kernel's inputs or outputs."""
     x = jax.random.normal(jax.random.key(0), shape)
     wanted = gradient_of_call(adapted_on(None, make, of_kernel), x)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         plain = on_mesh(mesh, make, of_kernel)(x)
         found = gradient_of_call(adapted_on(mesh, make, of_kernel), x)
@@ -259,7 +256,7 @@ def test_an_adapted_tied_head_takes_out_sharding():
     layer = jax_dora.apply_dora(nnx.Embed(16, 8, rngs=nnx.Rngs(0)), rule(), rngs=nnx.Rngs(1))
     x, spec = jax.random.normal(jax.random.key(0), (8, 6, 8)), P("data", None, "model")
     wanted = layer.attend(x)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         found = layer.attend(jax.device_put(x, NamedSharding(mesh, P("data"))), spec)
         assert found.sharding.spec == spec
@@ -286,7 +283,7 @@ def test_merging_where_a_kernels_inputs_are_sharded(make, spec):
     plain = jax_dora.apply_dora(One(make(nnx.Rngs(0))), rule(), rngs=nnx.Rngs(1))
     merged, wanted = jax_dora.merge_dora(plain, return_report=True)
     kernel = merged.layer.kernel[...]
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         base = One(make(nnx.Rngs(0)))
         base.layer.kernel.set_value(
@@ -310,7 +307,7 @@ def test_linen():
 
     adapters = {name: params[name] for name in ("lora_a", "lora_b", "magnitude")}
     wanted = jax.grad(loss)(adapters, params, x)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         params = params | {
             "kernel": jax.device_put(params["kernel"], NamedSharding(mesh, P("model", None)))

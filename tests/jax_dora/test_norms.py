@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import jax_dora
 from jax_dora import DoRARule
+from tests.jax_dora.meshes import automatic, mesh_of
 from tests.jax_dora.programs import equations
 from tests.tables import thinned
 
@@ -198,7 +199,7 @@ def sharded_layer(rngs, names=None, width=128):
 @pytest.mark.slow
 def test_a_frozen_sharded_stack_stays_where_it_is():
     """`nnx.vmap` alone does not tell the metadata of the layers' axis."""
-    mesh = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,))
+    mesh = automatic(b=4)
     with jax.set_mesh(mesh):
         make = nnx.vmap(lambda rngs: sharded_layer(rngs, (None, "b"), width=8))
         stack = nnx.split_rngs(splits=3)(make)(nnx.Rngs(0))
@@ -217,7 +218,7 @@ def test_a_frozen_sharded_stack_stays_where_it_is():
 )
 def test_norms_on_a_mesh(names, kind):
     expected = jax_dora.norms(sharded_layer(nnx.Rngs(0)))[""]
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+    mesh = mesh_of(kind, a=2, b=2)
     with jax.set_mesh(mesh):
         layer = sharded_layer(nnx.Rngs(0), names)
         values = jax_dora.norms(layer)

@@ -18,6 +18,7 @@ from torch import nn
 import jax_dora
 from jax_dora.peft import Names, load_adapter, save_adapter
 from jax_dora.peft.torch_view import torch_view
+from tests.jax_dora.meshes import automatic
 from tests.jax_dora.peft_folders import assert_same, rewritten, tensors_of
 from tests.tables import thinned
 from tests.torch_dora.peft_folders import perturbed, reconfigured
@@ -425,7 +426,7 @@ def test_rounding_wants_to_be_asked_for(tmp_path: Path) -> None:
 
 def test_arrays_stay_where_the_layer_lies(tmp_path: Path) -> None:
     folder, _ = peft_folder(tmp_path, target_modules=["q_proj"])
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = automatic(x=2, y=4)
     model = flax_model()
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
     kernel = model.layers[0].q_proj.kernel
@@ -440,7 +441,7 @@ def test_arrays_stay_where_the_layer_lies(tmp_path: Path) -> None:
 
 
 def test_arrays_are_sharded_as_the_layer_s_metadata_says(tmp_path: Path) -> None:
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = automatic(x=2, y=4)
 
     class Sharded(nnx.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import qwix
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 import jax_dora
@@ -19,6 +19,7 @@ from jax_dora.ops.rounding import round_to
 from jax_dora.peft import load_adapter, save_adapter
 from parity import oracle
 from tests import quantised as kernels
+from tests.jax_dora.meshes import automatic
 from tests.jax_dora.small_models import Mixed, Stacked, call, identical, ids, train
 from tests.matrices import within
 from tests.tables import thinned
@@ -65,7 +66,7 @@ def test_rounding_is_qwixs(qtype):
 def test_rounding_is_the_same_in_every_program(qtype):
     """Over several devices, and operation by operation."""
     array = jnp.asarray(np.random.default_rng(0).normal(size=(256, 64)), jnp.float32)
-    mesh = jax.make_mesh((4,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = automatic(rows=4)
     rows = NamedSharding(mesh, PartitionSpec("rows"))
     for tile in ((64, 1), (256, 1)):
         found = round_to(array, qtype, tile, jnp.float32)

@@ -16,6 +16,7 @@ import jax_dora
 from jax_dora import DoRALinear, ops
 from jax_dora.layers.swiglu import _can_fuse
 from parity import oracle, tolerances
+from tests.jax_dora.meshes import mesh_of
 from tests.tables import thinned
 
 IN, OUT, RANK, ALPHA = 96, 80, 6, 9.0
@@ -251,7 +252,7 @@ def test_inner_can_be_kept():
 
 @pytest.mark.parametrize("kind", thinned([AxisType.Auto, AxisType.Explicit], [AxisType.Explicit]))
 def test_on_a_mesh(kind):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of(kind, data=2, model=4)
     pair = [make(seed) for seed in (3, 4)]
     x, _ = drawn(jnp.float32, (8,))
     want = plain(*pair, x)

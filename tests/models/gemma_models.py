@@ -41,9 +41,11 @@ def _no_class(name: str) -> type:
     return type(name, (), {})
 
 
-def _transformer(**options: Any) -> nn.Module:
-    model, config = _gemma("gemma.gm.nn._transformer"), _gemma("gemma.gm.nn._config")
-    kinds = _gemma("gemma.gm.nn._modules").AttentionType
+def _transformer(package: str = "gemma.gm.nn", **options: Any) -> nn.Module:
+    model, config, modules = (
+        _gemma(f"{package}.{name}") for name in ("_transformer", "_config", "_modules")
+    )
+    kinds = modules.AttentionType
     settings = {
         "attention_types": (kinds.LOCAL_SLIDING, kinds.GLOBAL),
         "final_logit_softcap": None,
@@ -70,22 +72,13 @@ def gemma3() -> nn.Module:
 
 
 def gemma4(**options: Any) -> nn.Module:
-    model = _gemma("gemma.gm.nn.gemma4._transformer")
-    config = _gemma("gemma.gm.nn.gemma4._config")
-    kinds = _gemma("gemma.gm.nn.gemma4._modules").AttentionType
-    settings = {
-        "attention_types": (kinds.LOCAL_SLIDING, kinds.GLOBAL),
-        "final_logit_softcap": None,
-        "num_kv_heads": 2,
-        "global_key_size": 6,
-        "global_rope_proportion": 1.0,
-        "local_rope_proportion": 1.0,
-        **_SIZES,
-        **_NORMS,
+    return _transformer(
+        "gemma.gm.nn.gemma4",
+        num_kv_heads=2,
+        global_key_size=6,
+        global_rope_proportion=1.0,
+        local_rope_proportion=1.0,
         **options,
-    }
-    return model.Transformer(
-        config=config.TransformerConfig(**settings), dtype=jnp.float32, tokens="tokens"
     )
 
 

@@ -5,7 +5,30 @@ import torch
 from torch import Tensor, nn
 
 from parity import oracle, tolerances
-from torch_dora.ops import dora_linear
+from torch_dora.ops import dora_linear, factored_norm
+
+
+def adapter(out: int, width: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Returns lora_a and lora_b of rank 5 for a weight [out, width]."""
+    rng = np.random.default_rng(seed)
+    a = torch.tensor(rng.normal(size=(5, width)) / 11, dtype=torch.float32)
+    return a, torch.tensor(rng.normal(size=(out, 5)) / 2, dtype=torch.float32)
+
+
+def assert_norm_agrees(
+    weight: Tensor,
+    exact: np.ndarray,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    implementation: str | None = None,
+) -> None:
+    """Holds `factored_norm` of a quantised weight to the norm of `exact`, what it stands for."""
+    wanted = oracle.norm(exact, lora_a.numpy(), lora_b.numpy(), scale)
+    arrays = lora_a.to(weight.device), lora_b.to(weight.device)
+    norm = factored_norm(weight, *arrays, scale, implementation=implementation)
+    assert norm.dtype == torch.float32
+    np.testing.assert_allclose(norm.cpu(), wanted, rtol=1e-5)
 
 
 def assert_projection_agrees(

@@ -16,9 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import torch_dora
-from parity import oracle
 from parity.sides.torch import processes
-from tests.torch_dora.quantised_layers import assert_compiles, assert_projection_agrees
+from tests.torch_dora.quantised_layers import (
+    adapter,
+    assert_compiles,
+    assert_norm_agrees,
+    assert_projection_agrees,
+)
 from torch_dora.layers import dora_layers
 from torch_dora.ops import dora_linear, factored_norm, quantised
 
@@ -88,7 +92,7 @@ def rows(width, count=14, dtype=torch.float32):
 @pytest.mark.parametrize("kind", KINDS)
 def test_norm_projection_and_gradients(kind, height, monkeypatch):
     monkeypatch.setattr(quantised, "BLOCK_BYTES", height * 16 * SHAPE[1])
-    layer, rng = linear4bit(*kind), np.random.default_rng(1)
+    layer, (a, b) = linear4bit(*kind), adapter(*SHAPE)
     exact = meant(layer.weight)
     np.testing.assert_allclose(
         quantised.dense(quantised.as_matrix(layer.weight), torch.float32),
@@ -96,12 +100,8 @@ def test_norm_projection_and_gradients(kind, height, monkeypatch):
         rtol=1e-6,
         atol=1e-7,
     )
-    a = torch.tensor(rng.normal(size=(RANK, SHAPE[1])) / 11, dtype=torch.float32)
-    b = torch.tensor(rng.normal(size=(SHAPE[0], RANK)) / 2, dtype=torch.float32)
-    wanted = oracle.norm(exact, a.numpy(), b.numpy(), SCALE)
     for implementation in ("eager", "triton"):
-        norm = factored_norm(layer.weight, a, b, SCALE, implementation=implementation)
-        np.testing.assert_allclose(norm, wanted, rtol=1e-5)
+        assert_norm_agrees(layer.weight, exact, a, b, SCALE, implementation)
     assert_projection_agrees(layer.weight, exact, layer.bias.detach(), a, b, SCALE)
 
 
@@ -109,17 +109,11 @@ def test_norm_projection_and_gradients(kind, height, monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_agrees_on_a_gpu(kind):
-    layer, rng = linear4bit(*kind), np.random.default_rng(1)
+    layer, (a, b) = linear4bit(*kind), adapter(*SHAPE)
     exact = meant(layer.weight)
     layer.to("cuda")
-    a = torch.tensor(rng.normal(size=(RANK, SHAPE[1])) / 11, dtype=torch.float32)
-    b = torch.tensor(rng.normal(size=(SHAPE[0], RANK)) / 2, dtype=torch.float32)
-    wanted = oracle.norm(exact, a.numpy(), b.numpy(), SCALE)
     for implementation in ("eager", "triton"):
-        norm = factored_norm(
-            layer.weight, a.to("cuda"), b.to("cuda"), SCALE, implementation=implementation
-        )
-        np.testing.assert_allclose(norm.cpu(), wanted, rtol=1e-5)
+        assert_norm_agrees(layer.weight, exact, a, b, SCALE, implementation)
     assert_projection_agrees(layer.weight, exact, layer.bias.detach(), a, b, SCALE)
     model = trained(torch_dora.apply_dora(nn.Sequential(layer), RULE))
     assert_compiles(model, rows(SHAPE[1]).to("cuda"))

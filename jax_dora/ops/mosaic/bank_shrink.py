@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic import hopper, ring
 from jax_dora.ops.mosaic.hopper import (
     FETCH_REGISTERS,
     RESERVED,
@@ -37,9 +37,6 @@ CONSUMER_ROWS = 64
 TILE_ROWS = CONSUMERS * CONSUMER_ROWS
 # The widest wgmma.
 MOST_RANK = 256
-# The overhead of a part, in steps: filling the pipeline, storing, and adding up.
-PART_STEPS = 6
-MOST_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +94,7 @@ def launch(
     rank = lora_a.shape[1]
     rows, steps = groups * time, in_features // TILE_K
     tiles = rows // TILE_ROWS
-    part = pl.cdiv(
-        steps,
-        c.parts or hopper.balanced(steps, tiles, sm_count, overhead=PART_STEPS, most=MOST_PARTS),
-    )
+    part = pl.cdiv(steps, c.parts or ring.parts(steps, tiles, sm_count))
     parts = pl.cdiv(steps, part)
 
     # x_gmem [rows, in], a_gmem [slots, r, in], slot_gmem [groups], parts_gmem [parts, rows, r]
@@ -115,47 +109,28 @@ def launch(
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
             slot_a_gmem = a_gmem.at[slot_gmem[lax.div(row, jnp.int32(time))]]
 
-            def fetch_slice(i, _):
-                stage, at_k = lax.rem(i, c.stages), pl.ds((first + i) * TILE_K, TILE_K)
-                plgpu.barrier_wait(free.at[stage])
-                plgpu.copy_gmem_to_smem(
-                    x_gmem.at[pl.ds(row, TILE_ROWS), at_k], x_smem.at[stage], ready.at[stage]
+            def copies(i, stage):
+                at_rows, at_k = pl.ds(row, TILE_ROWS), pl.ds((first + i) * TILE_K, TILE_K)
+                return (
+                    (x_gmem.at[at_rows, at_k], x_smem.at[stage], ready.at[stage]),
+                    (slot_a_gmem.at[:, at_k], a_smem.at[stage], ready.at[stage]),
                 )
-                plgpu.copy_gmem_to_smem(slot_a_gmem.at[:, at_k], a_smem.at[stage], ready.at[stage])
 
-            lax.fori_loop(0, my_steps, fetch_slice, None)
-            # The consumers free every buffer once more than it is filled. All arrivals at a barrier
-            # must be waited for before the kernel ends.
-            for stage in range(c.stages):
-                plgpu.barrier_wait(free.at[stage])
+            ring.fetch(my_steps, copies, free)
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
             plgpu.set_max_registers(consume_registers(CONSUMERS), action="increase")
-            for stage in range(c.stages):
-                plgpu.barrier_arrive(free.at[stage])
+            ring.release(free)
             my_rows = pl.ds(warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)
 
-            def multiply(acc_ref):
-                def step(i, acc_ref):
-                    stage = lax.rem(i, c.stages)
-                    plgpu.barrier_wait(ready.at[stage])
-                    a_tile = a_smem.at[stage].transpose((1, 0))
-                    plgpu.wgmma(acc_ref, x_smem.at[stage, my_rows], a_tile)
-                    return acc_ref
+            def multiply(acc_ref, stage, _):
+                plgpu.barrier_wait(ready.at[stage])
+                a_tile = a_smem.at[stage].transpose((1, 0))
+                plgpu.wgmma(acc_ref, x_smem.at[stage, my_rows], a_tile)
 
-                def step_and_free(i, acc_ref):
-                    step(i, acc_ref)
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(free.at[lax.rem(i - 1, c.stages)])
-                    return acc_ref
-
-                step(0, acc_ref)
-                lax.fori_loop(1, my_steps, step_and_free, acc_ref)
-                return acc_ref[...]
-
-            accumulator = plgpu.WGMMAAccumulatorRef((CONSUMER_ROWS, rank), jnp.float32)
-            out_smem[warpgroup] = pl.run_scoped(multiply, accumulator)
+            shape = CONSUMER_ROWS, rank
+            out_smem[warpgroup] = ring.accumulate(my_steps, multiply, shape, free)
             plgpu.barrier_arrive(free.at[lax.rem(my_steps - 1, c.stages)])
             plgpu.commit_smem()
             at_rows = pl.ds(row + warpgroup * CONSUMER_ROWS, CONSUMER_ROWS)

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.dropout import pair_bits, row_hash, threshold
-from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic import hopper, ring
 from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_registers
 from jax_dora.ops.mosaic.launch import launcher
 
@@ -36,9 +36,6 @@ MAX_TILE_COLS = 256
 # Swizzled rows of 128 bytes: 64 16-bit numbers of the operands, 32 fp32 numbers of the result.
 CHUNK, STORED_COLS = 64, 32
 CHUNK_BUFFERS = 2
-# The overhead of a part of the contracted axis, in steps: filling the pipeline and storing.
-PART_STEPS = 6
-MOST_PARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +105,7 @@ def launch(
     col_tiles = pl.cdiv(cols, tile_cols)
     row_tiles, steps = pl.cdiv(rows, TILE_ROWS), pl.cdiv(k, TILE_K)
     tiles = row_tiles * col_tiles
-    part = pl.cdiv(
-        steps,
-        c.parts or hopper.balanced(steps, tiles, sm_count, overhead=PART_STEPS, most=MOST_PARTS),
-    )
+    part = pl.cdiv(steps, c.parts or ring.parts(steps, tiles, sm_count))
     parts = pl.cdiv(steps, part)
     x_tile = (TILE_K, TILE_ROWS) if transposed else (TILE_ROWS, TILE_K)
     # TMA requires rows of a multiple of 16 bytes, and the tensor cores blocks of 8 rows.
@@ -120,8 +114,8 @@ def launch(
     padded_rows, padded_cols = row_tiles * TILE_ROWS, col_tiles * tile_cols
 
     # seed_gmem: uint32[4], the seed and the start; out_gmem: [parts · padded_rows, padded_cols].
-    def body(x_gmem, right_gmem, seed_gmem, out_gmem, **buffers):
-        x_smem, right_smem, out_smem = (buffers[n] for n in ("x_smem", "right_smem", "out_smem"))
+    def body(x_gmem, right_gmem, seed_gmem, out_gmem, *, x_smem, right_smem, out_smem, **barriers):
+        x_ready, right_ready, free = (barriers[n] for n in ("x_ready", "right_ready", "free"))
         unit, warpgroup = lax.axis_index("unit"), lax.axis_index("warpgroup")
         my_part, tile = lax.rem(unit, parts), lax.div(unit, parts)
         row = lax.div(tile, col_tiles) * TILE_ROWS
@@ -133,66 +127,40 @@ def launch(
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
-            def fetch_slice(i, _):
-                stage = lax.rem(i, c.stages)
+            def copies(i, stage):
                 at_k, at_rows = pl.ds((first + i) * TILE_K, TILE_K), pl.ds(row, TILE_ROWS)
-                plgpu.barrier_wait(buffers["free"].at[stage])
-                plgpu.copy_gmem_to_smem(
-                    x_gmem.at[(at_k, at_rows) if transposed else (at_rows, at_k)],
-                    x_smem.at[stage],
-                    buffers["x_ready"].at[stage],
-                )
-                plgpu.copy_gmem_to_smem(
-                    right_gmem.at[at_k, pl.ds(col, tile_cols)],
-                    right_smem.at[stage],
-                    buffers["right_ready"].at[stage],
+                x_tile_gmem = x_gmem.at[(at_k, at_rows) if transposed else (at_rows, at_k)]
+                right_tile_gmem = right_gmem.at[at_k, pl.ds(col, tile_cols)]
+                return (
+                    (x_tile_gmem, x_smem.at[stage], x_ready.at[stage]),
+                    (right_tile_gmem, right_smem.at[stage], right_ready.at[stage]),
                 )
 
-            lax.fori_loop(0, my_steps, fetch_slice, None)
-            # The consumers free every buffer once more than it is filled. All arrivals at a barrier
-            # must be waited for before the kernel ends.
-            for stage in range(c.stages):
-                plgpu.barrier_wait(buffers["free"].at[stage])
+            ring.fetch(my_steps, copies, free)
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
             plgpu.set_max_registers(consume_registers(CONSUMERS), action="increase")
-            for stage in range(c.stages):
-                plgpu.barrier_arrive(buffers["free"].at[stage])
+            ring.release(free)
             my_rows = pl.ds(warpgroup * CHUNK, CHUNK)
             seeds = seed_gmem[0], seed_gmem[1]
             origin = seed_gmem[2], seed_gmem[3]
 
-            def multiply(acc_ref):
-                def step(i, acc_ref):
-                    stage = lax.rem(i, c.stages)
-                    my_x_smem = x_smem.at[
-                        (stage, slice(None), my_rows) if transposed else (stage, my_rows)
-                    ]
-                    at_row, at_k = row + warpgroup * CHUNK, (first + i) * TILE_K
-                    corner = (at_k, at_row) if transposed else (at_row, at_k)
-                    plgpu.barrier_wait(buffers["x_ready"].at[stage])
-                    my_x_smem[...] = _drop(my_x_smem[...], corner, origin, seeds, rate)
-                    plgpu.commit_smem()
-                    plgpu.barrier_wait(buffers["right_ready"].at[stage])
-                    left = my_x_smem.transpose((1, 0)) if transposed else my_x_smem
-                    plgpu.wgmma(acc_ref, left, right_smem.at[stage])
-                    return acc_ref
+            def multiply(acc_ref, stage, i):
+                my_x_smem = x_smem.at[
+                    (stage, slice(None), my_rows) if transposed else (stage, my_rows)
+                ]
+                at_row, at_k = row + warpgroup * CHUNK, (first + i) * TILE_K
+                corner = (at_k, at_row) if transposed else (at_row, at_k)
+                plgpu.barrier_wait(x_ready.at[stage])
+                my_x_smem[...] = _drop(my_x_smem[...], corner, origin, seeds, rate)
+                plgpu.commit_smem()
+                plgpu.barrier_wait(right_ready.at[stage])
+                left = my_x_smem.transpose((1, 0)) if transposed else my_x_smem
+                plgpu.wgmma(acc_ref, left, right_smem.at[stage])
 
-                def step_and_free(i, acc_ref):
-                    step(i, acc_ref)
-                    plgpu.wgmma_wait(1)
-                    plgpu.barrier_arrive(buffers["free"].at[lax.rem(i - 1, c.stages)])
-                    return acc_ref
-
-                step(0, acc_ref)
-                lax.fori_loop(1, my_steps, step_and_free, acc_ref)
-                return acc_ref[...]
-
-            acc = pl.run_scoped(
-                multiply, plgpu.WGMMAAccumulatorRef((CHUNK, tile_cols), jnp.float32)
-            )
-            plgpu.barrier_arrive(buffers["free"].at[lax.rem(my_steps - 1, c.stages)])
+            acc = ring.accumulate(my_steps, multiply, (CHUNK, tile_cols), free)
+            plgpu.barrier_arrive(free.at[lax.rem(my_steps - 1, c.stages)])
             at_rows = pl.ds(my_part * padded_rows + row + warpgroup * CHUNK, CHUNK)
             for i, start in enumerate(range(0, tile_cols, STORED_COLS)):
                 buffer_smem = out_smem.at[warpgroup * CHUNK_BUFFERS + i % CHUNK_BUFFERS]

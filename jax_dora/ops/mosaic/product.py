@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic import hopper
+from jax_dora.ops.mosaic import hopper, ring
 from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, TILE_K, consume_registers
 from jax_dora.ops.mosaic.product_tiling import (
     CHUNK_BUFFERS,
@@ -168,18 +168,14 @@ def two_part_product(
                     )
 
             lax.fori_loop(0, my_tiles, fetch_tile, None)
-            # The consumers free every buffer once more than it is filled. All arrivals at a barrier
-            # must be waited for before the kernel ends.
-            for stage in range(c.stages):
-                plgpu.barrier_wait(free.at[stage])
+            ring.drain(free)
             if vectors:
                 plgpu.barrier_wait(feature_vectors["free"])
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
             plgpu.set_max_registers(consume_registers(CONSUMERS), action="increase")
-            for stage in range(c.stages):
-                plgpu.barrier_arrive(free.at[stage])
+            ring.release(free)
             if vectors:
                 plgpu.barrier_arrive(feature_vectors["free"])
             my_row = warpgroup * consumer_rows if c.split_rows else 0
@@ -190,31 +186,19 @@ def two_part_product(
             def consume_tile(index, _):
                 row, col = corner(index)
 
-                def multiply(acc_ref):
-                    def step(k, acc_ref):
-                        stage = lax.rem(index * sum(steps) + k, c.stages)
-                        plgpu.barrier_wait(ready.at[stage])
-                        left = left_smem.at[stage, my_rows]
-                        if transposed:
-                            right = right_smem.at[stage, my_cols].transpose((1, 0))
-                        else:
-                            right = right_smem.at[stage, :, my_cols]
-                        plgpu.wgmma(acc_ref, left, right)
-                        return acc_ref
+                def multiply(acc_ref, stage, _):
+                    plgpu.barrier_wait(ready.at[stage])
+                    left = left_smem.at[stage, my_rows]
+                    if transposed:
+                        right = right_smem.at[stage, my_cols].transpose((1, 0))
+                    else:
+                        right = right_smem.at[stage, :, my_cols]
+                    plgpu.wgmma(acc_ref, left, right)
 
-                    def step_and_free(k, acc_ref):
-                        step(k, acc_ref)
-                        plgpu.wgmma_wait(1)
-                        plgpu.barrier_arrive(free.at[lax.rem(index * sum(steps) + k - 1, c.stages)])
-                        return acc_ref
+                def number(k):
+                    return index * sum(steps) + k
 
-                    step(0, acc_ref)
-                    lax.fori_loop(1, sum(steps), step_and_free, acc_ref)
-                    return acc_ref[...]
-
-                acc = pl.run_scoped(
-                    multiply, plgpu.WGMMAAccumulatorRef(c.consumer_tile, jnp.float32)
-                )
+                acc = ring.accumulate(sum(steps), multiply, c.consumer_tile, free, number)
                 plgpu.barrier_arrive(free.at[lax.rem((index + 1) * sum(steps) - 1, c.stages)])
                 if vectors:
                     plgpu.barrier_wait(feature_vectors["ready"])

@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic import hopper, norm, stationary_tile
+from jax_dora.ops.mosaic import hopper, norm, ring, stationary_tile
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, Walk
 from jax_dora.ops.mosaic.stationary_tile import COLUMNS
@@ -184,9 +184,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                 return number + CONSUMERS + 2 * pairs
 
             lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
-            # Every stage is released once more than it is filled: wait for the last release.
-            for stage in range(c.stages):
-                plgpu.barrier_wait(buffers["low_rank_free"].at[stage])
+            ring.drain(buffers["low_rank_free"])
 
         def fetch_kernel():
             """Fills the ring of tiles of W, as one warp."""
@@ -302,8 +300,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
         @pl.when(warpgroup < CONSUMERS)
         def _consume_all():
             plgpu.set_max_registers(hopper.consume_registers(CONSUMERS), action="increase")
-            for stage in range(c.stages):
-                plgpu.barrier_arrive(buffers["low_rank_free"].at[stage])
+            ring.release(buffers["low_rank_free"])
             for slot in range(c.slots):
                 plgpu.barrier_arrive(buffers["w_free"].at[slot])
             consume(warpgroup)

@@ -111,12 +111,17 @@ def test_what_is_wrong_is_told(store):
     assert serves(store, store.acquire("french"), 0)
 
 
+def small_store(bank, folder, names):
+    """A store of folders, with room for one of them on the host."""
+    small = AdapterStore(bank, host_bytes=1)
+    for seed, name in enumerate(names):
+        save_adapter(set_adapter(MODEL, adapter(seed)), folder / name)
+        small.add(name, folder / name)
+    return small
+
+
 def test_folders_are_read_again_where_the_host_has_no_room(store, tmp_path):
-    for seed, name in enumerate("abc"):
-        save_adapter(set_adapter(MODEL, adapter(seed)), tmp_path / name)
-    small = AdapterStore(store.bank, host_bytes=1)
-    for name in "abc":
-        small.add(name, tmp_path / name)
+    small = small_store(store.bank, tmp_path, "abc")
     assert sum(entry.host is not None for entry in small._by_name.values()) == 1
     for seed, name in enumerate("abc"):
         assert serves(small, small.acquire(name), seed)
@@ -124,11 +129,7 @@ def test_folders_are_read_again_where_the_host_has_no_room(store, tmp_path):
 
 
 def test_no_folder_is_read_where_no_slot_is_free(store, tmp_path, monkeypatch):
-    for seed, name in enumerate("abcd"):
-        save_adapter(set_adapter(MODEL, adapter(seed)), tmp_path / name)
-    small = AdapterStore(store.bank, host_bytes=1)
-    for name in "abcd":
-        small.add(name, tmp_path / name)
+    small = small_store(store.bank, tmp_path, "abcd")
     small.acquire("a")
     small.acquire("b")
     reads = []

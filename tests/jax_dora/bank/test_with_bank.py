@@ -13,6 +13,7 @@ import jax_dora
 from jax_dora import AdapterBank, DoRARule, apply_dora, with_bank
 from parity import oracle, tolerances
 from tests.jax_dora.bank.adapters import compilations, drawn, merged
+from tests.jax_dora.meshes import mesh_of
 from tests.jax_dora.small_models import VOCABULARY, WIDTH, Block, Mixed, Stacked, call
 from tests.matrices import within
 from tests.tables import thinned
@@ -234,7 +235,7 @@ def test_slots_change_on_a_mesh_of_which_one_axis_is_explicit():
 )
 def test_on_a_mesh(axis_type, spec, time):
     """The bank is sharded as the kernel is."""
-    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(axis_type,) * 2)
+    mesh = mesh_of(axis_type, d=2, m=2)
     plain = nnx.Linear(12, 8, rngs=nnx.Rngs(0))
     adapters = [drawn(AdapterBank(plain, 2, 8), {"": rank}, rank) for rank in (2, 7)]
     ids = np.array([1, 0, -1, 1])

@@ -23,6 +23,7 @@ import jax_dora.models as decoder
 from jax_dora.models import rope, stored_arrays
 from jax_dora.models.weights import stored_tensors
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
+from tests.jax_dora.meshes import automatic
 from tests.jax_dora.models.conftest import LLAMA3
 from tests.tables import thinned
 
@@ -84,7 +85,7 @@ def test_sharded(make_folder, tokens, monkeypatch):
     source = make_folder("qwen3")
     whole = decoder.load_model(source)
     monkeypatch.setattr(stored_arrays, "BLOCK_BYTES", 1000)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = automatic(data=2, model=4)
 
     def sharding(path, shape):
         if path.endswith("kernel"):

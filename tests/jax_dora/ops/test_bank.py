@@ -9,7 +9,7 @@ from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_slots import Slots
 from parity import tolerances
 from parity.oracle import fp64
-from tests.jax_dora.programs import equations
+from tests.jax_dora.programs import equations, for_cuda
 from tests.tables import thinned
 
 IDS = [1, -1, 0, 3]
@@ -107,8 +107,7 @@ def test_mosaic_raises_with_a_reason():
 def test_a_program_for_cuda_has_the_kernel():
     """With several devices too: the primitive chooses the implementation at lowering."""
     arrays = operands(0, 64)
-    call = jax.jit(lambda *a: bank_linear(*a, implementation="mosaic"))
-    text = call.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(bank_linear, *arrays, implementation="mosaic")
     assert "dora_bank_expand" in text
     names = [one.primitive.name for one in equations(bank_linear, *arrays)]
     assert "dora" in names

@@ -79,9 +79,7 @@ def test_a_row_does_not_depend_on_the_other_rows(on_mosaic):
 
 
 def test_a_program_for_cuda_has_both_ways():
-    arrays = prompts(0, 128)
-    call = jax.jit(lambda *a: bank_projection(*a, implementation="mosaic"))
-    text = call.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(bank_projection, *prompts(0, 128), implementation="mosaic")
     for name in ("dora_bank_shrink", "dora_bank_project", "stablehlo.dot_general"):
         assert name in text
     assert "dora_bank_expand" not in text
@@ -134,8 +132,7 @@ def test_projections_share_a_branch_and_unsupported_ones_use_xla(monkeypatch):
 
 
 def test_rows_that_are_no_whole_tiles_keep_the_second_product():
-    call = jax.jit(lambda *a: bank_projection(*a, implementation="mosaic"))
-    text = call.trace(*prompts(0, 64)).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_cuda(bank_projection, *prompts(0, 64), implementation="mosaic")
     assert "dora_bank_expand" in text
     assert "dora_bank_project" not in text
 

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import Collective, collectives
 from jax_dora import ops
+from tests.jax_dora.meshes import automatic
 
 TOKENS, HIDDEN, WIDE, RANK, SCALE = 64, 96, 160, 8, 0.7
 BOTH = ("x", "y")
@@ -45,9 +46,7 @@ def programs(optimized):
     output features of its layers."""
 
     def compiled(layer, name):
-        mesh = jax.make_mesh(
-            (2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-        )
+        mesh = automatic(x=2, y=2)
         rows, *kernels = LAYOUTS[name]
 
         def placed(shape, *spec):
@@ -97,7 +96,7 @@ def test_only_vectors_are_sent_in_addition_to_lora(programs, name):
 )
 def test_a_layer_sends_only_vectors_in_addition_to_lora(optimized, of_x, of_kernel, of_y):
     """A single tensor-parallel layer, with the usual shardings of its activations."""
-    mesh = jax.make_mesh((2, 2), BOTH, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = automatic(x=2, y=2)
     into, out = of_kernel
 
     def placed(shape, *spec):
@@ -125,39 +124,35 @@ def test_a_layer_sends_only_vectors_in_addition_to_lora(optimized, of_x, of_kern
     assert sent(dora) <= sent(lora) + 4 * 3 * WIDE
 
 
-def test_the_gradient_of_a_column_parallel_layer_sums_only_its_result(optimized):
-    """Each device multiplies its partial dz by lora_aᵀ before the sum over devices."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    specs = [P(), P(None, "x"), P(), P(None, "x"), P("x"), P(None, "x")]
-    shapes = [
-        *((TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)),
-        (TOKENS, WIDE),
-    ]
+def sizes_sent(function, shapes, specs):
+    """Returns the bytes of each collective of a function on four devices, in ascending order."""
+    mesh = automatic(x=4)
     operands = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(shapes, specs, strict=True)
     ]
+    compiled = jax.jit(function, out_shardings=NamedSharding(mesh, P())).lower(*operands).compile()
+    return sorted(one.bytes for one in collectives(compiled.as_text(), 4))
+
+
+OPERANDS = [(TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)]
+
+
+def test_the_gradient_of_a_column_parallel_layer_sums_only_its_result(optimized):
+    """Each device multiplies its partial dz by lora_aᵀ before the sum over devices."""
 
     def d_x(x, w, a, b, m, dy):
         return jax.vjp(lambda x: dora(x, w, a, b, m), x)[1](dy)[0]
 
-    text = jax.jit(d_x, out_shardings=NamedSharding(mesh, P())).lower(*operands).compile()
-    assert [one.bytes for one in collectives(text.as_text(), 4)] == [4 * TOKENS * HIDDEN]
+    specs = [P(), P(None, "x"), P(), P(None, "x"), P("x"), P(None, "x")]
+    assert sizes_sent(d_x, [*OPERANDS, (TOKENS, WIDE)], specs) == [4 * TOKENS * HIDDEN]
 
 
 def test_a_row_parallel_layer_sums_only_its_result(optimized):
     """Each device multiplies its partial z by lora_b before the sum over devices; LoRA sums z."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     specs = [P(None, "x"), P("x"), P("x"), P(), P()]
-    shapes = [(TOKENS, HIDDEN), (HIDDEN, WIDE), (HIDDEN, RANK), (RANK, WIDE), (WIDE,)]
-    places = [NamedSharding(mesh, spec) for spec in specs]
-    operands = [
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
-        for shape, place in zip(shapes, places, strict=True)
-    ]
-    text = jax.jit(dora, out_shardings=NamedSharding(mesh, P())).lower(*operands).compile()
-    sizes = sorted(one.bytes for one in collectives(text.as_text(), 4))
-    assert sizes == [4 * WIDE, 4 * TOKENS * WIDE]  # The norm's squares and the result.
+    # The norm's squares and the result.
+    assert sizes_sent(dora, OPERANDS, specs) == [4 * WIDE, 4 * TOKENS * WIDE]
 
 
 def max_matrix(found: list[Collective]) -> int:
@@ -197,7 +192,7 @@ def rows_of(size):
 def test_contractions_that_do_not_divide(spec):
     """Rows, inputs or outputs need padding, which XLA fills with arbitrary values: no sum may
     include it."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = automatic(x=4)
     rows, into, out = spec
     operands = rows_of(7)
 

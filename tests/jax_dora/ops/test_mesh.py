@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
+from tests.jax_dora.meshes import automatic, explicit
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import slow, thinned
 
@@ -82,9 +83,7 @@ def loss(name, implementation, trained, x, dy):
 
 def sharded_gradient(name, implementation, devices, check):
     """Returns a jitted gradient of `loss`, with parameters on every device and sharded rows."""
-    mesh = jax.make_mesh(
-        (devices,), ("data",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
-    )
+    mesh = automatic(data=devices)
 
     def on_each(trained, x, dy):
         grads = jax.grad(functools.partial(loss, name, implementation))(trained, x, dy)
@@ -130,7 +129,7 @@ def test_mosaic_computes_the_same(on_mosaic, name):
 
 
 def test_a_kernel_that_maps_warps_is_interpreted_in_a_checked_shard_map(on_mosaic):
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    mesh = automatic(data=1)
     arrays = [draw(seed, *shape) for seed, shape in enumerate([(IN, OUT), (IN, RANK), (RANK, OUT)])]
     norm = functools.partial(ops.factored_norm, scale=SCALE, implementation="mosaic")
     rows = jax.shard_map(norm, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
@@ -152,7 +151,7 @@ def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
 @pytest.mark.parametrize("check", [True, slow(False)])
 def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
     """Kernels' references must not vary over a mesh axis, which the interpreter does not check."""
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    mesh = automatic(model=4)
 
     def run(x, kernel, lora_a, lora_b, magnitude):
         norm = ops.factored_norm(kernel, lora_a, lora_b, SCALE, implementation="mosaic")
@@ -184,7 +183,7 @@ def test_kernels_of_a_low_rank_product_lower_for_cuda_on_several_devices(check):
 )
 def test_runs_in_a_shard_map_without_jit(name, check):
     trained, x, _ = problem(2)
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    mesh = automatic(data=2)
     call = functools.partial(LAYERS[name], trained, implementation=None)
     sharded = jax.shard_map(
         call, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check
@@ -203,10 +202,6 @@ SHARDINGS = {
     "kernel and rows over one axis": (P("data", "model"), ACROSS, P("data", "model")),
     "x's inputs": (P(None, "data"), P(None, "model"), P(None, "data")),
 }
-
-
-def explicit_mesh():
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +225,7 @@ def test_explicit_axes_are_as_one_device(name, mode):
 
     gradient = jax.grad(run, argnums=(0, 1), has_aux=True)
     (wanted, wanted_dx), wanted_y = jax.jit(gradient)(trained, x, KERNEL, dy)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         of_kernel, of_x, of_y = (NamedSharding(mesh, spec) for spec in SHARDINGS[name])
         placed = jax.device_put((x, KERNEL, dy), (of_x, of_kernel, of_y))
@@ -268,7 +263,7 @@ def test_elementwise_on_explicit_axes(op, specs):
 
     gradient = jax.grad(run, argnums=(0, 1, 2))
     wanted = gradient(vectors, *arrays)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         shardings = [NamedSharding(mesh, spec) for spec in specs]
         found = jax.jit(gradient)(vectors, *jax.device_put(arrays, shardings))
@@ -282,7 +277,7 @@ def test_elementwise_on_explicit_axes(op, specs):
 @pytest.mark.usefixtures("optimized")
 def test_a_norm_sends_only_vectors(spec):
     lora_a, lora_b = draw(0, IN, RANK), draw(1, RANK, OUT)
-    mesh = explicit_mesh()
+    mesh = explicit(data=2, model=4)
     with jax.set_mesh(mesh):
         kernel = jax.device_put(KERNEL, NamedSharding(mesh, spec))
         adapter = {"lora_a": lora_a, "lora_b": lora_b, "scale": SCALE}

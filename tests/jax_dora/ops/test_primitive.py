@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
@@ -17,6 +17,7 @@ from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM
 from jax_dora.ops.operands import AdaptedKernel, Projection, Static
 from jax_dora.ops.products import BACK, FORWARD, Back
+from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
 
@@ -27,12 +28,6 @@ ROWS, IN, RANK, OUT = 2048, 4096, 64, 4096
 @pytest.fixture
 def on_hopper(monkeypatch):
     monkeypatch.setattr(choose, "target", lambda: Target("gpu", "9.0"))
-
-
-def automatic(*shape):
-    return jax.make_mesh(
-        shape, ("data", "model")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape)
-    )
 
 
 LAYER = (aval(ROWS, IN), aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(OUT, dtype=F32))
@@ -50,7 +45,7 @@ def test_a_program_for_one_of_several_devices_has_kernels(on_hopper):
 
 
 def test_a_program_for_several_devices_is_partitioned(on_hopper):
-    mesh = automatic(4)
+    mesh = automatic(data=4)
     rows, *others = LAYER
     rows = jax.ShapeDtypeStruct(rows.shape, BF16, sharding=NamedSharding(mesh, P("data")))
     text = for_cuda(layer, rows, *others)
@@ -130,7 +125,7 @@ def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
     proposed, taken, result = LAYOUTS[name]
     static = Static("dora_linear", "mosaic", want_inner=want_inner)
     results = [result] * (1 + want_inner)
-    mesh = automatic(2)
+    mesh = automatic(data=2)
     text, specs = of_device(FORWARD, static, FORWARD_OPERANDS, mesh, proposed, results)
     assert specs == taken
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
@@ -156,11 +151,11 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
         recorded(module)
     proposed, _, result = LAYOUTS[name]
     static = Static("dora_linear", "mosaic")
-    of_device(FORWARD, static, FORWARD_OPERANDS, automatic(2), proposed, [result])
+    of_device(FORWARD, static, FORWARD_OPERANDS, automatic(data=2), proposed, [result])
     x, kernel, a, b, _, _, z = proposed
     forward = FORWARD_OPERANDS
     operands = Back(aval(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
-    of_device(BACK, static, operands, automatic(2), [result, kernel, z, a, b], [x])
+    of_device(BACK, static, operands, automatic(data=2), [result, kernel, z, a, b], [x])
     wanted = {
         module: choose.UNLIMITED_BLOCKS if name in names else choose.HOPPER_SM_COUNT
         for module, names in ((project, ["fsdp"]), (project_back, ["data", "fsdp"]))
@@ -170,7 +165,7 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
 
 def test_the_norm_sums_only_vectors(on_hopper):
     operands = AdaptedKernel(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
-    mesh = automatic(2, 2)
+    mesh = automatic(data=2, model=2)
     specs = [("data", "model"), ("data",), (N, "model"), ()]
     text, _ = of_device(NORM, Static("factored_norm", None), operands, mesh, specs, [("model",)])
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
@@ -182,14 +177,14 @@ def test_a_shard_at_which_the_kernel_loses_uses_xla(on_hopper):
     static = Static("dora_linear", None)
     operands = FORWARD_OPERANDS._replace(x=aval(1024, IN), z=aval(1024, RANK))
     specs = [("data",), (), (), (), (), (), ("data",)]
-    text, _ = of_device(FORWARD, static, operands, automatic(2), specs, [("data",)])
+    text, _ = of_device(FORWARD, static, operands, automatic(data=2), specs, [("data",)])
     assert "mosaic_gpu" not in text
-    text, _ = of_device(FORWARD, static, operands, automatic(1), specs, [("data",)])
+    text, _ = of_device(FORWARD, static, operands, automatic(data=1), specs, [("data",)])
     assert "mosaic_gpu" in text
 
 
 def test_a_named_kernel_says_where_it_does_not_run(on_hopper):
-    mesh = automatic(2, 2)
+    mesh = automatic(data=2, model=2)
     inside = functools.partial(layer, implementation="mosaic")
     partly = jax.shard_map(
         inside, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
@@ -234,7 +229,7 @@ def all_batched(x, *operands):
 def test_transformations_on_a_mesh(function):
     """The results are those of one device; rows are sharded over one mesh axis, columns over the
     other."""
-    mesh = automatic(2, 2)
+    mesh = automatic(data=2, model=2)
     operands = drawn()
     specs = [P("data"), P(None, "model"), P(), P(None, "model"), P("model")]
     placed = [
@@ -252,7 +247,7 @@ def test_transformations_on_a_mesh(function):
 
 
 def test_exports_for_several_devices_are_left_to_xla():
-    mesh = automatic(4)
+    mesh = automatic(data=4)
     operands = drawn()
     operands[0] = jax.device_put(operands[0], NamedSharding(mesh, P("data")))
     exported = jax.export.export(jax.jit(layer))(*operands)
@@ -262,7 +257,7 @@ def test_exports_for_several_devices_are_left_to_xla():
 
 
 def test_donated_operands():
-    mesh = automatic(4)
+    mesh = automatic(data=4)
     x, *others = drawn()
     wanted = layer(x, *others)
     placed = jax.device_put(x, NamedSharding(mesh, P("data")))

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import collectives
 from jax_dora.ops import Dropout, dora_linear, draw_seed, factored_norm, lora_linear, quantised
 from parity import oracle, tolerances
 from tests import quantised as kernels
+from tests.jax_dora.meshes import automatic, explicit
 from tests.jax_dora.programs import equations
 from tests.quantised import NAMES, SCALE, both, near, operands, plain
 from tests.tables import slow, thinned
@@ -195,9 +196,7 @@ def test_what_is_kept_for_the_gradient_is_quantised(optimized):
 def test_kernels_on_automatic_axes(qtype, tiles, spec):
     """Each device reads its own shard, if that has whole tiles: no array larger than an activation
     is communicated."""
-    mesh = jax.make_mesh(
-        (2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = automatic(x=2, y=2)
     kernel = kernels.draw(qtype, (128, 24), tiles)
     (x, a, b, magnitude, _), dy = operands(kernel, rows=(4,))
 
@@ -221,7 +220,7 @@ def test_kernels_on_automatic_axes(qtype, tiles, spec):
 
 
 def test_kernels_on_explicit_axes():
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    mesh = explicit(x=4)
     kernel = kernels.draw("nf4", (128, 24), (4, 24))
     (x, a, b, magnitude, _), _ = operands(kernel, rows=(4,))
     wanted = dora_linear(x, plain(kernel), a, b, magnitude, SCALE)

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import collectives
 from jax_dora.ops import Dropout, dora_linear, draw_seed, lora_linear, row_wise
 from parity import oracle, tolerances
 from tests import quantised as kernels
+from tests.jax_dora.meshes import automatic, explicit
 from tests.quantised import NAMES, SCALE, both, near, operands
 from tests.tables import slow, thinned
 
@@ -85,19 +86,13 @@ def check_projection(dtype, with_bias, implementation, shape=SHAPE):
         assert np.all(error <= GROWN * turned(getattr(bound, f"d_{name}"))), name
 
 
-def large_mesh(axis_types=AxisType.Auto):
-    return jax.make_mesh(
-        (2, 2), ("x", "y"), axis_types=(axis_types,) * 2, devices=jax.devices()[:4]
-    )
-
-
 @pytest.mark.parametrize(
     ("of_x", "spec", "with_bias"),
     [slow("x", (None, "y"), False), slow(None, ("x", "y"), True), ("y", ("x", None), False)],
 )
 def test_on_automatic_axes(of_x, spec, with_bias):
     """A row on two devices has one scale, and no array as large as the kernel is communicated."""
-    mesh, kernel = large_mesh(), kernel_of((128, 24))
+    mesh, kernel = automatic(x=2, y=2), kernel_of((128, 24))
     (x, a, b, magnitude, bias), dy = operands(kernel, rows=(4,))
     bias = bias if with_bias else None
 
@@ -128,13 +123,13 @@ def test_on_explicit_axes_and_in_shard_map():
     (x, a, b, magnitude, _), _ = operands(kernel, rows=(4,))
     call = jax.jit(functools.partial(dora_linear, scale=SCALE, act_qtype=QTYPE))
     wanted = call(x, kernel, a, b, magnitude)
-    mesh = large_mesh(AxisType.Explicit)
+    mesh = explicit(x=2, y=2)
     with jax.set_mesh(mesh):
         on_mesh = jax.device_put(kernel, NamedSharding(mesh, P(None, "x")))
         whole = jax.device_put((x, a, b, magnitude), NamedSharding(mesh, P()))
         near(call(whole[0], on_mesh, *whole[1:]), wanted)
     rows = jax.shard_map(
-        call, mesh=large_mesh(), in_specs=(P("x"), P(), P(), P(), P()), out_specs=P("x")
+        call, mesh=automatic(x=2, y=2), in_specs=(P("x"), P(), P(), P(), P()), out_specs=P("x")
     )
     near(rows(x, kernel, a, b, magnitude), wanted)
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import collectives
 from jax_dora import ops
+from tests.jax_dora.meshes import automatic, mesh_of
 
 pytestmark = pytest.mark.gpus
 
@@ -80,7 +81,7 @@ def assert_near(found, wanted):
 )
 def test_a_layer_on_two_gpus(name, kind, rate):
     of_x, of_kernel, of_y = LAYOUTS[name]
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    mesh = mesh_of(kind, x=2)
     into, out = of_kernel
     specs = {"lora_a": P(into, None), "lora_b": P(None, out), "magnitude": P(out), "bias": P(out)}
     trained, kernel, x, dy = problem()
@@ -100,7 +101,7 @@ def test_a_layer_on_two_gpus(name, kind, rate):
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 def test_gradients_of_bf16_adapters_are_sent_in_bf16(rate):
     """On a GPU only: CPU programs send gradients in fp32, also for LoRA."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = automatic(x=2)
     trained, kernel, x, dy = problem()
     trained = {name: array.astype(jnp.bfloat16) for name, array in trained.items()}
     whole, rows = (NamedSharding(mesh, spec) for spec in (P(), P("x")))
@@ -115,7 +116,7 @@ def test_gradients_of_bf16_adapters_are_sent_in_bf16(rate):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_a_norm_on_two_gpus(kind, spec):
     trained, kernel, *_ = problem()
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    mesh = mesh_of(kind, x=2)
     norm = functools.partial(ops.factored_norm, scale=SCALE)
     dense = np.asarray(kernel, np.float64) + SCALE * np.asarray(
         trained["lora_a"], np.float64

@@ -4,9 +4,9 @@ import jax
 import pytest
 from flax import nnx
 from jax import P
-from jax.sharding import AxisType
 
 from jax_dora import DoRARule, apply_dora, coverage, get_adapter
+from tests.jax_dora.meshes import explicit
 from tests.jax_dora.weights.sharded_models import VOCABULARY, Own, Tied
 from tests.whole_models import check_nnx
 
@@ -15,8 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def mesh():
-    kinds = (AxisType.Explicit, AxisType.Explicit)
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=kinds, devices=jax.devices()[:4])
+    mesh = explicit(fsdp=2, tp=2)
     with jax.set_mesh(mesh):
         yield mesh
 

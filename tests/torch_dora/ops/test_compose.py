@@ -11,15 +11,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IMPLEMENTATIONS = ["eager", "triton"]
 
 
+def result_and_gradients(tensors, dy, implementation, op=compose, scale=0.7):
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = op(*leaves, scale, implementation=implementation)
+    return y, *torch.autograd.grad(y, leaves, dy)
+
+
 @pytest.fixture
 def check(assert_within):
     """Result and gradients of an operator against the oracle, within the derived bounds."""
 
     def run(op, operands, scale, implementation):
-        base, lora, g, dy = operands
-        leaves = [t.detach().requires_grad_() for t in (base, lora, g)]
-        y = OPS[op](*leaves, scale, implementation=implementation)
-        grads = torch.autograd.grad(y, leaves, dy)
+        *tensors, dy = operands
+        base, lora, g = tensors
+        y, *grads = result_and_gradients(tensors, dy, implementation, OPS[op], scale)
         dtype, delta = base.dtype, op == "compose_delta"
         assert y.dtype == dtype
         exact = getattr(oracle, op)(base, lora, g, scale)
@@ -27,8 +32,8 @@ def check(assert_within):
         assert_within(y, exact, bound, implementation)
         exact = getattr(oracle, f"{op}_grads")(dy, base, lora, g, scale)
         bound = tolerances.compose_grads(dy, base, lora, g, scale, dtype, delta=delta)
-        for grad, leaf, name in zip(grads, leaves, ["d_base", "d_lora", "d_g"], strict=True):
-            assert grad.dtype == leaf.dtype
+        for grad, tensor, name in zip(grads, tensors, ["d_base", "d_lora", "d_g"], strict=True):
+            assert grad.dtype == tensor.dtype
             assert_within(grad, getattr(exact, name), getattr(bound, name), implementation)
 
     return run
@@ -92,16 +97,12 @@ def test_gradients_are_those_of_the_function_in_fp64(operands, op):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_non_contiguous_operands(operands, implementation):
     base, lora, g, dy = operands((6, 40))
-
-    def grads(*leaves):
-        leaves = [t.detach().requires_grad_() for t in leaves]
-        y = compose(*leaves, 0.7, implementation=implementation)
-        return y, *torch.autograd.grad(y, leaves, dy)
-
     strided = (base.T.contiguous().T, lora.repeat(1, 2)[:, :40], g.repeat_interleave(2)[::2])
     assert not any(t.is_contiguous() for t in strided)
-    for got, want in zip(grads(*strided), grads(base, lora, g), strict=True):
-        assert torch.equal(got, want)
+    got, want = (
+        result_and_gradients(one, dy, implementation) for one in (strided, (base, lora, g))
+    )
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -140,15 +141,9 @@ def test_inner_is_kept_only_where_g_is_differentiated(operands, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_same_bits_every_time(operands, implementation):
-    tensors = operands((70, 130), torch.bfloat16)
-
-    def run():
-        leaves = [t.detach().requires_grad_() for t in tensors[:3]]
-        y = compose(*leaves, 0.7, implementation=implementation)
-        return y, *torch.autograd.grad(y, leaves, tensors.dy)
-
-    for got, want in zip(run(), run(), strict=True):
-        assert torch.equal(got, want)
+    *tensors, dy = operands((70, 130), torch.bfloat16)
+    got, want = (result_and_gradients(tensors, dy, implementation) for _ in range(2))
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
