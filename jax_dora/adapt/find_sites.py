@@ -129,15 +129,16 @@ def _describe(
       reads: the operations that read the weight; None if no call was traced.
     """
     module: Any = site.found.module
+    module_type = type(module)
     is_kernel = kind is not None and site.param == kind.kernel_name
     # A subclass with its own __call__ may compute something else, so "all-linear" skips it.
-    is_plain = kind is not None and computes_like(type(module), kind.base_type)
+    is_plain = kind is not None and computes_like(module_type, kind.base_type)
     hint = adaptation_hint(module)
     is_read_outside = any(not read.scopes.intersection(site.found.paths) for read in reads or ())
     # A DoRA layer has neither the class nor the own methods of a subclass; a weight's module does.
-    keeps_class = kind is not None and (
-        (registration is not None and type(module) is not kind.base_type)
-        or (reads is not None and own_methods(type(module)) != own_methods(kind.base_type))
+    base_type = kind.base_type if kind else module_type
+    keeps_class = (registration is not None and module_type is not base_type) or (
+        reads is not None and own_methods(module_type) != own_methods(base_type)
     )
     if isinstance(module, DoRALayer) and is_kernel:
         site.is_layer, site.is_adapted = True, True

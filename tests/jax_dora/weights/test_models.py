@@ -695,9 +695,10 @@ class ScaledHead(nnx.Embed):
 
 def test_an_embedding_with_its_own_attend_keeps_it():
     model, query, rule = ScaledHead(7, WIDTH, rngs=nnx.Rngs(0)), jnp.eye(WIDTH), DoRARule("", 2, 3)
-    for adapt in (apply_dora, lambda base, _, rngs: jax_dora.DoRAEmbed(base, rank=2, alpha=3, rngs=rngs)):
-        with pytest.raises(TypeError, match="a ScaledHead, which computes something else"):
-            adapt(model, rule, rngs=nnx.Rngs(1))
+    with pytest.raises(TypeError, match=r"a ScaledHead, which computes something else.*example="):
+        apply_dora(model, rule, rngs=nnx.Rngs(1))
+    with pytest.raises(TypeError, match=r"a ScaledHead, which computes something else.*example="):
+        jax_dora.DoRAEmbed(model, rank=2, alpha=3, rngs=nnx.Rngs(1))
 
     def run(model: ScaledHead) -> tuple[jax.Array, jax.Array]:
         return model.attend(query), model(jnp.arange(7))
