@@ -117,7 +117,8 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
 
 def freeze[Model: nnx.Module](model: Model) -> Model:
     """Returns a copy of `model` for inference, with a constant g and adapters that are not
-    trainable. The copy shares the arrays of `model`, which stays trainable.
+    trainable. The copy shares the arrays of `model`, but not its variables: `model` stays
+    trainable, and training it does not change the copy.
 
     In the copy, lora_a, lora_b and magnitude are neither `nnx.Param`s nor `nnx.LoRAParam`s, so no
     optimizer can change them without changing g. Layers that are stacked along another axis than
@@ -133,7 +134,7 @@ def freeze[Model: nnx.Module](model: Model) -> Model:
     """
     _dora_layers(model)
     check_has_values(model, "jax_dora.freeze")
-    frozen = with_norms(nnx.merge(*nnx.split(model)), norms(model))
+    frozen = with_norms(nnx.clone(model), norms(model))
     for found in find_dora_layers(frozen):
         layer = found.module
         layer.eval()

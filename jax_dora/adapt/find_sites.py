@@ -20,9 +20,9 @@ from jax_dora.adapt.trace_reads import (
 )
 from jax_dora.adapt.tree import FoundModule, find_modules, nested_leaves
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
-from jax_dora.layers.base_layer import adaptation_hint, is_node
+from jax_dora.layers.base_layer import adaptation_hint, computes_like, is_node
 from jax_dora.ops import quantised
-from jax_dora.weights.module import at_path, has_dora_type
+from jax_dora.weights.module import at_path, has_dora_type, own_methods
 from jax_dora.weights.read_log import Read, ReadLog
 from jax_dora.weights.registry import Registration, class_name, registrations, why_unknown
 from jax_dora.weights.weight_adapter import WeightAdapter
@@ -129,11 +129,17 @@ def _describe(
       reads: the operations that read the weight; None if no call was traced.
     """
     module: Any = site.found.module
+    module_type = type(module)
     is_kernel = kind is not None and site.param == kind.kernel_name
     # A subclass with its own __call__ may compute something else, so "all-linear" skips it.
-    is_plain = kind is not None and type(module).__call__ is kind.base_type.__call__
+    is_plain = kind is not None and computes_like(module_type, kind.base_type)
     hint = adaptation_hint(module)
     is_read_outside = any(not read.scopes.intersection(site.found.paths) for read in reads or ())
+    # A DoRA layer has neither the class nor the own methods of a subclass; a weight's module does.
+    base_type = kind.base_type if kind else module_type
+    keeps_class = (registration is not None and module_type is not base_type) or (
+        reads is not None and own_methods(module_type) != own_methods(base_type)
+    )
     if isinstance(module, DoRALayer) and is_kernel:
         site.is_layer, site.is_adapted = True, True
         site.how, site.is_linear = class_name(module.plain_type), module.is_linear(module)
@@ -147,7 +153,7 @@ def _describe(
         reader_paths = _paths_of_readers(site, modules)
         if any(not read.scopes.intersection(reader_paths) for read in reads or ()):
             site.how += ", read without its adapter by others: call these too in example="
-    elif kind and is_kernel and (reads is None or hint or (is_plain and not is_read_outside)):
+    elif kind and is_kernel and (hint or not (keeps_class or is_read_outside)):
         plain_type = module.plain_type if has_dora_type(module) else type(module)
         site.is_layer, site.how = True, class_name(plain_type)
         site.is_linear = is_plain and kind.is_linear(module)

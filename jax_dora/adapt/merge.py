@@ -215,7 +215,7 @@ def report_entry(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -
         path,
         quantised.qtype_name(merged) if is_quantised else str(merged.dtype),
         **{name: float(jnp.linalg.norm(array)) for name, array in arrays.items()},
-        max_abs=float(jnp.max(jnp.abs(error))),
+        max_abs=float(jnp.max(jnp.abs(error), initial=0)),
     )
 
 

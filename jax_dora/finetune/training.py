@@ -58,12 +58,15 @@ def decayed(adapters: nnx.State) -> Any:
     """Returns for each parameter whether weight decay applies to it.
 
     It does not apply to magnitudes: without training, they equal the norms of the base weights, not
-    0.
+    0. They are recognised by their names, because `nnx.Optimizer` passes arrays without variables
+    to a mask when it updates.
     """
-    return jax.tree.map(
-        lambda variable: not isinstance(variable, jax_dora.DoRAParam),
-        adapters,
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
+
+    def is_decayed(path: Any, _: Any) -> bool:
+        return not jax.tree_util.keystr(path, simple=True).endswith("magnitude")
+
+    return jax.tree.map_with_path(
+        is_decayed, adapters, is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
 
 

@@ -107,7 +107,7 @@ class DoRALayer(nnx.Module):
         axis name of the corresponding kernel axis, unless an initializer sets its own metadata.
 
         Raises:
-          TypeError: `base` has another type, or is a subclass with its own `__call__`.
+          TypeError: `base` has another type, or is a subclass with its own `__call__` or `attend`.
           TypeError, ValueError: an option is unknown or out of range, or an array has the wrong
             shape.
           ValueError: `base` already has an attribute that the adapter needs to set, or it is

@@ -35,7 +35,7 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
             f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}: if a "
             "module contains such a layer, adapt that layer"
         )
-    if type(base).__call__ is not expected.__call__:
+    if not computes_like(type(base), expected):
         hint = adaptation_hint(base) or (
             f"expected an nnx.{expected.__name__} itself, or inputs for the model as example= of "
             "apply_dora, which then adapts the operations that read the weight"
@@ -54,6 +54,16 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
                 f"the layer's {name} is {described}; expected Flax's default, the only value that "
                 "a DoRA layer supports: reset it, or leave this layer unadapted"
             )
+
+
+def computes_like(module_type: type[nnx.Module], expected: type[nnx.Module]) -> bool:
+    """Returns whether a subclass of the Flax layer `expected` computes what the layer computes: its
+    methods that read the weight, __call__ and attend, are the layer's."""
+    return all(
+        getattr(module_type, name) is getattr(expected, name)
+        for name in ("__call__", "attend")
+        if hasattr(expected, name)
+    )
 
 
 def check_has_values(

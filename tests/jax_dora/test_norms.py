@@ -161,14 +161,35 @@ def test_adapters_come_out_of_a_copy_without_its_norms(model, copied):
 
 def test_freeze_leaves_nothing_to_train(model):
     frozen = jax_dora.freeze(model)
+    assert frozen.one.kernel[...] is model.one.kernel[...]
     assert_same(nnx.jit(loss_fn)(frozen, IDS[0]), nnx.jit(loss_fn)(model, IDS[0]))
     assert not jax.tree.leaves(nnx.state(frozen, nnx.LoRAParam))
     adapter = jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
     parameters = [len(jax.tree.leaves(nnx.state(one, nnx.Param))) for one in (frozen, model)]
     assert parameters[0] == parameters[1] - len(adapter)
-    assert frozen.one.kernel[...] is model.one.kernel[...]
     divisions = sum(one.primitive.name == "div" for one in equations(*call(frozen)))
     assert divisions == 1, "the mean's alone: g is not computed"
+
+
+def test_a_frozen_model_and_its_model_change_apart():
+    layer = jax_dora.DoRALinear(8, 8, rank=2, alpha=4, dropout=0.5, rngs=nnx.Rngs(0))
+    model = nnx.Sequential(layer, nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    frozen = jax_dora.freeze(model)
+    frozen.eval()
+    before = frozen(x)
+    for variable in jax.tree.leaves(
+        nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    ):
+        variable.set_value(variable.get_value() + 1)
+    model(x)
+    assert jnp.array_equal(frozen(x), before)
+    other: Any = model.layers[1]
+    mean, count = other.mean[...], layer.dropout.rngs.count[...]
+    frozen.train()
+    frozen(x)
+    assert jnp.array_equal(other.mean[...], mean)
+    assert layer.dropout.rngs.count[...] == count
 
 
 def test_a_frozen_model_drops_nothing_until_it_is_trained():

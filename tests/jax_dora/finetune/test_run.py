@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import peft
 import pytest
 import torch
@@ -212,6 +213,17 @@ def test_magnitudes_are_not_decayed():
     )
     np.testing.assert_array_equal(after["magnitude"][...], before["magnitude"])
     np.testing.assert_allclose(after["lora_a"][...], 0.75 * before["lora_a"], rtol=1e-6)
+
+
+def test_flax_optimizer_does_not_decay_magnitudes():
+    """`nnx.Optimizer` calls a mask with arrays, not variables, when it updates."""
+    layer = jax_dora.DoRALinear(4, 3, rank=2, alpha=2, rngs=nnx.Rngs(0))
+    before = nnx.clone(layer)
+    adamw = optax.adamw(0.5, weight_decay=0.5, mask=training.decayed)
+    optimizer = nnx.Optimizer(layer, adamw, wrt=nnx.LoRAParam)
+    optimizer.update(layer, jax.tree.map(jax.numpy.zeros_like, nnx.state(layer, nnx.LoRAParam)))
+    np.testing.assert_array_equal(layer.magnitude[...], before.magnitude[...])
+    np.testing.assert_allclose(layer.lora_a[...], 0.75 * before.lora_a[...], rtol=1e-6)
 
 
 @pytest.mark.slow

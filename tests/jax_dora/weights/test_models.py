@@ -686,6 +686,69 @@ def test_a_scaled_embedding_that_is_the_head_too():
     assert float(jnp.abs(adapted(tokens) - model(tokens)).max()) > 0.01
 
 
+class ScaledHead(nnx.Embed):
+    """Its call is `nnx.Embed`'s, but its head is not."""
+
+    def attend(self, query: jax.Array, out_sharding=None) -> jax.Array:
+        return super().attend(query, out_sharding) / self.features
+
+
+def test_an_embedding_with_its_own_attend_keeps_it():
+    model, query, rule = ScaledHead(7, WIDTH, rngs=nnx.Rngs(0)), jnp.eye(WIDTH), DoRARule("", 2, 3)
+    with pytest.raises(TypeError, match=r"a ScaledHead, which computes something else.*example="):
+        apply_dora(model, rule, rngs=nnx.Rngs(1))
+    with pytest.raises(TypeError, match=r"a ScaledHead, which computes something else.*example="):
+        jax_dora.DoRAEmbed(model, rank=2, alpha=3, rngs=nnx.Rngs(1))
+
+    def run(model: ScaledHead) -> tuple[jax.Array, jax.Array]:
+        return model.attend(query), model(jnp.arange(7))
+
+    adapted = apply_dora(model, rule, rngs=nnx.Rngs(1), example=run)
+    for found, wanted in zip(run(adapted), run(model), strict=True):
+        close(found, wanted)
+    train(adapted)
+    for found, wanted in zip(run(adapted), run(merge_dora(adapted)), strict=True):
+        close(found, wanted)
+
+
+class Reversible(nnx.Linear):
+    """A layer of Flax with a method of its own."""
+
+    def back(self, y: jax.Array) -> jax.Array:
+        return y @ self.kernel[...].T
+
+
+class Autoencoder(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = Reversible(WIDTH, 3, rngs=rngs)
+
+    def __call__(self, x):
+        assert isinstance(self.layer, Reversible)
+        return self.layer.back(jnp.tanh(self.layer(x)))
+
+
+def test_a_subclass_keeps_its_class_and_methods_if_the_call_is_known():
+    model, x = Autoencoder(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (5, WIDTH))
+    adapted = apply_dora(model, DoRARule("layer", 2, 3), rngs=nnx.Rngs(1), example=(x,))
+    close(adapted(x), model(x))
+    train(adapted)
+    close(adapted(x), merge_dora(adapted)(x))
+
+
+def test_a_registered_subclass_of_a_layer_needs_no_inputs():
+    class Squared(nnx.Linear):
+        def __call__(self, inputs, out_sharding=None):
+            return super().__call__(inputs, out_sharding) ** 2
+
+    jax_dora.register(Squared, param="kernel", axes="io")
+    model, x = Squared(WIDTH, 3, rngs=nnx.Rngs(0)), jnp.ones((2, WIDTH))
+    assert [one.how for one in coverage(model).weights] == ["registered, io"]
+    adapted = apply_dora(model, DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1))
+    close(adapted(x), model(x))
+    train(adapted)
+    close(adapted(x), merge_dora(adapted)(x))
+
+
 class Tied(nnx.Module):
     """A model that reads a layer's parameter by itself."""
 
