@@ -139,7 +139,14 @@ def test_bad_flags(model, flags, message, capsys):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"max_length": 0}, "max_length is 0; expected 2 or more"), ({"name": ""}, "name is ''")],
+    [
+        ({"max_length": 0}, "max_length is 0; expected 2 or more"),
+        ({"name": ""}, "name is ''"),
+        ({"batch": 0}, "batch is 0; expected at least 1"),
+        ({"chunk": 0}, "chunk is 0; expected at least 1"),
+        ({"queue": 0}, "queue is 0; expected at least 1"),
+        ({"slots": -1}, "slots is -1; expected at least 1"),
+    ],
 )
 def test_settings_that_are_empty_are_no_defaults(model, fields, message):
     with pytest.raises(ValueError, match=message):
