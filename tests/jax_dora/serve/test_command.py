@@ -102,6 +102,7 @@ def test_a_key_is_asked_for(model, settings):
                 answer = httpx.get(f"{root}{path}", headers={"authorization": wrong})
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
         assert server.metrics.refused.labels(401)._value.get() == 12
         models = httpx.get(f"{root}/v1/models", headers={"authorization": "bearer secret"})
         assert models.status_code == 200
