@@ -64,6 +64,8 @@ def fit(
     matcher = Matcher(config, outline)
     check_layers(matcher.layers[name] for name in matcher.selected)
     matcher.check_tied_adapters()
+    # This problem comes first, since it explains the tensors without a destination that follow.
+    matcher.find_missing_parameters()
     for key, (dtype, shape) in sorted(tensors.items()):
         if (named := adapter_in(key)) in (None, "default", adapter):
             matcher.place(key, parse(key, adapter), dtype, shape)

@@ -218,7 +218,8 @@ class Matcher:
         nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         return f"; the nearest are {', '.join(nearest)}" if nearest else ""
 
-    def _find_missing_parameters(self) -> None:
+    def find_missing_parameters(self) -> None:
+        """Records the names in target_parameters that match no packed experts."""
         experts = [name for name, layer in self.layers.items() if layer.kind == "experts"]
         for target in self.config.target_parameters or ():
             if not any(matches((target,), name) for name in experts):
@@ -228,8 +229,7 @@ class Matcher:
                 )
 
     def find_missing(self) -> None:
-        """Records everything that the configuration selects and the folder lacks."""
-        self._find_missing_parameters()
+        """Records everything else that the configuration selects and the folder lacks."""
         if not self.selected:
             self.problems.append(
                 "adapter_config.json selects none of the model's layers; expected target_modules "

@@ -33,9 +33,12 @@ def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names |
     """Returns target_modules that select only `adapted` from `all_modules`.
 
     The result is the first of these that selects nothing else: the last parts of the names, as
-    people usually write them; the whole names; a regular expression.
+    people usually write them; the whole names; a regular expression. It does not select a module
+    that contains others either, such as the ModuleList that has the place of an `nnx.List`.
     """
-    others = set(all_modules) - set(adapted)
+    parts = [name.split(".") for name in all_modules]
+    modules = {".".join(one[:length]) for one in parts for length in range(1, len(one) + 1)}
+    others = modules - set(adapted)
     last_parts = tuple(sorted({name.rpartition(".")[2] for name in adapted}))
     for targets in (last_parts, tuple(sorted(adapted))):
         if not any(matches(targets, name) for name in others):

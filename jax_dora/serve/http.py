@@ -5,7 +5,7 @@ import contextlib
 import functools
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from prometheus_client import Counter
@@ -55,10 +55,11 @@ def make_app(
     ]
 
     async def respond(request: Request, error: Exception) -> Response:
+        headers = getattr(error, "headers", None)  # Starlette's: the methods that a path supports
         if not isinstance(error, ApiError):
             error = _as_api_error(request, error)
         service.engine.metrics.refused.labels(error.status).inc()
-        return _json(error.body(), error.status, close=error.status in CLOSING_STATUSES)
+        return _json(error.body(), error.status, headers)
 
     handled: Any = dict.fromkeys((ApiError, 404, 405, 500), respond)
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
@@ -264,7 +265,8 @@ class _RequireKey:
                 message = "The API key is missing or wrong; expected 'Authorization: Bearer KEY'"
                 error = ApiError(401, message, code="invalid_api_key")
                 self._refused.labels(401).inc()
-                await _json(error.body(), 401, close=True)(scope, receive, send)
+                headers = {"www-authenticate": "Bearer"}
+                await _json(error.body(), 401, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -274,7 +276,9 @@ def _model(name: str, base: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "jax_dora", "parent": parent}
 
 
-def _json(body: Any, status: int = 200, *, close: bool = False) -> Response:
-    headers = {"connection": "close"} if close else None
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    headers = dict(headers or {})
+    if status in CLOSING_STATUSES:
+        headers["connection"] = "close"
     # json.dumps escapes all but ASCII, including lone surrogates that an error message may quote.
     return Response(json.dumps(body), status, headers, media_type="application/json")

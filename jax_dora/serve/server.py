@@ -62,7 +62,7 @@ class Settings:
       drain_seconds: the maximum time to finish running requests after the server is stopped.
 
     Raises:
-      ValueError: name is empty, or max_length is below 2.
+      ValueError: name is empty, max_length is below 2, or another size is below 1.
     """
 
     model: Path
@@ -93,6 +93,9 @@ class Settings:
                 f"max_length is {self.max_length}; expected 2 or more, for a token of a prompt and "
                 "one of its answer, or None for the default"
             )
+        for name in ("slots", "max_rank", "batch", "chunk", "queue", "body_bytes"):
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {size}; expected at least 1")
 
 
 class _Connection(H11Protocol):

@@ -295,6 +295,23 @@ def test_peft_computes_what_a_model_adapted_here_does(stacked: bool, tmp_path: P
     np.testing.assert_allclose(outputs(model), expected, atol=1e-5, rtol=0)
 
 
+def test_a_list_with_the_name_of_an_adapted_layer_is_no_target(tmp_path: Path) -> None:
+    class Mixed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.proj = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.mlp = nnx.Dict(proj=nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs)]))
+
+    mlp = nn.ModuleDict({"proj": nn.ModuleList([nn.Linear(WIDTH, WIDTH)])})
+    torch_model = nn.ModuleDict({"proj": nn.Linear(WIDTH, WIDTH), "mlp": mlp})
+    rule = jax_dora.DoRARule("proj", rank=2, alpha=4)
+    model = jax_dora.apply_dora(Mixed(nnx.Rngs(0)), rule, rngs=nnx.Rngs(1))
+
+    save_adapter(model, tmp_path)
+    adapted = peft.PeftModel.from_pretrained(torch_model, str(tmp_path))
+
+    assert adapted.targeted_module_names == ["proj"]
+
+
 def test_a_lora_folder_becomes_the_dora_that_computes_the_same(tmp_path: Path) -> None:
     folder, expected = peft_folder(tmp_path / "lora", use_dora=False, **CASES["everything"])
 

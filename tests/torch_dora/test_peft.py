@@ -504,6 +504,16 @@ def test_packed_experts_are_refused_by_name(tmp_path: Path) -> None:
         load_adapter(Experts(), tmp_path)
 
 
+def test_parameters_that_cannot_be_adapted_are_named_before_their_tensors(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(15)))
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["weight"])
+    peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path)
+
+    match = r"fit the model:\n- weight, which target_parameters names, is no (.|\n)* more$"
+    with pytest.raises(ValueError, match=match):
+        load_adapter(model, tmp_path)
+
+
 def test_an_adapter_is_merged_as_by_peft(tmp_path: Path) -> None:
     folder, theirs = peft_folder(tmp_path, Attention, target_modules=["up"])
     ours = torch_dora.merge_dora(load_adapter(base(Attention), folder)).up.weight

@@ -245,6 +245,7 @@ def test_patterns_give_every_layer_its_own() -> None:
         (["a.q"], ["b.q"], ("a.q",)),
         (["q"], ["b.q"], "q"),
         (["a.q", "c"], ["b.a.q"], r"a\.q|c"),
+        (["q"], ["a.q.0"], "q"),
     ],
 )
 def test_targets_select_the_adapted_layers_alone(
@@ -255,6 +256,7 @@ def test_targets_select_the_adapted_layers_alone(
     theirs = LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
 
     assert targets == expected
-    for name in [*adapted, *others]:
+    containers = {name.rpartition(".")[0] for name in others if "." in name}
+    for name in [*adapted, *others, *containers]:
         assert config.selects(name, is_linear=True) == (name in adapted)
         assert bool(check_target_module_exists(theirs, name)) == (name in adapted)

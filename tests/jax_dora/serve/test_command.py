@@ -102,6 +102,7 @@ def test_a_key_is_asked_for(model, settings):
                 answer = httpx.get(f"{root}{path}", headers={"authorization": wrong})
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
         assert server.metrics.refused.labels(401)._value.get() == 12
         models = httpx.get(f"{root}/v1/models", headers={"authorization": "bearer secret"})
         assert models.status_code == 200
@@ -139,7 +140,14 @@ def test_bad_flags(model, flags, message, capsys):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"max_length": 0}, "max_length is 0; expected 2 or more"), ({"name": ""}, "name is ''")],
+    [
+        ({"max_length": 0}, "max_length is 0; expected 2 or more"),
+        ({"name": ""}, "name is ''"),
+        ({"batch": 0}, "batch is 0; expected at least 1"),
+        ({"chunk": 0}, "chunk is 0; expected at least 1"),
+        ({"queue": 0}, "queue is 0; expected at least 1"),
+        ({"slots": -1}, "slots is -1; expected at least 1"),
+    ],
 )
 def test_settings_that_are_empty_are_no_defaults(model, fields, message):
     with pytest.raises(ValueError, match=message):

@@ -184,7 +184,9 @@ def test_bodies_that_are_none(post, served):
         told = error_of(post(content=content, headers=as_json), 413)
         assert "more than 2000 bytes" in told["message"]
     error_of(post("nothing"), 404)
-    error_of(httpx.get(f"{served[1].base_url}completions"), 405)
+    wrong_method = httpx.get(f"{served[1].base_url}completions")
+    error_of(wrong_method, 405)
+    assert wrong_method.headers["allow"] == "POST"
     assert server.engine.free_rows == 4
 
 
