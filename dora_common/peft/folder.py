@@ -265,7 +265,7 @@ def _find(folder: Path, adapter: str | None) -> Path:
             f"folder is {folder}, a file; expected the folder that contains it"
         )
     path = folder
-    if adapter is not None and (folder / adapter / CONFIG).is_file():
+    if adapter in _subfolders(folder):
         path = folder / adapter
     if not (path / CONFIG).is_file():
         named = _subfolders(folder)

@@ -91,9 +91,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="regular expression for the paths of layers to adapt",
     )
 
-    add = parser.add_argument_group("training").add_argument
+    training = parser.add_argument_group("training")
+    add = training.add_mutually_exclusive_group().add_argument
     add("--steps", type=count, metavar="N", help="optimizer steps; set by --epochs by default")
     add("--epochs", type=positive, default=1.0, metavar="X", help="passes over the data")
+    add = training.add_argument
     add("--batch", type=small, default=1, metavar="N", help="rows in a micro-batch")
     add("--accumulate", type=small, default=8, metavar="N", help="micro-batches in a step")
     add("--learning-rate", type=positive, default=1e-4, metavar="X", help="peak learning rate")

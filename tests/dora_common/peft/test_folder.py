@@ -288,6 +288,8 @@ def test_an_adapter_is_found_by_its_name_alone(tmp_path: Path) -> None:
         ("a", "sceond", "default, second"),
         ("b", "second", "third"),
         ("a/second", "third", "default"),
+        ("a", "../a", "default, second"),
+        ("a", "second/../second", "default, second"),
     ):
         with (
             pytest.raises(FileNotFoundError, match=f"adapter is '{name}'.*one of {there}$"),

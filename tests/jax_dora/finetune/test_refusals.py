@@ -63,6 +63,7 @@ def test_a_flag_may_be_as_large_as_float32_holds():
         (["--target", "nothing"], "--target 'nothing', matches no layer"),
         (["--target", ".*"], "the rules match modules or weights that cannot be adapted"),
         (["--tiny", "--target", "("], "'(' is not a regular expression"),
+        (["--steps", "5", "--epochs", "2"], "--epochs: not allowed with argument --steps"),
         (["--steps", "5", "--warmup", "5"], "--warmup is 5, but the run has 5 steps"),
         (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json does not exist"),
         (["--activations", FP8], f"--activations is {FP8!r}, but the model is not quantised"),
