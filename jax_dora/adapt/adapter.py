@@ -11,6 +11,8 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
@@ -165,10 +167,11 @@ def set_adapter[Model: nnx.Module](
         adapters = {"french": get_adapter(french), "code": get_adapter(code)}
         model = set_adapter(model, adapters["code"])
 
-    The copy shares the arrays of `model` and of `adapter`. If the weights are sharded and the
-    adapter is on other devices, its arrays are copied and sharded like the weights. Magnitudes in
-    bf16 or fp16 are cast to float32, as in `load_adapter`. A function compiled by `nnx.jit` does
-    not compile again for an adapter with the same layers, ranks and scales.
+    The copy shares the arrays of `model` and of `adapter`, but NumPy arrays are copied. If
+    the weights are sharded and the adapter is on other devices, its arrays are copied and sharded
+    like the weights. Magnitudes in bf16 or fp16 are cast to float32, as in `load_adapter`. A
+    function compiled by `nnx.jit` does not compile again for an adapter with the same layers, ranks
+    and scales.
 
     The dropout of each new layer is on or off like the dropout of the layer that it replaces. If
     that layer has no dropout, the new dropout is on if any module in `model` is in training (its
@@ -220,6 +223,8 @@ def set_adapter[Model: nnx.Module](
                     f"adapter has {name} {value.shape} for {path!r}; expected {parameter.shape}, "
                     "as this model's layer needs"
                 )
+            if isinstance(value, np.ndarray):
+                value = jnp.array(value)  # A copy: a model is updated in place.
             if name == "magnitude" and value.dtype.itemsize < parameter.dtype.itemsize:
                 value = value.astype(parameter.dtype)
             parameter.set_value(on_devices_of(parameter.get_value(), value))

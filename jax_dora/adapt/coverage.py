@@ -112,7 +112,7 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
       TypeError: `model` is not an nnx module.
       Exception: any error of the model's call.
     """
-    check_model(model)
+    check_model(model, for_linen="jax_dora.linen.coverage")
     inputs = Example.of_arguments(*example, **kwargs)
     return table(find_sites(model, trace_reads(model, inputs) if example or kwargs else None))
 

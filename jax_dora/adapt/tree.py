@@ -50,7 +50,8 @@ def check_model(model: Any, *, for_linen: str | None = None) -> None:
     elif isinstance(model, linen.Module):
         message += (
             ": this function has no counterpart for Flax linen; jax_dora.linen has apply_dora, "
-            "merge_dora, split_adapters and join_adapters. Write the model in nnx to use this one"
+            "coverage, merge_dora, split_adapters and join_adapters. Write the model in nnx to use "
+            "this one"
         )
     raise TypeError(message)
 

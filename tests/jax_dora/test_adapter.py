@@ -5,6 +5,7 @@ import dataclasses
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -106,6 +107,17 @@ def test_magnitudes_of_bf16_are_fp32_in_a_model():
         assert arrays["magnitude"].dtype == jnp.float32
         assert jnp.array_equal(arrays["magnitude"].astype(jnp.bfloat16), expected)
         assert arrays["lora_a"].dtype == jnp.bfloat16
+
+
+def test_numpy_arrays_of_an_adapter_are_copied():
+    base = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    adapter = get_adapter(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(1)))
+    restored = jax.tree.map(np.array, adapter)
+    model = set_adapter(base, restored)
+    for variable in (model.lora_a, model.lora_b, model.magnitude):
+        assert isinstance(variable.get_value(), jax.Array)
+        variable[...] += 1
+    chex.assert_trees_all_equal(restored, jax.tree.map(np.array, adapter))
 
 
 @pytest.mark.slow

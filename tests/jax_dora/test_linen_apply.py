@@ -520,6 +520,7 @@ class TestRefusals:
             (lambda: jax_dora.get_adapter(MODEL), "split_adapters"),
             (lambda: jax_dora.set_adapter(MODEL, None), "join_adapters"),
             (lambda: jax_dora.remove_dora(MODEL), "split_adapters"),
+            (lambda: jax_dora.coverage(MODEL), "coverage"),
         ],
     )
     def test_functions_for_nnx_say_what_linen_has_instead(self, function, counterpart):
