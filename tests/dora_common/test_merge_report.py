@@ -12,7 +12,9 @@ def test_ratios_of_norms():
 def test_norms_of_zero_give_no_error():
     zero = dict.fromkeys(("weight", "merged", "change", "error"), 0.0)
     row = MergedLayer.from_norms("a", "float32", **zero, max_abs=0.0)
-    assert row == MergedLayer("a", "float32", math.inf, 0.0, 0.0, 0.0)
+    assert row == MergedLayer("a", "float32", 0.0, 0.0, 0.0, 0.0)
+    row = MergedLayer.from_norms("a", "float32", **zero | {"change": 1.0}, max_abs=0.0)
+    assert row.change == math.inf
 
 
 def test_the_table_has_a_line_for_every_layer():

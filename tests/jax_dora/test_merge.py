@@ -182,7 +182,7 @@ def test_the_report_of_a_layer_without_features():
     layer = apply_dora(nnx.Linear(4, 0, rngs=nnx.Rngs(0)), DoRARule("", 2, 4), rngs=nnx.Rngs(1))
     merged, report = merge_dora(layer, return_report=True)
     assert merged.kernel.shape == (4, 0)
-    assert report.layers[0].max_abs == 0
+    assert report.layers[0].change == report.layers[0].max_abs == 0
 
 
 class Tied(nnx.Module):
