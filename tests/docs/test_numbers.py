@@ -321,6 +321,7 @@ def test_what_is_said_of_several_gpus():
         for fields in [{"rank": rank, "model": "qwen3"}]
         for alone in in_a_row(kind, layout="alone", **fields)
     ]
+    assert_says(README, f"On two H200s a step takes {several(task='step')} of LoRA's time")
     missed = [line["over_lora"] for line in in_a_row("DoRA", layout="fsdp")]
     kept = [line["over_lora"] for line in in_a_row("DoRA, inner kept")]
     assert_says(
@@ -379,3 +380,13 @@ def test_what_is_said_of_parts():
         f"LoRA takes {times['PEFT LoRA, compiled'] / ours_compiled:.2f} of torch_dora's time",
     )
     assert len(losses) == 3
+
+
+def test_what_is_said_of_serving_beside_peft():
+    ours = row("serve", "h100", kind="DoRA", adapters=64)["tokens_per_s"]
+    peft = row("serve_torch", "h100", kind="PEFT DoRA", adapters=64)["tokens_per_s"]
+    assert_says(
+        README,
+        f"generate {ours:,.0f} tokens/s on one H100. Transformers with PEFT, which runs one "
+        f"adapter after another, generates {peft:.0f}",
+    )
