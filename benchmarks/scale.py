@@ -3,8 +3,9 @@
 The model is 12 layers of Qwen3-8B's width, or, with --model llama3, all of Llama-3-8B. Each layout
 is a mesh over all devices: tensor parallelism ("tp"), FSDP ("fsdp"), data parallelism ("dp"), or
 one device with its share of data parallelism ("alone"). Inference and an optimizer step are
-measured with automatic and with explicit mesh axes, and with adapters of rank 64 and 384. With
---only "DoRA, inner kept", the last projection of a layer keeps what its gradient reads.
+measured with automatic and with explicit mesh axes, and with adapters of rank 64 and 384. --only
+names the kinds to measure; with "DoRA, inner kept", the last projection of a layer keeps what its
+gradient reads.
 
 All programs of one layout, kind of axes and rank are compiled first, and then timed in turns, so
 that a disturbance affects all of them. One line is one program: its median wall time (`ms`) in a
@@ -28,7 +29,7 @@ from flax import nnx
 
 from benchmarks.collectives import collectives
 from benchmarks.model.decoder import loss, update
-from benchmarks.model.placed import LAYOUTS, Placed, drawing, on_own_axes, placed
+from benchmarks.model.placed import INNER_KEPT, LAYOUTS, Placed, drawing, on_own_axes, placed
 from benchmarks.model.protocol import LLAMA3, QUICK, QWEN3, Protocol
 from benchmarks.programs import Program, compiled
 from benchmarks.results import Row, milliseconds, with_ratio
@@ -46,7 +47,7 @@ class Settings(NamedTuple):
     Attributes:
       model: a name in `MODELS`.
       sizes, layers: override the model's own.
-      only: the kinds that are measured, `KINDS` or "DoRA, inner kept".
+      only: the kinds that are measured, of `KINDS` and `INNER_KEPT`.
       calls: calls of a program in one turn. As in a training loop, no call is waited for before
         the next one.
       devices: number of devices; None for all.
@@ -78,6 +79,14 @@ class Settings(NamedTuple):
 TINY = Settings(sizes=QUICK, ranks=(8,), rounds=1, devices=2)
 
 
+def refuses(settings: Settings) -> str:
+    """Returns an error message about the settings, or ""."""
+    known = (*KINDS, INNER_KEPT)
+    if unknown := [kind for kind in settings.only if kind not in known]:
+        return f"--only is {unknown[0]!r}; expected one of {', '.join(map(repr, known))}"
+    return ""
+
+
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each program."""
     for layout, axes, sizes in settings.groups():
@@ -91,15 +100,18 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 row: Row = {"kind": kind, "layout": layout, "axes": axes, "task": task}
                 row |= {"model": settings.model, "devices": mesh.size, "hidden": sizes.hidden}
                 row |= {"calls": settings.calls}
-                row |= {"calls": settings.calls}
                 rows.append(row | sizes.shape())
         # Everything is compiled before anything is timed.
         lowers = [functools.partial(_lowered, models, mesh, sizes.last, row) for row in rows]
-        draws = [drawing(model, sizes.vocabulary) for model in models.values()]
+        draw = functools.partial(_compiled_drawing, vocabulary=sizes.vocabulary)
         with ThreadPoolExecutor() as pool:
-            draws = pool.map(lambda draw: draw.lower().compile(), draws)
+            draws = pool.map(draw, models.values())
             programs = list(pool.map(compiled, rows, lowers))
         yield from _timed(programs, models, dict(zip(models, draws, strict=True)), settings)
+
+
+def _compiled_drawing(model: Placed, vocabulary: int) -> Any:
+    return drawing(model, vocabulary).lower().compile()
 
 
 def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:

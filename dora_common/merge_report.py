@@ -48,7 +48,7 @@ class MergedLayer:
         return cls(
             path=path,
             dtype=dtype,
-            change=change / weight if weight else float("inf") if change else 0.0,
+            change=change / weight if weight else (float("inf") if change else 0.0),
             rounding=error / merged if merged else 0.0,
             lost=error / change if change else 0.0,
             max_abs=max_abs,

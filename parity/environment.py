@@ -3,6 +3,7 @@ frameworks."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -67,15 +68,31 @@ def choose_device(device: str) -> str:
         return "cpu"
     # Both frameworks share the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    start_jax()
     for framework, sees, install in (
         ("torch", torch.cuda.is_available(), "install a CUDA build of torch"),
         ("jax", jax.default_backend() == "gpu", "pip install 'jax-dora[cuda13]'"),
     ):
         if not sees:
             sys.exit(f"--device cuda: {framework} sees no GPU; {install}, or use --device cpu")
-    torch.cuda.set_device(0)  # JAX has made the last one the current one
     torch.backends.cuda.matmul.allow_tf32 = False
     return "cuda"
+
+
+@functools.cache
+def start_jax() -> None:
+    """Starts JAX without a change of CUDA's current device.
+
+    JAX makes the last GPU the current one when it starts, but torch draws on the current one and
+    exports no tensors of others.
+    """
+    import jax
+    import torch
+
+    if torch.cuda.is_available():
+        current = torch.cuda.current_device()
+        jax.devices()
+        torch.cuda.set_device(current)
 
 
 def _version(package: str) -> str:

@@ -21,6 +21,7 @@ from benchmarks.model.protocol import LORA_B_DEVIATION, PROJECTIONS, Protocol
 # Tensor parallelism shards the columns of these projections, and the rows of the others.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 AXIS = "devices"
+INNER_KEPT = "DoRA, inner kept"
 ROWS_PER_DEVICE = 2
 DEVIATION = 0.02
 
@@ -65,7 +66,7 @@ class Placed(NamedTuple):
 
 
 def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) -> Placed:
-    """Returns the decoder of the kind "base", "LoRA", "DoRA" or "DoRA, inner kept"."""
+    """Returns the decoder of the kind "base", "LoRA", "DoRA" or `INNER_KEPT`."""
     style = Style(attention="cudnn" if device == "cuda" else "xla", fused_swiglu=False)
     rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
     if AxisType.Explicit in mesh.axis_types:
@@ -80,7 +81,7 @@ def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) 
     def make() -> Decoder:
         model = Decoder(sizes, style, nnx.Rngs(0))
         if kind.startswith("DoRA"):
-            rules = dora_rules(sizes, keep_inner="inner kept" in kind)
+            rules = dora_rules(sizes, keep_inner=kind == INNER_KEPT)
             model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
         return model
 

@@ -103,6 +103,7 @@ def test_wrong_results_and_errors_are_caught(
     ("words", "message"),
     [
         (["scale", "--rank", "7", *QUICK], "has no rank"),
+        (["scale", "--only", "lora", *QUICK], "--only is 'lora'; expected one of 'base', 'LoRA'"),
         (["serve", "--torch", "--rank", "7", *QUICK], "has no rank"),
         (["quality", "--only", "encoder", *QUICK], "has no only"),
         (["ops", "--out", str(results.FOLDER / "new"), *QUICK], "nothing worth keeping"),

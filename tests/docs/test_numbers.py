@@ -1,10 +1,13 @@
 """Numbers in the pages are those of the committed results: whole tables, and what sentences say."""
 
+import math
+
 import pytest
 
 from benchmarks.model.protocol import BEST_LORA
 from benchmarks.report import Report, time
 from benchmarks.results import row, rows
+from benchmarks.scaling import Measured
 from tests.tables import thinned
 from tools.measured import PAGES, TABLES, updated
 from tools.performance_tables import NO_TRITON, ROOT
@@ -321,6 +324,17 @@ def test_what_is_said_of_several_gpus():
         for fields in [{"rank": rank, "model": "qwen3"}]
         for alone in in_a_row(kind, layout="alone", **fields)
     ]
+    scaling = Measured.read()
+    errors = [
+        abs(scaling.predicted(kind, layout, 2) / scaling.ms(kind, layout, "step") - 1)
+        for kind in ("LoRA", "DoRA")
+        for layout in ("fsdp", "tp")
+    ]
+    assert_says(
+        SEVERAL,
+        f"the rate is {round(scaling.link, -1):.0f} GB/s",
+        f"on two GPUs to within {math.ceil(100 * max(errors))} %",
+    )
     assert_says(README, f"On two H200s a step takes {several(task='step')} of LoRA's time")
     missed = [line["over_lora"] for line in in_a_row("DoRA", layout="fsdp")]
     kept = [line["over_lora"] for line in in_a_row("DoRA, inner kept")]
@@ -387,6 +401,6 @@ def test_what_is_said_of_serving_beside_peft():
     peft = row("serve_torch", "h100", kind="PEFT DoRA", adapters=64)["tokens_per_s"]
     assert_says(
         README,
-        f"generate {ours:,.0f} tokens/s on one H100. Transformers with PEFT, which runs one "
-        f"adapter after another, generates {peft:.0f}",
+        f"dimensions generate {ours:,.0f} tokens/s on one H100",
+        f"Transformers with PEFT, which runs one adapter after another, generates {peft:.0f} ",
     )

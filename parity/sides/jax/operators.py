@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora import ops
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
+from parity.environment import start_jax
 from parity.sides import Computation, Implementation, choose_operator
 from parity.torchao_weights import is_quantised, parts
 
@@ -126,21 +127,8 @@ def plain_linear(x, kernel, lora_a, lora_b, magnitude, scale, bias=None):
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """Returns the memory of a contiguous tensor, or else a copy, as a JAX array."""
-    _start_jax()
+    start_jax()
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
-
-
-@functools.cache
-def _start_jax() -> None:
-    """Starts JAX without a change of CUDA's current device.
-
-    JAX makes the last GPU the current one when it starts, but torch draws on the current one and
-    exports no tensors of others.
-    """
-    if torch.cuda.is_available():
-        current = torch.cuda.current_device()
-        jax.devices()
-        torch.cuda.set_device(current)
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
