@@ -78,6 +78,7 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
     kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
         choice = choice.during_collectives(shard.gathered)
+        lora_b, g, bias = shard.as_copies(lora_b, g, bias)
         return choice.launch(x, kernel, z, lora_b, g, bias, **options)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
@@ -175,7 +176,7 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     choice = choose.choose(static.op, static.implementation, (project_back, call), optional=True)
     if choice is not None:
         choice = choice.during_collectives(shard.gathered or shard.shares_rows)
-        dx = choice.launch(d, kernel, dz, lora_a)
+        dx = choice.launch(d, kernel, dz, *shard.as_copies(lora_a))
         return (shard.sum(dx),)
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 

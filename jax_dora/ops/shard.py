@@ -69,6 +69,14 @@ class Shard:
         """Returns the sum of the partial sums of the devices."""
         return lax.psum(array, self.summed) if self.summed and array is not None else array
 
+    def as_copies(self, *arrays: Any) -> tuple[Any, ...]:
+        """Returns `arrays` for a kernel; during collectives, as copies if they are parts of stacks.
+
+        XLA joins a kernel that reads part of a stack with the reading. Its scheduler then no longer
+        sees the kernel's time, and starts collectives too late.
+        """
+        return lax.optimization_barrier(arrays) if self.gathered else arrays
+
     def max(self, array: Any) -> Any:
         """Returns the elementwise maximum over the devices that share a contracted axis."""
         return lax.pmax(array, self.summed) if self.summed else array

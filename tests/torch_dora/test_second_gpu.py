@@ -14,6 +14,8 @@ from tests.torch_dora.adapters import trained
 pytestmark = [
     pytest.mark.gpus,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile raises them
+    # Inductor recommends TF32, which would not compute the same.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 
 
@@ -32,7 +34,7 @@ def results(model, x, device, compiled):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_second_gpu_gives_the_bits_of_the_first(dtype, compiled):
+def test_the_second_gpu_computes_what_the_first_does(dtype, compiled):
     base = nn.Sequential(nn.Linear(2048, 4096), nn.Tanh(), nn.Linear(4096, 2048)).to(dtype)
     rule = torch_dora.DoRARule("all-linear", rank=32, alpha=32)
     model = trained(torch_dora.apply_dora(base, rule))
@@ -41,7 +43,14 @@ def test_the_second_gpu_gives_the_bits_of_the_first(dtype, compiled):
     on_each = [results(model, x, f"cuda:{i}", compiled) for i in (0, 1)]
     for first, second in zip(*on_each, strict=True):
         assert second.get_device() == 1
-        assert torch.equal(first.cpu(), second.cpu())
+        first, second = first.cpu(), second.cpu()
+        if compiled:
+            # Inductor times its own kernels on each GPU and may choose others, with sums in another
+            # order: numbers that are stored in `dtype` in between differ by a rounding error.
+            difference = (first - second).abs().max()
+            assert difference <= 4 * torch.finfo(dtype).eps * first.abs().max()
+        else:
+            assert torch.equal(first, second)
 
 
 def test_jax_starts_without_a_change_of_the_current_gpu():

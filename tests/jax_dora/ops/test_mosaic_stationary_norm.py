@@ -151,7 +151,7 @@ def test_an_unnamed_call_takes_the_fastest(monkeypatch, call, kernel):
 )
 def test_agrees_at_full_size(n_in, rank, out, dtype, adapter_dtype):
     arrays = adapter(4, n_in, rank, out, dtype, adapter_dtype)
-    check(arrays, run(*arrays, sm_count=132))
+    check(arrays, run(arrays, sm_count=132))
 
 
 @pytest.mark.gpu
@@ -160,4 +160,4 @@ def test_agrees_at_full_size(n_in, rank, out, dtype, adapter_dtype):
 def test_codes_agree_at_full_size(n_in, rank, out, qtype):
     tiles = (n_in // 64, out) if "4" in qtype[-1] else (1, out)
     arrays = draw(qtype, n_in, rank, out, tiles, BF16)
-    check_quantised(arrays, run(*arrays, sm_count=132))
+    check_quantised(arrays, run(arrays, sm_count=132))

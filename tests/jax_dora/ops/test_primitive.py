@@ -53,6 +53,22 @@ def test_a_program_for_several_devices_is_partitioned(on_hopper):
     assert "mosaic_gpu" not in text
 
 
+def test_the_scheduler_knows_how_long_a_kernel_takes(on_hopper):
+    """Each of four devices computes a quarter of the FLOPs at `FLOP_RATE`, or moves a quarter of
+    the bytes at `BYTE_RATE`."""
+    rows, *others = LAYER
+    rows = jax.ShapeDtypeStruct((4 * ROWS, IN), BF16, sharding=P("data"))
+    with jax.set_mesh(automatic(data=4)):
+        text = for_cuda(layer, rows, *others)
+    found = [int(n) for n in re.findall(r'CustomSPMD.*latency_metadata = "(\d+)"', text)]
+    norm = 2 * IN * RANK * OUT / 4 / primitive.FLOP_RATE
+    norm_bytes = 2 * (IN * OUT + IN * RANK + RANK * OUT) + 4 + 4 * OUT
+    z = 2 * (4 * ROWS * IN + IN * RANK + 4 * ROWS * RANK) / 4 / primitive.BYTE_RATE
+    product = 2 * ROWS * IN * OUT / primitive.FLOP_RATE
+    wanted = [max(norm, norm_bytes / 4 / primitive.BYTE_RATE), z, product]
+    assert sorted(found) == sorted(round(1e9 * seconds) for seconds in wanted)
+
+
 def of_device(op, static, operands, mesh, specs, results):
     """Returns (the program of one device, lowered for CUDA; the specs of its operands)."""
     leaves, tree = jax.tree.flatten(operands)
@@ -129,6 +145,9 @@ def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
     text, specs = of_device(FORWARD, static, FORWARD_OPERANDS, mesh, proposed, results)
     assert specs == taken
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
+    # Copies keep XLA from joining the kernel with reading lora_b from a stack of layers.
+    copies = re.findall(r"optimization_barrier %.*tensor<64x4096xbf16>", text)
+    assert len(copies) == (name == "fsdp")
     assert text.count("all_reduce") == (name == "row")
     assert "all_gather" not in text
 
