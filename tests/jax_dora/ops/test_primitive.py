@@ -17,6 +17,7 @@ from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM
 from jax_dora.ops.operands import AdaptedKernel, Projection, Static
 from jax_dora.ops.products import BACK, FORWARD, Back
+from jax_dora.ops.reduction import REDUCE, Reduction
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
@@ -180,6 +181,16 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
         for module, names in ((project, ["fsdp"]), (project_back, ["data", "fsdp"]))
     }
     assert used == wanted
+
+
+@pytest.mark.parametrize(("lora_a_spec", "kernels"), [(ROWS_CUT, 1), (WHOLE, 0)])
+def test_xla_knows_the_time_of_z_where_kernels_are_gathered(on_hopper, lora_a_spec, kernels):
+    static = Static("dora_linear", None, global_shape=(ROWS, IN))
+    operands = Reduction(aval(ROWS, IN), aval(IN, RANK), None)
+    specs = [ROWS_CUT, lora_a_spec]
+    text, taken = of_device(REDUCE, static, operands, automatic(data=2), specs, [ROWS_CUT])
+    assert taken == [ROWS_CUT, WHOLE]
+    assert text.count("custom_call @mosaic_gpu") == kernels
 
 
 def test_the_norm_sums_only_vectors(on_hopper):
