@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ class Plan:
                 f"{args.output} already contains a run; pass --resume to continue it, or choose "
                 "another --output"
             )
-        if args.merge is not None:
-            _check_merge(args.merge, args.output)
+        if (merge := args.merge) is not None:
+            processes.run_on_first(lambda: _check_merge(merge, args.output))
         for flag, value in {"patience": args.patience, "eval-every": args.eval_every}.items():
             if value is not None and args.eval_data is None:
                 raise ValueError(f"--{flag} needs --eval-data")
@@ -275,6 +276,7 @@ def _own_folders(output: Path) -> list[Path]:
 
 
 def _check_merge(folder: Path, output: Path) -> None:
+    """Raises an error if the merged model could not be written to `folder` after training."""
     if folder.exists() or folder.resolve() in _own_folders(output):
         raise FileExistsError(
             f"--merge {folder} exists already, or is a folder of the run; expected a new folder"
@@ -282,6 +284,14 @@ def _check_merge(folder: Path, output: Path) -> None:
     parent = next(one for one in folder.absolute().parents if one.exists())
     if not parent.is_dir():
         raise NotADirectoryError(f"--merge {folder} is in {parent}, which is a file")
+    try:
+        # Permissions alone do not show a read-only file system or a server's refusal.
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except OSError as error:
+        raise OSError(
+            f"--merge {folder} cannot be created, since {parent} is not writable "
+            f"({error.strerror}); expected a folder in a place where this process may write"
+        ) from error
 
 
 def _digest(rows: packing.Rows) -> str:

@@ -1,6 +1,7 @@
 """Options and folders that the fine-tuning command refuses, and what it says."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -96,6 +97,24 @@ def test_a_merged_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, cap
     run = tmp_path / "run"
     assert finetune([*inputs, "--output", str(run), "--merge", str(run / name)]) == 2
     assert "or is a folder of the run; expected a new folder" in told(capsys)
+
+
+def test_a_merged_model_where_nothing_can_be_written(inputs, tmp_path, monkeypatch, capsys):
+    """Permissions would not stop tests that run as root."""
+    parent, mkdir = tmp_path / "locked", os.mkdir
+    parent.mkdir()
+
+    def refuse(path, *arguments, **options):
+        if Path(path).parent == parent:
+            raise PermissionError(13, "Permission denied", str(path))
+        return mkdir(path, *arguments, **options)
+
+    command = [*inputs, "--output", str(tmp_path / "run"), "--dry-run", "--merge"]
+    assert finetune([*command, str(parent / "a" / "merged")]) == 0
+    assert not list(parent.iterdir())
+    monkeypatch.setattr(os, "mkdir", refuse)
+    assert finetune([*command, str(parent / "a" / "merged")]) == 2
+    assert f"cannot be created, since {parent} is not writable (Permission denied)" in told(capsys)
 
 
 @pytest.mark.parametrize("name", ["", "best"])
