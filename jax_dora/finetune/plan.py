@@ -231,7 +231,7 @@ class Plan:
         """Returns the rule of --target, and a separate rule for the embedding if --target matches
         it.
 
-        In the separate rule, only the lookup is adapted, as in PEFT.
+        In the separate rule, only the lookup is adapted, without dropout, as in PEFT.
         """
         args = self.args
         rule = jax_dora.DoRARule(
@@ -249,7 +249,15 @@ class Plan:
         model = nnx.eval_shape(lambda: CausalLM(self.config, rngs=nnx.Rngs(0)))
         paths = ("/".join(map(str, path)) for path, _ in nnx.iter_modules(model))
         matches_others = any(rule.matches(path) for path in paths if path != EMBEDDING)
-        return [embedding, rule] if matches_others else [embedding]
+        if matches_others:
+            return [embedding, rule]
+        if args.dropout:
+            raise ValueError(
+                f"--dropout is {args.dropout}, but --target {args.target!r} matches only the "
+                "embedding, which reads token ids and has no activation to drop; expected 0: leave "
+                "out --dropout"
+            )
+        return [embedding]
 
     def _check_tied_merge(self) -> None:
         adapts_embedding = any(rule.matches(EMBEDDING) for rule in self.rules)

@@ -62,6 +62,10 @@ def test_a_flag_may_be_as_large_as_float32_holds():
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
         (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl does not exist"),
         (["--target", "nothing"], "--target 'nothing', matches no layer"),
+        (
+            ["--target", "model/embed_tokens", "--dropout", "0.1"],
+            "--dropout is 0.1, but --target 'model/embed_tokens' matches only the embedding",
+        ),
         (["--target", ".*"], "the rules match modules or weights that cannot be adapted"),
         (["--tiny", "--target", "("], "'(' is not a regular expression"),
         (["--steps", "5", "--epochs", "2"], "--epochs: not allowed with argument --steps"),
@@ -199,7 +203,7 @@ def test_an_example_longer_than_the_model_s_positions(flag, inputs, tmp_path, ca
 @pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])
 def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, caplog, tmp_path):
     """Trained as in PEFT, where the head stays as it is; merging could not say so."""
-    command = [*command, "--target", target, "--steps", "3"]
+    command = [*command, "--target", target, "--steps", "3", "--dropout", "0"]
     assert finetune([*command, "--merge", str(tmp_path / "merged")]) == 2
     assert "leave out --merge, or the embedding" in told(capsys)
     assert finetune(command) == 0
