@@ -100,6 +100,17 @@ class Outline:
             groups.setdefault(array, []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
+    def row_owners(self) -> dict[str, str]:
+        """Returns, by the name of every module whose weight is tied to an embedding's, the
+        embedding for which PEFT stores rows of single tokens, and to which it ties the others."""
+        embeddings = {layer.name for layer in self.layers if layer.kind == "embedding"}
+        owners = {}
+        for names in self.tied():
+            modules = [name.removesuffix(".weight") for name in names]
+            owner = next((module for module in modules if module in embeddings), None)
+            owners |= dict.fromkeys(modules, owner) if owner else {}
+        return owners
+
 
 def key_modules(layers: Iterable[Layer]) -> dict[str, str]:
     """Returns, by the name of every adapted layer, the module that PEFT's keys name.

@@ -32,7 +32,7 @@ class Matcher:
         self.config, self.parameters = config, outline.parameters
         self.refusals = outline.refusals
         self.layers = layers = {layer.name: layer for layer in outline.layers}
-        self.tied = outline.tied()
+        self.tied, self.row_owners = outline.tied(), outline.row_owners()
         self.ties = {name: names for names in self.tied for name in names}
         self.selected = {
             name
@@ -105,7 +105,11 @@ class Matcher:
         name = f"{module}.weight"
         layer, indices = self.layers.get(module), self.config.token_indices_of(module)
         rows, *width = self.parameters.get(name, (0,))
-        tied = [one for one in self.ties.get(name, ()) if one != name]
+        if (owner := self.row_owners.get(module, module)) != module:
+            return (
+                f"holds rows of {name}, which is tied to {owner}.weight; PEFT would change only "
+                f"{name}; expected only rows of {owner}.weight, to which PEFT ties the others"
+            )
         if layer is None or layer.kind == "conv":
             return f"finds no embedding{self._nearest(module, self.layers)}"
         if indices is None:
@@ -116,12 +120,7 @@ class Matcher:
             return f"holds row {max(indices)} of {name}, which has {rows}"
         if module in self.selected or self.config.saves(name):
             return f"holds rows of {name}, which target_modules or modules_to_save names too"
-        embeddings = [one for one in self.ties.get(name, ()) if self._is_embedding_weight(one)]
-        if name in embeddings[1:]:
-            return (
-                f"holds rows of {name}, which is tied to {embeddings[0]}; PEFT would change only "
-                f"{name}; expected rows of {embeddings[0]}, to which PEFT ties the others"
-            )
+        tied = [one for one in self.ties.get(name, ()) if one != name]
         if layer.kind == "linear" and (tied or f"{module}.bias" in self.parameters):
             return (
                 f"holds rows of {name}, which has a bias or is tied (to {tied or 'nothing'}); "

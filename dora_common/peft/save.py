@@ -208,7 +208,10 @@ class Source:
         return tensors
 
     def _token_rows(self, tokens: Any) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of the rows to store of each embedding or head, by its whole name."""
+        """Returns the indices of the rows to store of each embedding or head, by its whole name.
+
+        A module that is tied to an embedding is left out if its rows are the embedding's.
+        """
         expected = "rows of an embedding, or a dict of rows by the ends of names"
         checks.check_type("trainable_token_indices", tokens, Iterable | None, expected)
         layers = self.outline.layers
@@ -220,14 +223,21 @@ class Source:
                     f"{embeddings}; expected one embedding: pass {{name: indices}}"
                 )
             tokens = {embeddings[0]: tokens}
+        owners = self.outline.row_owners()
+        # A head that is None in Flax has a weight, but is no layer.
+        modules = {*(one.name for one in layers if one.kind != "conv"), *owners}
         found = {}
         for end, rows in (tokens or {}).items():
-            names = [one.name for one in layers if one.kind != "conv"]
-            names = [name for name in names if name.endswith(end)]
+            names = sorted(module for module in modules if module.endswith(end))
             if not names:
-                _raise_unknown_name("trainable_token_indices", end, [one.name for one in layers])
+                _raise_unknown_name("trainable_token_indices", end, modules)
             found |= {name: tuple(map(int, rows)) for name in names}
-        return found
+        # As in PEFT, the rows of an embedding are also those of the modules tied to it.
+        return {
+            name: rows
+            for name, rows in found.items()
+            if (owner := owners.get(name, name)) == name or rows != found.get(owner)
+        }
 
     def _check_config(self, config: AdapterConfig) -> None:
         # Patterns are sorted in the file, so that another pattern can be the first that matches.

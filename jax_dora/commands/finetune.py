@@ -81,7 +81,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="numerator of the scale alpha/rank; rank/2 by default",
     )
     add("--rslora", action="store_true", help="use the scale alpha/sqrt(rank) instead")
-    add("--dropout", type=rate, default=0.0, metavar="X", help="dropout rate of adapter inputs")
+    add(
+        "--dropout",
+        type=rate,
+        default=0.0,
+        metavar="X",
+        help="dropout rate of adapter inputs; an embedding's adapter has none",
+    )
     target = "model/layers/.*_proj"
     add(
         "--target",

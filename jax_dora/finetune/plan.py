@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ class Plan:
                 f"{args.output} already contains a run; pass --resume to continue it, or choose "
                 "another --output"
             )
-        if args.merge is not None:
-            _check_merge(args.merge, args.output)
+        if (merge := args.merge) is not None:
+            processes.run_on_first(lambda: _check_merge(merge, args.output))
         for flag, value in {"patience": args.patience, "eval-every": args.eval_every}.items():
             if value is not None and args.eval_data is None:
                 raise ValueError(f"--{flag} needs --eval-data")
@@ -230,7 +231,7 @@ class Plan:
         """Returns the rule of --target, and a separate rule for the embedding if --target matches
         it.
 
-        In the separate rule, only the lookup is adapted, as in PEFT.
+        In the separate rule, only the lookup is adapted, without dropout, as in PEFT.
         """
         args = self.args
         rule = jax_dora.DoRARule(
@@ -248,7 +249,15 @@ class Plan:
         model = nnx.eval_shape(lambda: CausalLM(self.config, rngs=nnx.Rngs(0)))
         paths = ("/".join(map(str, path)) for path, _ in nnx.iter_modules(model))
         matches_others = any(rule.matches(path) for path in paths if path != EMBEDDING)
-        return [embedding, rule] if matches_others else [embedding]
+        if matches_others:
+            return [embedding, rule]
+        if args.dropout:
+            raise ValueError(
+                f"--dropout is {args.dropout}, but --target {args.target!r} matches only the "
+                "embedding, which reads token ids and has no activation to drop; expected 0: leave "
+                "out --dropout"
+            )
+        return [embedding]
 
     def _check_tied_merge(self) -> None:
         adapts_embedding = any(rule.matches(EMBEDDING) for rule in self.rules)
@@ -275,6 +284,7 @@ def _own_folders(output: Path) -> list[Path]:
 
 
 def _check_merge(folder: Path, output: Path) -> None:
+    """Raises an error if the merged model could not be written to `folder` after training."""
     if folder.exists() or folder.resolve() in _own_folders(output):
         raise FileExistsError(
             f"--merge {folder} exists already, or is a folder of the run; expected a new folder"
@@ -282,6 +292,14 @@ def _check_merge(folder: Path, output: Path) -> None:
     parent = next(one for one in folder.absolute().parents if one.exists())
     if not parent.is_dir():
         raise NotADirectoryError(f"--merge {folder} is in {parent}, which is a file")
+    try:
+        # Permissions alone do not show a read-only file system or a server's refusal.
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except OSError as error:
+        raise OSError(
+            f"--merge {folder} cannot be created, since {parent} is not writable "
+            f"({error.strerror}); expected a folder in a place where this process may write"
+        ) from error
 
 
 def _digest(rows: packing.Rows) -> str:

@@ -93,14 +93,20 @@ def dora_layer(
         an initializer returns its own.
 
     Raises:
-      ValueError: the adapter is missing, in whole or in part, and params is not mutable.
+      ValueError: the adapter is missing, in whole or in part, and params is not mutable, or the
+        call is in an `nn.while_loop`, which cannot create parameters.
     """
     missing = [name for name in ADAPTER_NAMES if not module.has_variable("params", name)]
-    if missing and not (len(missing) == 3 and module.is_mutable_collection("params")):
+    scope: Any = module.scope
+    is_in_loop = any("while_loop(" in name for name in scope.debug_path)
+    can_create = module.is_mutable_collection("params") and not is_in_loop
+    if missing and not (len(missing) == 3 and can_create):
         path = "/".join(module.path)
+        outside = ", method=…) with a method that calls the layer outside of nn.while_loop"
         raise ValueError(
             f"params has no {missing[0]} for {path!r}; expected the layer's adapter: create it by "
-            'init, or by apply(…, rngs={"params": key}, mutable=["params"])'
+            'init, or by apply(…, rngs={"params": key}, mutable=["params"]'
+            f"{outside if is_in_loop else ')'}"
         )
     arguments: dict[str, Any] = options.options()
     if not missing:

@@ -274,10 +274,10 @@ def _sharding(settings: Settings, config: dict[str, Any]) -> DecoderSharding | N
     if mesh is None:
         return None
     sizes: dict[str, Any] = {"tp": jax.device_count()} if mesh == "auto" else mesh
-    if others := {name: size for name, size in sizes.items() if name != "tp" and size > 1}:
+    if others := {name: size for name, size in sizes.items() if name != "tp"}:
         raise ValueError(
-            f"--mesh has {others}; expected only tp, since the devices of a server compute every "
-            "request together: for more requests, run more servers"
+            f"--mesh has {others}; expected only tp, as in tp=2, since the devices of a server "
+            "compute every request together: for more requests, run more servers"
         )
     sharding = DecoderSharding.over(**sizes)
     sharding.check(DecoderConfig.from_hf(config, dtype=settings.dtype), 1)

@@ -53,6 +53,23 @@ class Model(nn.Module):
         return self.out(self.head(x)), self.embed.attend(self.head(x))
 
 
+class Loop(nn.Module):
+    """Calls a layer in a loop, where no parameter can be created."""
+
+    def setup(self) -> None:
+        self.dense = nn.Dense(WIDTH)
+
+    def __call__(self, x):
+        if self.is_initializing():
+            return self.dense(x)
+        return nn.while_loop(
+            lambda _, carry: carry[0] < 3,
+            lambda model, carry: (carry[0] + 1, model.dense(carry[1])),
+            self,
+            (0, x),
+        )[1]
+
+
 MODEL = Model()
 IDS = jax.random.randint(jax.random.key(0), (2, 5), 0, VOCABULARY)
 KEY = jax.random.key(1)
@@ -497,6 +514,18 @@ class TestRefusals:
             ValueError, match=r"'head' cannot be.*lora_a has shape \(8, 2\).*expects \(8, 3\)"
         ):
             jax.eval_shape(apply_dora(MODEL, DoRARule("head", 3, 4)).apply, variables, IDS)
+
+    def test_a_missing_adapter_in_a_while_loop(self):
+        adapted = apply_dora(Loop(), DoRARule("dense", 2, 4))
+        x = jnp.ones((2, WIDTH))
+        base = jax.eval_shape(Loop().init, KEY, x)
+        create = functools.partial(adapted.apply, rngs={"params": KEY}, mutable=["params"])
+        match = r"no lora_a for 'dense'.*method=…\) with a method that calls.* outside of nn\.while"
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(create, base, x)
+        create = functools.partial(create, method=lambda model, x: model.dense(x))
+        _, variables = jax.eval_shape(create, base, x)
+        assert jax.eval_shape(adapted.apply, variables, x).shape == x.shape
 
     def test_things_that_are_no_module(self):
         with pytest.raises(TypeError, match=r"model is a dict; expected a linen nn\.Module"):

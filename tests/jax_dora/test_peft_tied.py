@@ -138,6 +138,23 @@ def test_rows_of_single_tokens(tmp_path: Path, caplog: Any) -> None:
     assert relative(torch_logits(again), expected) <= TOLERANCE
 
 
+def test_rows_of_a_tied_head_are_those_of_the_embedding(tmp_path: Path) -> None:
+    """PEFT stores them once, and different rows of the two are not tied."""
+    rows = {"embed_tokens": [7, 2], "lm_head": [7, 2]}
+    folder, expected = peft_folder(tmp_path, tied(tmp_path), trainable_token_indices=rows)
+
+    ours = load_adapter(models.load_model(tmp_path / "base"), folder)
+    save_adapter(ours, tmp_path / "again", trainable_token_indices=rows)
+
+    assert relative(logits(ours), expected) <= TOLERANCE
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
+    again = peft.PeftModel.from_pretrained(tied(tmp_path), tmp_path / "again")
+    assert relative(torch_logits(again), expected) <= TOLERANCE
+    told = r"lm_head\.weight, which is tied to model\.embed_tokens\.weight.*expected only rows of"
+    with pytest.raises(ValueError, match=told):
+        save_adapter(ours, tmp_path / "b", trainable_token_indices=rows | {"lm_head": [7, 3]})
+
+
 def test_rows_of_one_of_several_embeddings_are_told_by_its_name(
     tmp_path: Path, caplog: Any
 ) -> None:

@@ -82,10 +82,23 @@ def test_merging_leaves_the_model_and_shares_the_rest():
     merged = merge_dora(model)
     assert {type(m) for m in merged.modules()} == {type(m) for m in Mixed().modules()}
     torch.testing.assert_close(merged(IDS), expected)
-    assert merged.norm.weight is model.norm.weight
+    assert merged.norm.weight.data_ptr() == model.norm.weight.data_ptr()
     assert merged.again is merged.blocks[0]
     assert torch.equal(model(IDS), expected)
     assert type(model.conv) is DoRAConv
+
+
+def test_casting_what_was_merged_leaves_the_model():
+    model = trained(apply_dora(Mixed(), ALL))
+    model.named["gate"].bias = model.blocks[0].bias
+    expected = model(IDS)
+    merged = merge_dora(model)
+    assert merged.named["gate"].bias is merged.blocks[0].bias
+    merged.half()
+    model.blocks[0].merge().half()
+    assert merged.norm.weight.dtype == merged.blocks[0].bias.dtype == torch.float16
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(model(IDS), expected)
 
 
 @torch.no_grad()
@@ -127,7 +140,9 @@ def test_gpt2():
     assert torch.equal(model(ids).logits, expected)
     logits = trained(model)(ids).logits
     assert not torch.allclose(logits, expected, atol=1e-3)
-    torch.testing.assert_close(merge_dora(model)(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    merged = merge_dora(model)
+    torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-5)
+    assert merged.lm_head.weight is merged.transformer.wte.weight
     assert torch.equal(remove_dora(model)(ids).logits, expected)
 
 

@@ -158,7 +158,9 @@ def test_a_module_that_is_shared_is_untied_at_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [qwen3, llama])
-@pytest.mark.parametrize("given", [[7, 2], {"embed_tokens": [7, 2]}])
+@pytest.mark.parametrize(
+    "given", [[7, 2], {"embed_tokens": [7, 2]}, {"embed_tokens": [7, 2], "lm_head": [7, 2]}]
+)
 def test_rows_of_single_tokens(make: Any, given: Any, tmp_path: Path, caplog: Any) -> None:
     folder, theirs = peft_folder(
         tmp_path / "a", make, target_modules=["q_proj"], trainable_token_indices=given

@@ -19,6 +19,7 @@ from torch_dora.layers import (
     placement,
     replaced_forward,
 )
+from torch_dora.layers.base import parameter_aliases
 from torch_dora.ops.quantised import as_matrix, dense, is_quantised
 from torch_dora.ops.shards import full_tensor
 
@@ -33,9 +34,11 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     quantisation: if the model was cast after quantisation, cast the copy too. In bf16 this cast can
     change a weight more than a small adapter does: see ``return_report``.
 
-    ``model`` keeps its adapters. The copy shares all parameters except the merged weights. If a
-    weight was tied to another one (an output head to its embedding), the merged weight is no longer
-    tied. A warning names the tied modules, since tying them again would lose one of the two
+    ``model`` keeps its adapters. The copy's parameters are its own, but all except the merged
+    weights are in the memory of the model's: casting or moving the copy does not change the model,
+    but training one of the two changes the other. Parameters of bitsandbytes' classes are shared.
+    If a weight was tied to another one (an output head to its embedding), the merged weight is no
+    longer tied. A warning names the tied modules, since tying them again would lose one of the two
     weights.
 
     Args:
@@ -69,10 +72,15 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
             "config.tie_word_embeddings, the model computes a different result:%s",
             listing(untied),
         )
+    aliases = parameter_aliases(model)
     plain: dict[str, Any] = {name: layer.merge() for name, layer in layers.items()}
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in model.parameters()}
-    memo |= {id(layer): plain[name] for name, layer in layers.items()}
-    merged = copy.deepcopy(model, memo)
+    for name, layer in layers.items():
+        # A bias that several modules share stays one parameter.
+        if (bias := layer._parameters.get("bias")) is not None:
+            plain[name]._parameters["bias"] = aliases[id(bias)]
+    merged = copy.deepcopy(
+        model, aliases | {id(layer): plain[name] for name, layer in layers.items()}
+    )
     replaced_forward.refuse_shared(model, merged, {id(layer) for layer in plain.values()})
     fast_path.disable_for_adapted(merged, DoRALayer)
     if not any(is_quantised(parameter) for parameter in merged.parameters()):

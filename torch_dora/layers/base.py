@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode, adapter_scale, check_dropout
 from torch_dora.layers import placement
@@ -16,6 +17,23 @@ from torch_dora.ops import check, choose, factored_norm, magnitude_scale, quanti
 from torch_dora.ops.dtypes import accumulation_dtype, keep_float32, no_autocast
 from torch_dora.ops.products import product
 from torch_dora.ops.quantised import dense
+
+
+def parameter_aliases(module: nn.Module) -> dict[int, Any]:
+    """Returns, by the ids of a module's parameters, other parameters in the same memory.
+
+    As a memo of ``copy.deepcopy`` it makes a copy that needs no memory, and that can be cast and
+    moved: torch changes parameters in place for that, and so would change the original too.
+    Parameters of other classes, such as bitsandbytes', are themselves in the result.
+    """
+
+    def alias(parameter: Any) -> Any:
+        is_torch = type(parameter) is nn.Parameter or is_traceable_wrapper_subclass(parameter)
+        if not (is_torch and isinstance(parameter, nn.Parameter)):
+            return parameter
+        return nn.Parameter(parameter.detach(), parameter.requires_grad)
+
+    return {id(parameter): alias(parameter) for parameter in module.parameters()}
 
 
 class DoRALayer(nn.Module):
@@ -290,12 +308,13 @@ class DoRALayer(nn.Module):
     @torch.no_grad()
     def merge(self) -> nn.Module:
         """Returns a plain layer like the base with the merged weight, cast once to the base's
-        dtype. This layer and its base are unchanged; the bias is shared."""
+        dtype. This layer and its base are unchanged; the bias is another parameter in the same
+        memory."""
         base, dtype = self.base, self.weight.dtype
         bias = getattr(self, "bias", None)
         if bias is not None and quantised.is_quantised(self.weight):
             dtype = bias.dtype  # casting the model does not change the dtype of torchao's weights
-        merged = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+        merged = copy.deepcopy(base, parameter_aliases(base))
         merged.weight = nn.Parameter(self.merged_weight().to(dtype), requires_grad=False)
         return merged.train(self.training)
 

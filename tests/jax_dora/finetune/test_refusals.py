@@ -1,6 +1,7 @@
 """Options and folders that the fine-tuning command refuses, and what it says."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -61,6 +62,10 @@ def test_a_flag_may_be_as_large_as_float32_holds():
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
         (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl does not exist"),
         (["--target", "nothing"], "--target 'nothing', matches no layer"),
+        (
+            ["--target", "model/embed_tokens", "--dropout", "0.1"],
+            "--dropout is 0.1, but --target 'model/embed_tokens' matches only the embedding",
+        ),
         (["--target", ".*"], "the rules match modules or weights that cannot be adapted"),
         (["--tiny", "--target", "("], "'(' is not a regular expression"),
         (["--steps", "5", "--epochs", "2"], "--epochs: not allowed with argument --steps"),
@@ -96,6 +101,24 @@ def test_a_merged_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, cap
     run = tmp_path / "run"
     assert finetune([*inputs, "--output", str(run), "--merge", str(run / name)]) == 2
     assert "or is a folder of the run; expected a new folder" in told(capsys)
+
+
+def test_a_merged_model_where_nothing_can_be_written(inputs, tmp_path, monkeypatch, capsys):
+    """Permissions would not stop tests that run as root."""
+    parent, mkdir = tmp_path / "locked", os.mkdir
+    parent.mkdir()
+
+    def refuse(path, *arguments, **options):
+        if Path(path).parent == parent:
+            raise PermissionError(13, "Permission denied", str(path))
+        return mkdir(path, *arguments, **options)
+
+    command = [*inputs, "--output", str(tmp_path / "run"), "--dry-run", "--merge"]
+    assert finetune([*command, str(parent / "a" / "merged")]) == 0
+    assert not list(parent.iterdir())
+    monkeypatch.setattr(os, "mkdir", refuse)
+    assert finetune([*command, str(parent / "a" / "merged")]) == 2
+    assert f"cannot be created, since {parent} is not writable (Permission denied)" in told(capsys)
 
 
 @pytest.mark.parametrize("name", ["", "best"])
@@ -180,7 +203,7 @@ def test_an_example_longer_than_the_model_s_positions(flag, inputs, tmp_path, ca
 @pytest.mark.parametrize("target", ["model/embed_tokens", "model/(embed_tokens|.*/o_proj)"])
 def test_an_embedding_beside_a_tied_head(finished, command, target, capsys, caplog, tmp_path):
     """Trained as in PEFT, where the head stays as it is; merging could not say so."""
-    command = [*command, "--target", target, "--steps", "3"]
+    command = [*command, "--target", target, "--steps", "3", "--dropout", "0"]
     assert finetune([*command, "--merge", str(tmp_path / "merged")]) == 2
     assert "leave out --merge, or the embedding" in told(capsys)
     assert finetune(command) == 0

@@ -127,6 +127,7 @@ def test_a_key_is_asked_for(model, settings):
         ("--max-rank 8", "--max-rank needs --adapters"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
         ("--mesh dp=2", "--mesh has {'dp': 2}; expected only tp"),
+        ("--mesh dp=1,tp=2", "--mesh has {'dp': 1}; expected only tp"),
         ("--mesh tp=3", "the mesh dp=1,fsdp=1,tp=3 has 3 devices"),
         ("--mesh auto", "num_attention_heads is 4, but tp of the mesh is 8"),
     ],
