@@ -185,8 +185,9 @@ def _lower(ctx: Any, *operands: Any, op: Op, static: Any, tree: Any, cuda: bool 
     mesh, single_device = _devices(ctx.module_context)
     avals = [_unvarying(aval) for aval in ctx.avals_in]
     if mesh is not None and op.operands:
-        nanoseconds = _nanoseconds(op, static, tree, avals) / mesh.size
-        function = _timed(_partitioned(op, static, tree, avals), nanoseconds)
+        function = _partitioned(op, static, tree, avals)
+        if op.timed:
+            function = _timed(function, _nanoseconds(op, static, tree, avals) / mesh.size)
     elif single_device or static.implementation != "mosaic":
         static = static if single_device else _with_xla(static)
         function = functools.partial(_traced, op, static, tree)

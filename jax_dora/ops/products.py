@@ -140,6 +140,7 @@ FORWARD = Op(
     Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "t r"),
     ("t o", "t o"),
     contracted="i",
+    timed=True,
 )
 
 
@@ -181,4 +182,11 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 
 
-BACK = Op("project_back", _back, Back("t o", "i o", "t r", "i r", "r o"), ("t i",), contracted="o")
+BACK = Op(
+    "project_back",
+    _back,
+    Back("t o", "i o", "t r", "i r", "r o"),
+    ("t i",),
+    contracted="o",
+    timed=True,
+)

@@ -17,6 +17,9 @@ from jax_dora.ops.mosaic import dropped_product, dropped_product_back
 from jax_dora.ops.operands import Static
 from jax_dora.ops.shard import Op, Shard
 
+# The rank from which z is computed by a kernel even without dropout, where kernels are gathered.
+LEAST_RANK = 256
+
 
 class Reduction(NamedTuple):
     """The operands of `REDUCE` and `REDUCE_BACK`.
@@ -35,9 +38,10 @@ class Reduction(NamedTuple):
 def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x) lora_a in x's dtype."""
     x, lora_a, seed = operands
-    # XLA's scheduler takes a product of so few columns for up to 50 times as long as it is, and
-    # expects it to hide the gathering of a kernel. It knows the time of a Mosaic kernel.
-    wants_kernel = seed is not None or shard.gathered
+    # XLA's scheduler takes its own product of so few columns for up to 50 times as long as it is,
+    # and expects it to hide the gathering of a kernel. At low ranks XLA still gains more by
+    # multiplying the lora_a of several layers at once.
+    wants_kernel = seed is not None or (shard.gathered and lora_a.shape[1] >= LEAST_RANK)
     z = _with_kernel(dropped_product, static, shard, operands) if wants_kernel else None
     if z is None:
         z = dot_general(static.precision, _dropped(static, shard, operands), lora_a, (-1, 0))
