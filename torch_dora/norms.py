@@ -14,6 +14,7 @@ The results are bit for bit the same as when every call computes the norm.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -130,7 +131,20 @@ def freeze(model: nn.Module) -> nn.Module:
         layer.constant_norm = values[name]
         for parameter in ADAPTER_NAMES:
             getattr(layer, parameter).requires_grad_(False)
+    model.register_load_state_dict_post_hook(_renew_norms_of_tied_weights)
     return model.eval()
+
+
+@torch.no_grad()
+def _renew_norms_of_tied_weights(model: nn.Module, _: object) -> None:
+    """Computes constant norms again after ``load_state_dict``, which may have changed a weight
+    under the name of another module that it is tied to."""
+    owners = Counter(
+        id(parameter) for module in model.modules() for parameter in module._parameters.values()
+    )
+    for _, layer in dora_layers(model):
+        if layer.constant_norm is not None and owners[id(layer.weight)] > 1:
+            layer.constant_norm = full_tensor(layer.norm())
 
 
 def _layers(model: nn.Module) -> dict[str, DoRALayer]:

@@ -96,13 +96,12 @@ def check_has_values(
 
 
 def on_devices_of(like: Any, value: Any) -> Any:
-    """Returns `value`, sharded like `like` if `like` is on several devices and `value` on
+    """Returns `value`, sharded like `like` if `like` is committed to devices and `value` is on
     others."""
     arrays = (like, value)
     if any(isinstance(array, Tracer) or not isinstance(array, jax.Array) for array in arrays):
         return value
-    devices = like.sharding.device_set
-    if len(devices) == 1 or devices == value.sharding.device_set:
+    if not like.committed or like.sharding.device_set == value.sharding.device_set:
         return value
     return jax.device_put(value, like.sharding)
 

@@ -216,6 +216,17 @@ def test_an_adapter_of_one_device_in_a_sharded_model():
     chex.assert_trees_all_close(given(x), trained(x), rtol=1e-5)
 
 
+def test_norms_of_a_mesh_in_a_model_that_is_committed_to_one_device():
+    def adapted(device):
+        base = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+        base.kernel.set_value(jax.device_put(base.kernel[...], device))
+        return apply_dora(base, DoRARule("", rank=4, alpha=8), rngs=nnx.Rngs(1))
+
+    values = norms(adapted(NamedSharding(automatic(data=2), P("data"))))
+    model, x = adapted(jax.devices()[0]), jnp.ones((3, 16))
+    chex.assert_trees_all_close(with_norms(model, values)(x), model(x), rtol=1e-5)
+
+
 def test_an_adapter_that_does_not_fit():
     base = Block(nnx.Rngs(0))
     adapter = get_adapter(apply_dora(base, DoRARule("linear", 2, 4), rngs=nnx.Rngs(1)))

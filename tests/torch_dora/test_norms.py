@@ -192,6 +192,20 @@ def test_a_frozen_layer_has_the_norm_of_what_is_loaded_into_it(model, device, as
     assert model[2].constant_norm is norm
 
 
+@pytest.mark.parametrize("adapted", ["0", "1"])
+def test_a_frozen_layer_has_the_norm_of_a_weight_that_is_loaded_by_its_other_name(adapted):
+    """As checkpoints name the weight that an output head shares with its embedding."""
+    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    tied[1].weight = tied[0].weight
+    model = trained(torch_dora.apply_dora(tied, torch_dora.DoRARule(adapted, rank=2, alpha=4)))
+    state = {f"{1 - int(adapted)}.weight": torch.randn(6, 6)}
+    frozen = freeze(copy.deepcopy(model))
+    for one in (model, frozen):
+        one.load_state_dict(state, strict=False)
+    x = torch.randn(5, 6)
+    assert torch.equal(frozen(x), model(x))
+
+
 @pytest.mark.parametrize(
     "function", [torch_dora.norms, freeze, lambda model: with_norms(model, {}).__enter__()]
 )
