@@ -34,9 +34,10 @@ from jax_dora.ops.choose import PLAIN, interpreted
 from jax_dora.ops.mesh import to_unvarying, vary, varying
 from jax_dora.ops.shard import UNSHARDED, Names, Op, Shard, spec
 
-# The rates of a Hopper GPU in a training step: of products in 16 bits, in FLOP/s, and of reading
-# and writing device memory, in bytes/s.
-FLOP_RATE, BYTE_RATE = 7e14, 3e12
+# What XLA's scheduler is told: the rate of projections in a training step (FLOP/s of a Hopper GPU),
+# and the time of any other operator. That time is the same for all, because XLA combines the sums
+# over devices of several operators, and warns if they have different times.
+FLOP_RATE, SECONDS = 7e14, 3e-5
 
 
 def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
@@ -185,9 +186,9 @@ def _lower(ctx: Any, *operands: Any, op: Op, static: Any, tree: Any, cuda: bool 
     mesh, single_device = _devices(ctx.module_context)
     avals = [_unvarying(aval) for aval in ctx.avals_in]
     if mesh is not None and op.operands:
-        function = _partitioned(op, static, tree, avals)
-        if op.timed:
-            function = _timed(function, _nanoseconds(op, static, tree, avals) / mesh.size)
+        is_projection = op.is_projection
+        seconds = _projection_seconds(tree, avals) / mesh.size if is_projection else SECONDS
+        function = _timed(_partitioned(op, static, tree, avals), seconds)
     elif single_device or static.implementation != "mosaic":
         static = static if single_device else _with_xla(static)
         function = functools.partial(_traced, op, static, tree)
@@ -265,31 +266,21 @@ def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
     return function
 
 
-def _timed(function: Callable[..., Any], nanoseconds: float) -> Callable[..., Any]:
+def _timed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     """Returns `function` with its time for XLA's scheduler, which otherwise takes a kernel for too
     short to hide a collective."""
 
     def timed(*leaves: jax.Array) -> Any:
-        with set_xla_metadata(latency_metadata=str(round(nanoseconds))):
+        with set_xla_metadata(latency_metadata=str(round(1e9 * seconds))):
             return function(*leaves)
 
     return timed
 
 
-def _nanoseconds(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> float:
-    """Returns the time of a call on one Hopper GPU, estimated from the FLOPs of the product of the
-    two largest operands, and from the bytes of all arrays."""
-    shapes = _shapes(avals, op=op, static=static, tree=tree)
-    names = Names.of(op, tree.unflatten(avals), shapes).operands
-    sizes = {
-        n: size
-        for axes, aval in zip(names, avals, strict=True)
-        for n, size in zip(axes, aval.shape, strict=True)
-    }
-    largest = sorted(range(len(avals)), key=lambda index: avals[index].size)[-2:]
-    flops = 2 * math.prod(sizes[n] for n in {n for index in largest for n in names[index]})
-    moved = sum(array.size * array.dtype.itemsize for array in (*avals, *jax.tree.leaves(shapes)))
-    return 1e9 * max(flops / FLOP_RATE, moved / BYTE_RATE)
+def _projection_seconds(tree: Any, avals: Sequence[Any]) -> float:
+    """Returns the time of a projection on one device, estimated from its FLOPs."""
+    rows, kernel, *_ = tree.unflatten(avals)
+    return 2 * rows.size // max(rows.shape[-1], 1) * math.prod(kernel.shape) / FLOP_RATE
 
 
 def _spec(array: Any) -> Any:

@@ -140,7 +140,7 @@ FORWARD = Op(
     Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "t r"),
     ("t o", "t o"),
     contracted="i",
-    timed=True,
+    is_projection=True,
 )
 
 
@@ -188,5 +188,5 @@ BACK = Op(
     Back("t o", "i o", "t r", "i r", "r o"),
     ("t i",),
     contracted="o",
-    timed=True,
+    is_projection=True,
 )

@@ -94,8 +94,7 @@ class Op(NamedTuple):
       operands: the axis names of each field of the operands.
       results: the axis names of each result.
       contracted: the axis that is summed over in results without it.
-      timed: whether XLA's scheduler is told how long a call takes. Sums over devices are told the
-        same, and XLA warns if it combines such sums.
+      is_projection: whether it multiplies rows by a whole kernel [in, out].
     """
 
     name: str
@@ -103,7 +102,7 @@ class Op(NamedTuple):
     operands: tuple[str, ...]
     results: tuple[str, ...]
     contracted: str = ""
-    timed: bool = False
+    is_projection: bool = False
 
     def __repr__(self) -> str:
         return self.name

@@ -54,14 +54,16 @@ def test_a_program_for_several_devices_is_partitioned(on_hopper):
     assert "mosaic_gpu" not in text
 
 
-def test_the_scheduler_knows_how_long_a_product_takes(on_hopper):
-    """Each of four devices computes a quarter of the FLOPs at `FLOP_RATE`."""
+def test_the_scheduler_knows_how_long_a_projection_takes(on_hopper):
+    """Each of four devices computes a quarter of the FLOPs at `FLOP_RATE`; the norm and z have the
+    time of all other operators."""
     rows, *others = LAYER
     rows = jax.ShapeDtypeStruct((4 * ROWS, IN), BF16, sharding=P("data"))
     with jax.set_mesh(automatic(data=4)):
         text = for_cuda(layer, rows, *others)
     found = re.findall(r'CustomSPMD.*latency_metadata = "(\d+)"', text)
-    assert found == [str(round(1e9 * 2 * ROWS * IN * OUT / primitive.FLOP_RATE))]
+    seconds = [primitive.SECONDS, primitive.SECONDS, 2 * ROWS * IN * OUT / primitive.FLOP_RATE]
+    assert found == [str(round(1e9 * one)) for one in seconds]
 
 
 def of_device(op, static, operands, mesh, specs, results):
