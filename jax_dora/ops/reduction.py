@@ -17,9 +17,6 @@ from jax_dora.ops.mosaic import dropped_product, dropped_product_back
 from jax_dora.ops.operands import Static
 from jax_dora.ops.shard import Op, Shard
 
-# The rank from which z is computed by a kernel even without dropout, where kernels are gathered.
-LEAST_RANK = 256
-
 
 class Reduction(NamedTuple):
     """The operands of `REDUCE` and `REDUCE_BACK`.
@@ -37,12 +34,8 @@ class Reduction(NamedTuple):
 
 def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x) lora_a in x's dtype."""
-    x, lora_a, seed = operands
-    # XLA's scheduler takes its own product of so few columns for up to 50 times as long as it is,
-    # and expects it to hide the gathering of a kernel. At low ranks XLA still gains more by
-    # multiplying the lora_a of several layers at once.
-    wants_kernel = seed is not None or (shard.gathered and lora_a.shape[1] >= LEAST_RANK)
-    z = _with_kernel(dropped_product, static, shard, operands) if wants_kernel else None
+    x, lora_a, _ = operands
+    z = _with_kernel(dropped_product, static, shard, operands)
     if z is None:
         z = dot_general(static.precision, _dropped(static, shard, operands), lora_a, (-1, 0))
     return (shard.sum(z.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)),)
@@ -51,9 +44,7 @@ def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Arra
 def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x)ᵀ dz in `static.dtype`."""
     x, dz, seed = operands
-    d_lora_a = None
-    if seed is not None:
-        d_lora_a = _with_kernel(dropped_product_back, static, shard, operands)
+    d_lora_a = _with_kernel(dropped_product_back, static, shard, operands)
     if d_lora_a is None:
         # Without this barrier XLA may keep drop(x) from the forward pass instead of computing it.
         x, seed = lax.optimization_barrier((x, seed))
@@ -89,14 +80,12 @@ def _with_kernel(
 ) -> jax.Array | None:
     """Returns f32 drop(x) right or drop(x)ᵀ right for x [rows, in]; None if XLA computes it."""
     x, right, seed = operands
+    if seed is None:
+        return None
     rows, right = x.reshape(-1, x.shape[-1]), right.reshape(-1, right.shape[-1])
     call = (*rows.shape, right.shape[-1], x.dtype)
     choice = choose.choose(static.op, static.implementation, (kernel, call), optional=True)
-    if choice is None:
-        return None
-    if seed is None:
-        return choice.launch(rows, right.astype(x.dtype), None, rate=0.0, transposed=False)
-    if x.shape[1:-1] != static.global_shape[1:-1]:
+    if choice is None or x.shape[1:-1] != static.global_shape[1:-1]:
         return None  # The kernel requires that the global numbers of x's rows are consecutive.
     *first, column = _start(shard, x)
     start = (first[0] * math.prod(x.shape[1:-1]) if first else 0, column)

@@ -77,7 +77,7 @@ def config(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) 
 def launch(
     x: jax.Array,
     right: jax.Array,
-    seed: jax.Array | None,
+    seed: jax.Array,
     start: jax.Array | None = None,
     *,
     rate: float,
@@ -90,7 +90,7 @@ def launch(
     Args:
       x: [rows, k], or [k, rows] if transposed.
       right: [k, cols].
-      seed: uint32[2], see `jax_dora.ops.Dropout`; None if `rate` is 0.
+      seed: uint32[2], see `jax_dora.ops.Dropout`.
       start: uint32[2], the global row and column of x's first element if x is a shard. The column
         is a multiple of 64.
       rate: see `jax_dora.ops.Dropout`.
@@ -98,7 +98,7 @@ def launch(
       config, sm_count: see `choose.Choice`.
     """
     c, dtype = config, x.dtype
-    seed, start = (jnp.zeros(2, jnp.uint32) if a is None else a for a in (seed, start))
+    start = jnp.zeros(2, jnp.uint32) if start is None else start
     k, rows = x.shape if transposed else x.shape[::-1]
     cols = right.shape[1]
     tile_cols = _tile_cols(cols)
@@ -153,9 +153,8 @@ def launch(
                 at_row, at_k = row + warpgroup * CHUNK, (first + i) * TILE_K
                 corner = (at_k, at_row) if transposed else (at_row, at_k)
                 plgpu.barrier_wait(x_ready.at[stage])
-                if rate:
-                    my_x_smem[...] = _drop(my_x_smem[...], corner, origin, seeds, rate)
-                    plgpu.commit_smem()
+                my_x_smem[...] = _drop(my_x_smem[...], corner, origin, seeds, rate)
+                plgpu.commit_smem()
                 plgpu.barrier_wait(right_ready.at[stage])
                 left = my_x_smem.transpose((1, 0)) if transposed else my_x_smem
                 plgpu.wgmma(acc_ref, left, right_smem.at[stage])

@@ -17,7 +17,6 @@ from jax_dora.ops.mosaic import project, project_back
 from jax_dora.ops.norm import NORM
 from jax_dora.ops.operands import AdaptedKernel, Projection, Static
 from jax_dora.ops.products import BACK, FORWARD, Back
-from jax_dora.ops.reduction import REDUCE, Reduction
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
@@ -177,18 +176,6 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
         for module, names in ((project, ["fsdp"]), (project_back, ["data", "fsdp"]))
     }
     assert used == wanted
-
-
-@pytest.mark.parametrize(
-    ("rank", "lora_a_spec", "kernels"), [(384, ROWS_CUT, 1), (384, WHOLE, 0), (64, ROWS_CUT, 0)]
-)
-def test_z_is_a_kernel_where_kernels_are_gathered(on_hopper, rank, lora_a_spec, kernels):
-    static = Static("dora_linear", None, global_shape=(ROWS, IN))
-    operands = Reduction(aval(ROWS, IN), aval(IN, rank), None)
-    specs = [ROWS_CUT, lora_a_spec]
-    text, taken = of_device(REDUCE, static, operands, automatic(data=2), specs, [ROWS_CUT])
-    assert taken == [ROWS_CUT, WHOLE]
-    assert text.count("custom_call @mosaic_gpu") == kernels
 
 
 def test_the_norm_sums_only_vectors(on_hopper):
