@@ -90,6 +90,7 @@ def devices() -> str:
             fields = {name: step[name] for name in ("model", "rank", "layout", "axes")}
             layout = LAYOUT_NAMES.get(step["layout"], step["layout"])
             cells = [card.upper(), MODELS[step["model"]], str(step["rank"]), layout, step["axes"]]
+            cells.append(str(step.get("calls", 1)))
             for task in ("inference", "step"):
                 lora, dora = (
                     row("scale", f"{card}x2", kind=kind, task=task, **fields)
@@ -98,7 +99,7 @@ def devices() -> str:
                 cells += [f"{lora['ms']:.1f} / {dora['ms']:.1f}", f"{dora['ms'] / lora['ms']:.3f}"]
             lines.append([*cells, f"{gib(lora['temp_bytes'], 2)} / {gib(dora['temp_bytes'], 2)}"])
     header = ("inference", "ratio", "step", "ratio", "temporaries of a step, GiB")
-    return table(["card", "model", "rank", "layout", "axes", *header], lines)
+    return table(["card", "model", "rank", "layout", "axes", "calls", *header], lines)
 
 
 def in_a_row() -> str:

@@ -8,13 +8,14 @@ from benchmarks.model.protocol import BEST_LORA
 from benchmarks.report import Report, time
 from benchmarks.results import row, rows
 from benchmarks.scaling import Measured
+from jax_dora.ops import primitive
 from tests.tables import thinned
 from tools.measured import PAGES, TABLES, updated
 from tools.performance_tables import NO_TRITON, ROOT
 
 TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md")}
 PERFORMANCE, SERVING, SEVERAL, STEP, README, _ = PAGES
-FSDP = {"layout": "fsdp", "axes": "auto", "rank": 64}
+FSDP_STEPS = {"layout": "fsdp", "axes": "auto", "task": "step"}
 QWEN_STEP = {"task": "step", "model": "qwen3", "rank": 64}
 
 
@@ -336,7 +337,8 @@ def test_what_is_said_of_several_gpus():
         f"on two GPUs to within {math.ceil(100 * max(errors))} %",
     )
     assert_says(README, f"On two H200s a step takes {several(task='step')} of LoRA's time")
-    missed = [line["over_lora"] for line in in_a_row("DoRA", layout="fsdp")]
+    before = [line["over_lora"] for line in in_a_row("DoRA", layout="fsdp")]
+    most = max(line["over_lora"] for line in rows("scale", "h200x2", kind="DoRA", **FSDP_STEPS))
     kept = [line["over_lora"] for line in in_a_row("DoRA, inner kept")]
     assert_says(
         SEVERAL,
@@ -347,8 +349,10 @@ def test_what_is_said_of_several_gpus():
         f"{sent['LoRA', 'dp', 'explicit']} instead of {sent['LoRA', 'dp', 'auto']} MB under data "
         f"parallelism at rank 64, where DoRA sends {sent['DoRA', 'dp', 'auto']} on both.",
         f"DoRA's steps on explicit axes take {min(crossed):.2f} to {max(crossed):.2f}.",
-        f"FSDP misses the goal: {min(missed):.2f} to {max(missed):.2f}.",
-        f"A step then takes {min(kept):.2f} to {max(kept):.2f} of LoRA's time",
+        f"the largest under FSDP is {most:.3f}",
+        f"all others {1e6 * primitive.SECONDS:.0f} µs",
+        f"under FSDP a step took up to {max(before):.2f} of LoRA's time",
+        f"A step then took {min(kept):.2f} to {max(kept):.2f} of LoRA's time",
         f"a step takes {longer[0]} times as long with LoRA and {longer[1]} with DoRA at rank 64, "
         f"and {longer[2]} and {longer[3]} at rank 384.",
         f"sends {sent['DoRA', 'dp', 'auto']} MB under data parallelism, and "
@@ -363,14 +367,34 @@ def test_what_is_said_of_several_gpus():
         f"({lora['copies_ms']:.1f} and {dora['copies_ms']:.1f} ms)",
     )
     flagged = [f"{row('scale_slices', 'h200x2', kind=kind)['ms']:.1f}" for kind in ("LoRA", "DoRA")]
-    usual = [
-        f"{row('scale', 'h200x2', kind=kind, task='step', model='qwen3', **FSDP)['ms']:.1f}"
-        for kind in ("LoRA", "DoRA")
-    ]
+    without, kernel, xla = (
+        {
+            (line["what"], line["model"], line["rank"]): line["ms"]
+            for card in ("h100x2", "h200x2")
+            for line in rows("tried", card, kind="DoRA", axes="auto", variant=variant)
+        }
+        for variant in ("without times", "with times, z by a kernel", "with times, z by XLA")
+    )
+    small, low = (("step, fsdp", model, 64) for model in ("qwen3", "llama3"))
+    large = "step, fsdp", "llama3", 384
+
+    def by_kernel(variant=None, **fields):
+        found = rows("tried", "h100", what="few rows, by kernel", qtype="nf4", **fields)
+        (line,) = [line for line in found if line.get("variant") == variant]
+        return {name: f"{line[name]:.1f}" for name in ("us", "finish_us")}
+
     assert_says(
         "docs/attempts.md",
         f"a step takes {flagged[0]} ms with LoRA and {flagged[1]} with DoRA",
-        f"with them {usual[0]} and {usual[1]}",
+        f"a step of 12 layers takes {xla[small]:.1f} ms instead of {without[small]:.1f}",
+        f"takes {kernel[large]:.1f} ms instead of {xla[large]:.1f} on two H200s, and at rank 64 "
+        f"{kernel[low]:.1f} instead of {xla[low]:.1f} on two H100s",
+        "32 rows take {us} µs for the products and {finish_us} for the sums".format_map(
+            by_kernel(rows=32)
+        ),
+        "8 rows {us} and {finish_us}.".format_map(by_kernel(rows=8)),
+        "Without copies of x, 32 rows take {us} µs".format_map(by_kernel(rows=32, variant="no x")),
+        "without products {us}.".format_map(by_kernel(rows=32, variant="no products")),
     )
 
 
