@@ -131,7 +131,8 @@ def freeze(model: nn.Module) -> nn.Module:
         layer.constant_norm = values[name]
         for parameter in ADAPTER_NAMES:
             getattr(layer, parameter).requires_grad_(False)
-    model.register_load_state_dict_post_hook(_renew_norms_of_tied_weights)
+    if _renew_norms_of_tied_weights not in model._load_state_dict_post_hooks.values():
+        model.register_load_state_dict_post_hook(_renew_norms_of_tied_weights)
     return model.eval()
 
 

@@ -34,10 +34,11 @@ from jax_dora.ops.choose import PLAIN, interpreted
 from jax_dora.ops.mesh import to_unvarying, vary, varying
 from jax_dora.ops.shard import UNSHARDED, Names, Op, Shard, spec
 
-# What XLA's scheduler is told: the rate of projections in a training step (FLOP/s of a Hopper GPU),
-# and the time of any other operator. That time is the same for all, because XLA combines the sums
-# over devices of several operators, and warns if they have different times.
-FLOP_RATE, SECONDS = 7e14, 3e-5
+# What XLA's scheduler is told of a Hopper GPU: the rates of projections in a training step, in
+# FLOP/s (`h200x2/profile.jsonl`) and in bytes/s of the kernel that they read, and a time for all
+# other operators. That time is a constant, because XLA combines the sums over devices of several
+# operators and warns if they have different times.
+FLOP_RATE, BYTE_RATE, SECONDS = 7e14, 3e12, 3e-5
 
 
 def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
@@ -186,9 +187,10 @@ def _lower(ctx: Any, *operands: Any, op: Op, static: Any, tree: Any, cuda: bool 
     mesh, single_device = _devices(ctx.module_context)
     avals = [_unvarying(aval) for aval in ctx.avals_in]
     if mesh is not None and op.operands:
-        is_projection = op.is_projection
-        seconds = _projection_seconds(tree, avals) / mesh.size if is_projection else SECONDS
-        function = _timed(_partitioned(op, static, tree, avals), seconds)
+        function = _partitioned(op, static, tree, avals)
+        if cuda:
+            whole = _projection_seconds(tree, avals) if op.is_projection else None
+            function = _timed(function, SECONDS if whole is None else whole / mesh.size)
     elif single_device or static.implementation != "mosaic":
         static = static if single_device else _with_xla(static)
         function = functools.partial(_traced, op, static, tree)
@@ -278,9 +280,12 @@ def _timed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def _projection_seconds(tree: Any, avals: Sequence[Any]) -> float:
-    """Returns the time of a projection on one device, estimated from its FLOPs."""
+    """Returns the time of a whole projection on one GPU, estimated from its FLOPs and from the
+    bytes of its kernel. A device of a mesh is taken to have an even share of it."""
     rows, kernel, *_ = tree.unflatten(avals)
-    return 2 * rows.size // max(rows.shape[-1], 1) * math.prod(kernel.shape) / FLOP_RATE
+    flops = 2 * (rows.size // max(rows.shape[-1], 1)) * math.prod(kernel.shape)
+    moved = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(kernel))
+    return max(flops / FLOP_RATE, moved / BYTE_RATE)
 
 
 def _spec(array: Any) -> Any:

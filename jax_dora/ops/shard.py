@@ -70,10 +70,10 @@ class Shard:
         return lax.psum(array, self.summed) if self.summed and array is not None else array
 
     def as_copies(self, *arrays: Any) -> tuple[Any, ...]:
-        """Returns `arrays` for a kernel; during collectives, as copies if they are parts of stacks.
+        """Returns `arrays` for a kernel; during collectives behind a barrier.
 
-        XLA joins a kernel that reads part of a stack with the reading. Its scheduler then no longer
-        sees the kernel's time, and starts collectives too late.
+        Before the barrier XLA copies the arrays that are parts of stacks. Without it XLA joins the
+        kernel with the reading of the stack, and its scheduler no longer sees the kernel's time.
         """
         return lax.optimization_barrier(arrays) if self.gathered else arrays
 

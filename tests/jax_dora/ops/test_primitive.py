@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwix
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,15 +55,29 @@ def test_a_program_for_several_devices_is_partitioned(on_hopper):
 
 
 def test_the_scheduler_knows_how_long_a_projection_takes(on_hopper):
-    """Each of four devices computes a quarter of the FLOPs at `FLOP_RATE`; the norm and z have the
-    time of all other operators."""
+    """Each of four devices computes a quarter of the FLOPs at `FLOP_RATE`; the norm, z and what is
+    summed in the backward pass have the time of all other operators."""
     rows, *others = LAYER
     rows = jax.ShapeDtypeStruct((4 * ROWS, IN), BF16, sharding=P("data"))
+
+    def loss(*operands):
+        return layer(*operands).astype(F32).sum()
+
     with jax.set_mesh(automatic(data=4)):
-        text = for_cuda(layer, rows, *others)
+        text = for_cuda(jax.grad(loss, (0, 2, 3, 4)), rows, *others)
     found = re.findall(r'CustomSPMD.*latency_metadata = "(\d+)"', text)
-    seconds = [primitive.SECONDS, primitive.SECONDS, 2 * ROWS * IN * OUT / primitive.FLOP_RATE]
-    assert found == [str(round(1e9 * one)) for one in seconds]
+    product, other = 2 * ROWS * IN * OUT / primitive.FLOP_RATE, primitive.SECONDS
+    assert found == [str(round(1e9 * one)) for one in (other, other, product, other, product)]
+
+
+INT8 = qwix.QArray(aval(IN, OUT, dtype=jnp.int8), aval(1, OUT, dtype=F32), None, jnp.int8)
+
+
+@pytest.mark.parametrize(("kernel", "size"), [(aval(IN, OUT), 2), (INT8, 1)])
+def test_few_rows_take_as_long_as_reading_the_kernel(kernel, size):
+    leaves, tree = jax.tree.flatten((aval(8, IN), kernel))
+    seconds = primitive._projection_seconds(tree, leaves)
+    assert 1 <= seconds * primitive.BYTE_RATE / (IN * OUT * size) < 1.01
 
 
 def of_device(op, static, operands, mesh, specs, results):
@@ -142,7 +157,7 @@ def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
     assert specs == taken
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
     # Copies keep XLA from joining the kernel with reading lora_b from a stack of layers.
-    copies = re.findall(r"optimization_barrier %.*tensor<64x4096xbf16>", text)
+    copies = re.findall(r"optimization_barrier %.*tensor<64x4096xbf16>, tensor<4096xf32>", text)
     assert len(copies) == (name == "fsdp")
     assert text.count("all_reduce") == (name == "row")
     assert "all_gather" not in text
@@ -170,7 +185,9 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
     x, kernel, a, b, _, _, z = proposed
     forward = FORWARD_OPERANDS
     operands = Back(aval(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
-    of_device(BACK, static, operands, automatic(data=2), [result, kernel, z, a, b], [x])
+    text, _ = of_device(BACK, static, operands, automatic(data=2), [result, kernel, z, a, b], [x])
+    copies = re.findall(r"optimization_barrier %.*tensor<4096x64xbf16>", text)
+    assert len(copies) == (name == "fsdp")
     wanted = {
         module: choose.UNLIMITED_BLOCKS if name in names else choose.HOPPER_SM_COUNT
         for module, names in ((project, ["fsdp"]), (project_back, ["data", "fsdp"]))
