@@ -14,7 +14,6 @@ The results are bit for bit the same as when every call computes the norm.
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from torch_dora.layers import DoRALayer, dora_layers, placement
+from torch_dora.layers import DoRALayer, dora_layers, placement, tied_modules
 from torch_dora.ops import check
 from torch_dora.ops.shards import full_tensor, is_sharded
 
@@ -140,11 +139,9 @@ def freeze(model: nn.Module) -> nn.Module:
 def _renew_norms_of_tied_weights(model: nn.Module, _: object) -> None:
     """Computes constant norms again after ``load_state_dict``, which may have changed a weight
     under the name of another module that it is tied to."""
-    owners = Counter(
-        id(parameter) for module in model.modules() for parameter in module._parameters.values()
-    )
-    for _, layer in dora_layers(model):
-        if layer.constant_norm is not None and owners[id(layer.weight)] > 1:
+    tied = tied_modules(model)
+    for name, layer in dora_layers(model):
+        if layer.constant_norm is not None and name in tied:
             layer.constant_norm = full_tensor(layer.norm())
 
 

@@ -35,9 +35,9 @@ from jax_dora.ops.mesh import to_unvarying, vary, varying
 from jax_dora.ops.shard import UNSHARDED, Names, Op, Shard, spec
 
 # What XLA's scheduler is told of a Hopper GPU: the rates of projections in a training step, in
-# FLOP/s (`h200x2/profile.jsonl`) and in bytes/s of the kernel that they read, and a time for all
-# other operators. That time is a constant, because XLA combines the sums over devices of several
-# operators and warns if they have different times.
+# FLOP/s (`h200x2/profile.jsonl`) and in bytes/s of the kernel that they read (those of a copy in
+# `h100/quantised.jsonl`), and a time for all other operators. That time is a constant, because XLA
+# combines the sums over devices of several operators and warns if they have different times.
 FLOP_RATE, BYTE_RATE, SECONDS = 7e14, 3e12, 3e-5
 
 
@@ -189,8 +189,8 @@ def _lower(ctx: Any, *operands: Any, op: Op, static: Any, tree: Any, cuda: bool 
     if mesh is not None and op.operands:
         function = _partitioned(op, static, tree, avals)
         if cuda:
-            whole = _projection_seconds(tree, avals) if op.is_projection else None
-            function = _timed(function, SECONDS if whole is None else whole / mesh.size)
+            seconds = _projection_seconds(tree, avals, mesh) if op.is_projection else SECONDS
+            function = _timed(function, seconds)
     elif single_device or static.implementation != "mosaic":
         static = static if single_device else _with_xla(static)
         function = functools.partial(_traced, op, static, tree)
@@ -279,13 +279,13 @@ def _timed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return timed
 
 
-def _projection_seconds(tree: Any, avals: Sequence[Any]) -> float:
-    """Returns the time of a whole projection on one GPU, estimated from its FLOPs and from the
-    bytes of its kernel. A device of a mesh is taken to have an even share of it."""
+def _projection_seconds(tree: Any, avals: Sequence[Any], mesh: Mesh) -> float:
+    """Returns the time of a device's even share of a projection, estimated from the FLOPs and from
+    the bytes of the kernel."""
     rows, kernel, *_ = tree.unflatten(avals)
     flops = 2 * (rows.size // max(rows.shape[-1], 1)) * math.prod(kernel.shape)
     moved = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(kernel))
-    return max(flops / FLOP_RATE, moved / BYTE_RATE)
+    return max(flops / FLOP_RATE, moved / BYTE_RATE) / mesh.size
 
 
 def _spec(array: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from torch_dora.layers import (
     DoRALayer,
     dora_layers,
     fast_path,
-    named_modules,
     placement,
     replaced_forward,
+    tied_modules,
 )
 from torch_dora.layers.base import parameter_aliases
 from torch_dora.ops.quantised import as_matrix, dense, is_quantised
@@ -65,12 +64,12 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     placement.refuse_partly_meta(layers.items())
     if return_report:
         placement.refuse_meta((f"{name}.weight", layer.weight) for name, layer in layers.items())
-    if untied := _untied(model, layers):
+    if tied := tied_modules(model):
         _LOG.warning(
             "the merged weights of these layers are no longer tied to others; if they are tied "
             "again, by transformers' tie_weights() or a server that follows "
             "config.tie_word_embeddings, the model computes a different result:%s",
-            listing(untied),
+            listing(f"{name}, tied to {', '.join(others)}" for name, others in tied.items()),
         )
     aliases = parameter_aliases(model)
     plain: dict[str, Any] = {name: layer.merge() for name, layer in layers.items()}
@@ -94,20 +93,6 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
         for name, layer in layers.items()
     )
     return merged, MergeReport(tuple(rows))
-
-
-def _untied(model: nn.Module, layers: Mapping[str, DoRALayer]) -> list[str]:
-    """Returns a line for every layer that shares its weight, with the names of the modules that
-    share it."""
-    owners: dict[int, list[str]] = {}
-    for name, module in named_modules(model):
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), []).append(name)
-    others = {
-        name: [owner for owner in owners.get(id(layer.weight), ()) if owner != name]
-        for name, layer in layers.items()
-    }
-    return [f"{name}, tied to {', '.join(found)}" for name, found in others.items() if found]
 
 
 @torch.no_grad()

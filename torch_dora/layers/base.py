@@ -24,16 +24,17 @@ def parameter_aliases(module: nn.Module) -> dict[int, Any]:
 
     As a memo of ``copy.deepcopy`` it makes a copy that needs no memory, and that can be cast and
     moved: torch changes parameters in place for that, and so would change the original too.
-    Parameters of other classes, such as bitsandbytes', are themselves in the result.
     """
+    return {id(parameter): parameter_alias(parameter) for parameter in module.parameters()}
 
-    def alias(parameter: Any) -> Any:
-        is_torch = type(parameter) is nn.Parameter or is_traceable_wrapper_subclass(parameter)
-        if not (is_torch and isinstance(parameter, nn.Parameter)):
-            return parameter
-        return nn.Parameter(parameter.detach(), parameter.requires_grad)
 
-    return {id(parameter): alias(parameter) for parameter in module.parameters()}
+def parameter_alias(parameter: Any) -> Any:
+    """Returns another parameter in the memory of `parameter`, or `parameter` itself if it is of a
+    class of its own, such as bitsandbytes', or None."""
+    is_torch = type(parameter) is nn.Parameter or is_traceable_wrapper_subclass(parameter)
+    if not (is_torch and isinstance(parameter, nn.Parameter)):
+        return parameter
+    return nn.Parameter(parameter.detach(), parameter.requires_grad)
 
 
 class DoRALayer(nn.Module):

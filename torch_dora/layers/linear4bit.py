@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dora.layers import placement
-from torch_dora.layers.base import parameter_aliases
+from torch_dora.layers.base import parameter_alias
 from torch_dora.layers.linear import DoRALinear
 from torch_dora.ops import quantised
 from torch_dora.ops.shards import is_sharded
@@ -70,7 +70,7 @@ class DoRALinear4bit(DoRALinear):
         out_features, in_features = merged.shape
         plain: Any = nn.Linear(in_features, out_features, bias=False, device="meta")
         plain.weight = nn.Parameter(merged, requires_grad=False)
-        plain.bias = parameter_aliases(self).get(id(self.bias))
+        plain.bias = parameter_alias(self.bias)
         return plain.train(self.training)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -24,3 +24,17 @@ def dora_layers(model: nn.Module) -> Iterator[tuple[str, DoRALayer]]:
     for name, module in named_modules(model):
         if isinstance(module, DoRALayer):
             yield name, module
+
+
+def tied_modules(model: nn.Module) -> dict[str, list[str]]:
+    """Returns, for every DoRA layer that shares its weight, the names of the other modules that
+    have it."""
+    owners: dict[int, list[str]] = {}
+    for name, module in named_modules(model):
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(name)
+    others = {
+        name: [owner for owner in owners.get(id(layer.weight), ()) if owner != name]
+        for name, layer in dora_layers(model)
+    }
+    return {name: found for name, found in others.items() if found}

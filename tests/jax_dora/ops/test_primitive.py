@@ -76,8 +76,8 @@ INT8 = qwix.QArray(aval(IN, OUT, dtype=jnp.int8), aval(1, OUT, dtype=F32), None,
 @pytest.mark.parametrize(("kernel", "size"), [(aval(IN, OUT), 2), (INT8, 1)])
 def test_few_rows_take_as_long_as_reading_the_kernel(kernel, size):
     leaves, tree = jax.tree.flatten((aval(8, IN), kernel))
-    seconds = primitive._projection_seconds(tree, leaves)
-    assert 1 <= seconds * primitive.BYTE_RATE / (IN * OUT * size) < 1.01
+    seconds = primitive._projection_seconds(tree, leaves, automatic(data=2))
+    assert 1 <= 2 * seconds * primitive.BYTE_RATE / (IN * OUT * size) < 1.01
 
 
 def of_device(op, static, operands, mesh, specs, results):
