@@ -19,11 +19,11 @@ from jax_dora.ops.shard import Op, Shard
 
 
 class Reduction(NamedTuple):
-    """The operands of `REDUCE` and `REDUCE_BACK`.
+    """The operands of `reduce` and `REDUCE_BACK`.
 
     Attributes:
       x: [..., in].
-      right: lora_a [in, r] for `REDUCE`, dz [..., r] for `REDUCE_BACK`.
+      right: lora_a [in, r] for `reduce`, dz [..., r] for `REDUCE_BACK`.
       seed: uint32[2], or None without dropout.
     """
 
@@ -32,13 +32,13 @@ class Reduction(NamedTuple):
     seed: Any
 
 
-def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
-    """Returns drop(x) lora_a in x's dtype."""
+def reduce(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
+    """Returns drop(x) lora_a in x's dtype; from a device's shards, its summand."""
     x, lora_a, _ = operands
     z = _with_kernel(dropped_product, static, shard, operands)
     if z is None:
         z = dot_general(static.precision, _dropped(static, shard, operands), lora_a, (-1, 0))
-    return (shard.sum(z.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)),)
+    return z.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)
 
 
 def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
@@ -54,7 +54,6 @@ def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax
     return (shard.sum(d_lora_a.astype(static.dtype)),)
 
 
-REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s"), ("t r",), contracted="i")
 REDUCE_BACK = Op(
     "reduce_back", _reduce_back, Reduction("t i", "t r", "s"), ("i r",), contracted="t"
 )
