@@ -120,8 +120,8 @@ N = None
 
 
 WHOLE, ROWS_CUT, COLUMNS_CUT = (N, N), ("data", N), (N, "data")
-# The specs of x, the kernel, lora_a, lora_b, g, s and s·A that XLA proposes, and those that are used;
-# the specs of y and z.
+# The specs of x, the kernel, lora_a, lora_b, g, s and s·A that XLA proposes, and those that are
+# used; the specs of y and z.
 LAYOUTS = {
     "data": (
         [ROWS_CUT, WHOLE, WHOLE, WHOLE, (N,), (), WHOLE],
