@@ -119,8 +119,7 @@ def scaled_linear(
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g.
 
     Args:
-      operands: the operands, without seed and scaled_lora_a. g has any float dtype; None means
-        ones.
+      operands: the operands, without seed and z. g has any float dtype; None means ones.
       dropout, implementation, precision, keep_inner, act_qtype: see `dora_linear`.
     """
     x, kernel, lora_a, lora_b, g, scale, bias, *_ = operands

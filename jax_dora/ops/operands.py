@@ -53,7 +53,8 @@ class Projection(NamedTuple):
       scale: f32[].
       bias: [out].
       seed: uint32[2], the seed of x's dropout.
-      scaled_lora_a: [in, r], scale·lora_a in x's dtype, once it has been computed.
+      z: [..., r], drop(x) (scale·lora_a), once it has been computed. lora_a is then None if z must
+        not be recomputed from it.
     """
 
     x: Any
@@ -64,7 +65,7 @@ class Projection(NamedTuple):
     scale: Any
     bias: Any = None
     seed: Any = None
-    scaled_lora_a: Any = None
+    z: Any = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -5,7 +5,6 @@ a quantised W is dequantised to x's dtype for each product. With quantised activ
 product in FP8 (`row_wise`).
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_dora.ops import choose, quantised, row_wise
-from jax_dora.ops.compose import forward
+from jax_dora.ops.compose import accumulator, forward
 from jax_dora.ops.mosaic import (
     compose,
     expand_compose,
@@ -23,19 +22,35 @@ from jax_dora.ops.mosaic import (
     project_back,
 )
 from jax_dora.ops.operands import Projection, Static
-from jax_dora.ops.reduction import Reduction, dot_general, reduce
+from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.shard import Op, Shard
 
 
-def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, Any, jax.Array]:
-    """Returns (y, inner or None, z); y is inner if g is None."""
+def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns s·A in `dtype`, multiplied in the accumulator's dtype."""
+    wide = accumulator(lora_a.dtype)
+    return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
+
+
+def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, Any]:
+    """Returns (y, inner or None); y is inner if g is None.
+
+    If the inputs are sharded, each device computes its partial z from lora_a, so that no product
+    waits for the sum of z over devices. The kernels for few rows also compute z from lora_a, which
+    saves a pass over x.
+
+    Args:
+      static: the settings.
+      shard: how the call is sharded.
+      operands: the operands, with z.
+    """
     if static.act_qtype is not None:
         return _forward_with_quantised_rows(static, shard, operands)
     if shard.summed:
         return _forward_with_sharded_inputs(static, shard, operands)
-    x, kernel, lora_a, lora_b, g, scale, bias, seed, scaled = operands
+    x, kernel, lora_a, lora_b, g, scale, bias, _, z = operands
     dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
-    (in_features, out), rank = kernel.shape, lora_a.shape[-1]
+    (in_features, out), rank = kernel.shape, z.shape[-1]
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
     form = quantised.format_of(kernel) if is_quantised else None
     expand = (rows, rank, out, x.dtype)
@@ -46,71 +61,66 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
         expand_compose: expand,
         compose: (rows, out, x.dtype),
     }
-    # `few_rows` does not drop x, and neither kernel for few rows returns inner.
-    if static.want_inner or seed is not None:
+    # `few_rows` needs lora_a, and neither kernel for few rows returns inner.
+    if static.want_inner or lora_a is None:
         del candidates[few_rows]
     if static.want_inner:
         del candidates[few_rows_finish]
     choice = choose.choose(static.op, static.implementation, *candidates.items())
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
-    if choice is not None and choice.kernel is project:
-        choice = choice.during_collectives(shard.gathered)
-        x, kernel, scaled, lora_b, g, bias = shard.gathered_first(
-            x, kernel, scaled, lora_b, g, bias
-        )
-    z = reduce(static, shard, Reduction(x, scaled, seed))
     # The kernels for few rows multiply x A by s: computing s·A would be another pass over A.
-    a = lora_a.astype(x.dtype)
-    if choice is not None and choice.kernel is few_rows:
+    a = None if lora_a is None else lora_a.astype(x.dtype)
+    if choice is not None and a is not None and choice.kernel is few_rows:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
-        return choice.launch(x, *w, a, lora_b, g, scale, bias), None, z
+        return choice.launch(x, *w, a, lora_b, g, scale, bias), None
     # The dense copy of a quantised kernel lives only as long as this product.
     kernel = quantised.dense(kernel, x.dtype)
     if choice is not None and choice.kernel is project:
-        return *choice.launch(x, kernel, z, lora_b, g, bias, **options), z
+        choice = choice.during_collectives(shard.gathered)
+        lora_b, g, bias = shard.as_copies(lora_b, g, bias)
+        return choice.launch(x, kernel, z, lora_b, g, bias, **options)
     base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
-        unscaled, s = (dot(x, a, (-1, 0)), scale) if seed is None else (z, one)
-        return choice.launch(base, unscaled, lora_b, g, s, bias), None, z
+        z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
+        return choice.launch(base, z, lora_b, g, s, bias), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g
-        return *choice.launch(base, z, lora_b, g, one, bias, **options), z
-    return *forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options), z
+        return choice.launch(base, z, lora_b, g, one, bias, **options)
+    return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
 
 
 def _forward_with_sharded_inputs(
     static: Static, shard: Shard, operands: Projection
-) -> tuple[Any, Any, jax.Array]:
-    """Returns (y, inner or None, z), summed over the devices that share the input features.
-
-    Each device uses its own summand of z, so that no product waits for the sum of z.
-    """
-    single = dataclasses.replace(shard, summed=())
-    g, bias = operands.g, shard.on_first_device(operands.bias)
+) -> tuple[Any, Any]:
+    """Returns (y, inner or None), summed over the devices that share the input features."""
+    x, _, lora_a, _, g, scale, bias, _, z = operands
+    if lora_a is None:
+        z = shard.on_first_device(z)
+    else:
+        a = scaled_lora_a(lora_a, scale, x.dtype)
+        z = dot_general(static.precision, x, a, (-1, 0))
+    operands = operands._replace(z=z, bias=shard.on_first_device(bias))
+    single = Shard(gathered=shard.gathered)
     if not static.want_inner:
-        y, _, z = _forward(static, single, operands._replace(bias=bias))
-        return shard.sum(y), None, shard.sum(z)
+        return shard.sum(_forward(static, single, operands)[0]), None
     # inner is summed before g is applied, because the backward pass needs the whole inner.
-    static = static._replace(want_inner=False)
-    inner, _, z = _forward(static, single, operands._replace(g=None, bias=None))
-    inner = shard.sum(inner)
+    operands = operands._replace(g=None, bias=None)
+    inner = shard.sum(_forward(static._replace(want_inner=False), single, operands)[0])
     zeros, one = jnp.zeros_like(inner), jnp.float32(1)
-    y, _ = forward(None, inner, zeros, g, one, operands.bias, want_inner=False)
-    return y, inner, shard.sum(z)
+    return forward(None, inner, zeros, g, one, bias, want_inner=False)[0], inner
 
 
 def _forward_with_quantised_rows(
     static: Static, shard: Shard, operands: Projection
-) -> tuple[Any, Any, jax.Array]:
-    """Returns (y, inner or None, z), with base as an FP8 product with one scale per row of x.
+) -> tuple[Any, Any]:
+    """Returns (y, inner or None), with base as an FP8 product with one scale per row of x.
 
     The adapter's products, g and the bias have the same dtypes as without quantised activations.
     """
-    x, kernel, _, lora_b, g, _, bias, seed, scaled = operands
+    x, kernel, _, lora_b, g, _, bias, _, z = operands
     one, options = jnp.float32(1), {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
-    z = shard.sum(reduce(static, shard, Reduction(x, scaled, seed)))
     base = row_wise.sums(x, kernel, shard, static.implementation)
     out, rank = kernel.shape[1], z.shape[-1]
     call = (base.total.size // max(out, 1), rank, out, base.total.dtype)
@@ -118,17 +128,17 @@ def _forward_with_quantised_rows(
     if choice is not None:
         g = jnp.ones(out, jnp.float32) if g is None else g
         scales = base.rows, base.columns
-        return *choice.launch(base.total, z, lora_b, g, one, bias, scales, **options), z
+        return choice.launch(base.total, z, lora_b, g, one, bias, scales, **options)
     lora = dot_general(static.precision, z, lora_b, (-1, 0))
     y, inner = forward(None, base.scaled, lora, g, one, bias, **options)
-    return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype), z
+    return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
 
 
 FORWARD = Op(
     "project",
     _forward,
-    Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "i r"),
-    ("t o", "t o", "t r"),
+    Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "t r"),
+    ("t o", "t o"),
     contracted="i",
     is_projection=True,
 )
@@ -167,7 +177,7 @@ def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
     choice = choose.choose(static.op, static.implementation, (project_back, call), optional=True)
     if choice is not None:
         choice = choice.during_collectives(shard.gathered or shard.shares_rows)
-        dx = choice.launch(d, kernel, dz, *shard.gathered_first(lora_a))
+        dx = choice.launch(d, kernel, dz, *shard.as_copies(lora_a))
         return (shard.sum(dx),)
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dora.ops import check, choose, primitive, quantised, residuals
+from jax_dora.ops import check, choose, primitive, products, quantised, residuals
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
     ComposeBackward,
@@ -35,7 +35,7 @@ from jax_dora.ops.compose import (
 from jax_dora.ops.dropout import drop
 from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.products import BACK, FORWARD, Back
-from jax_dora.ops.reduction import REDUCE_BACK, Reduction, dot_general
+from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, dot_general
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
@@ -45,14 +45,7 @@ LEAST_G = 2.0**-40
 
 def define(static: Static, operands: Projection) -> jax.Array:
     """Returns y, or inner if g is None."""
-    return _forward(static, operands)[0]
-
-
-def _forward(static: Static, operands: Projection) -> tuple[Any, Any, jax.Array]:
-    """Returns the results of `FORWARD`; without scaled_lora_a in operands it is computed first."""
-    if operands.scaled_lora_a is None:
-        operands = operands._replace(scaled_lora_a=_scaled_lora_a(operands))
-    return primitive.call(FORWARD, static._replace(global_shape=operands.x.shape), operands)
+    return primitive.call(FORWARD, static, _with_z(static, operands, _scaled_lora_a(operands)))[0]
 
 
 def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
@@ -69,10 +62,27 @@ def _with_divisible_g(operands: Projection) -> Projection:
 
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:
-    """Returns s·A in x's dtype, multiplied in the accumulator's dtype."""
-    lora_a = operands.lora_a
-    wide = accumulator(lora_a.dtype)
-    return (operands.scale.astype(wide) * lora_a.astype(wide)).astype(operands.x.dtype)
+    """Returns s·A in x's dtype."""
+    return products.scaled_lora_a(operands.lora_a, operands.scale, operands.x.dtype)
+
+
+def _with_z(static: Static, operands: Projection, scaled: jax.Array) -> Projection:
+    """Returns the operands of `FORWARD`, with z = drop(x) (s·A)."""
+    x, seed = operands.x, operands.seed
+    reduction = Reduction(x, scaled, seed, operands.kernel)
+    (z,) = primitive.call(REDUCE, _reduction_settings(static, x), reduction)
+    # `FORWARD` may compute z again from lora_a, but not the z of a dropped x, which has kernels of
+    # its own, nor that of an FP8 product, which sums its parts over devices itself.
+    lora_a = operands.lora_a if seed is None and static.act_qtype is None else None
+    return operands._replace(lora_a=lora_a, seed=None, z=z)
+
+
+def _reduction_settings(static: Static, x: jax.Array) -> Static:
+    """Returns the settings of `REDUCE` and `REDUCE_BACK`."""
+    # Without dropout no Mosaic kernel exists, so "mosaic" would always raise.
+    if static.implementation == "mosaic" and not static.rate:
+        static = static._replace(implementation=None)
+    return static._replace(global_shape=x.shape)
 
 
 def _projection_fwd(
@@ -83,9 +93,9 @@ def _projection_fwd(
         check.refuse_kernel_gradient(operands.kernel)
     operands = _with_divisible_g(operands)
     from_y, scaled = _result_holds_inner(operands, operands.x.dtype), _scaled_lora_a(operands)
+    forward = _with_z(static, operands, scaled)
     want_inner = wanted.g is not None and not from_y
-    forward = static._replace(want_inner=want_inner)
-    y, inner, z = _forward(forward, operands._replace(scaled_lora_a=scaled))
+    y, inner = primitive.call(FORWARD, static._replace(want_inner=want_inner), forward)
     name = INNER_NAME if static.keep_inner else RESULT_NAME
     if wanted.g is not None and from_y:
         y = inner = jnp.asarray(checkpoint_name(y, name))
@@ -95,12 +105,12 @@ def _projection_fwd(
         inner = jnp.asarray(checkpoint_name(inner, name))
     # The bias stays, because it determines whether `inner` holds inner or y.
     kept = operands._replace(x=operands.x if wanted.lora_a or wanted.kernel else None)
-    kept = kept._replace(scaled_lora_a=scaled if wanted.x else None)
-    return y, (kept, wanted, z if wanted.lora_b else None, inner)
+    z = forward.z if wanted.lora_b else None
+    return y, (kept, wanted, z, inner, scaled if wanted.x else None)
 
 
 def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.Array]:
-    operands, wanted, z, inner = kept
+    operands, wanted, z, inner, scaled = kept
     x, kernel, _, lora_b, g, scale, bias, *_ = operands
     wide = accumulator(dy.dtype)
     dot = functools.partial(dot_general, static.precision)
@@ -115,7 +125,7 @@ def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.A
     if wanted.x or wanted.lora_a:
         dz = dot(d, lora_b, (-1, 1))
         if wanted.x:
-            gradients["x"] = _dx(static, operands, d, dz)
+            gradients["x"] = _dx(static, operands, scaled, d, dz)
         if wanted.lora_a:
             d_lora_a = _d_scaled_lora_a(static, operands, dz)
             d_lora_a = scale.astype(wide) * d_lora_a.astype(wide)
@@ -133,9 +143,11 @@ projection = residuals.with_gradient(Projection, define, _projection_fwd, _proje
 """`define` with a custom gradient."""
 
 
-def _dx(static: Static, operands: Projection, d: jax.Array, dz: jax.Array) -> jax.Array:
+def _dx(
+    static: Static, operands: Projection, scaled: jax.Array, d: jax.Array, dz: jax.Array
+) -> jax.Array:
     """Returns d Wᵀ + drop(dz (s·A)ᵀ), with x's dropout mask."""
-    kernel, seed, scaled = operands.kernel, operands.seed, operands.scaled_lora_a
+    kernel, seed = operands.kernel, operands.seed
     if seed is None:
         return primitive.call(BACK, static, Back(d, kernel, dz, scaled, operands.lora_b))[0]
     through_adapter = drop(dot_general(static.precision, dz, scaled, (-1, 1)), seed, static.rate)
@@ -156,5 +168,5 @@ def _d_scaled_lora_a(static: Static, operands: Projection, dz: jax.Array) -> jax
     if seed is None:
         rows = tuple(range(x.ndim - 1))
         return dot_general(static.precision, x, dz, (rows, rows), dtype)
-    static = static._replace(global_shape=x.shape, dtype=dtype)
+    static = _reduction_settings(static, x)._replace(dtype=dtype)
     return primitive.call(REDUCE_BACK, static, Reduction(x, dz, seed))[0]

@@ -19,31 +19,40 @@ from jax_dora.ops.shard import Op, Shard
 
 
 class Reduction(NamedTuple):
-    """The operands of `reduce` and `REDUCE_BACK`.
+    """The operands of `REDUCE` and `REDUCE_BACK`.
 
     Attributes:
       x: [..., in].
-      right: lora_a [in, r] for `reduce`, dz [..., r] for `REDUCE_BACK`.
+      right: lora_a [in, r] for `REDUCE`, dz [..., r] for `REDUCE_BACK`.
       seed: uint32[2], or None without dropout.
+      kernel: [in, out] for `REDUCE`, which uses it only to wait for it; None for `REDUCE_BACK`.
     """
 
     x: Any
     right: Any
     seed: Any
+    kernel: Any = None
 
 
-def reduce(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
-    """Returns drop(x) lora_a in x's dtype; from a device's shards, its summand."""
-    x, lora_a, _ = operands
+def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
+    """Returns drop(x) lora_a in x's dtype.
+
+    If kernel is gathered, this product waits for it. Otherwise XLA, which hides a gather behind the
+    operations before the gathered array is used, hides kernel's behind this short product.
+    """
+    x, lora_a, _, kernel = operands
+    if shard.gathered:
+        x, kernel = lax.optimization_barrier((x, kernel))
+        operands = operands._replace(x=x)
     z = _with_kernel(dropped_product, static, shard, operands)
     if z is None:
         z = dot_general(static.precision, _dropped(static, shard, operands), lora_a, (-1, 0))
-    return z.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)
+    return (shard.sum(z.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)),)
 
 
 def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x)ᵀ dz in `static.dtype`."""
-    x, dz, seed = operands
+    x, dz, seed, _ = operands
     d_lora_a = _with_kernel(dropped_product_back, static, shard, operands)
     if d_lora_a is None:
         # Without this barrier XLA may keep drop(x) from the forward pass instead of computing it.
@@ -54,14 +63,15 @@ def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax
     return (shard.sum(d_lora_a.astype(static.dtype)),)
 
 
+REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s", "i o"), ("t r",), contracted="i")
 REDUCE_BACK = Op(
-    "reduce_back", _reduce_back, Reduction("t i", "t r", "s"), ("i r",), contracted="t"
+    "reduce_back", _reduce_back, Reduction("t i", "t r", "s", ""), ("i r",), contracted="t"
 )
 
 
 def _dropped(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
     """Returns drop(x)."""
-    x, _, seed = operands
+    x, _, seed, _ = operands
     if seed is None:
         return x
     drop = drop_for(static.implementation)
@@ -78,7 +88,7 @@ def _with_kernel(
     kernel: Any, static: Static, shard: Shard, operands: Reduction
 ) -> jax.Array | None:
     """Returns f32 drop(x) right or drop(x)ᵀ right for x [rows, in]; None if XLA computes it."""
-    x, right, seed = operands
+    x, right, seed, _ = operands
     if seed is None:
         return None
     rows, right = x.reshape(-1, x.shape[-1]), right.reshape(-1, right.shape[-1])

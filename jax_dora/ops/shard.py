@@ -69,12 +69,11 @@ class Shard:
         """Returns the sum of the partial sums of the devices."""
         return lax.psum(array, self.summed) if self.summed and array is not None else array
 
-    def gathered_first(self, *arrays: Any) -> tuple[Any, ...]:
-        """Returns a kernel's operands; if some are gathered, nothing uses any before all are there.
+    def as_copies(self, *arrays: Any) -> tuple[Any, ...]:
+        """Returns `arrays` for a kernel; during collectives behind a barrier.
 
-        Otherwise XLA's scheduler starts a gather only before the product of x and lora_a, which it
-        takes for much longer than it is; and XLA joins the kernel with the reading of a stack of
-        layers, so that its scheduler no longer sees the kernel's time.
+        Before the barrier XLA copies the arrays that are parts of stacks. Without it XLA joins the
+        kernel with the reading of the stack, and its scheduler no longer sees the kernel's time.
         """
         return lax.optimization_barrier(arrays) if self.gathered else arrays
 
