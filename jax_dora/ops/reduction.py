@@ -14,6 +14,7 @@ from jax import lax
 from jax_dora.ops import choose
 from jax_dora.ops.dropout import drop_for, kept_share
 from jax_dora.ops.mosaic import dropped_product, dropped_product_back
+from jax_dora.ops.mosaic import reduce as one_product
 from jax_dora.ops.operands import Static
 from jax_dora.ops.shard import Op, Shard
 
@@ -37,14 +38,17 @@ class Reduction(NamedTuple):
 def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x) lora_a in x's dtype.
 
-    If kernel is gathered, this product waits for it. Otherwise XLA, which hides a gather behind the
-    operations before the gathered array is used, hides kernel's behind this short product.
+    Mosaic's product waits for the gather of kernel. Otherwise XLA, which starts a gather as late as
+    it can, would hide it behind this short product.
     """
-    x, lora_a, _, kernel = operands
-    if shard.gathered:
-        x, kernel = lax.optimization_barrier((x, kernel))
-        operands = operands._replace(x=x)
+    x, lora_a, seed, kernel = operands
     z = _with_kernel(dropped_product, static, shard, operands)
+    if z is None and seed is None and shard.gathered:
+        call = (x.size // max(x.shape[-1], 1), *lora_a.shape, x.dtype)
+        choice = choose.choose(static.op, static.implementation, (one_product, call), optional=True)
+        if choice is not None:
+            x, _ = lax.optimization_barrier((x, kernel))
+            z = choice.during_collectives(True).launch(x, lora_a)
     if z is None:
         z = dot_general(static.precision, _dropped(static, shard, operands), lora_a, (-1, 0))
     return (shard.sum(z.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)),)
@@ -63,7 +67,14 @@ def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax
     return (shard.sum(d_lora_a.astype(static.dtype)),)
 
 
-REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s", "i o"), ("t r",), contracted="i")
+REDUCE = Op(
+    "reduce",
+    _reduce,
+    Reduction("t i", "i r", "s", "i o"),
+    ("t r",),
+    contracted="i",
+    is_projection=True,
+)
 REDUCE_BACK = Op(
     "reduce_back", _reduce_back, Reduction("t i", "t r", "s", ""), ("i r",), contracted="t"
 )

@@ -100,10 +100,12 @@ def two_part_product(
         arguments.append(groups.indices)
 
     def body(*refs, left_smem, right_smem, ready, free, chunk_smem, feature_vectors):
-        lefts_gmem, tails_gmem = refs[:2], refs[2 : 2 + len(tails)]  # [rows, k₁], [rows, k₂] each
+        lefts_gmem = refs[: len(bodies)]  # [rows, k₁] and perhaps [rows, k₂]
+        tails_gmem = refs[len(bodies) : len(bodies) + len(tails)]
         # others_gmem: right₁ [k₁, cols], right₂ [k₂, cols], and perhaps vectors [1 or 2, cols] and
         # the groups' indices. out_gmem: [rows, cols] each.
-        others_gmem, out_gmem = refs[2 + len(tails) : -outputs], refs[-outputs:]
+        others_gmem = refs[len(bodies) + len(tails) : -outputs]
+        out_gmem = refs[-outputs:]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         my_tiles = lax.div(tiles - block + blocks - 1, blocks)
 
@@ -116,7 +118,7 @@ def two_part_product(
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            tile_operands = _tile_operands(others_gmem, groups)
+            tile_operands = _tile_operands(others_gmem, len(rights), groups)
 
             def fetch_tile(index, _):
                 row, col = corner(index)
@@ -237,6 +239,8 @@ def two_part_product(
             plgpu.wait_smem_to_gmem(0)
 
     name = "dora_project_back" if transposed else "dora_project"
+    if len(lefts) == 1:
+        name = "dora_reduce"
     right_tile = (c.tile_cols, TILE_K) if transposed else (TILE_K, c.tile_cols)
     results = plgpu.kernel(
         body,
@@ -279,10 +283,10 @@ def _split_tail(
     return ([left[:start] for left in lefts], tails) if start else (tails, [])
 
 
-def _tile_operands(gmem, groups):
+def _tile_operands(gmem, parts, groups):
     """Returns a function that maps a tile's first row to its right operands and [its vectors]."""
     if groups is None:
-        return lambda row: (gmem[:2], gmem[2:])
+        return lambda row: (gmem[:parts], gmem[parts:])
     right1_gmem, right2_gmem, *vectors_gmem, indices_gmem = gmem
     shared_gmem = right1_gmem.at[indices_gmem[groups.indices.size - 1]]
 
