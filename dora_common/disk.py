@@ -1,9 +1,11 @@
-"""Folder locks, flushing files to the disk, and disk errors that name a path."""
+"""Folder locks, checks of new folders, flushing files to the disk, and disk errors that name a
+path."""
 
 import contextlib
 import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,28 @@ def add_path_to_disk_errors(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def check_can_create(folder: Path, flag: str) -> None:
+    """Raises OSError if a folder that does not exist could not be created.
+
+    Args:
+      folder: the new folder; folders above it may be missing too.
+      flag: the flag that names the folder, for the message.
+    """
+    parent = next(one for one in folder.absolute().parents if one.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(
+            f"{flag} {folder} is in {parent}, which is a file; expected a path below a folder"
+        )
+    try:
+        # Permissions alone do not show a read-only file system or a server's refusal.
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except OSError as error:
+        raise OSError(
+            f"{flag} {folder} cannot be created, since {parent} is not writable "
+            f"({error.strerror}); expected a folder in a place where this process may write"
+        ) from error
 
 
 def fsync(path: Path) -> None:

@@ -120,7 +120,10 @@ def freeze(model: nn.Module) -> nn.Module:
 
     Move and cast the model before this call. To keep a trainable model, freeze
     ``copy.deepcopy(model)``. Setting an adapter by hand afterwards does not update the norm;
-    loading one with ``load_state_dict`` does.
+    loading one with ``load_state_dict`` does. ``model.load_state_dict`` also updates the norm if a
+    weight is loaded by the name of another module of ``model`` that has the same weight. If it is
+    loaded by that module's own ``load_state_dict``, or if that module is not in ``model``, the norm
+    stays outdated until you call this function again.
 
     Raises:
         TypeError, ValueError, NotImplementedError: the same errors as :func:`norms`.

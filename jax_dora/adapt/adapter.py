@@ -167,11 +167,11 @@ def set_adapter[Model: nnx.Module](
         adapters = {"french": get_adapter(french), "code": get_adapter(code)}
         model = set_adapter(model, adapters["code"])
 
-    The copy shares the arrays of `model` and of `adapter`, but NumPy arrays are copied. If
-    the weights are sharded and the adapter is on other devices, its arrays are copied and sharded
-    like the weights. Magnitudes in bf16 or fp16 are cast to float32, as in `load_adapter`. A
-    function compiled by `nnx.jit` does not compile again for an adapter with the same layers, ranks
-    and scales.
+    The copy shares the arrays of `model` and of `adapter`, but NumPy arrays are copied. If the
+    weights are sharded, or committed to a device, and the adapter is on other devices, its arrays
+    are copied to the devices of the weights, and sharded like them. Magnitudes in bf16 or fp16 are
+    cast to float32, as in `load_adapter`. A function compiled by `nnx.jit` does not compile again
+    for an adapter with the same layers, ranks and scales.
 
     The dropout of each new layer is on or off like the dropout of the layer that it replaces. If
     that layer has no dropout, the new dropout is on if any module in `model` is in training (its

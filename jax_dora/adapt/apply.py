@@ -31,8 +31,8 @@ def apply_dora[Model: nnx.Module](
 
     The copy computes the same function as `model`, which stays unchanged. The two share the arrays
     of every parameter; no array is copied. A layer keeps its dtype, its bias and its sharding
-    metadata, and its adapter is sharded like its kernel. Dropout of the fresh adapter is on until
-    `model.eval()` turns it off.
+    metadata, and its adapter is on the kernel's devices and sharded like it. Dropout of the fresh
+    adapter is on until `model.eval()` turns it off.
 
     Without `example`, these can be adapted:
 

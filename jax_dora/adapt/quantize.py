@@ -76,6 +76,7 @@ def quantize[Model: nnx.Module](
     check_model(model)
     check_has_values(model, "jax_dora.quantize")
     tile_size = _tile_size(qtype, tile_size)
+    qtype = str(qtype)  # jnp.iinfo refuses a str that is a NumPy scalar, np.str_.
     _check_act_qtype(act_qtype, qtype, tile_size)
     make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Raises here if qwix is missing.
     copy = nnx.clone(model)

@@ -25,6 +25,7 @@ from rich.console import Console
 
 from dora_common.disk import locked
 from jax_dora.commands.flags import (
+    AXES,
     UsageError,
     add_formats,
     folder,
@@ -59,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("devices").add_argument
     add(
         "--mesh",
-        type=mesh,
+        type=mesh(*AXES),
         help="use all devices, as dp=N,fsdp=N,tp=N or auto; one device by default",
     )
     add("--coordinator", metavar="ADDRESS", help="HOST:PORT of the first process, or auto")

@@ -123,20 +123,29 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def mesh(text: str) -> dict[str, int] | Literal["auto"]:
-    """Parses the sizes of a mesh's axes, such as "fsdp=2,tp=4", or "auto"."""
-    if text == "auto":
-        return text
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a mesh: expected auto, or sizes of {', '.join(AXES)} of at least "
-                "1, as in fsdp=4,tp=2"
-            )
-        sizes[name] = int(size)
-    return sizes
+def mesh(*axes: str) -> Callable[[str], dict[str, int] | Literal["auto"]]:
+    """Returns a parser of the sizes of a mesh's axes, such as "fsdp=2,tp=4", or "auto".
+
+    Errors list `axes`, which the command accepts. The other axes of a model's mesh are parsed too,
+    since the command's own error says why it refuses them.
+    """
+    example = ",".join(f"{axis}=2" for axis in axes[-2:])
+
+    def parse(text: str) -> dict[str, int] | Literal["auto"]:
+        if text == "auto":
+            return text
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = part.partition("=")
+            if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+                raise argparse.ArgumentTypeError(
+                    f"{text!r} is not a mesh: expected auto, or sizes of {', '.join(axes)} of at "
+                    f"least 1, as in {example}"
+                )
+            sizes[name] = int(size)
+        return sizes
+
+    return parse
 
 
 def pattern(text: str) -> str:

@@ -9,6 +9,7 @@ dtype. The rounding errors are printed.
 import argparse
 
 import jax_dora
+from dora_common.disk import check_can_create
 from jax_dora.commands import flags
 from jax_dora.commands.flags import usage_errors
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.output.exists():
             raise FileExistsError(f"--output {args.output} exists already; expected a new folder")
+        check_can_create(args.output, "--output")
         folder = base_folder(args)
         model = adapted_model(args, folder)
         if model.lm_head is None and isinstance(model.model.embed_tokens, jax_dora.DoRALayer):

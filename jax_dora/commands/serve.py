@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--adapters", type=Path, metavar="DIR", help="folder of adapters; none by default")
     add("--name", type=_name, help="name of the base model; its folder's name by default")
     add_formats(add, activations=True)
-    add("--mesh", type=mesh, help="use all devices, as tp=N or auto; one device by default")
+    add("--mesh", type=mesh("tp"), help="use all devices, as tp=N or auto; one device by default")
 
     add = parser.add_argument_group("address").add_argument
     add("--host", default="127.0.0.1", help="host name or address to listen on")

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import re
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from flax import nnx
 from rich.console import Console
 
 import jax_dora
+from dora_common.disk import check_can_create
 from jax_dora.finetune import estimate, packing, processes, tiny
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.encoding import Encoder
@@ -289,17 +289,7 @@ def _check_merge(folder: Path, output: Path) -> None:
         raise FileExistsError(
             f"--merge {folder} exists already, or is a folder of the run; expected a new folder"
         )
-    parent = next(one for one in folder.absolute().parents if one.exists())
-    if not parent.is_dir():
-        raise NotADirectoryError(f"--merge {folder} is in {parent}, which is a file")
-    try:
-        # Permissions alone do not show a read-only file system or a server's refusal.
-        tempfile.TemporaryDirectory(dir=parent).cleanup()
-    except OSError as error:
-        raise OSError(
-            f"--merge {folder} cannot be created, since {parent} is not writable "
-            f"({error.strerror}); expected a folder in a place where this process may write"
-        ) from error
+    check_can_create(folder, "--merge")
 
 
 def _digest(rows: packing.Rows) -> str:

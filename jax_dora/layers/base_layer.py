@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_dora.layers.quantised import ARITHMETIC, ROW_WISE_ARITHMETIC
 from jax_dora.ops.quantised import stored
@@ -168,9 +168,14 @@ def sharded_like(
     kernel: nnx.Param, kind: type[nnx.LoRAParam], value: Any, names: tuple[Any, ...]
 ) -> Any:
     """Returns a variable of type `kind` with the kernel's sharding metadata, but with `names` as
-    the names of its own axes. A value with metadata of its own keeps that metadata."""
+    the names of its own axes, on the device that the kernel is committed to. A value with metadata
+    of its own keeps that metadata."""
     if isinstance(value, nnx.VariableMetadata):
         return kind(value)
+    device = _committed_device(kernel)
+    if device is not None and not isinstance(value, Tracer):
+        # Keys that a layer on a mesh has used before are on that mesh, and so is what they draw.
+        value = jax.device_put(value, device)
     metadata = _sharding_metadata(kernel)
     if "out_sharding" in metadata:
         metadata["out_sharding"] = names
@@ -193,6 +198,16 @@ def mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding
     return None
+
+
+def _committed_device(variable: nnx.Variable) -> Any:
+    """Returns the device that a concrete array is committed to; None for an array that is sharded
+    or not committed."""
+    value = stored(variable.get_value())
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array) or not value.committed:
+        return None
+    is_sharded = not isinstance(value.sharding, SingleDeviceSharding)
+    return None if is_sharded else next(iter(value.sharding.device_set))
 
 
 def _sharding_metadata(kernel: nnx.Param) -> dict[str, Any]:

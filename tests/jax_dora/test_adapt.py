@@ -264,6 +264,25 @@ class TestSharding:
         self.place(base.kernel, "data", "model")
         self.expect(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(0)))
 
+    def test_a_layer_on_one_device_after_a_layer_on_the_mesh(self):
+        """Both draw from the same `rngs`."""
+
+        def draw(key, shape, dtype):  # on the key's devices, unlike the draws of NumPy
+            return (jax.random.bits(key, shape) % 7).astype(dtype)
+
+        first, second = (nnx.Linear(8, 8, rngs=nnx.Rngs(seed)) for seed in range(2))
+        self.place(first.kernel, "data", "model")
+        device = jax.devices()[1]
+        second.kernel.set_value(jax.device_put(second.kernel[...], device))
+        model = nnx.Dict(first=first, second=second)
+        rule = DoRARule(".*", 2, 4, lora_a_init=draw)
+        adapted = apply_dora(model, rule, rngs=nnx.Rngs(2))
+        self.expect(adapted.first)
+        layer, x = adapted.second, jnp.ones((2, 8))
+        for array in (layer.lora_a, layer.lora_b, layer.magnitude):
+            assert array.sharding.device_set == {device}
+        assert jnp.array_equal(layer(x), second(x))
+
     @pytest.mark.parametrize("metadata", [{}, {"out_sharding": ("data", "model")}])
     def test_a_closed_over_model_in_a_jitted_function(self, metadata):
         with jax.set_mesh(self.mesh):

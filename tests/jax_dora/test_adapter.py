@@ -23,7 +23,7 @@ from jax_dora import (
     set_adapter,
     with_norms,
 )
-from tests.jax_dora.meshes import automatic
+from tests.jax_dora.meshes import automatic, explicit
 from tests.jax_dora.small_models import (
     ALL,
     UNLIKE,
@@ -214,6 +214,20 @@ def test_an_adapter_of_one_device_in_a_sharded_model():
         chex.assert_trees_all_close(found(x), trained(x), rtol=1e-5)
     given = with_norms(model, jax.device_put(norms(trained), jax.devices()[0]))
     chex.assert_trees_all_close(given(x), trained(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [automatic, explicit])
+def test_an_adapter_of_a_mesh_in_a_model_that_is_committed_to_one_device(axes):
+    base, mesh = nnx.Linear(16, 8, rngs=nnx.Rngs(0)), axes(data=2, model=4)
+    trained = train(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(1)), 1)
+    adapter = jax.device_put(get_adapter(trained), NamedSharding(mesh, P()))
+    device = jax.devices()[1]
+    base.kernel.set_value(jax.device_put(base.kernel[...], device))
+    model, x = set_adapter(base, adapter), jnp.ones((4, 16))
+    for array in (model.lora_a, model.lora_b, model.magnitude):
+        assert array.sharding.device_set == {device}
+    for found in (model, merge_dora(base, adapters=[adapter])):
+        chex.assert_trees_all_close(found(x), trained(x), rtol=1e-5)
 
 
 def test_norms_of_a_mesh_in_a_model_that_is_committed_to_one_device():

@@ -77,6 +77,15 @@ def test_rounding_is_the_same_in_every_program(qtype):
             jax.tree.map(np.testing.assert_array_equal, other, found)
 
 
+@pytest.mark.parametrize("qtype", quantised.FORMATS)
+def test_a_format_may_be_a_str_of_numpy(qtype):
+    found, wanted = (
+        nnx.state(quantize(nnx.Linear(64, 4, rngs=nnx.Rngs(0)), name, path=""))
+        for name in (np.str_(qtype), qtype)
+    )
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found, wanted))
+
+
 def test_a_bf16_kernel_is_rounded_by_its_bf16_scales():
     rng = np.random.default_rng(0)
     array = jnp.asarray(rng.normal(size=(64, 8)), jnp.bfloat16)

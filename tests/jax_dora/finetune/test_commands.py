@@ -179,6 +179,8 @@ def test_merge_refuses_an_embedding_that_is_the_head(model, tmp_path, capsys):
         ("generate --model MODEL --adapter MODEL --prompt x", "has no adapter_config.json"),
         ("generate --adapter nowhere --prompt x", "nowhere has no adapter_config.json"),
         ("merge --model MODEL --output x", "--adapter is missing"),
+        (f"merge --adapter nowhere --output {__file__}", "exists already; expected a new folder"),
+        (f"merge --adapter nowhere --output {__file__}/x", f"{__file__}, which is a file"),
         ("merge --adapter x", "the following arguments are required: --output"),
         ("inspect MODEL", "has no adapter_config.json"),
         ("inspect", "the following arguments are required: FOLDER"),

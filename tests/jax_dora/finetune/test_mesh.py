@@ -216,7 +216,11 @@ def test_a_run_goes_on_on_other_devices(inputs, four, tmp_path):
         (["--mesh", "fsdp=3"], "the mesh dp=1,fsdp=3,tp=1 has 3 devices, but there are 4"),
         (["--mesh", "tp=4"], "the model's num_key_value_heads is 2, but tp of the mesh is 4"),
         (["--mesh", "auto", "--batch", "2"], "--batch is 2, but dp×fsdp of the mesh is 4"),
-        (["--mesh", "ep=4"], "'ep=4' is not a mesh: expected auto, or sizes of dp, fsdp, tp"),
+        (
+            ["--mesh", "ep=4"],
+            "'ep=4' is not a mesh: expected auto, or sizes of dp, fsdp, tp of at least 1, as in "
+            "fsdp=2,tp=2",
+        ),
         (["--mesh", "fsdp=0"], "'fsdp=0' is not a mesh"),
         (["--mesh", "fsdp=2,fsdp=2"], "'fsdp=2,fsdp=2' is not a mesh"),
     ],

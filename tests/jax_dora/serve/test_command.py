@@ -126,6 +126,7 @@ def test_a_key_is_asked_for(model, settings):
         ("--slots 2", "--slots needs --adapters"),
         ("--max-rank 8", "--max-rank needs --adapters"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
+        ("--mesh foo=2", "expected auto, or sizes of tp of at least 1, as in tp=2"),
         ("--mesh dp=2", "--mesh has {'dp': 2}; expected only tp"),
         ("--mesh dp=1,tp=2", "--mesh has {'dp': 1}; expected only tp"),
         ("--mesh tp=3", "the mesh dp=1,fsdp=1,tp=3 has 3 devices"),
