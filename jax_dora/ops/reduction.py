@@ -13,8 +13,7 @@ from jax import lax
 
 from jax_dora.ops import choose
 from jax_dora.ops.dropout import drop_for, kept_share
-from jax_dora.ops.mosaic import dropped_product, dropped_product_back
-from jax_dora.ops.mosaic import reduce as one_product
+from jax_dora.ops.mosaic import dropped_product, dropped_product_back, first_product
 from jax_dora.ops.operands import Static
 from jax_dora.ops.shard import Op, Shard
 
@@ -45,7 +44,8 @@ def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Arra
     z = _with_kernel(dropped_product, static, shard, operands)
     if z is None and seed is None and shard.gathered:
         call = (x.size // max(x.shape[-1], 1), *lora_a.shape, x.dtype)
-        choice = choose.choose(static.op, static.implementation, (one_product, call), optional=True)
+        candidate = (first_product, call)
+        choice = choose.choose(static.op, static.implementation, candidate, optional=True)
         if choice is not None:
             x, _ = lax.optimization_barrier((x, kernel))
             z = choice.during_collectives(True).launch(x, lora_a)

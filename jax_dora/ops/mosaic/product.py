@@ -240,7 +240,7 @@ def two_part_product(
 
     name = "dora_project_back" if transposed else "dora_project"
     if len(lefts) == 1:
-        name = "dora_reduce"
+        name = "dora_first_product"
     right_tile = (c.tile_cols, TILE_K) if transposed else (TILE_K, c.tile_cols)
     results = plgpu.kernel(
         body,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jax_dora.ops.choose import UNLIMITED_BLOCKS
-from jax_dora.ops.mosaic import reduce
+from jax_dora.ops.mosaic import first_product
 from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.drawn import normals
@@ -16,7 +16,8 @@ def check(leading, n_in, rank, dtype, sm_count):
     normal = normals(0)
     x = normal(*leading, n_in).astype(dtype)
     lora_a = normal(n_in, rank, deviation=n_in**-0.5).astype(dtype)
-    z = reduce.launch(x, lora_a, config=reduce.config(0, n_in, rank, dtype), sm_count=sm_count)
+    config = first_product.config(x.size // n_in, n_in, rank, dtype)
+    z = first_product.launch(x, lora_a, config=config, sm_count=sm_count)
     z = jax.block_until_ready(z)
     assert z.dtype == dtype
     assert z.shape == (*leading, rank)
@@ -38,9 +39,9 @@ def test_agrees_with_fp64(on_mosaic, leading, n_in, rank, dtype, sm_count):
 
 
 def test_lowers_for_hopper_at_full_size():
-    options = {"config": reduce.config(4096, 14336, 384, jnp.bfloat16), "sm_count": 132}
-    program = for_cuda(reduce.launch, aval(4096, 14336), aval(14336, 384), **options)
-    assert "dora_reduce" in program
+    options = {"config": first_product.config(4096, 14336, 384, jnp.bfloat16), "sm_count": 132}
+    program = for_cuda(first_product.launch, aval(4096, 14336), aval(14336, 384), **options)
+    assert "dora_first_product" in program
 
 
 @pytest.mark.gpu
