@@ -16,6 +16,7 @@ from tests.jax_dora.meshes import automatic, mesh_of
 pytestmark = pytest.mark.gpus
 
 TOKENS, IN, RANK, OUT = 4096, 8192, 64, 8192
+HIGH_RANK = 384
 SCALE = 0.7
 # The specs of x, the kernel and the result.
 LAYOUTS = {
@@ -27,15 +28,15 @@ LAYOUTS = {
 
 
 @functools.cache
-def problem():
+def problem(rank=RANK):
     rng = np.random.default_rng(0)
 
     def draw(*shape, deviation=1.0, dtype=jnp.bfloat16):
         return jnp.asarray(deviation * rng.standard_normal(shape, np.float32), dtype)
 
     trained = {
-        "lora_a": draw(IN, RANK, deviation=IN**-0.5, dtype=jnp.float32),
-        "lora_b": draw(RANK, OUT, deviation=0.1, dtype=jnp.float32),
+        "lora_a": draw(IN, rank, deviation=IN**-0.5, dtype=jnp.float32),
+        "lora_b": draw(rank, OUT, deviation=0.1, dtype=jnp.float32),
         "magnitude": 1 + draw(OUT, deviation=0.1, dtype=jnp.float32),
         "bias": draw(OUT),
     }
@@ -55,11 +56,11 @@ def run(trained, kernel, x, dy, rate=0.0, implementation=None):
 
 
 @functools.cache
-def wanted(rate):
+def wanted(rate, rank=RANK):
     """Returns XLA's results on one device."""
     with jax.default_matmul_precision("highest"):
         return jax.tree.map(
-            np.asarray, jax.jit(run, static_argnums=(4, 5))(*problem(), rate, "xla")
+            np.asarray, jax.jit(run, static_argnums=(4, 5))(*problem(rank), rate, "xla")
         )
 
 
@@ -68,6 +69,25 @@ def assert_near(found, wanted):
         one, other = (np.asarray(array, np.float32) for array in (one, other))
         # Both are rounded to bf16 several times; a missing or doubled part gives an error of 0.1.
         assert np.linalg.norm(one - other) <= 2.0**-6 * np.linalg.norm(other)
+
+
+def kernels_of_checked(name, kind, rate, rank=RANK):
+    """Checks a layer on two GPUs against one, and returns the number of its program's kernels."""
+    of_x, of_kernel, of_y = LAYOUTS[name]
+    mesh = mesh_of(kind, x=2)
+    into, out = of_kernel
+    specs = {"lora_a": P(into, None), "lora_b": P(None, out), "magnitude": P(out), "bias": P(out)}
+    trained, kernel, x, dy = problem(rank)
+
+    def put(array, spec):
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    trained = {key: put(array, specs[key]) for key, array in trained.items()}
+    placed = (trained, put(kernel, of_kernel), put(x, of_x), put(dy, of_y))
+    with jax.set_mesh(mesh):
+        program = jax.jit(functools.partial(run, rate=rate)).lower(*placed).compile()
+        assert_near(program(*placed), wanted(rate, rank))
+    return program.as_text().count('custom_call_target="mosaic_gpu')
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
@@ -80,22 +100,13 @@ def assert_near(found, wanted):
     ],
 )
 def test_a_layer_on_two_gpus(name, kind, rate):
-    of_x, of_kernel, of_y = LAYOUTS[name]
-    mesh = mesh_of(kind, x=2)
-    into, out = of_kernel
-    specs = {"lora_a": P(into, None), "lora_b": P(None, out), "magnitude": P(out), "bias": P(out)}
-    trained, kernel, x, dy = problem()
+    assert kernels_of_checked(name, kind, rate) >= 3
 
-    def put(array, spec):
-        return jax.device_put(array, NamedSharding(mesh, spec))
 
-    trained = {key: put(array, specs[key]) for key, array in trained.items()}
-    placed = (trained, put(kernel, of_kernel), put(x, of_x), put(dy, of_y))
-    function = functools.partial(run, rate=rate)
-    with jax.set_mesh(mesh):
-        program = jax.jit(function).lower(*placed).compile()
-        assert program.as_text().count("mosaic_gpu") >= 3
-        assert_near(program(*placed), wanted(rate))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_z_has_a_kernel_at_high_ranks_where_kernels_are_gathered(kind):
+    at_low_rank = kernels_of_checked("fsdp", kind, 0.0)
+    assert kernels_of_checked("fsdp", kind, 0.0, HIGH_RANK) == at_low_rank + 1
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25])
