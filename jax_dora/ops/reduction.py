@@ -73,7 +73,6 @@ REDUCE = Op(
     Reduction("t i", "i r", "s", "i o"),
     ("t r",),
     contracted="i",
-    is_projection=True,
 )
 REDUCE_BACK = Op(
     "reduce_back", _reduce_back, Reduction("t i", "t r", "s", ""), ("i r",), contracted="t"

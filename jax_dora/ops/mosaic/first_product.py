@@ -1,32 +1,37 @@
-"""The adapter's first product, for XLA's scheduler: z = x A.
+"""The adapter's first product, z = x A, in a time that XLA's scheduler knows.
 
     x  [rows, in]   A  [in, r]   z  [rows, r]     all bf16 or all fp16
 
-XLA's own product is as fast. But where XLA divides `in` among more tiles, its scheduler takes the
-product for up to 50 times as long as it is, and then expects it to hide the gathering of a kernel.
+XLA's own product is as fast. But XLA divides `in` if there are fewer tiles than multiprocessors,
+and its scheduler takes the divided product for up to 50 times as long as it is. It then expects the
+product to hide the gathering of a kernel (`h200x2/tried.jsonl`).
 
 FLOPs, bytes and the kernel: see `product`, with k₁ = in and no k₂.
 """
 
 import jax
+from jax.experimental import pallas as pl
 
+from jax_dora.ops.choose import HOPPER_SM_COUNT
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.product import two_part_product
 from jax_dora.ops.mosaic.product_tiling import Config
 from jax_dora.ops.mosaic.product_tiling import refuses as refuses
 
-# From this rank on the kernel's tiles occupy the GPU without dividing `in`.
-LEAST_ROWS, LEAST_RANK = 2048, 256
+TILE = 128
+# With fewer tiles, too many multiprocessors have none; with more, XLA does not divide `in`.
+FEWEST_TILES, MOST_TILES = 2 * HOPPER_SM_COUNT // 3, HOPPER_SM_COUNT
 
 
 def wins(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Returns whether a step in which kernels are gathered was faster with the kernel."""
-    return rows >= LEAST_ROWS and rank >= LEAST_RANK
+    """Returns whether a step with gathered kernels is faster with this kernel, as measured with
+    4096 rows at rank 384: 96 tiles (H200, c6113aa, `benchmarks scale`)."""
+    return FEWEST_TILES <= pl.cdiv(rows, TILE) * pl.cdiv(rank, TILE) <= MOST_TILES
 
 
 def config(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) -> Config:
     """Returns the config, with small tiles: z has few columns."""
-    return Config(tile_rows=128, tile_cols=128, stages=6)
+    return Config(tile_rows=TILE, tile_cols=TILE, stages=6)
 
 
 @launcher()

@@ -1,5 +1,5 @@
 """The sum of two matrix products in one accumulator: the kernel of `project`, `project_back` and
-`bank_project`.
+`bank_project`. `first_product` has only the first product.
 
     result = g∘(left₁ right₁ + left₂ right₂) [+ bias]
 
@@ -50,8 +50,8 @@ class Groups(NamedTuple):
 
 
 def two_part_product(
-    lefts: tuple[jax.Array, jax.Array],
-    rights: tuple[jax.Array, jax.Array],
+    lefts: tuple[jax.Array, ...],
+    rights: tuple[jax.Array, ...],
     vectors: list[jax.Array],
     *,
     outputs: int = 1,
@@ -63,8 +63,9 @@ def two_part_product(
     """Returns [g∘sum + bias] with sum = left₁ right₁ + left₂ right₂; or [g∘sum + bias, sum].
 
     Args:
-      lefts: left₁ and left₂, [rows, k].
-      rights: right₁ and right₂, [k, cols], or [cols, k] if `transposed`; with groups [n, k, cols].
+      lefts: left₁ and perhaps left₂, [rows, k].
+      rights: right₁ and perhaps right₂, [k, cols], or [cols, k] if `transposed`; with groups
+        [n, k, cols].
       vectors: [], [g] or [g, bias], f32[cols]; with groups f32[groups, cols].
       outputs: 1, or 2 to return the sum too.
       transposed: whether the right operands are transposed.
@@ -267,7 +268,7 @@ def two_part_product(
 
 
 def _split_tail(
-    lefts: tuple[jax.Array, jax.Array], start: int
+    lefts: tuple[jax.Array, ...], start: int
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns (bodies, tails): the left operands, with numbers of rows that TMA supports.
 

@@ -56,7 +56,7 @@ def test_a_program_for_several_devices_is_partitioned(on_hopper):
 
 
 def test_the_scheduler_knows_how_long_a_projection_takes(on_hopper):
-    """Each of four devices computes a quarter of the FLOPs at `FLOP_RATE`; the norm and what is
+    """Each of four devices computes a quarter of the FLOPs at `FLOP_RATE`; the norm, z and what is
     summed in the backward pass have the time of all other operators."""
     rows, *others = LAYER
     rows = jax.ShapeDtypeStruct((4 * ROWS, IN), BF16, sharding=P("data"))
@@ -68,8 +68,7 @@ def test_the_scheduler_knows_how_long_a_projection_takes(on_hopper):
         text = for_cuda(jax.grad(loss, (0, 2, 3, 4)), rows, *others)
     found = re.findall(r'CustomSPMD.*latency_metadata = "(\d+)"', text)
     product, other = 2 * ROWS * IN * OUT / primitive.FLOP_RATE, primitive.SECONDS
-    z = product * RANK / OUT
-    assert found == [str(round(1e9 * one)) for one in (other, z, product, other, product)]
+    assert found == [str(round(1e9 * one)) for one in (other, other, product, other, product)]
 
 
 INT8 = qwix.QArray(aval(IN, OUT, dtype=jnp.int8), aval(1, OUT, dtype=F32), None, jnp.int8)
@@ -198,17 +197,33 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("rank", "kernel_spec", "kernels"), [(384, ROWS_CUT, 1), (384, WHOLE, 0), (64, ROWS_CUT, 0)]
+    ("rows", "rank", "kernel_spec", "kernels"),
+    [
+        (4096, 384, ROWS_CUT, 1),
+        (4096, 384, WHOLE, 0),
+        (4096, 64, ROWS_CUT, 0),
+        (8192, 384, ROWS_CUT, 0),
+    ],
 )
-def test_z_is_a_kernel_that_waits_where_kernels_are_gathered(on_hopper, rank, kernel_spec, kernels):
-    static = Static("dora_linear", None, global_shape=(2 * ROWS, IN))
-    operands = Reduction(aval(2 * ROWS, IN), aval(IN, rank), None, aval(IN, OUT))
+def test_z_is_a_kernel_that_waits_where_kernels_are_gathered(
+    on_hopper, rows, rank, kernel_spec, kernels
+):
+    static = Static("dora_linear", None, global_shape=(2 * rows, IN))
+    operands = Reduction(aval(2 * rows, IN), aval(IN, rank), None, aval(IN, OUT))
     specs = [ROWS_CUT, kernel_spec, kernel_spec]
     text, taken = of_device(REDUCE, static, operands, automatic(data=2), specs, [ROWS_CUT])
     assert taken == [ROWS_CUT, WHOLE, WHOLE]
     assert text.count("custom_call @mosaic_gpu") == kernels
     waits = re.findall(rf"optimization_barrier %.*tensor<{IN}x{OUT}xbf16>", text)
     assert len(waits) == kernels
+
+
+def test_z_waits_for_quantised_kernels(on_hopper):
+    static = Static("dora_linear", None, global_shape=(8192, IN))
+    operands = Reduction(aval(8192, IN), aval(IN, 384), None, INT8)
+    specs = [ROWS_CUT, ROWS_CUT, ROWS_CUT, WHOLE]
+    text, _ = of_device(REDUCE, static, operands, automatic(data=2), specs, [ROWS_CUT])
+    assert re.findall(rf"optimization_barrier %.*tensor<{IN}x{OUT}xi8>", text)
 
 
 def test_the_norm_sums_only_vectors(on_hopper):
