@@ -172,10 +172,10 @@ def sharded_like(
     of its own keeps that metadata."""
     if isinstance(value, nnx.VariableMetadata):
         return kind(value)
-    device = _committed_device(kernel)
-    if device is not None and not isinstance(value, Tracer):
+    array = stored(kernel.get_value())
+    if isinstance(getattr(array, "sharding", None), SingleDeviceSharding):
         # Keys that a layer on a mesh has used before are on that mesh, and so is what they draw.
-        value = jax.device_put(value, device)
+        value = on_devices_of(array, value)
     metadata = _sharding_metadata(kernel)
     if "out_sharding" in metadata:
         metadata["out_sharding"] = names
@@ -198,16 +198,6 @@ def mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding
     return None
-
-
-def _committed_device(variable: nnx.Variable) -> Any:
-    """Returns the device that a concrete array is committed to; None for an array that is sharded
-    or not committed."""
-    value = stored(variable.get_value())
-    if isinstance(value, Tracer) or not isinstance(value, jax.Array) or not value.committed:
-        return None
-    is_sharded = not isinstance(value.sharding, SingleDeviceSharding)
-    return None if is_sharded else next(iter(value.sharding.device_set))
 
 
 def _sharding_metadata(kernel: nnx.Param) -> dict[str, Any]:

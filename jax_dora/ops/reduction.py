@@ -56,7 +56,7 @@ def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Arra
 
 def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x)ᵀ dz in `static.dtype`."""
-    x, dz, seed, _ = operands
+    x, dz, seed, *_ = operands
     d_lora_a = _with_kernel(dropped_product_back, static, shard, operands)
     if d_lora_a is None:
         # Without this barrier XLA may keep drop(x) from the forward pass instead of computing it.
@@ -67,13 +67,7 @@ def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax
     return (shard.sum(d_lora_a.astype(static.dtype)),)
 
 
-REDUCE = Op(
-    "reduce",
-    _reduce,
-    Reduction("t i", "i r", "s", "i o"),
-    ("t r",),
-    contracted="i",
-)
+REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s", "i o"), ("t r",), contracted="i")
 REDUCE_BACK = Op(
     "reduce_back", _reduce_back, Reduction("t i", "t r", "s", ""), ("i r",), contracted="t"
 )
@@ -81,7 +75,7 @@ REDUCE_BACK = Op(
 
 def _dropped(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
     """Returns drop(x)."""
-    x, _, seed, _ = operands
+    x, seed = operands.x, operands.seed
     if seed is None:
         return x
     drop = drop_for(static.implementation)
@@ -98,7 +92,7 @@ def _with_kernel(
     kernel: Any, static: Static, shard: Shard, operands: Reduction
 ) -> jax.Array | None:
     """Returns f32 drop(x) right or drop(x)ᵀ right for x [rows, in]; None if XLA computes it."""
-    x, right, seed, _ = operands
+    x, right, seed, *_ = operands
     if seed is None:
         return None
     rows, right = x.reshape(-1, x.shape[-1]), right.reshape(-1, right.shape[-1])

@@ -373,20 +373,25 @@ def test_what_is_said_of_several_gpus():
     )
     small, low = (("step, fsdp", model, 64) for model in ("qwen3", "llama3"))
     large = "step, fsdp", "llama3", 384
-    of_kinds = {
-        (variant, line["kind"]): f"{line['ms']:.1f}"
-        for variant in (
-            "z in the projection, behind gathers",
-            "z by XLA, behind the gather",
-            "z by a kernel, behind the gather",
-            "z by XLA, without waiting",
-        )
-        for line in rows("tried", "h200x2", rank=384, variant=variant)
+
+    def of_kinds(variant):
+        lines = [
+            row("tried", "h200x2", rank=384, variant=variant, kind=kind)
+            for kind in ("DoRA", "LoRA")
+        ]
+        return [f"{line['ms']:.1f}" for line in lines] + [f"{lines[0]['over_lora']:.3f}"]
+
+    within = of_kinds("z in the projection, behind gathers")
+    xla_waits = of_kinds("z by XLA, behind the gather")
+    at_once = of_kinds("z by XLA, without waiting")
+    waits = of_kinds("z by a kernel, behind the gather")
+    divided = {
+        inputs: [
+            row("tried", "h200x2", what=what, **{"in": inputs})["us"]
+            for what in ("x A by XLA, divided", "x A by XLA, divided, as estimated")
+        ]
+        for inputs in (4096, 14336)
     }
-    within, xla_waits, waits, before = (
-        [of_kinds[variant, kind] for kind in ("DoRA", "LoRA")]
-        for variant in dict.fromkeys(variant for variant, _ in of_kinds)
-    )
 
     def by_kernel(variant=None, **fields):
         found = rows("tried", "h100", what="few rows, by kernel", qtype="nf4", **fields)
@@ -402,9 +407,12 @@ def test_what_is_said_of_several_gpus():
         f"at rank 64 {kernel[low]:.1f} instead of {xla[low]:.1f} on two H100s",
         f"{xla_waits[0]} ms, where LoRA takes {xla_waits[1]}.",
         f"{within[0]} ms, where LoRA takes {within[1]}.",
-        f"takes {waits[0]} ms, where LoRA takes {waits[1]}, a ratio of "
-        f"{float(waits[0]) / float(waits[1]):.3f}; before, on other cards, {before[0]} and "
-        f"{before[1]}, a ratio of {float(before[0]) / float(before[1]):.3f}",
+        f"takes {waits[0]} ms, where LoRA takes {waits[1]}, a ratio of {waits[2]}; before, on "
+        f"other cards, {at_once[0]} and {at_once[1]}, a ratio of {at_once[2]}",
+        *(
+            f"with {inputs:,} inputs {measured:.1f} µs, which it takes for {estimated:,.0f}"
+            for inputs, (measured, estimated) in divided.items()
+        ),
         "32 rows take {us} µs for the products and {finish_us} for the sums".format_map(
             by_kernel(rows=32)
         ),

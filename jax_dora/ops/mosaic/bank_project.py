@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_dora.ops.mosaic import hopper, product_tiling
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.product import Groups, two_part_product
+from jax_dora.ops.mosaic.product import Groups, sum_of_products
 from jax_dora.ops.mosaic.product_tiling import Config
 
 
@@ -77,10 +77,11 @@ def launch(
             jnp.broadcast_to(bias, (groups, out)),
         ]
     z = z.reshape(-1, rank)
-    (y,) = two_part_product(
+    (y,) = sum_of_products(
         (x.reshape(-1, in_features), hopper.pad(z, z.shape[0], hopper.padded_rank(rank))),
         (kernel, lora_b),
         vectors,
+        name="dora_bank_project",
         groups=Groups(time, jnp.append(slot, layer.astype(slot.dtype))),
         config=config,
         sm_count=sm_count,

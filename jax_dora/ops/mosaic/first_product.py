@@ -2,9 +2,9 @@
 
     x  [rows, in]   A  [in, r]   z  [rows, r]     all bf16 or all fp16
 
-XLA's own product is as fast. But XLA divides `in` if there are fewer tiles than multiprocessors,
-and its scheduler takes the divided product for up to 50 times as long as it is. It then expects the
-product to hide the gathering of a kernel (`h200x2/tried.jsonl`).
+If there are fewer tiles than multiprocessors, XLA's own product divides `in`, and its scheduler
+takes the divided product for more than 50 times as long as it is. It then expects the product to
+hide the gathering of a kernel (`h200x2/tried.jsonl`).
 
 FLOPs, bytes and the kernel: see `product`, with k₁ = in and no k₂.
 """
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from jax_dora.ops.choose import HOPPER_SM_COUNT
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.product import two_part_product
+from jax_dora.ops.mosaic.product import sum_of_products
 from jax_dora.ops.mosaic.product_tiling import Config
 from jax_dora.ops.mosaic.product_tiling import refuses as refuses
 
@@ -38,5 +38,7 @@ def config(rows: int, in_features: int, rank: int, dtype: jax.typing.DTypeLike) 
 def launch(x: jax.Array, lora_a: jax.Array, *, config: Config, sm_count: int) -> jax.Array:
     """Returns z [..., r] for x [..., in]."""
     rows = x.reshape(-1, x.shape[-1])
-    (z,) = two_part_product((rows,), (lora_a,), [], config=config, sm_count=sm_count)
+    (z,) = sum_of_products(
+        (rows,), (lora_a,), [], name="dora_first_product", config=config, sm_count=sm_count
+    )
     return z.reshape(*x.shape[:-1], lora_a.shape[1])

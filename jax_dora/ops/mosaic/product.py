@@ -49,11 +49,12 @@ class Groups(NamedTuple):
     indices: jax.Array
 
 
-def two_part_product(
+def sum_of_products(
     lefts: tuple[jax.Array, ...],
     rights: tuple[jax.Array, ...],
     vectors: list[jax.Array],
     *,
+    name: str,
     outputs: int = 1,
     transposed: bool = False,
     groups: Groups | None = None,
@@ -67,6 +68,7 @@ def two_part_product(
       rights: right₁ and perhaps right₂, [k, cols], or [cols, k] if `transposed`; with groups
         [n, k, cols].
       vectors: [], [g] or [g, bias], f32[cols]; with groups f32[groups, cols].
+      name: the name that programs show.
       outputs: 1, or 2 to return the sum too.
       transposed: whether the right operands are transposed.
       groups: the groups of rows, or None.
@@ -103,7 +105,7 @@ def two_part_product(
     def body(*refs, left_smem, right_smem, ready, free, chunk_smem, feature_vectors):
         lefts_gmem = refs[: len(bodies)]  # [rows, k₁] and perhaps [rows, k₂]
         tails_gmem = refs[len(bodies) : len(bodies) + len(tails)]
-        # others_gmem: right₁ [k₁, cols], right₂ [k₂, cols], and perhaps vectors [1 or 2, cols] and
+        # others_gmem: right₁ [k₁, cols], and perhaps right₂ [k₂, cols], vectors [1 or 2, cols] and
         # the groups' indices. out_gmem: [rows, cols] each.
         others_gmem = refs[len(bodies) + len(tails) : -outputs]
         out_gmem = refs[-outputs:]
@@ -239,9 +241,6 @@ def two_part_product(
             lax.fori_loop(0, my_tiles, consume_tile, None)
             plgpu.wait_smem_to_gmem(0)
 
-    name = "dora_project_back" if transposed else "dora_project"
-    if len(lefts) == 1:
-        name = "dora_first_product"
     right_tile = (c.tile_cols, TILE_K) if transposed else (TILE_K, c.tile_cols)
     results = plgpu.kernel(
         body,
@@ -261,7 +260,7 @@ def two_part_product(
             ),
             "feature_vectors": feature_vectors,
         },
-        kernel_name=name if groups is None else "dora_bank_project",
+        kernel_name=name,
     )(*arguments)
     # Without this barrier XLA launches the kernel twice if a scan both stacks and reads a result.
     return [lax.optimization_barrier(result) for result in results]

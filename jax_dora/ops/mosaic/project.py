@@ -13,7 +13,7 @@ import jax
 
 from jax_dora.ops.mosaic.hopper import pad, padded_rank
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.product import two_part_product
+from jax_dora.ops.mosaic.product import sum_of_products
 from jax_dora.ops.mosaic.product_tiling import Config
 from jax_dora.ops.mosaic.product_tiling import config as config
 from jax_dora.ops.mosaic.product_tiling import refuses as refuses
@@ -42,10 +42,11 @@ def launch(
     x, z = x.reshape(-1, x.shape[-1]), z.reshape(-1, z.shape[-1])
     rank = padded_rank(z.shape[1])
     z, lora_b = pad(z, z.shape[0], rank), pad(lora_b, rank, lora_b.shape[1])
-    y, *inner = two_part_product(
+    y, *inner = sum_of_products(
         (x, z),
         (kernel, lora_b),
         vectors,
+        name="dora_project",
         outputs=2 if want_inner else 1,
         config=config,
         sm_count=sm_count,

@@ -11,7 +11,7 @@ import jax
 
 from jax_dora.ops.mosaic.hopper import pad, padded_rank
 from jax_dora.ops.mosaic.launch import launcher
-from jax_dora.ops.mosaic.product import two_part_product
+from jax_dora.ops.mosaic.product import sum_of_products
 from jax_dora.ops.mosaic.product_tiling import Config
 from jax_dora.ops.mosaic.product_tiling import config as config_of
 from jax_dora.ops.mosaic.product_tiling import refuses as refuses
@@ -38,7 +38,13 @@ def launch(
     d, dz = d.reshape(-1, d.shape[-1]), dz.reshape(-1, dz.shape[-1])
     rank = padded_rank(dz.shape[1])
     dz, lora_a = pad(dz, dz.shape[0], rank), pad(lora_a, lora_a.shape[0], rank)
-    (dx,) = two_part_product(
-        (d, dz), (kernel, lora_a), [], transposed=True, config=config, sm_count=sm_count
+    (dx,) = sum_of_products(
+        (d, dz),
+        (kernel, lora_a),
+        [],
+        name="dora_project_back",
+        transposed=True,
+        config=config,
+        sm_count=sm_count,
     )
     return dx.reshape(shape)
