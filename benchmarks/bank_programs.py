@@ -13,7 +13,7 @@ from jax import lax
 import jax_dora
 from benchmarks.model.protocol import Protocol
 from jax_dora.bank.layers import BankArray, apply_together
-from jax_dora.models.decoder import unstacked
+from jax_dora.models.stack import unstacked
 from jax_dora.ops.bank_slots import Slots
 
 

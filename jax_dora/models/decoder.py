@@ -6,7 +6,6 @@ module. Its arrays have a leading layer axis, and the forward pass scans over th
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jax_dora.models.attention import Segments, find_segments
 from jax_dora.models.cache import Cache, LayerCache
 from jax_dora.models.config import DecoderConfig
 from jax_dora.models.layer import INIT, DecoderLayer, MakeLinear, RMSNorm, linear_options
+from jax_dora.models.stack import scan, unrolled_scan, unstacked
 from jax_dora.ops.quantised import is_quantised
 
 
@@ -80,9 +80,9 @@ class Decoder(nnx.Module):
             one_layer = jax.checkpoint(one_layer, policy=kept, prevent_cse=config.unroll)
         if config.unroll:
             layers = unstacked((streams, arrays), config.num_hidden_layers)
-            x, streams = _unrolled_scan(one_layer, x, layers)
+            x, streams = unrolled_scan(one_layer, x, layers)
         else:
-            x, streams = lax.scan(one_layer, x, (streams, arrays))
+            x, streams = scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)
         return x
 
@@ -108,9 +108,9 @@ class Decoder(nnx.Module):
         x, count = self.embed_tokens(tokens), self.config.num_hidden_layers
         if self.config.unroll:
             layers = enumerate(unstacked(arrays, count))
-            x, added = _unrolled_scan(one_layer, x, layers)
+            x, added = unrolled_scan(one_layer, x, layers)
         else:
-            x, added = lax.scan(one_layer, x, (jnp.arange(count), arrays))
+            x, added = scan(one_layer, x, (jnp.arange(count), arrays))
         # The cache is written after all layers have read it. Otherwise XLA would copy the cache.
         x, (keys, values) = lax.optimization_barrier((x, added))
         return self.norm(x), cache.with_tokens(keys, values, positions, counts, rows)
@@ -252,22 +252,3 @@ def _stacked_layers(config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -
     keys = jax.random.split(rngs.params(), config.num_hidden_layers)
     graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
     return nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
-
-
-def _unrolled_scan(function: Any, x: jax.Array, layers: Iterable[Any]) -> tuple[Any, Any]:
-    """Returns the result of `lax.scan(function, x, layers)`, without a loop in the program."""
-    results = []
-    for layer in layers:
-        x, result = function(x, layer)
-        results.append(result)
-    return x, jax.tree.map(lambda *arrays: jnp.stack(arrays), *results)
-
-
-def unstacked(tree: Any, count: int) -> list[Any]:
-    """Returns the layers of a stack as a list.
-
-    `lax.split` needs only one copy to stack the gradients again.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    parts = [[part[0] for part in lax.split(leaf, [1] * count)] for leaf in leaves]
-    return [structure.unflatten(layer) for layer in zip(*parts, strict=True)]

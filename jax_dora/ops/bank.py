@@ -13,22 +13,21 @@ adapter whose rank is below the bank's maximum is contiguous in memory.
 - `bank_projection` also computes base, if it is not used elsewhere.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops import choose, primitive
-from jax_dora.ops import mesh as meshes
+from jax_dora.ops import choose
 from jax_dora.ops.bank_slots import Rows, Slots, compose_rows, rows_of
 from jax_dora.ops.bank_xla import low_rank_product
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_expand, bank_few_rows, bank_rows
 from jax_dora.ops.mosaic.bank_rows_sizes import Member, plan
 from jax_dora.ops.operands import Static
+from jax_dora.ops.primitive import call_differentiable
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
 
@@ -157,25 +156,6 @@ def step_of(
         choose.choose(op, implementation, *_candidates(call), optional=True) for call in calls
     )
     return plan(ids, slots) if has_kernel else None
-
-
-def call_differentiable(
-    op: Op, define: Callable[[Any, Any], tuple[jax.Array, ...]], static: Any, operands: Any
-) -> tuple[jax.Array, ...]:
-    """Returns the results of an operator. Its gradient is that of `define`, its definition."""
-    return meshes.differentiable(_call)((op, define, static), meshes.vary_alike(operands))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _call(call: tuple[Op, Any, Any], operands: Any) -> tuple[jax.Array, ...]:
-    op, _, static = call
-    return primitive.call(op, static, operands)
-
-
-@_call.defjvp
-def _call_jvp(call: tuple[Op, Any, Any], primals: Any, tangents: Any) -> Any:
-    _, define, static = call
-    return jax.jvp(functools.partial(define, static), primals, tangents)
 
 
 class Expansion(NamedTuple):

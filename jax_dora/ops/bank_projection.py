@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import choose, primitive
-from jax_dora.ops.bank import EXPAND, Expansion, call_differentiable, expand
+from jax_dora.ops.bank import EXPAND, Expansion, expand
 from jax_dora.ops.bank_slots import Slots, rows_of
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_project, bank_shrink
 from jax_dora.ops.operands import Static
+from jax_dora.ops.primitive import call_differentiable
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
 

@@ -31,7 +31,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_dora.ops.choose import PLAIN, interpreted
-from jax_dora.ops.mesh import to_unvarying, vary, varying
+from jax_dora.ops.mesh import differentiable, to_unvarying, vary, vary_alike, varying
 from jax_dora.ops.shard import UNSHARDED, Names, Op, Shard, spec
 
 # What XLA's scheduler is told of a Hopper GPU: the rates of projections in a training step, in
@@ -60,6 +60,26 @@ def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
     params = {"op": op, "static": static, "tree": tree}
     shapes = _shapes(map(jax.typeof, leaves), **params)
     return jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
+
+
+def call_differentiable(
+    op: Op, define: Callable[[Any, Any], tuple[jax.Array, ...]], static: Any, operands: Any
+) -> tuple[jax.Array, ...]:
+    """Returns the results of `call`. Their gradient is that of `define`, the operator's definition,
+    a function of (static, operands)."""
+    return differentiable(_call_with_gradient)((op, define, static), vary_alike(operands))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _call_with_gradient(settings: tuple[Op, Any, Any], operands: Any) -> tuple[jax.Array, ...]:
+    op, _, static = settings
+    return call(op, static, operands)
+
+
+@_call_with_gradient.defjvp
+def _jvp_of_definition(settings: tuple[Op, Any, Any], primals: Any, tangents: Any) -> Any:
+    _, define, static = settings
+    return jax.jvp(functools.partial(define, static), primals, tangents)
 
 
 # Jitted so that the abstract evaluation and the lowering share one trace of the operator.

@@ -40,7 +40,7 @@ def launch(
     stages = min(config.expand_stages, pl.cdiv(sizes.in_use, WARPS) * WARPS)
     splits, count, rows, _ = parts.shape
     strips = [m.lora_b.shape[2] // COLS for m in members]
-    layout = few_rows_layout.layout(dtype)
+    layout = few_rows_layout.layout(COLS)
     operands = [[getattr(m, name) for m in members] for name in ("first", "rank", "lora_b")]
 
     def kernel(parts_gmem, plan_gmem, *rest, smem, ready):
@@ -84,7 +84,7 @@ def launch(
         for split in range(splits):
             part = parts_gmem.at[split, member]
             z = z + plgpu.load(part, layout=layout, optimized=False)
-        few_rows_layout.store(z.astype(dtype), smem["z"].at[:, pl.ds(0, DEPTH)], dtype)
+        few_rows_layout.store(z.astype(dtype), smem["z"].at[:, pl.ds(0, DEPTH)])
         plgpu.commit_smem()
 
         def multiply_slot(index, sums):
@@ -98,7 +98,7 @@ def launch(
             return jnp.where(slot_indices == index, product, sums)
 
         sums = lax.fori_loop(0, in_use, multiply_slot, zero)
-        few_rows_layout.store(sums.astype(dtype), smem["y"], dtype)
+        few_rows_layout.store(sums.astype(dtype), smem["y"])
         plgpu.commit_smem()
 
         def store(m):

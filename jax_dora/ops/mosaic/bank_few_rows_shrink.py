@@ -39,7 +39,7 @@ def launch(
     tiles = sizes.in_features // TILE_K
     split_tiles = pl.cdiv(tiles, config.splits)
     splits, stages = pl.cdiv(tiles, split_tiles), min(config.shrink_stages, split_tiles)
-    layout = few_rows_layout.layout(dtype)
+    layout = few_rows_layout.layout(COLS)
     operands = [[getattr(m, name) for m in members] for name in ("first", "rank", "lora_a")]
 
     def kernel(x_gmem, plan_gmem, *rest, smem, ready, planned):
@@ -93,7 +93,7 @@ def launch(
             total = lax.fori_loop(0, length, add, zero)
             column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=layout)
             total = jnp.where(column < rank, total, 0.0)
-            few_rows_layout.store(total, smem["out"], dtype)
+            few_rows_layout.store(total, smem["out"])
             plgpu.commit_smem()
             plgpu.barrier_wait(planned)
 

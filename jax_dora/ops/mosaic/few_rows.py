@@ -1,4 +1,6 @@
-"""A projection of few rows, as in decoding: y = g∘(x W + s·(x A) B) + bias. W may be quantised.
+"""A projection of few rows, as in decoding: y = g∘(x W + s·(x A) B) + bias, or y = x W.
+
+W may be quantised.
 
     x  [rows, in]  bf16 or fp16
     W  [in, out]   x's dtype; or W = σ∘v(q)
@@ -12,29 +14,27 @@ to the sums over a tile, the scales of whole columns to the result.
 
 There are two kernels. `few_rows_sums` reads W and A and writes partial sums of x W and x A.
 `few_rows_finish` adds the partial sums in a fixed order and computes the rest. `few_rows_tile`
-multiplies one tile. More than `PASS_ROWS` rows take several passes over W.
+multiplies one tile.
 
-Bytes: W, σ and A once per pass; the floor is bytes / read rate. x and the partial sums stay in the
-L2 cache.
+Bytes: W, σ and A once; the floor is bytes / read rate. x and the partial sums stay in the L2 cache.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
-from jax_dora.ops.mosaic import few_rows_finish, few_rows_sums, few_rows_tile, few_rows_tiling
-from jax_dora.ops.mosaic.hopper import SHARED_MEMORY, pad
+from jax_dora.ops.mosaic import few_rows_finish, few_rows_sums, few_rows_tiling
+from jax_dora.ops.mosaic.hopper import SHARED_MEMORY
 from jax_dora.ops.mosaic.launch import launcher
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config
 from jax_dora.ops.quantised import Format, bits, repeated
 
 MOST_ROWS = 64
 MOST_RANK = 128
-# The rows of a pass, by the bits per element of W. With 4 bits a tile has twice as many columns, so
-# that a thread's sums take twice as many registers per row.
-PASS_ROWS = {4: 32, 8: 64, 16: 64}
+# Up to this number of rows, a tile of 4-bit codes has 256 columns. More rows need twice the
+# registers for a column's sums.
+WIDE_ROWS = 32
 
 
 def refuses(
@@ -48,7 +48,7 @@ def refuses(
     """Returns why a call is not supported, or None.
 
     Args:
-      rows, in_features, out, rank: the sizes.
+      rows, in_features, out, rank: the sizes; the rank is 0 without an adapter.
       form: the format of a quantised W, or None for W of x's dtype.
       dtype: x's dtype.
     """
@@ -56,15 +56,15 @@ def refuses(
         return f"x has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
     if not 1 <= rows <= MOST_ROWS:
         return f"there are {rows} rows, not 1 to {MOST_ROWS}"
-    if not 1 <= rank <= MOST_RANK:
-        return f"the adapter's rank is {rank}, not 1 to {MOST_RANK}"
+    if not 0 <= rank <= MOST_RANK:
+        return f"the adapter's rank is {rank}, not up to {MOST_RANK}"
     if form is not None and form.has_zero_point:
         return f"the kernel's format is {form} with zero points"
     if in_features == 0 or in_features % TILE_ROWS:
         return f"in = {in_features} is not a multiple of {TILE_ROWS}"
     if form is not None and form.tile[0] % TILE_ROWS:
         return f"the kernel's format is {form}; a tile's rows must be a multiple of {TILE_ROWS}"
-    width = _tile_cols(form)
+    width = 64 if form is None else 128
     if out == 0 or out % width:
         return f"out = {out} is not a multiple of {width}"
     return None
@@ -82,21 +82,17 @@ def config(
     """Returns the config for a supported call: the most stages that fit into shared memory."""
     w_dtype = dtype if form is None else form.stored
     tiled = form is not None and form.tile[0] < in_features
-    pass_rows = min(rows, PASS_ROWS[bits(w_dtype)])
+    cols = 64 if form is None else 128
+    if bits(w_dtype) == 4 and rows <= WIDE_ROWS and out % 256 == 0:
+        cols = 256
 
     def fits(config: Config) -> bool:
-        needed = few_rows_tiling.shared_memory(pass_rows, rank, w_dtype, tiled, config)
-        return needed <= SHARED_MEMORY
+        return few_rows_tiling.shared_memory(rows, rank, w_dtype, tiled, config) <= SHARED_MEMORY
 
     # (slots, stages): see `few_rows_sums`.
     candidates = ((4, 2), (3, 2), (2, 2), (2, 1))
-    configs = [Config(_tile_cols(form), stages, slots) for slots, stages in candidates]
+    configs = [Config(cols, stages, slots) for slots, stages in candidates]
     return next(filter(fits, configs), configs[-1])
-
-
-def _tile_cols(form: Format | None) -> int:
-    """Returns the columns of a tile of W, whose rows have 128 bytes."""
-    return few_rows_tile.TILE_BYTES // 2 if form is None else few_rows_tile.TILE_BYTES * form.packed
 
 
 @launcher()
@@ -104,8 +100,8 @@ def launch(
     x: jax.Array,
     w: jax.Array,
     scales: jax.Array | None,
-    lora_a: jax.Array,
-    lora_b: jax.Array,
+    lora_a: jax.Array | None,
+    lora_b: jax.Array | None,
     g: jax.Array | None,
     scale: jax.Array,
     bias: jax.Array | None = None,
@@ -119,7 +115,7 @@ def launch(
       x: [..., in].
       w: W in x's dtype, or the codes q.
       scales: σ [in / t, out / u] if W is quantised.
-      lora_a, lora_b, g, scale, bias: see the module.
+      lora_a, lora_b, g, scale, bias: see the module; lora_a and lora_b are None without an adapter.
       config, sm_count: see `choose.Choice`.
     """
     shape, (in_features, out) = x.shape, w.shape
@@ -131,11 +127,6 @@ def launch(
             column_scales = scales[0]
         else:
             tile_scales = scales
-    rows, pass_rows, passes = x.shape[0], PASS_ROWS[bits(w.dtype)], []
-    if rows > pass_rows:
-        x = pad(x, pl.cdiv(rows, pass_rows) * pass_rows, in_features)
-    for first in range(0, rows, pass_rows):
-        pass_x = x[first : first + pass_rows]
-        passes.append(few_rows_sums.launch(pass_x, w, tile_scales, lora_a, config, sm_count))
-    y = few_rows_finish.finish(passes, lora_b, column_scales, g, scale, bias, x.dtype)
-    return y[:rows].reshape(*shape[:-1], out)
+    sums = few_rows_sums.launch(x, w, tile_scales, lora_a, config, sm_count)
+    y = few_rows_finish.finish(sums, lora_b, column_scales, g, scale, bias, x.dtype)
+    return y.reshape(*shape[:-1], out)

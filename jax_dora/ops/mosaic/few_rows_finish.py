@@ -13,8 +13,6 @@ once.
 Bytes: parts, z and B once, y once; the floor is bytes / copy rate.
 """
 
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,12 +77,12 @@ def launch(
     """Returns g∘(base + s·z B) + bias [..., out] for base [..., out] and z [..., r]."""
     rows = base.size // base.shape[-1]
     parts, z = (array.reshape(1, rows, -1) for array in (base, z))
-    return finish([(parts, z)], lora_b, None, g, scale, bias, base.dtype).reshape(base.shape)
+    return finish([parts, z], lora_b, None, g, scale, bias, base.dtype).reshape(base.shape)
 
 
 def finish(
-    passes: Sequence[tuple[jax.Array, jax.Array]],
-    lora_b: jax.Array,
+    sums: Sequence[jax.Array],
+    lora_b: jax.Array | None,
     sigma: jax.Array | None,
     g: jax.Array | None,
     scale: jax.Array,
@@ -94,53 +92,43 @@ def finish(
     """Returns y [rows, out].
 
     Args:
-      passes: (parts, z) for the rows of each pass. Several passes have the same number of rows, at
-        most `TILE_ROWS`.
-      lora_b, sigma, g, scale, bias: B, σ, g, s and bias.
+      sums: [parts, z], or [parts] without an adapter.
+      lora_b, sigma, g, scale, bias: B, σ, g, s and bias; B is None without an adapter.
       dtype: y's dtype.
     """
-    (splits, pass_rows, out), z_splits = passes[0][0].shape, passes[0][1].shape[0]
-    rank, single_pass = len(lora_b), len(passes) == 1
-    slices = pl.cdiv(rank, DEPTH)
-    tiles = pl.cdiv(pass_rows, TILE_ROWS) if single_pass else len(passes)
+    parts, *zs = sums
+    splits, rows, out = parts.shape
+    rank = 0 if lora_b is None else len(lora_b)
+    slices, z_splits = pl.cdiv(rank, DEPTH), len(zs[0]) if zs else 0
     # The rows of a copy, and the rows of whole instructions.
-    copied = min(pass_rows, TILE_ROWS)
+    copied = min(rows, TILE_ROWS)
     padded = pl.cdiv(copied, ROWS) * ROWS
-    lora_b = pad(lora_b, padded_rank(rank), out)
-    parts = [pass_parts for pass_parts, _ in passes]
-    zs = [pad(z, *z.shape[:2], max(padded_rank(rank), z.shape[2])) for _, z in passes]
+    # [B, z], or [].
+    adapter = [] if lora_b is None else [pad(lora_b, padded_rank(rank), out)]
+    adapter += [pad(z, *z.shape[:2], max(padded_rank(rank), z.shape[2])) for z in zs]
     vectors = {"sigma": sigma, "g": g, "bias": bias}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-    layout = few_rows_layout.layout(dtype)
+    layout = few_rows_layout.layout(COLS)
 
-    def kernel(b_gmem, scale_gmem, *rest, smem, ready):
-        *rest, y_gmem = rest
-        # Of each pass: [splits, rows, out], [z_splits, rows, r].
-        parts_gmem, zs_gmem = rest[: len(passes)], rest[len(passes) : 2 * len(passes)]
-        vectors_gmem = rest[2 * len(passes) :]  # [out] each
+    def kernel(scale_gmem, parts_gmem, *rest, smem, ready):
+        # B and z, [out] of each vector, [rows, out].
+        adapter_gmem, vectors_gmem = rest[: len(adapter)], rest[len(adapter) : -1]
+        y_gmem = rest[-1]
         strip, tile = lax.axis_index("strip"), lax.axis_index("tile")
         cols = pl.ds(strip * COLS, COLS)
         # The starts are traced (`tile * 0`), because a static slice must not exceed the array. Past
         # the array's end TMA reads zeros and writes nothing.
-        to_rows = pl.ds(tile * copied, copied)
+        at_rows = pl.ds(tile * copied, copied)
         for slice_ in range(slices):
+            b_gmem, z_gmem = adapter_gmem
             ranks = pl.ds(tile * 0 + slice_ * DEPTH, DEPTH)
             plgpu.copy_gmem_to_smem(b_gmem.at[ranks, cols], smem["b"].at[slice_], ready)
-
-        def fetch(pass_parts_gmem, z_gmem, rows):
-            for split in range(splits):
-                to_smem = smem["parts"].at[split, pl.ds(0, copied)]
-                plgpu.copy_gmem_to_smem(pass_parts_gmem.at[split, rows, cols], to_smem, ready)
-            for slice_, split in itertools.product(range(slices), range(z_splits)):
-                ranks = pl.ds(tile * 0 + slice_ * DEPTH, DEPTH)
+            for split in range(z_splits):
                 to_smem = smem["z"].at[slice_ * z_splits + split, pl.ds(0, copied)]
-                plgpu.copy_gmem_to_smem(z_gmem.at[split, rows, ranks], to_smem, ready)
-
-        for number, pair in enumerate(zip(parts_gmem, zs_gmem, strict=True)):
-            if single_pass:
-                fetch(*pair, to_rows)
-            else:
-                pl.when(tile == number)(functools.partial(fetch, *pair, pl.ds(tile * 0, copied)))
+                plgpu.copy_gmem_to_smem(z_gmem.at[split, at_rows, ranks], to_smem, ready)
+        for split in range(splits):
+            to_smem = smem["parts"].at[split, pl.ds(0, copied)]
+            plgpu.copy_gmem_to_smem(parts_gmem.at[split, at_rows, cols], to_smem, ready)
         loaded = {}
         for name, vector_gmem in zip(vectors, vectors_gmem, strict=True):
             vector = plgpu.load(vector_gmem.at[cols], layout=layout.reduce(0), optimized=False)
@@ -164,7 +152,7 @@ def finish(
             # Columns of z beyond the rank have arbitrary values.
             column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=layout)
             total = jnp.where(column < rank - slice_ * DEPTH, total * s, 0.0).astype(dtype)
-            few_rows_layout.store(total, smem["z_half"].at[slice_, :, pl.ds(0, DEPTH)], dtype)
+            few_rows_layout.store(total, smem["z_half"].at[slice_, :, pl.ds(0, DEPTH)])
         plgpu.commit_smem()
         y = sum_of("parts", 0, splits)
         if sigma is not None:
@@ -175,25 +163,27 @@ def finish(
             y = y * loaded["g"]
         if bias is not None:
             y = y + loaded["bias"]
-        few_rows_layout.store(y.astype(dtype), smem["y"], dtype)
+        few_rows_layout.store(y.astype(dtype), smem["y"])
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem["y"].at[pl.ds(0, copied)], y_gmem.at[to_rows, cols])
+        plgpu.copy_smem_to_gmem(smem["y"].at[pl.ds(0, copied)], y_gmem.at[at_rows, cols])
         plgpu.wait_smem_to_gmem(0)
 
+    buffers = {
+        "parts": plgpu.SMEM((splits, padded, COLS), parts.dtype),
+        "y": plgpu.SMEM((padded, COLS), dtype),
+    }
+    for z in zs:
+        buffers["z"] = plgpu.SMEM((slices * z_splits, padded, DEPTH), z.dtype)
+        buffers["z_half"] = plgpu.SMEM((slices, padded, PITCH), dtype)
+        buffers["b"] = few_rows_tile.swizzled((slices, DEPTH, COLS), dtype)
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((pass_rows * len(passes), out), dtype),
-        grid=(out // COLS, tiles),
+        out_type=jax.ShapeDtypeStruct((rows, out), dtype),
+        grid=(out // COLS, pl.cdiv(rows, TILE_ROWS)),
         grid_names=("strip", "tile"),
         scratch_types={
-            "smem": {
-                "parts": plgpu.SMEM((splits, padded, COLS), parts[0].dtype),
-                "z": plgpu.SMEM((slices * z_splits, padded, DEPTH), zs[0].dtype),
-                "z_half": plgpu.SMEM((slices, padded, PITCH), dtype),
-                "b": few_rows_tile.swizzled((slices, DEPTH, COLS), dtype),
-                "y": plgpu.SMEM((padded, COLS), dtype),
-            },
+            "smem": buffers,
             "ready": plgpu.Barrier(num_arrivals=splits + slices * (z_splits + 1)),
         },
         kernel_name="dora_few_rows_finish",
-    )(lora_b, scale.astype(jnp.float32).reshape(1), *parts, *zs, *vectors.values())
+    )(scale.astype(jnp.float32).reshape(1), parts, *adapter, *vectors.values())

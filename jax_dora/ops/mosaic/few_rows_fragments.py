@@ -4,9 +4,8 @@ Lane 4g + t of warp w has
 
 - of every 8 rows of x: row g.
 - of every 16 rows of W: rows 2t and 2t + 1 in one register, rows 2t + 8 and 2t + 9 in another.
-- of the columns of W: for codes `word` columns from word·(8w + g) on, where word is the number of
-  codes in 32 bits (8 for 4-bit codes, 4 for 8-bit codes); for 16-bit numbers columns 16w + g and
-  16w + 8 + g.
+- of the columns of W: for codes `word` columns from word·(8w + g) on, where the tile has 32·word
+  columns; for 16-bit numbers columns 16w + g and 16w + 8 + g.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jax_dora.ops.mosaic import ptx
 
-# The bytes of a row of a tile. The 128-byte swizzle permutes its 8 pieces of 16 bytes.
+# The bytes of a row of most tiles. The swizzle of 128 bytes permutes its 8 pieces of 16 bytes.
 TILE_BYTES = 128
 # The rows of x, and of W, of one instruction.
 ROWS = 8
@@ -116,32 +115,52 @@ class CodeFragments:
     """The fragments of a W of codes: the base class of those that convert codes to numbers.
 
     Attributes:
-      word: the number of columns of a lane, and of codes in a 32-bit word.
-      rows: the addresses of the lane's words in rows 2t and 2t + 1; the swizzle depends on the row.
+      word: the number of columns of a lane.
+      pitch: the bytes of a row of the tile: 128, or 64 for 4-bit codes of 128 columns.
+      rows: the addresses of the lane's codes in rows 2t and 2t + 1; the swizzle depends on the row.
     """
 
-    def __init__(self, word: int, w_smem: Any):
-        self.word = word
+    def __init__(self, columns: int, bits_of_code: int, w_smem: Any):
+        self.word, self.pitch = columns // ptx.LANES, columns * bits_of_code // 8
         lane = ptx.lane()
         g, t = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
-        byte = arith.addi(arith.shli(warp(), ptx.i32(5)), arith.shli(g, ptx.i32(2)))
+        lane_bytes = self.pitch // ptx.LANES
+        place = arith.addi(arith.muli(warp(), ptx.i32(8)), g)
+        byte = arith.muli(place, ptx.i32(lane_bytes))
         codes = mgpu.utils.memref_ptr(w_smem)
         self.rows = []
         for odd in range(2):
             row = arith.ori(arith.shli(t, ptx.i32(1)), ptx.i32(odd))
-            offset = arith.xori(byte, arith.shli(row, ptx.i32(4)))
-            self.rows.append(ptx.further(codes, arith.addi(arith.shli(row, ptx.i32(7)), offset)))
+            # The swizzle of 64 bytes permutes 4 pieces of 16 bytes, the same way in two rows.
+            piece = row if self.pitch == TILE_BYTES else t
+            offset = arith.xori(byte, arith.shli(piece, ptx.i32(4)))
+            offset = arith.addi(arith.muli(row, ptx.i32(self.pitch)), offset)
+            self.rows.append(ptx.further(codes, offset))
 
     def step(self, row: int) -> list[list[ir.Value]]:
         """Returns registers [8 rows, column] for rows `row` to `row + 16`."""
-        return [
-            self.numbers(*(_load(address, (row + offset) * TILE_BYTES) for address in self.rows))
+        words = [
+            [self._load(address, row + offset) for address in self.rows]
             for offset in (0, STEP // 2)
         ]
+        if self.pitch == TILE_BYTES:
+            return [self.numbers(*pair) for pair in words]
+        # Two pairs of half words make one pair of words.
+        join = "prmt.b32 $0, $1, $2, 0x5410;"
+        registers = self.numbers(*(ptx.run(join, *halves) for halves in zip(*words, strict=True)))
+        return [registers[: self.word], registers[self.word :]]
 
     def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:
         """Returns, for each column, the numbers of the codes in the words of two adjacent rows."""
         raise NotImplementedError
+
+    def _load(self, address: ir.Value, row: int) -> ir.Value:
+        """Returns the lane's codes in a row, 32 or 16 bits."""
+        if self.pitch == TILE_BYTES:
+            return _load(address, row * self.pitch)
+        half = ir.IntegerType.get_signless(16)
+        codes = llvm.load(half, ptx.further(address, row * self.pitch))
+        return arith.extui(ir.IntegerType.get_signless(32), codes)
 
 
 class TableFragments(CodeFragments):
@@ -149,14 +168,16 @@ class TableFragments(CodeFragments):
 
     Attributes:
       column: the address of the lane's column of the table.
+      packed: whether a byte has two codes.
     """
 
-    def __init__(self, bits_of_code: int, w_smem: Any, table_smem: Any):
-        super().__init__(32 // bits_of_code, w_smem)
+    def __init__(self, columns: int, bits_of_code: int, w_smem: Any, table_smem: Any):
+        super().__init__(columns, bits_of_code, w_smem)
         self.column = ptx.lanes_column(table_smem)
+        self.packed = bits_of_code == 4
 
     def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:
-        if self.word == 4:
+        if not self.packed:
             pairs = [
                 [ptx.entry(self.column, codes, byte) for codes in (first, second)]
                 for byte in range(4)
@@ -177,8 +198,8 @@ class Int8Fragments(CodeFragments):
     the bits 0x6400 + (b ^ 128) are 1024 + 128 + m - 128·n.
     """
 
-    def __init__(self, half: str, w_smem: Any):
-        super().__init__(4, w_smem)
+    def __init__(self, half: str, columns: int, w_smem: Any):
+        super().__init__(columns, 8, w_smem)
         self.half = half
 
     def numbers(self, first: ir.Value, second: ir.Value) -> list[ir.Value]:

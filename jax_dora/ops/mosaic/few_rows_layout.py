@@ -2,9 +2,8 @@
 
 Lane 4g + t of warp w has, of every 8 rows of x, rows 2t and 2t + 1, and of a tile of W
 
-- of codes: `word` adjacent columns from word·(8w + g) on, where word is 4 for 8-bit codes and 8 for
-  4-bit codes (the number of codes in 32 bits),
-- of 16-bit numbers: columns 16w + g and 16w + 8 + g.
+- of codes, with 32·word columns (word is 4 or 8): `word` adjacent columns from word·(8w + g) on,
+- of 16-bit numbers, with 64 columns: columns 16w + g and 16w + 8 + g.
 """
 
 from collections.abc import Callable
@@ -19,28 +18,24 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import ptx
-from jax_dora.ops.mosaic.few_rows_fragments import ROWS, TILE_BYTES, warp
-from jax_dora.ops.quantised import bits
+from jax_dora.ops.mosaic.few_rows_fragments import ROWS, warp
 
 THREADS = 128
 FP32_BYTES = 4
+# The columns of a tile of 16-bit numbers.
+HALF_COLUMNS = 64
 
 
-def columns(dtype: Any) -> int:
-    """Returns the number of columns of a tile of W of `dtype`, whose rows have 128 bytes."""
-    return 8 * TILE_BYTES // bits(dtype)
-
-
-def layout(dtype: Any) -> Any:
-    """Returns the register layout of the sums f32[8·n, columns] of a tile of W of `dtype`."""
-    if bits(dtype) == 16:
+def layout(columns: int) -> Any:
+    """Returns the register layout of the sums f32[8·n, columns] of a tile of W."""
+    if columns == HALF_COLUMNS:
         tiles = ((ROWS, 64), (ROWS, 16), (ROWS, 8), (2, 1))
         return plgpu.Layout.TILED(
             plgpu.Tiling(tiles), warp_dims=(-7,), lane_dims=(-3, -4), vector_dim=-1
         )
-    word = 32 // bits(dtype)
-    tiles = ((ROWS, 32 * word), (ROWS, 8 * word), (2, word), *[(4,)] * (word > 4))
-    extra = word > 4  # 4-bit codes: one more level, of 4 columns
+    word = columns // ptx.LANES
+    tiles = ((ROWS, columns), (ROWS, 8 * word), (2, word), *[(4,)] * (word > 4))
+    extra = word > 4  # One more level, of 4 columns.
     return plgpu.Layout.TILED(
         plgpu.Tiling(tiles),
         warp_dims=(-5 - extra,),
@@ -75,21 +70,20 @@ def from_scalars(sums: mgpu.FragmentedArray, total: np.ndarray) -> mgpu.Fragment
     return mgpu.FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
 
 
-def store(sums: jax.Array, smem: Any, dtype: Any) -> None:
+def store(sums: jax.Array, smem: Any) -> None:
     """Writes sums [n, columns] to shared memory that is not swizzled.
 
     Plain assignment raises for this, because several lanes write to the same bank.
 
     Args:
-      sums: the sums, laid out by `layout(dtype)`.
+      sums: the sums, laid out by `layout`.
       smem: the destination.
-      dtype: the dtype of the tile of W.
     """
     if choose.interpreted():
         smem[...] = sums
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout(dtype), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout(sums.shape[1]), plgpu.RefType()))
     def write(_, sums, smem):
         sums.store_untiled(smem, optimized=False)
 
@@ -97,20 +91,19 @@ def store(sums: jax.Array, smem: Any, dtype: Any) -> None:
     call(sums, smem)
 
 
-def store_first_rows(sums: jax.Array, gmem: Any, dtype: Any) -> None:
+def store_first_rows(sums: jax.Array, gmem: Any) -> None:
     """Writes the first rows of sums [n, columns] from registers to gmem [rows, columns].
 
     Args:
-      sums: the sums, laid out by `layout(dtype)`.
+      sums: the sums, laid out by `layout`.
       gmem: the destination, with at most n rows.
-      dtype: the dtype of the tile of W.
     """
     rows = gmem.shape[0]
     if choose.interpreted():
         gmem[...] = sums[:rows]
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout(dtype), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout(sums.shape[1]), plgpu.RefType()))
     def write(_, sums, gmem):
         total = to_scalars(sums)
         (pitch, _), _ = ir.MemRefType(gmem.type).get_strides_and_offset()
@@ -135,19 +128,18 @@ def store_first_rows(sums: jax.Array, gmem: Any, dtype: Any) -> None:
     call(sums, gmem)
 
 
-def store_exchange(sums: jax.Array, smem: Any, dtype: Any) -> None:
+def store_exchange(sums: jax.Array, smem: Any) -> None:
     """Writes sums to smem f32[n, 128] for `add_exchanged`, without bank conflicts.
 
     Args:
-      sums: the sums, laid out by `layout(dtype)`.
+      sums: the sums, laid out by `layout`.
       smem: the destination.
-      dtype: the dtype of the tile of W.
     """
     if choose.interpreted():
         smem[...] = sums.reshape(smem.shape)
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout(dtype), plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(layout(sums.shape[1]), plgpu.RefType()))
     def write(_, sums, smem):
         total = to_scalars(sums)
         for pointer, value in zip(_thread_column(smem, total.size), total.flat, strict=True):
@@ -157,11 +149,11 @@ def store_exchange(sums: jax.Array, smem: Any, dtype: Any) -> None:
     call(sums, smem)
 
 
-def add_exchanged(sums: jax.Array, smem: Any, dtype: Any) -> jax.Array:
+def add_exchanged(sums: jax.Array, smem: Any) -> jax.Array:
     """Returns sums plus the sums that another warpgroup wrote with `store_exchange`."""
     if choose.interpreted():
         return sums + smem[...].reshape(sums.shape)
-    sums_layout = layout(dtype)
+    sums_layout = layout(sums.shape[1])
     result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=sums_layout)
 
     @plgpu.inline_mgpu(arg_types=(sums_layout, plgpu.RefType()), return_type=result)

@@ -1,11 +1,11 @@
-"""The first kernel of a projection of few rows: partial sums of x W and of x A.
+"""The first kernel of a projection of few rows: partial sums of x W, and of x A with an adapter.
 
     x  [rows, in]    W  [in, out]    σ  [in / t, out] or None    A  [in, r], x's dtype
     parts  f32[splits, rows, out]     Σ_splits parts = x (σ∘v(W))
     z      f32[splits, rows, 64·n]    Σ_splits z = x A; columns from r on have arbitrary values
 
-W is divided into strips of columns, whose rows have 128 bytes, and a strip into runs of tiles along
-the inner axis. A consumer (a warpgroup) sums the tiles of a run; it has its own ring of buffers and
+W is divided into strips of `tile_cols` columns, and a strip into runs of tiles along the inner
+axis. A consumer (a warpgroup) sums the tiles of a run; it has its own ring of buffers and
 its own warp that fetches them. Most thread blocks process runs of W, a few process runs of A.
 
 Bytes: W, σ and A once; the floor is bytes / read rate.
@@ -26,7 +26,6 @@ from jax_dora.ops.mosaic.few_rows_tile import ROWS
 from jax_dora.ops.mosaic.few_rows_tiling import A_COLS, in_pairs, parts, tilings
 from jax_dora.ops.mosaic.hopper import FETCH_REGISTERS, consume_registers, pad, padded_rank
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling, Walk
-from jax_dora.ops.quantised import bits
 
 # Up to this number, rows are copied without padding. More are padded to whole instructions.
 UNPADDED_ROWS = 2
@@ -67,55 +66,59 @@ def launch(
     x: jax.Array,
     w: jax.Array,
     scales: jax.Array | None,
-    lora_a: jax.Array,
+    lora_a: jax.Array | None,
     config: Config,
     sm_count: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (parts, z)."""
+) -> list[jax.Array]:
+    """Returns [parts, z], or [parts] without an adapter."""
     c, dtype, (rows, in_features) = config, x.dtype, x.shape
     padded = pl.cdiv(rows, ROWS) * ROWS
     copied = rows if rows <= UNPADDED_ROWS else padded
     x = pad(x, copied, in_features)
-    lora_a = pad(lora_a, in_features, padded_rank(lora_a.shape[1]))
     # Lists of one array, or empty.
     tile_scales = [] if scales is None else [scales]
     table = few_rows_tile.table_for(w.dtype, dtype)
     tables = [] if table is None else [jnp.asarray(table)]
-    ring = c.consumers * c.slots
-    rank, a_ring = lora_a.shape[1], c.consumers * c.stages
+    rank = 0 if lora_a is None else padded_rank(lora_a.shape[1])
+    adapter = [] if lora_a is None else [pad(lora_a, in_features, rank)]
+    ring, a_ring, a_width = c.consumers * c.slots, c.consumers * c.stages, min(A_COLS, rank)
     tiling, a_tiling = tilings(in_features, w.shape[1], rank, padded, c, sm_count)
-    blocks, a_blocks = (pl.cdiv(t.blocks, c.consumers) for t in (tiling, a_tiling))
-    a_width = min(A_COLS, rank)
+    all_tilings = [tiling] if a_tiling is None else [tiling, a_tiling]
+    blocks = [pl.cdiv(t.blocks, c.consumers) for t in all_tilings]
     tiles_per_scale = 0 if scales is None else tiling.row_tiles // scales.shape[0]
 
     def kernel(x_gmem, w_gmem, *rest, buffers, ready, free, table_ready, paired):
-        *rest, a_gmem, parts_gmem, z_gmem = rest
-        tables_gmem, scales_gmem = rest[: len(tables)], tuple(rest[len(tables) :])
+        # The results have as many arrays as the operands W and A.
+        rest, sums_gmem = rest[: -len(blocks)], rest[-len(blocks) :]
+        tables_gmem, rest = rest[: len(tables)], rest[len(tables) :]
+        scales_gmem, adapter_gmem = rest[: len(tile_scales)], rest[len(tile_scales) :]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         jobs = [
             _Job(
                 tiling=tiling,
                 first=0,
                 w_gmem=w_gmem,
-                out_gmem=parts_gmem,
+                out_gmem=sums_gmem[0],
                 scales_gmem=scales_gmem,
                 w="w",
                 ready="ready",
                 slots=c.slots,
                 width=c.tile_cols,
-            ),
-            _Job(
+            )
+        ]
+        if a_tiling is not None:
+            of_a = _Job(
                 tiling=a_tiling,
-                first=blocks,
-                w_gmem=a_gmem,
-                out_gmem=z_gmem,
+                first=blocks[0],
+                w_gmem=adapter_gmem[0],
+                out_gmem=sums_gmem[1],
                 scales_gmem=(),
                 w="a",
                 ready="a_ready",
                 slots=c.stages,
                 width=a_width,
-            ),
-        ]
+            )
+            jobs.append(of_a)
 
         def run_job(function):
             """Calls `function` with this thread block's job."""
@@ -164,10 +167,9 @@ def launch(
                 plgpu.barrier_wait(free.at[consumer * c.slots + slot])
 
         def consume(job):
-            walk, w_dtype = walk_of(job, warpgroup), buffers[job.w].dtype
+            walk, width = walk_of(job, warpgroup), job.tiling.config.tile_cols
             uses_table = bool(tables) and job.w == "w"
-            layout, width = few_rows_layout.layout(w_dtype), few_rows_layout.columns(w_dtype)
-            swizzled = job.width * bits(w_dtype) == 8 * few_rows_tile.TILE_BYTES
+            layout, swizzled = few_rows_layout.layout(width), job.width == width
             zero = plgpu.layout_cast(jnp.zeros((padded, width), jnp.float32), layout)
             if uses_table:
                 plgpu.barrier_wait(table_ready)
@@ -198,7 +200,7 @@ def launch(
 
                 def write(total, split):
                     out_gmem = job.out_gmem.at[split, :, cols]
-                    few_rows_layout.store_first_rows(total, out_gmem, w_dtype)
+                    few_rows_layout.store_first_rows(total, out_gmem)
 
                 if not in_pairs(job.tiling):
                     write(total, split)
@@ -209,13 +211,13 @@ def launch(
 
                     @pl.when(warpgroup == 1)
                     def _pass_sums():
-                        few_rows_layout.store_exchange(total, exchange_smem, w_dtype)
+                        few_rows_layout.store_exchange(total, exchange_smem)
                         plgpu.barrier_arrive(paired)
 
                     @pl.when(warpgroup == 0)
                     def _add_sums():
                         plgpu.barrier_wait(paired)
-                        both = few_rows_layout.add_exchanged(total, exchange_smem, w_dtype)
+                        both = few_rows_layout.add_exchanged(total, exchange_smem)
                         write(both, lax.div(split, 2))
 
                 return before + tiles
@@ -246,37 +248,36 @@ def launch(
             run_job(consume)
 
     x_buffer = few_rows_tile.swizzled if copied == padded else plgpu.SMEM
-    # Swizzled only if a row has 128 bytes, because such rows would all begin in the same bank.
-    a_buffer = few_rows_tile.swizzled if a_width == A_COLS else plgpu.SMEM
     buffers: dict[str, Any] = {
         "x": x_buffer((ring, copied, TILE_ROWS), dtype),
         "w": few_rows_tile.swizzled((ring, TILE_ROWS, c.tile_cols), w.dtype),
         "exchange": plgpu.SMEM((padded * c.tile_cols // THREADS, THREADS), jnp.float32),
-        "a": a_buffer((a_ring, TILE_ROWS, a_width), dtype),
     }
+    ready = {"ready": plgpu.Barrier(num_arrivals=2 + len(tile_scales), num_barriers=ring)}
+    if adapter:
+        # Swizzled only if a row has 128 bytes, because such rows would all begin in the same bank.
+        a_buffer = few_rows_tile.swizzled if a_width == A_COLS else plgpu.SMEM
+        buffers["a"] = a_buffer((a_ring, TILE_ROWS, a_width), dtype)
+        ready["a_ready"] = plgpu.Barrier(num_arrivals=2, num_barriers=a_ring)
     for array in tables:
         buffers["table"] = plgpu.SMEM(array.shape, array.dtype)
     for array in tile_scales:
         buffers["scales"] = plgpu.SMEM((ring, c.tile_cols), array.dtype)
     return plgpu.kernel(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((parts(tiling), rows, tiling.out), jnp.float32),
-            jax.ShapeDtypeStruct((parts(a_tiling), rows, a_tiling.padded_out), jnp.float32),
-        ),
-        grid=(blocks + a_blocks,),
+        out_type=[
+            jax.ShapeDtypeStruct((parts(t), rows, t.padded_out), jnp.float32) for t in all_tilings
+        ],
+        grid=(sum(blocks),),
         grid_names=("block",),
         num_threads=c.consumers + 1,
         thread_name="warpgroup",
         scratch_types={
             "buffers": buffers,
-            "ready": {
-                "ready": plgpu.Barrier(num_arrivals=2 + len(tile_scales), num_barriers=ring),
-                "a_ready": plgpu.Barrier(num_arrivals=2, num_barriers=a_ring),
-            },
+            "ready": ready,
             "free": plgpu.Barrier(num_barriers=ring),
             "table_ready": plgpu.Barrier(),
             "paired": plgpu.Barrier(),
         },
         kernel_name="dora_few_rows",
-    )(x, w, *tables, *tile_scales, lora_a)
+    )(x, w, *tables, *tile_scales, *adapter)

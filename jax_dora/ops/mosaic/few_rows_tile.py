@@ -85,7 +85,7 @@ def accumulate(
     """Returns sums + x w.
 
     Args:
-      sums: f32[n, columns], laid out by `layout(w's dtype)`.
+      sums: f32[n, columns], laid out by `layout`.
       x_smem: x [rows, 64]. Either rows = n, a multiple of 8, swizzled by 128 bytes; or rows < 8,
         not swizzled, with n = 8: the last row is then repeated. With more than 64 columns, of which
         the first 64 are used, x is not swizzled.
@@ -97,11 +97,11 @@ def accumulate(
     """
     if choose.interpreted():
         return _interpreted(sums, x_smem, w_smem, table_smem, transposed_w)
-    sums_layout = layout(w_smem.dtype)
+    sums_layout = layout(sums.shape[1])
     result = plgpu.ShapeDtypeStruct(sums.shape, jnp.dtype("float32"), layout=sums_layout)
     swizzled_x = x_smem.shape[0] % ROWS == 0 and x_smem.shape[1] == TILE_ROWS
     tiles = [
-        plgpu.RefType(_transforms(ref.dtype) if is_swizzled else ())
+        plgpu.RefType(row_transforms(ref.shape[1], ref.dtype) if is_swizzled else ())
         for ref, is_swizzled in ((x_smem, swizzled_x), (w_smem, swizzled_w))
     ]
     half = "bf16" if x_smem.dtype == jnp.bfloat16 else "f16"
@@ -118,9 +118,9 @@ def accumulate(
         elif bits(dtype) == 16:
             w = HalfFragments(columns, swizzled_w, w_smem)
         elif dtype == jnp.int8:
-            w = Int8Fragments(half, w_smem)
+            w = Int8Fragments(half, columns, w_smem)
         else:
-            w = TableFragments(bits(dtype), w_smem, *table_smem)
+            w = TableFragments(columns, bits(dtype), w_smem, *table_smem)
         if rows > MMA_ROWS and swizzled_x and bits(dtype) < 16:
             return _accumulate_by_wgmma(half, sums, x_smem, w)
         return _accumulate_by_mma(half, sums, x, w)
@@ -130,12 +130,8 @@ def accumulate(
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns shared memory for tiles with rows of 128 bytes, swizzled for `accumulate`."""
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
-
-
-def _transforms(dtype: Any) -> tuple[Any, ...]:
-    return row_transforms(8 * TILE_BYTES // bits(dtype), dtype)
+    """Returns shared memory for tiles with rows of 128 or 64 bytes, swizzled for `accumulate`."""
+    return plgpu.SMEM(shape, dtype, transforms=row_transforms(shape[-1], dtype))
 
 
 def _interpreted(

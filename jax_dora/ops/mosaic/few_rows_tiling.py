@@ -1,4 +1,4 @@
-"""The tilings of W and A for `few_rows_sums`, and its use of shared memory."""
+"""The tilings of W and of A, if there is an adapter, for `few_rows_sums`; its shared memory."""
 
 import dataclasses
 from typing import Any
@@ -10,6 +10,7 @@ from jax_dora.ops.mosaic import few_rows_tile
 from jax_dora.ops.mosaic.few_rows_tile import ROWS
 from jax_dora.ops.mosaic.hopper import RESERVED, padded_rank
 from jax_dora.ops.mosaic.low_rank_tiling import TILE_ROWS, Config, Tiling
+from jax_dora.ops.quantised import bits
 
 # The columns of a tile of A.
 A_COLS = 64
@@ -37,14 +38,13 @@ def parts(tiling: Tiling) -> int:
 
 def tilings(
     in_features: int, out: int, rank: int, rows: int, config: Config, sm_count: int
-) -> tuple[Tiling, Tiling]:
-    """Returns the tilings of W and of A.
+) -> tuple[Tiling, Tiling | None]:
+    """Returns the tilings of W and of A; None instead of A's without an adapter, of rank 0.
 
     Their partial sums, [rows, 64] per part and strip, must fit into `MOST_SUMS`. A's get at most a
     third of it.
     """
     most_sums = max(MOST_SUMS // (rows * A_COLS * 4), 2)
-    runs = max(A_RUNS, pl.cdiv(in_features, TILE_ROWS * A_TILES))
 
     def tiling(cols: int, config: Config, blocks: int, most_parts: int) -> Tiling:
         """Returns a tiling with at most `most_parts` parts, and the config's splits if possible."""
@@ -55,6 +55,9 @@ def tilings(
             result = dataclasses.replace(result, config=dataclasses.replace(config, splits=splits))
         return result
 
+    if not rank:
+        return tiling(out, config, sm_count, most_sums), None
+    runs = max(A_RUNS, pl.cdiv(in_features, TILE_ROWS * A_TILES))
     a_config = dataclasses.replace(config, tile_cols=A_COLS, splits=runs)
     a = tiling(rank, a_config, sm_count, max(most_sums // (3 * pl.cdiv(rank, A_COLS)), 1))
     a_blocks, remaining = pl.cdiv(a.blocks, config.consumers), most_sums - parts(a) * a.strips
@@ -65,13 +68,14 @@ def shared_memory(rows: int, rank: int, dtype: Any, tiled: bool, config: Config)
     """Returns the bytes of shared memory of a launch.
 
     Args:
-      rows, rank: the rows of a pass, and A's rank.
+      rows, rank: the rows of x, and A's rank; 0 without an adapter.
       dtype: W's dtype, as it is stored.
       tiled: whether W has fp32 scales of tiles.
       config: the config.
     """
     c, padded = config, pl.cdiv(rows, ROWS) * ROWS
-    slot = TILE_ROWS * few_rows_tile.TILE_BYTES + padded * TILE_ROWS * 2 + 4 * c.tile_cols * tiled
+    w_bytes = TILE_ROWS * c.tile_cols * bits(dtype) // 8
+    slot = w_bytes + padded * TILE_ROWS * 2 + 4 * c.tile_cols * tiled
     a_ring = c.stages * TILE_ROWS * min(padded_rank(rank), A_COLS) * 2
     exchange = 4 * padded * c.tile_cols
     table = few_rows_tile.table_for(dtype, jnp.bfloat16)

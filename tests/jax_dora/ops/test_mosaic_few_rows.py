@@ -22,7 +22,7 @@ from jax_dora.ops.mosaic import (
 )
 from jax_dora.ops.mosaic.few_rows import refuses
 from jax_dora.ops.mosaic.hopper import SHARED_MEMORY
-from jax_dora.ops.quantised import Format, bits, format_of, is_quantised
+from jax_dora.ops.quantised import Format, format_of, is_quantised
 from parity.oracle import fp64
 from tests import quantised
 from tests.jax_dora.ops.test_mosaic_quantised_norm import STORED
@@ -59,6 +59,16 @@ def launched(x, kernel, lora_a, lora_b, g, bias, sm_count):
     return few_rows.launch(x, w, scales, lora_a, lora_b, g, jnp.float32(SCALE), bias, **knobs)
 
 
+def multiplied(x, kernel, sm_count):
+    """Returns the kernels' product of x and a kernel, without an adapter."""
+    form = format_of(kernel) if is_quantised(kernel) else None
+    call = (x.size // x.shape[-1], *kernel.shape, 0, form, x.dtype)
+    assert refuses(*call) is None
+    w, scales = (kernel.qvalue, kernel.scale) if is_quantised(kernel) else (kernel, None)
+    knobs: dict[str, Any] = {"config": few_rows.config(*call), "sm_count": sm_count}
+    return few_rows.launch(x, w, scales, None, None, None, jnp.float32(1), **knobs)
+
+
 def check(x, kernel, lora_a, lora_b, g, bias, found):
     """Checks that the error is at most one rounding of W, of z and of the result to x's dtype."""
     is_stored = not is_quantised(kernel)
@@ -76,6 +86,8 @@ def check(x, kernel, lora_a, lora_b, g, bias, found):
     [
         ("nf4", (3, 512), (2, 3, 192), 16, jnp.bfloat16, jnp.bfloat16),
         slow("int4", (3, 4), (33, 192), 8, jnp.float16, jnp.float32),
+        slow("nf4", (1, 512), (64, 192), 16, jnp.bfloat16, jnp.bfloat16),
+        slow("nf4", (3, 384), (5, 192), 16, jnp.bfloat16, jnp.bfloat16),
         slow("nf4", (1, 512), (2, 192), 3, jnp.float16, jnp.float16),
         ("int8", (1, 384), (192,), 64, jnp.bfloat16, jnp.bfloat16),
         slow("int8", (3, 384), (12, 192), 64, jnp.float16, jnp.float32),
@@ -86,7 +98,7 @@ def check(x, kernel, lora_a, lora_b, g, bias, found):
     ],
 )
 def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype, scale_dtype):
-    out = 512 if qtype in ("nf4", "int4") else 384 if qtype else 192
+    out = tiles[1] if tiles and tiles[1] > 4 else 512 if qtype else 192
     kernel, lora_a, lora_b = draw(qtype, 192, rank, out, tiles, dtype)
     if qtype:
         kernel = kernel.replace(scale=kernel.scale.astype(scale_dtype))
@@ -95,6 +107,17 @@ def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype,
         found = launched(x, kernel, lora_a, lora_b, g, bias, sm_count=2)
     assert found.dtype == dtype
     check(x, kernel, lora_a, lora_b, g, bias, found)
+
+
+@pytest.mark.parametrize(
+    ("qtype", "rows"), [("nf4", 9), slow("int8", 2), slow("nf4", 40), slow(None, 8)]
+)
+def test_multiplies_without_an_adapter(on_mosaic, qtype, rows):
+    kernel, _, _ = draw(qtype, 128, 1, 256, (2, 256), jnp.bfloat16)
+    x, _, _ = operands(kernel, (rows, 128), jnp.bfloat16)
+    with on_mosaic():
+        found = multiplied(x, kernel, sm_count=2)
+    check(x, kernel, np.zeros((128, 1)), np.zeros((1, 256)), np.ones(256), None, found)
 
 
 @pytest.mark.parametrize("qtype", [slow("nf4"), None])
@@ -172,17 +195,19 @@ def test_lowers_for_hopper_at_full_size(qtype, tiles, rows):
     assert "dora_few_rows" in text
     assert "dora_few_rows_finish" in text
     assert qtype is None or "8192x8192xbf16" not in text
+    config = few_rows.config(rows, 8192, 8192, 0, form, jnp.bfloat16)
+    without = [*avals[:3], None, None, None, avals[-1]]
+    assert "dora_few_rows" in for_cuda(few_rows.launch, *without, config=config, sm_count=132)
 
 
-@pytest.mark.parametrize("rank", [8, 64, 128])
+@pytest.mark.parametrize("rank", [0, 8, 64, 128])
 @pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
 def test_the_tiles_fit_into_shared_memory(rows, rank):
     forms = [Format(qtype, (64, 1), jnp.float32, False) for qtype in STORED]
     for form in (*forms, None):
         config = few_rows.config(rows, 8192, 8192, rank, form, jnp.bfloat16)
         stored = form.stored if form else jnp.dtype(jnp.bfloat16)
-        held = min(rows, few_rows.PASS_ROWS[bits(stored)])
-        taken = few_rows_tiling.shared_memory(held, rank, stored, form is not None, config)
+        taken = few_rows_tiling.shared_memory(rows, rank, stored, form is not None, config)
         assert taken <= SHARED_MEMORY
 
 
@@ -198,7 +223,7 @@ def test_refuses_with_a_reason():
     assert "zero points" in refuses(8, 64, 256, 8, nf4._replace(has_zero_point=True), bf16)
     assert "in = 100" in refuses(8, 100, 256, 8, nf4, bf16)
     assert "32×1" in refuses(8, 64, 256, 8, nf4._replace(tile=(32, 1)), bf16)
-    assert "out = 384" in refuses(8, 64, 384, 8, nf4, bf16)
+    assert "out = 192" in refuses(8, 64, 192, 8, nf4, bf16)
     assert "out = 96" in refuses(8, 64, 96, 8, None, bf16)
 
 
@@ -281,7 +306,13 @@ def test_a_frozen_layer_uses_the_kernels_on_a_hopper(monkeypatch, rows, kernels)
 @pytest.mark.parametrize("qtype", [*STORED, None])
 @pytest.mark.parametrize(
     ("rows", "n_in", "out", "rank"),
-    [(1, 8192, 8192, 16), (2, 2048, 1280, 64), (12, 4096, 1024, 8), (64, 2048, 5120, 128)],
+    [
+        (1, 8192, 8192, 16),
+        (2, 2048, 1280, 64),
+        (12, 4096, 1024, 8),
+        (24, 2048, 1152, 16),
+        (64, 2048, 5120, 128),
+    ],
 )
 def test_agrees_at_full_size(rows, n_in, out, rank, qtype):
     tiles = (n_in // 64, out) if qtype in ("nf4", "int4") or rows == 2 else (1, out)
@@ -289,3 +320,5 @@ def test_agrees_at_full_size(rows, n_in, out, rank, qtype):
     x, g, bias = operands(kernel, (rows, n_in), jnp.bfloat16)
     given = (x, kernel, lora_a, lora_b, g, bias)
     check(*given, launched(*given, sm_count=132))
+    product = multiplied(x, kernel, sm_count=132)
+    check(x, kernel, np.zeros((n_in, 1)), np.zeros((1, out)), np.ones(out), None, product)

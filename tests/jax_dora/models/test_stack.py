@@ -1,0 +1,73 @@
+"""Layers of a stack, one after the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dora.models import stack
+from tests import quantised
+from tests.jax_dora.meshes import automatic, explicit
+from tests.jax_dora.programs import equations
+
+
+def layers_of(columns=6):
+    """Returns a stack of three layers: quantised, random keys, and floats."""
+    kernel = jax.tree.map(
+        lambda *arrays: jnp.stack(arrays),
+        *(quantised.draw("nf4", (8, columns), (2, columns), seed=seed) for seed in range(3)),
+    )
+    return {"kernel": kernel, "key": jax.random.split(jax.random.key(0), 3), "x": jnp.ones((3, 2))}
+
+
+def layer(total, one):
+    """Returns a total, and the layer's codes, that depend on every array."""
+    codes = one["kernel"].qvalue
+    assert codes.dtype == jnp.uint4
+    key = jax.random.key_data(one["key"])
+    read = one["x"].sum() + one["kernel"].scale.sum() + codes.astype(jnp.float32).sum()
+    return 2 * total + read, (codes, key)
+
+
+@pytest.mark.parametrize("columns", [6, 7])
+def test_scans_are_laxs(columns):
+    layers = layers_of(columns)
+    wanted = lax.scan(layer, 0.0, layers)
+    for found in (
+        stack.scan(layer, 0.0, layers),
+        stack.unrolled_scan(layer, 0.0, stack.unstacked(layers, 3)),
+        jax.jit(lambda layers: stack.scan(layer, 0.0, layers))(layers),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("make_mesh", [automatic, explicit])
+@pytest.mark.parametrize("spec", [(None, None, "x"), (None, "x", "y")])
+def test_scans_on_meshes(make_mesh, spec):
+    layers = layers_of(8)
+    wanted = lax.scan(layer, 0.0, layers)
+    mesh = make_mesh(x=2, y=2)
+    with jax.set_mesh(mesh):
+        layers["kernel"] = jax.device_put(layers["kernel"], NamedSharding(mesh, P(*spec)))
+        for found in (
+            jax.jit(lambda layers: stack.scan(layer, 0.0, layers))(layers),
+            jax.jit(lambda all: stack.unrolled_scan(layer, 0.0, stack.unstacked(all, 3)))(layers),
+        ):
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_four_bit_arrays_are_sliced_as_bytes():
+    """Not element by element."""
+
+    def sliced(function):
+        names = {"dynamic_slice", "slice", "split", "scan"}
+        found = [e for e in equations(function, layers_of()) if e.primitive.name in names]
+        assert found
+        return {str(one.aval.dtype) for e in found for one in e.invars}
+
+    assert "uint4" not in sliced(lambda layers: stack.scan(layer, 0.0, layers))
+    assert "uint4" not in sliced(lambda layers: stack.unstacked(layers, 3))
+    assert "uint4" in sliced(lambda layers: lax.scan(layer, 0.0, layers))

@@ -1,0 +1,142 @@
+"""Few rows times a quantised kernel without an adapter: base layers in decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_dora
+from jax_dora import quantize
+from jax_dora.layers.quantised import dot_general
+from jax_dora.ops import choose
+from jax_dora.ops.weight_only import MOST_ROWS
+from parity.oracle import fp64
+from tests import quantised
+from tests.jax_dora.meshes import automatic, explicit
+from tests.jax_dora.programs import aval, equations, for_cuda
+
+LAST = (((1,), (0,)), ((), ()))
+
+
+def drawn(rows, n_in, out, qtype="nf4", dtype=jnp.float32):
+    kernel = quantised.draw(qtype, (n_in, out), (n_in // 64, out))
+    return jnp.asarray(np.random.default_rng(1).normal(size=(rows, n_in)), dtype), kernel
+
+
+def near(found, x, kernel, ulps=4):
+    """Checks that found is x W but for rounding to its dtype, of W's elements too."""
+    meant = quantised.meant(kernel)
+    bound = abs(fp64(x)) @ abs(meant)
+    assert np.all(abs(fp64(found) - fp64(x) @ meant) <= ulps * jnp.finfo(found.dtype).eps * bound)
+
+
+def primitives(function, *arguments):
+    return {equation.primitive.name for equation in equations(function, *arguments)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
+def test_the_product_and_its_derivatives(rows, dtype):
+    x, kernel = drawn(rows, 128, 24, dtype=dtype)
+
+    def call(x):
+        return dot_general(x, kernel, LAST)
+
+    assert ("dora" in primitives(call, x)) == (rows <= MOST_ROWS)
+    found, pull = jax.vjp(call, x)
+    near(found, x, kernel)
+    dy = jnp.asarray(np.random.default_rng(2).normal(size=found.shape), dtype)
+    (dx,) = pull(dy)
+    wanted = fp64(dy) @ quantised.meant(kernel).T
+    tolerance = 4 * float(jnp.finfo(dtype).eps)
+    assert np.all(
+        abs(fp64(dx) - wanted) <= tolerance * abs(fp64(dy)) @ abs(quantised.meant(kernel)).T
+    )
+    _, tangent = jax.jvp(call, (x,), (x,))
+    near(tangent, x, kernel)
+
+
+def test_several_axes_vmap_and_scan():
+    _, kernel = drawn(1, 128, 24)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(3, 5, 128)), jnp.float32)
+
+    def call(x, kernel):
+        return dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+
+    flat = x.reshape(-1, 128)
+    for found in (
+        call(x, kernel),
+        jax.vmap(call, (0, None))(x, kernel),
+        jax.lax.scan(lambda _, one: (None, call(one, kernel)), None, x)[1],
+    ):
+        near(found.reshape(-1, 24), flat, kernel)
+    columns = jax.tree.map(lambda one: one.reshape(-1, 4, 6), kernel)
+    assert "dora" in primitives(call, x, columns)
+    near(call(x, columns).reshape(-1, 24), flat, kernel)
+    heads = jax.tree.map(lambda one: one.reshape(2, -1, 24), kernel)
+    contracted = (((1, 2), (0, 1)), ((), ()))
+    near(dot_general(flat.reshape(15, 2, 64), heads, contracted), flat, kernel)
+
+
+def test_other_products_use_a_dense_kernel():
+    """A contracted last axis, a batch axis, and a result of another dtype."""
+    x, kernel = drawn(4, 128, 128)
+    stack = jax.tree.map(lambda one: jnp.stack([one] * 2), kernel)
+    for call in (
+        lambda x: dot_general(x, kernel, (((1,), (1,)), ((), ()))),
+        lambda x: dot_general(x, kernel, LAST, preferred_element_type=jnp.float32),
+        lambda x: dot_general(jnp.stack([x] * 2), stack, (((2,), (1,)), ((0,), (0,)))),
+    ):
+        assert "dora" not in primitives(call, x)
+    np.testing.assert_allclose(
+        dot_general(x, kernel, (((1,), (1,)), ((), ()))),
+        fp64(x) @ quantised.meant(kernel).T,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("spec", [("x", None), (None, "x"), ("y", "x")])
+def test_on_meshes(spec):
+    x, kernel = drawn(8, 256, 32)
+    wanted = fp64(x) @ quantised.meant(kernel)
+
+    def call(x, kernel):
+        return dot_general(x, kernel, LAST)
+
+    mesh = automatic(x=2, y=2)
+    placed = jax.device_put(kernel, NamedSharding(mesh, P(*spec)))
+    whole = jax.device_put(x, NamedSharding(mesh, P()))
+    np.testing.assert_allclose(jax.jit(call)(whole, placed), wanted, rtol=1e-4, atol=1e-4)
+    if spec[0] is None:
+        mesh = explicit(x=2, y=2)
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(kernel, NamedSharding(mesh, P(*spec)))
+            rows = jax.device_put(x, NamedSharding(mesh, P("y")))
+            found = jax.jit(call)(rows, placed)
+            assert jax.typeof(found).sharding.spec == P("y", "x")
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("qtype", ["nf4", "int8"])
+def test_a_decoded_base_layer_has_no_dense_kernel_on_a_hopper(monkeypatch, qtype):
+    """Neither alone nor with a bank of adapters."""
+    monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
+    layers = nnx.Dict(one=nnx.Linear(1024, 2048, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    layers = quantize(layers, qtype)
+    bank = jax_dora.AdapterBank(layers, 4, 8)
+
+    def text(rows, bank):
+        def call(bank, x, ids):
+            model = layers if bank is None else jax_dora.with_bank(layers, bank, ids)
+            return model.one(x)
+
+        return for_cuda(call, bank, aval(rows, 1, 1024), aval(rows, dtype=jnp.int32))
+
+    for found in (text(8, None), text(8, bank)):
+        assert "dora_few_rows" in found
+        assert "1024x2048xbf16" not in found
+    assert "1024x2048xbf16" in text(MOST_ROWS + 1, None)
