@@ -147,23 +147,23 @@ class Inputs:
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each kind and workload."""
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
-    bank = _filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
+    bank = filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
     growing: list[Program] = []
     for shape in (*((rows, 1) for rows in settings.decoding), settings.prefill):
         rows, tokens = shape
-        programs = _compiled(settings, model, bank, shape)
+        programs = compiled_kinds(settings, model, bank, shape)
         if shape == (settings.growth, 1):
             growing = [one for one in programs if one.kind in GROWING]
         alone = ("one",) * (rows == settings.alone and tokens == 1)
         for mix in (*settings.mixes, *alone):
             ids = draw_ids(mix, rows, settings.slots)
             facts = {"mix": mix} | byte_bound(bank, ids)
-            yield from _timed(settings, programs, Inputs(model, bank, ids, shape), facts)
+            yield from timed(settings, programs, Inputs(model, bank, ids, shape), facts)
     for rank in settings.ranks:
-        bank = _filled(bank, (rank,))
+        bank = filled(bank, (rank,))
         ids = np.arange(settings.growth, dtype=np.int32) % settings.slots
         facts = {"mix": "growth", "rank": rank} | byte_bound(bank, ids)
-        yield from _timed(settings, growing, Inputs(model, bank, ids, (len(ids), 1)), facts)
+        yield from timed(settings, growing, Inputs(model, bank, ids, (len(ids), 1)), facts)
     yield from _growth_of_adapters(settings, growing, model, AdapterStore(bank))
     yield from _loads(settings)
 
@@ -249,7 +249,7 @@ def _loads(settings: Settings) -> Iterator[Row]:
             yield row | {"kind": kind} | milliseconds(times[1:])  # The first one compiles.
 
 
-def _filled(bank: Any, ranks: tuple[int, ...]) -> Any:
+def filled(bank: Any, ranks: tuple[int, ...]) -> Any:
     """Returns a bank with an adapter in every slot, of these ranks in turn; adapters of one rank
     differ only in their scale."""
     drawn = [random_adapter(bank, rank, rank) for rank in ranks]
@@ -267,7 +267,9 @@ def _scaled(adapter: HostAdapter, factor: float) -> HostAdapter:
     return dataclasses.replace(adapter, facts=facts, cached_g=CachedG())
 
 
-def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int]) -> list[Program]:
+def compiled_kinds(
+    settings: Settings, model: Any, bank: Any, shape: tuple[int, int]
+) -> list[Program]:
     """Returns the program of every kind for a shape.
 
     The first is compiled alone, so that the others, compiled in parallel, find its products tuned.
@@ -285,9 +287,7 @@ def _compiled(settings: Settings, model: Any, bank: Any, shape: tuple[int, int])
         return [compile_kind(first), *threads.map(compile_kind, others)]
 
 
-def _timed(
-    settings: Settings, programs: list[Program], inputs: Inputs, facts: Row
-) -> Iterator[Row]:
+def timed(settings: Settings, programs: list[Program], inputs: Inputs, facts: Row) -> Iterator[Row]:
     """Yields the rows of programs that are timed in turns."""
     running = {one.kind: one.run for one in programs if one.run is not None}
     times: dict[str, list[float]] = {kind: [] for kind in running}

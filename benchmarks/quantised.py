@@ -9,17 +9,21 @@ One line is one measurement (`work`) with one format (`qtype`):
     projection    4096 rows times the same kernel, alone (`kind` "base") and with a frozen adapter
                   ("DoRA"); with FP8 `activations` the kernel's columns are contiguous
                   (`in_one_piece`) or in JAX's own layout
+    decode        a decoding step of the projections of Llama 3 8B's layers, with the base alone and
+                  with a bank of adapters, as in level `bank`
     step          an optimizer step of Llama 3 8B or 70B as in level `step`, with DoRA or LoRA
                   (QLoRA); weights are random codes with scales that give weights of usual size
 
 The first four are timed by device time with a cold L2 cache: `us`, `p10`, `p90`, and `bytes` is the
-size of the kernel. A step is timed by wall time: `ms`, `tokens_per_s` and XLA's account of memory.
+size of the kernel. A step is timed by wall time: `ms`, `tokens_per_s` and XLA's account of memory;
+so is decoding, by layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,7 +32,10 @@ import jax.numpy as jnp
 import qwix
 from flax import nnx
 
-from benchmarks import step
+import jax_dora
+from benchmarks import bank, step
+from benchmarks.bank_adapters import byte_bound, draw_ids
+from benchmarks.bank_programs import Stack
 from benchmarks.clock import kernel_time
 from benchmarks.model.adapters import linear_of
 from benchmarks.results import Row, attempt
@@ -77,6 +84,7 @@ class Settings(NamedTuple):
       features: of the kernels, in and out.
       rows, many_rows: of "few rows" and "projection".
       only: `fnmatch` patterns; a "<work> <qtype>" that begins like none of them is skipped.
+      decoding: the settings of "decode", for the formats `decoded`.
     """
 
     features: int = 8192
@@ -86,6 +94,8 @@ class Settings(NamedTuple):
     many_rows: int = 4096
     rounds: int = 8
     only: tuple[str, ...] = ()
+    decoding: bank.Settings = bank.Settings(decoding=(1, 8, 32, 64), only=("base", "DoRA"))
+    decoded: tuple[str, ...] = ("bf16", "int8", "nf4")
     cases: tuple[Case, ...] = (
         Case("8B", LLAMA_3_8B, "DoRA", "bf16", (1, 4096)),
         Case("8B", LLAMA_3_8B, "DoRA", "nf4", (1, 4096)),
@@ -101,6 +111,7 @@ TINY = Settings(
     rows=(2,),
     many_rows=24,
     rounds=1,
+    decoding=bank.TINY._replace(only=("base", "DoRA")),
     cases=(Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16), keep_inner=True),),
 )
 
@@ -112,6 +123,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     for works in (_norms, _few_rows, _projections):
         for row, function, operands in works(settings):
             yield _timed(device, row, function, operands)
+    yield from _decoding(settings)
     for case in settings.cases:
         if not matches(f"step {case.qtype}", settings.only):
             continue
@@ -174,6 +186,31 @@ def _projections(settings: Settings) -> Iterator[Measurement]:
         yield row | {"kind": "base"}, base, (x, kernel)
         dora = _frozen(n, act_qtype=activations)
         yield row | {"kind": "DoRA"}, dora, (x, kernel, lora_a, lora_b)
+
+
+def _decoding(settings: Settings) -> Iterator[Row]:
+    """Yields the time of a layer's decoding, by format, number of rows and kind."""
+    chosen = [one for one in settings.decoded if matches(f"decode {one}", settings.only)]
+    if not chosen:
+        return
+    sizes = settings.decoding
+    plain = nnx.jit(lambda: Stack(sizes.sizes, sizes.layers))()
+    tile = math.gcd(TILE, *(n_in for n_in, _ in sizes.sizes.projections().values()))
+    for qtype in chosen:
+        model = plain
+        if qtype != "bf16":
+            tiles = tile if qtype == "nf4" else None
+            model = jax_dora.quantize(plain, qtype, path=".*", tile_size=tiles)
+        filled = bank.filled(
+            jax_dora.AdapterBank(model, sizes.slots, max(sizes.ranks)), sizes.ranks
+        )
+        for rows in sizes.decoding:
+            programs = bank.compiled_kinds(sizes, model, filled, (rows, 1))
+            ids = draw_ids("zipf", rows, sizes.slots)
+            inputs = bank.Inputs(model, filled, ids, (rows, 1))
+            distinct = byte_bound(filled, ids)["distinct"]
+            facts: Row = {"work": "decode", "qtype": qtype, "distinct": distinct}
+            yield from bank.timed(sizes, programs, inputs, facts)
 
 
 def _formats(work: str, settings: Settings) -> Iterator[tuple[int, str]]:
