@@ -94,7 +94,9 @@ class Settings(NamedTuple):
     many_rows: int = 4096
     rounds: int = 8
     only: tuple[str, ...] = ()
-    decoding: bank.Settings = bank.Settings(decoding=(1, 8, 32, 64), only=("base", "DoRA"))
+    decoding: bank.Settings = bank.Settings(
+        decoding=(1, 8, 32, 64), only=("base", "DoRA"), rounds=15
+    )
     decoded: tuple[str, ...] = ("bf16", "int8", "nf4")
     cases: tuple[Case, ...] = (
         Case("8B", LLAMA_3_8B, "DoRA", "bf16", (1, 4096)),
