@@ -82,7 +82,7 @@ class Stack(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         graphdef, bank, arrays = nnx.split(self.layers, BankArray, ...)
-        for one in unstacked(arrays, jax.tree.leaves(arrays)[0].shape[0]):
+        for one in unstacked(arrays, jax.tree.leaves(arrays)[0].shape[0], inference=True):
             x = nnx.merge(graphdef, bank, one)(x)
         return x
 

@@ -82,7 +82,7 @@ class Decoder(nnx.Module):
             layers = unstacked((streams, arrays), config.num_hidden_layers)
             x, streams = unrolled_scan(one_layer, x, layers)
         else:
-            x, streams = scan(one_layer, x, (streams, arrays))
+            x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)
         return x
 
@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
 
         x, count = self.embed_tokens(tokens), self.config.num_hidden_layers
         if self.config.unroll:
-            layers = enumerate(unstacked(arrays, count))
+            layers = enumerate(unstacked(arrays, count, inference=True))
             x, added = unrolled_scan(one_layer, x, layers)
         else:
             x, added = scan(one_layer, x, (jnp.arange(count), arrays))

@@ -1,8 +1,9 @@
 """Runs the layers of a stack, whose arrays have a leading axis of layers, one after the other.
 
-A layer's 4-bit arrays are taken from the stack as bytes. XLA passes a slice of bytes to a kernel
-without a copy, but copies a slice of 4-bit elements one by one, which took four times as long as a
-decoding step itself (H100, nf4).
+XLA passes a slice of bytes to a kernel without a copy, but copies a slice of 4-bit elements one by
+one, which took three times as long as the decoding step itself (H100, nf4). In inference, a layer's
+4-bit arrays are therefore taken from the stack as bytes. In a training step, XLA would copy the
+whole stack for that.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from jax_dora.ops.quantised import bits
 
 
 def scan(function: Callable[..., tuple[Any, Any]], x: Any, layers: Any) -> tuple[Any, Any]:
-    """Returns the result of `lax.scan(function, x, layers)`."""
+    """Returns the result of `lax.scan(function, x, layers)`, for inference."""
     views, restore = _as_bytes(layers)
     return lax.scan(lambda x, layer: function(x, restore(layer)), x, views)
 
@@ -33,12 +34,12 @@ def unrolled_scan(
     return x, jax.tree.map(lambda *arrays: jnp.stack(arrays), *results)
 
 
-def unstacked(tree: Any, count: int) -> list[Any]:
+def unstacked(tree: Any, count: int, *, inference: bool = False) -> list[Any]:
     """Returns the layers of a stack as a list.
 
     `lax.split` needs only one copy to stack the gradients again.
     """
-    views, restore = _as_bytes(tree)
+    views, restore = _as_bytes(tree) if inference else (tree, lambda layer: layer)
     leaves, structure = jax.tree.flatten(views)
     parts = [[part[0] for part in lax.split(leaf, [1] * count)] for leaf in leaves]
     return [restore(structure.unflatten(layer)) for layer in zip(*parts, strict=True)]
