@@ -279,6 +279,24 @@ def quantised_rows() -> str:
     return table(["card", "rows", "bf16 by XLA", *QTYPES], lines)
 
 
+def quantised_decode() -> str:
+    lines = []
+    for card in ("h100", "h200"):
+        measured = rows("quantised", card, work="decode")
+        for count in dict.fromkeys(line["rows"] for line in measured):
+            cells = [card.upper(), f"{count}"]
+            for kind in ("base", "DoRA"):
+                some = [line for line in measured if (line["rows"], line["kind"]) == (count, kind)]
+                us = {line["qtype"]: 1e3 * line["ms"] for line in some}
+                cells.append(f"{us['bf16']:.0f}")
+                for qtype in ("int8", "nf4"):
+                    time, speed = us.get(qtype, 0), us["bf16"] / us.get(qtype, 1)
+                    cells.append(f"{time:.0f} ({speed:.2f} ×)" if time else "")
+            lines.append(cells)
+    kinds = [f"{kind}, {qtype}" for kind in ("base", "bank") for qtype in ("bf16", "int8", "nf4")]
+    return table(["card", "rows", *kinds], lines)
+
+
 def quantised_projection() -> str:
     float8 = "float8_e4m3fn"
     columns: dict[str, dict[str, Any]] = {

@@ -1,16 +1,21 @@
 """Layers of a stack, one after the other."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dora.models import stack
+from jax_dora import quantize
+from jax_dora.models import make_cache, make_model, stack
 from tests import quantised
 from tests.jax_dora.meshes import automatic, explicit
+from tests.jax_dora.models.conftest import SMALL
 from tests.jax_dora.programs import equations
 
 
@@ -73,3 +78,23 @@ def test_four_bit_arrays_are_sliced_as_bytes_in_inference():
     assert "uint4" not in sliced(lambda layers: stack.scan(layer, 0.0, layers))
     assert "uint4" not in sliced(lambda layers: stack.unstacked(layers, 3, inference=True))
     assert "uint4" in sliced(lambda layers: stack.unstacked(layers, 3))
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_a_decoder_takes_layers_as_bytes_only_to_decode(unroll):
+    """In a training step, XLA would copy the whole stack."""
+    model = quantize(make_model(dataclasses.replace(SMALL, unroll=unroll)), "nf4", tile_size=8)
+    graphdef, state = nnx.split(model)
+    tokens, cache = jnp.ones((2, 1), jnp.int32), make_cache(SMALL, 2, 4)
+
+    def casts(function, *arguments):
+        return any(
+            equation.primitive.name == "bitcast_convert_type"
+            and "uint4" in {str(one.aval.dtype) for one in (*equation.invars, *equation.outvars)}
+            for equation in equations(function, state, *arguments)
+        )
+
+    assert not casts(lambda state, tokens: nnx.merge(graphdef, state)(tokens), tokens)
+    assert casts(
+        lambda state, tokens, cache: nnx.merge(graphdef, state).extend(tokens, cache), tokens, cache
+    )
