@@ -123,6 +123,22 @@ def test_multiplies_without_an_adapter(on_mosaic, qtype, rows):
     check(x, kernel, np.zeros((128, 1)), np.zeros((1, 256)), np.ones(256), None, found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("qtype", ["nf4", "int8"])
+def test_maps_over_kernels(on_mosaic, qtype):
+    """As for the experts of a layer."""
+    kernels = [
+        quantised.draw(qtype, (128, 256), (2, 256), seed=seed, scale_dtype=jnp.bfloat16)
+        for seed in range(3)
+    ]
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((3, 9, 128)), jnp.bfloat16)
+    stack = jax.tree.map(lambda *arrays: jnp.stack(arrays), *kernels)
+    with on_mosaic():
+        found = jax.vmap(lambda x, kernel: multiplied(x, kernel, sm_count=2))(x, stack)
+    for one, kernel, y in zip(x, kernels, found, strict=True):
+        check(one, kernel, np.zeros((128, 1)), np.zeros((1, 256)), np.ones(256), None, y)
+
+
 @pytest.mark.parametrize("qtype", [slow("nf4"), None])
 def test_two_consumers_add_their_sums_of_a_strip(on_mosaic, qtype):
     out = 256 if qtype else 64
