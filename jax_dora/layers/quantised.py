@@ -2,8 +2,8 @@
 
 `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum` and `nnx.Conv` store their dtype promotion and their
 product as attributes. The functions below replace them. They dequantise the kernel for the product,
-and again for the product's gradient, except for few rows, as in decoding, where kernels read the
-codes; with plain arrays they do what Flax's functions do.
+and again for the product's gradient, except for few rows in `dot_general`, as in decoding; with
+plain arrays they do what Flax's functions do.
 
 A layer whose `dot_general` is `dot_general_by_rows` quantises its activations too. Nothing else
 records that, neither in a base layer nor in a DoRA layer.
@@ -41,31 +41,61 @@ def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> A
 
 
 def dot_general(
-    lhs: jax.Array,
-    rhs: Any,
-    dimension_numbers: Any,
-    precision: Any = None,
-    out_sharding: Any = None,
-    **kwargs: Any,
+    lhs: jax.Array, rhs: Any, dimension_numbers: Any, *args: Any, **kwargs: Any
 ) -> jax.Array:
     """Returns `lax.dot_general(lhs, rhs, ...)`, where rhs may be quantised. Few rows of lhs are
     multiplied without a dense copy of rhs, if that is supported."""
-    options = {"precision": precision, "out_sharding": out_sharding}
-    (x_contracted, contracted), (batched, _) = dimension_numbers
-    if quantised.is_quantised(rhs) and not (kwargs or batched):
-        rows = math.prod(lhs.shape) // max(math.prod(lhs.shape[i] for i in x_contracted), 1)
-        # Other orders of the kernel's axes would require a transposed copy.
-        if rows <= weight_only.MOST_ROWS and tuple(contracted) == (*range(len(contracted)),):
+    given = _DOT_GENERAL.bind(lhs, rhs, dimension_numbers, *args, **kwargs).arguments
+    has_dtype = given.get("preferred_element_type") is not None
+    if (
+        quantised.is_quantised(rhs)
+        and not has_dtype
+        and _is_matrix_product(lhs, rhs, dimension_numbers)
+    ):
+        precision, few = (
+            given.get("precision"),
+            _rows(lhs, dimension_numbers) <= weight_only.MOST_ROWS,
+        )
 
-            def multiply(operands: row_wise.Product) -> jax.Array:
-                return weight_only.product(operands, precision)
+        def multiply(operands: row_wise.Product) -> jax.Array:
+            return weight_only.product(operands, precision, dense=not few)
 
-            return _by_matrix(multiply, lhs, rhs, dimension_numbers, out_sharding)
+        # On explicit axes, JAX would require the shardings of all steps of a dequantisation.
+        if few or meshes.explicit(lhs, rhs.qvalue) is not None:
+            return _by_matrix(multiply, lhs, rhs, dimension_numbers, given.get("out_sharding"))
 
     def dense_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return lax.dot_general(x, kernel, dimension_numbers, **options, **kwargs)
+        return lax.dot_general(x, kernel, dimension_numbers, *args, **kwargs)
 
     return quantised.apply_dense(dense_product, lhs, rhs)
+
+
+_DOT_GENERAL = inspect.signature(lax.dot_general)
+
+
+def _axes(dimension_numbers: Any) -> list[list[tuple[int, ...]]]:
+    """Returns the contracted and the batch axes of both operands."""
+    return [
+        [(axes,) if isinstance(axes, int) else tuple(axes) for axes in pair]
+        for pair in dimension_numbers
+    ]
+
+
+def _is_matrix_product(lhs: jax.Array, rhs: Any, dimension_numbers: Any) -> bool:
+    """Returns whether a product is that of rows with the matrix that a quantised rhs stands for.
+
+    rhs's contracted axes come first: other orders would require a transposed copy.
+    """
+    (x_axes, kernel_axes), (batched, _) = _axes(dimension_numbers)
+    shapes = [lhs.shape[axis] for axis in x_axes], [rhs.shape[axis] for axis in kernel_axes]
+    has_sizes = all(isinstance(size, int) for size in lhs.shape)  # Not so in some exports.
+    in_order = [*kernel_axes] == [*range(len(kernel_axes))]
+    return not batched and shapes[0] == shapes[1] and has_sizes and in_order
+
+
+def _rows(lhs: jax.Array, dimension_numbers: Any) -> int:
+    (x_axes, _), _ = _axes(dimension_numbers)
+    return math.prod(size for axis, size in enumerate(lhs.shape) if axis not in x_axes)
 
 
 def dot_general_by_rows(
@@ -100,7 +130,16 @@ def _by_matrix(
     Args:
       multiply: returns the product of x [..., in] and a quantised kernel [in, out].
     """
-    (x_contracted, kernel_contracted), _ = dimension_numbers
+    (x_contracted, kernel_contracted), _ = _axes(dimension_numbers)
+    shapes = [
+        [one.shape[axis] for axis in axes]
+        for one, axes in ((lhs, x_contracted), (rhs, kernel_contracted))
+    ]
+    if shapes[0] != shapes[1]:
+        raise TypeError(
+            f"the contracted axes of the inputs have the sizes {shapes[0]}, and those of the "
+            f"kernel {shapes[1]}; expected the same"
+        )
     rows = [axis for axis in range(lhs.ndim) if axis not in x_contracted]
     columns = [axis for axis in range(rhs.ndim) if axis not in kernel_contracted]
     groups = tuple(kernel_contracted), tuple(columns)

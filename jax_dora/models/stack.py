@@ -1,9 +1,9 @@
 """Runs the layers of a stack, whose arrays have a leading axis of layers, one after the other.
 
 XLA passes a slice of bytes to a kernel without a copy, but copies a slice of 4-bit elements one by
-one, which took three times as long as the decoding step itself (H100, nf4). In inference, a layer's
-4-bit arrays are therefore taken from the stack as bytes. In a training step, XLA would copy the
-whole stack for that.
+one, which takes longer than a decoding step of few rows (`benchmarks/results/h100/tried.jsonl`). In
+inference, a layer's 4-bit arrays are therefore taken from the stack as bytes. In a training step,
+XLA would copy the whole stack for that.
 """
 
 from collections.abc import Callable, Iterable
@@ -76,4 +76,4 @@ def _is_packed(array: jax.Array) -> bool:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or bits(array.dtype) != 4:
         return False
     # On explicit axes, JAX would require the sharding of the bytes.
-    return array.shape[-1] % 2 == 0 and meshes.explicit(array) is None
+    return array.ndim > 1 and array.shape[-1] % 2 == 0 and meshes.explicit(array) is None

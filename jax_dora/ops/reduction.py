@@ -132,5 +132,8 @@ def dot_general(precision, a, b, axes, dtype=None):
 
 
 def static_precision(precision: jax.lax.PrecisionLike) -> Any:
-    """Returns `precision` as a static argument: a string becomes a `lax.Precision`."""
-    return lax.Precision(precision) if isinstance(precision, str) else precision
+    """Returns `precision` as a static argument, hashable. Instead of None it is the default in the
+    current context, since a product may be traced later, in another one."""
+    if precision is None:
+        return jax.config.jax_default_matmul_precision
+    return tuple(precision) if isinstance(precision, list) else precision

@@ -10,8 +10,8 @@ PAGE = "docs/attempts.md"
 FILES = {
     *("tried", "norm_kernels", "few_rows", "bank_kernels", "h100/tried", "h200x2/profile"),
 }
-# A difference, which no file has.
-COMPUTED = {"0.6"}
+# A difference, and bytes in GB, which no file has.
+COMPUTED = {"0.6", "6.04", "2.55"}
 
 
 def test_numbers_of_what_was_tried_are_those_of_the_files_that_a_paragraph_names():
@@ -181,3 +181,20 @@ def test_what_is_said_of_two_gpus():
         f"takes as long either way ({ms('project_back', 'dp', parts)} and "
         f"{ms('project_back', 'dp', whole)} ms)",
     )
+
+
+def test_what_is_said_of_4_bit_layers_in_a_training_step():
+    as_bytes, usual = (
+        row("tried", "h100", what=what, name="8B", kind="DoRA", keep_inner=None)["temp_bytes"] / 1e9
+        for what in (
+            "step over nf4 with 4-bit layers taken as bytes",
+            "step over nf4 after 4-bit layers are taken as bytes in inference",
+        )
+    )
+    assert_says(PAGE, f"({as_bytes:.2f} GB of temporary memory instead of {usual:.2f} for the 8B")
+    clusters = row(
+        "tried",
+        "h100",
+        what="clusters that fit at the same time",
+    )
+    assert_says(PAGE, f"only {clusters['of_four']} such clusters fit on an H100 at the same time")

@@ -32,8 +32,8 @@ from jax_dora.ops.quantised import Format, bits, repeated
 
 MOST_ROWS = 64
 MOST_RANK = 128
-# Up to this number of rows, a tile of 4-bit codes has 256 columns. More rows need twice the
-# registers for a column's sums.
+# Up to this number of rows, a tile of 4-bit codes has 256 columns if that divides W's. Otherwise it
+# has 128, so that the sums of up to 64 rows need no more registers.
 WIDE_ROWS = 32
 
 

@@ -92,7 +92,7 @@ def accumulate(
       w_smem: w [64, columns]. 16-bit w may have fewer columns than sums, a multiple of 8; the sums
         of the missing columns are arbitrary, but finite if the others are.
       table_smem: a `table`, or None if w needs none.
-      swizzled_w: whether w is swizzled by 128 bytes.
+      swizzled_w: whether w is swizzled, by the bytes of its rows.
       transposed_w: whether w_smem holds wᵀ; w then has 16 bits and 64 columns.
     """
     if choose.interpreted():

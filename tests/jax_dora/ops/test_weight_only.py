@@ -5,18 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import quantize
-from jax_dora.layers.quantised import dot_general
+from jax_dora.layers.quantised import dot_general, dot_general_by_rows
 from jax_dora.ops import choose
+from jax_dora.ops.mosaic import few_rows
 from jax_dora.ops.weight_only import MOST_ROWS
 from parity.oracle import fp64
 from tests import quantised
 from tests.jax_dora.meshes import automatic, explicit
 from tests.jax_dora.programs import aval, equations, for_cuda
+from tests.tables import slow
 
 LAST = (((1,), (0,)), ((), ()))
 
@@ -26,11 +29,12 @@ def drawn(rows, n_in, out, qtype="nf4", dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(1).normal(size=(rows, n_in)), dtype), kernel
 
 
-def near(found, x, kernel, ulps=4):
-    """Checks that found is x W but for rounding to its dtype, of W's elements too."""
-    meant = quantised.meant(kernel)
-    bound = abs(fp64(x)) @ abs(meant)
-    assert np.all(abs(fp64(found) - fp64(x) @ meant) <= ulps * jnp.finfo(found.dtype).eps * bound)
+def near(found, x, kernel):
+    """Checks that found is x W but for rounding: of W's elements and the result, and of sums."""
+    meant, eps = quantised.meant(kernel), float(jnp.finfo(found.dtype).eps)
+    exact, terms = fp64(x) @ meant, abs(fp64(x)) @ abs(meant)
+    bound = eps / 2 * (terms + abs(exact)) + 2.0**-21 * terms
+    assert np.all(abs(fp64(found) - exact) <= bound)
 
 
 def primitives(function, *arguments):
@@ -99,9 +103,10 @@ def test_other_products_use_a_dense_kernel():
     )
 
 
+@pytest.mark.parametrize("rows", [8, MOST_ROWS + 4])
 @pytest.mark.parametrize("spec", [("x", None), (None, "x"), ("y", "x")])
-def test_on_meshes(spec):
-    x, kernel = drawn(8, 256, 32)
+def test_on_meshes(spec, rows):
+    x, kernel = drawn(rows, 256, 32)
     wanted = fp64(x) @ quantised.meant(kernel)
 
     def call(x, kernel):
@@ -140,3 +145,65 @@ def test_a_decoded_base_layer_has_no_dense_kernel_on_a_hopper(monkeypatch, qtype
         assert "dora_few_rows" in found
         assert "1024x2048xbf16" not in found
     assert "1024x2048xbf16" in text(MOST_ROWS + 1, None)
+
+
+@pytest.mark.parametrize(
+    ("qtype", "shape", "tiles"),
+    [
+        ("nf4", (9, 128), (2, 256)),
+        slow("nf4", (40, 128), (1, 4)),
+        slow("int8", (128,), (2, 256)),
+        slow("float8_e4m3fn", (3, 2, 128), (1, 256)),
+    ],
+)
+def test_the_operator_runs_the_kernels(monkeypatch, qtype, shape, tiles):
+    monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0", sm_count=2))
+    monkeypatch.setattr(few_rows, "wins", lambda *_: True)
+    launch, seen = few_rows.launch, []
+    monkeypatch.setattr(few_rows, "launch", lambda *a, **k: seen.append(1) or launch(*a, **k))
+    kernel = quantised.draw(qtype, (128, 256), tiles)
+    x = jnp.asarray(np.random.default_rng(4).normal(size=shape), jnp.bfloat16)
+    axes = (((x.ndim - 1,), (0,)), ((), ()))
+    with plgpu.force_gpu_interpret_mode():
+        found = dot_general(x, kernel, axes)
+        heads = jax.tree.map(lambda one: one.reshape(-1, 4, one.shape[1] // 4), kernel)
+        split = dot_general(x, heads, axes)
+    assert len(seen) == 2
+    near(found.reshape(-1, 256), x.reshape(-1, 128), kernel)
+    np.testing.assert_array_equal(split.reshape(found.shape), found)
+
+
+def test_contracted_axes_must_have_the_same_sizes():
+    _, kernel = drawn(1, 128, 24)
+    heads = jax.tree.map(lambda one: one.reshape(2, -1, 24), kernel)
+    for rows in (3, MOST_ROWS + 1):
+        with pytest.raises(TypeError, match="contract"):
+            dot_general(jnp.ones((rows, 64, 2)), heads, (((1, 2), (0, 1)), ((), ())))
+    float8 = quantised.draw("float8_e4m3fn", (128, 24), (1, 24))
+    with pytest.raises(TypeError, match=r"\[64\].*\[128\]"):
+        dot_general_by_rows(jnp.ones((3, 64)), float8, LAST)
+
+
+def test_precisions_of_every_form():
+    x, kernel = drawn(4, 128, 24)
+
+    def text(x, **options):
+        return jax.jit(lambda x: dot_general(x, kernel, LAST, **options)).lower(x).as_text()
+
+    assert "HIGHEST, HIGHEST" in text(x, precision="highest")
+    assert "HIGH, HIGHEST" in text(x, precision=["high", "highest"])
+    assert "bf16" in text(x, precision="BF16_BF16_F32")
+    with jax.default_matmul_precision("highest"):
+        found = text(x)
+    assert "HIGHEST, HIGHEST" in found
+    assert dot_general(x.astype(jnp.bfloat16), kernel, LAST, None, jnp.float32).dtype == jnp.float32
+
+
+def test_exports_with_any_number_of_rows():
+    _, kernel = drawn(1, 128, 24)
+    (rows,) = jax.export.symbolic_shape("rows")
+    exported = jax.export.export(jax.jit(lambda x: dot_general(x, kernel, LAST)))(
+        jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    )
+    x, _ = drawn(5, 128, 24)
+    near(exported.call(x), x, kernel)
