@@ -41,36 +41,35 @@ def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> A
 
 
 def dot_general(
-    lhs: jax.Array, rhs: Any, dimension_numbers: Any, *args: Any, **kwargs: Any
+    lhs: jax.Array,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """Returns `lax.dot_general(lhs, rhs, ...)`, where rhs may be quantised. Few rows of lhs are
     multiplied without a dense copy of rhs, if that is supported."""
-    given = _DOT_GENERAL.bind(lhs, rhs, dimension_numbers, *args, **kwargs).arguments
-    has_dtype = given.get("preferred_element_type") is not None
-    if (
-        quantised.is_quantised(rhs)
-        and not has_dtype
-        and _is_matrix_product(lhs, rhs, dimension_numbers)
-    ):
-        precision, few = (
-            given.get("precision"),
-            _rows(lhs, dimension_numbers) <= weight_only.MOST_ROWS,
-        )
+    is_quantised, has_dtype = quantised.is_quantised(rhs), preferred_element_type is not None
+    if is_quantised and not has_dtype and _has_few_rows(lhs, rhs, dimension_numbers):
 
         def multiply(operands: row_wise.Product) -> jax.Array:
-            return weight_only.product(operands, precision, dense=not few)
+            return weight_only.product(operands, precision)
 
-        # On explicit axes, JAX would require the shardings of all steps of a dequantisation.
-        if few or meshes.explicit(lhs, rhs.qvalue) is not None:
-            return _by_matrix(multiply, lhs, rhs, dimension_numbers, given.get("out_sharding"))
+        return _by_matrix(multiply, lhs, rhs, dimension_numbers, out_sharding)
 
-    def dense_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return lax.dot_general(x, kernel, dimension_numbers, *args, **kwargs)
+    def multiply_dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            x,
+            kernel,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+        )
 
-    return quantised.apply_dense(dense_product, lhs, rhs)
-
-
-_DOT_GENERAL = inspect.signature(lax.dot_general)
+    return quantised.apply_dense(multiply_dense, lhs, rhs)
 
 
 def _axes(dimension_numbers: Any) -> list[list[tuple[int, ...]]]:
@@ -81,21 +80,18 @@ def _axes(dimension_numbers: Any) -> list[list[tuple[int, ...]]]:
     ]
 
 
-def _is_matrix_product(lhs: jax.Array, rhs: Any, dimension_numbers: Any) -> bool:
-    """Returns whether a product is that of rows with the matrix that a quantised rhs stands for.
+def _has_few_rows(lhs: jax.Array, rhs: Any, dimension_numbers: Any) -> bool:
+    """Returns whether few rows are multiplied by the matrix that a quantised rhs stands for.
 
     rhs's contracted axes come first: other orders would require a transposed copy.
     """
     (x_axes, kernel_axes), (batched, _) = _axes(dimension_numbers)
-    shapes = [lhs.shape[axis] for axis in x_axes], [rhs.shape[axis] for axis in kernel_axes]
-    has_sizes = all(isinstance(size, int) for size in lhs.shape)  # Not so in some exports.
-    in_order = [*kernel_axes] == [*range(len(kernel_axes))]
-    return not batched and shapes[0] == shapes[1] and has_sizes and in_order
-
-
-def _rows(lhs: jax.Array, dimension_numbers: Any) -> int:
-    (x_axes, _), _ = _axes(dimension_numbers)
-    return math.prod(size for axis, size in enumerate(lhs.shape) if axis not in x_axes)
+    sizes = [size for axis, size in enumerate(lhs.shape) if axis not in x_axes]
+    # The number of rows is unknown in some exports.
+    is_few = (
+        all(isinstance(one, int) for one in sizes) and math.prod(sizes) <= weight_only.MOST_ROWS
+    )
+    return is_few and not batched and [*kernel_axes] == [*range(len(kernel_axes))]
 
 
 def dot_general_by_rows(

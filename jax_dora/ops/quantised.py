@@ -20,6 +20,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from jax_dora.ops import mesh as meshes
+
 FORMATS = ("nf4", "int4", "int8", "float8_e4m3fn")
 _STORED_AS = {"nf4": jnp.dtype(jnp.uint4)}
 NF4 = (
@@ -196,7 +198,11 @@ def _values(qvalue: jax.Array, qtype: str, dtype: Any) -> jax.Array:
         return qvalue.astype(dtype)
     # All 16 values of four bits are valid indices.
     codebook = jnp.asarray(np.array(NF4), dtype)
-    return codebook.at[qvalue.astype(jnp.uint8)].get(mode="promise_in_bounds")
+    # On explicit axes, JAX requires the sharding of the numbers.
+    sharding = jax.typeof(qvalue).sharding if meshes.explicit(qvalue) else None
+    return codebook.at[qvalue.astype(jnp.uint8)].get(
+        mode="promise_in_bounds", out_sharding=sharding
+    )
 
 
 def apply_dense(function: Callable[[Any, Any], Any], x: jax.Array, kernel: Any) -> Any:

@@ -19,19 +19,14 @@ from jax_dora.ops.shard import Op, Shard
 MOST_ROWS = few_rows.MOST_ROWS
 
 
-def product(
-    operands: Product, precision: lax.PrecisionLike = None, *, dense: bool = False
-) -> jax.Array:
+def product(operands: Product, precision: lax.PrecisionLike = None) -> jax.Array:
     """Returns x W [..., out] in x's dtype.
 
     Args:
-      operands: x [..., in], and a quantised kernel [in, out].
+      operands: x [..., in] with at most `MOST_ROWS` rows, and a quantised kernel [in, out].
       precision: the precision of a dense product, as in `jax.lax.dot_general`.
-      dense: whether XLA computes it, for more than `MOST_ROWS` rows.
     """
     static = Static("quantised_product", None, static_precision(precision))
-    if dense:
-        return _define(static, operands)[0]
     (y,) = call_differentiable(OP, _define, static, operands)
     return y
 

@@ -64,7 +64,7 @@ def refuses(
         return f"in = {in_features} is not a multiple of {TILE_ROWS}"
     if form is not None and form.tile[0] % TILE_ROWS:
         return f"the kernel's format is {form}; a tile's rows must be a multiple of {TILE_ROWS}"
-    width = 64 if form is None else 128
+    width = _least_cols(form)
     if out == 0 or out % width:
         return f"out = {out} is not a multiple of {width}"
     return None
@@ -82,7 +82,7 @@ def config(
     """Returns the config for a supported call: the most stages that fit into shared memory."""
     w_dtype = dtype if form is None else form.stored
     tiled = form is not None and form.tile[0] < in_features
-    cols = 64 if form is None else 128
+    cols = _least_cols(form)
     if bits(w_dtype) == 4 and rows <= WIDE_ROWS and out % 256 == 0:
         cols = 256
 
@@ -93,6 +93,11 @@ def config(
     candidates = ((4, 2), (3, 2), (2, 2), (2, 1))
     configs = [Config(cols, stages, slots) for slots, stages in candidates]
     return next(filter(fits, configs), configs[-1])
+
+
+def _least_cols(form: Format | None) -> int:
+    """Returns the least number of columns of a tile of W, which must divide W's."""
+    return 64 if form is None else 128
 
 
 @launcher()

@@ -80,6 +80,20 @@ def test_four_bit_arrays_are_sliced_as_bytes_in_inference():
     assert "uint4" in sliced(lambda layers: stack.unstacked(layers, 3))
 
 
+def test_single_elements_are_scanned_as_they_are():
+    """Two of them are not in the same row of a byte, but belong to two layers."""
+    numbers = jnp.arange(4, dtype=jnp.uint4)
+
+    def call(x, number):
+        return x, number
+
+    for found in (
+        stack.scan(call, 0.0, numbers),
+        stack.unrolled_scan(call, 0.0, stack.unstacked(numbers, 4, inference=True)),
+    ):
+        np.testing.assert_array_equal(found[1], numbers)
+
+
 @pytest.mark.parametrize("unroll", [False, True])
 def test_a_decoder_takes_layers_as_bytes_only_to_decode(unroll):
     """In a training step, XLA would copy the whole stack."""

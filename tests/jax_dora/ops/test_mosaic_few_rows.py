@@ -113,10 +113,11 @@ def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype,
 
 
 @pytest.mark.parametrize(
-    ("qtype", "rows"), [("nf4", 9), slow("int8", 2), slow("nf4", 40), slow(None, 8)]
+    ("qtype", "rows", "tiles"),
+    [("nf4", 9, 2), ("int8", 2, 1), slow("int8", 9, 2), slow("nf4", 40, 1), slow(None, 8, 1)],
 )
-def test_multiplies_without_an_adapter(on_mosaic, qtype, rows):
-    kernel, _, _ = draw(qtype, 128, 1, 256, (2, 256), jnp.bfloat16)
+def test_multiplies_without_an_adapter(on_mosaic, qtype, rows, tiles):
+    kernel, _, _ = draw(qtype, 128, 1, 256, (tiles, 256), jnp.bfloat16)
     x, _, _ = operands(kernel, (rows, 128), jnp.bfloat16)
     with on_mosaic():
         found = multiplied(x, kernel, sm_count=2)
@@ -228,6 +229,17 @@ def test_the_tiles_fit_into_shared_memory(rows, rank):
         stored = form.stored if form else jnp.dtype(jnp.bfloat16)
         taken = few_rows_tiling.shared_memory(rows, rank, stored, form is not None, config)
         assert taken <= SHARED_MEMORY
+
+
+def test_more_rows_take_narrower_tiles_of_4_bit_codes():
+    """Otherwise a thread's sums would not fit into its registers."""
+    form = Format("nf4", (64, 1), jnp.float32, False)
+    found = {
+        (rows, out): few_rows.config(rows, 1024, out, 8, form, jnp.bfloat16).tile_cols
+        for rows in (32, 33)
+        for out in (256, 384)
+    }
+    assert found == {(32, 256): 256, (32, 384): 128, (33, 256): 128, (33, 384): 128}
 
 
 def test_refuses_with_a_reason():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import quantize
-from jax_dora.layers.quantised import dot_general, dot_general_by_rows
+from jax_dora.layers.quantised import dot_general, dot_general_by_rows, einsum
 from jax_dora.ops import choose
 from jax_dora.ops.mosaic import few_rows
 from jax_dora.ops.weight_only import MOST_ROWS
@@ -124,6 +124,9 @@ def test_on_meshes(spec, rows):
             found = jax.jit(call)(rows, placed)
             assert jax.typeof(found).sharding.spec == P("y", "x")
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+            found = einsum("ti,io->to", rows, placed)
+            assert jax.typeof(found).sharding.spec == P("y", "x")
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("qtype", ["nf4", "int8"])
@@ -193,9 +196,13 @@ def test_precisions_of_every_form():
     assert "HIGHEST, HIGHEST" in text(x, precision="highest")
     assert "HIGH, HIGHEST" in text(x, precision=["high", "highest"])
     assert "bf16" in text(x, precision="BF16_BF16_F32")
-    with jax.default_matmul_precision("highest"):
-        found = text(x)
-    assert "HIGHEST, HIGHEST" in found
+
+    @jax.jit
+    def in_context(x):
+        with jax.default_matmul_precision("highest"):
+            return dot_general(x, kernel, LAST)
+
+    assert "HIGHEST, HIGHEST" in in_context.lower(x).as_text()
     assert dot_general(x.astype(jnp.bfloat16), kernel, LAST, None, jnp.float32).dtype == jnp.float32
 
 
