@@ -4,14 +4,15 @@
     LoRA    a bank that does not multiply by g
     DoRA    a bank
 
-The model has Llama 3 8B's dimensions in bf16, and 64 rows. There are as many clients as rows; each
-sends its next request when it has its answer: prompts of 128 tokens, answers of 128 tokens. The
-adapters, of ranks 8 to 64, are requested by Zipf's law with exponent 1.5, and the bank has 64
-slots. The engine's queue, adapter loads and text are included, HTTP is not.
+The model has Llama 3 8B's dimensions, in bf16 or with quantised projections (`qtype`), and 64 rows.
+There are as many clients as rows; each sends its next request when it has its answer: prompts of
+128 tokens, answers of 128 tokens. The adapters, of ranks 8 to 64, are requested by Zipf's law with
+exponent 1.5, and the bank has 64 slots. The engine's queue, adapter loads and text are included,
+HTTP is not.
 
 One line is one kind with one number of adapters: answered tokens per second of wall time, `of_base`
-(the same divided by that of the base), the median and the upper tenth of the time to the first
-token, the number of adapter loads, and the seconds that compiling took.
+(the same divided by that of the base in the same format), the median and the upper tenth of the
+time to the first token, the number of adapter loads, and the seconds that compiling took.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import jax_dora
 from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.bank_programs import without_g
 from benchmarks.results import Row, with_ratio
@@ -42,6 +44,7 @@ class Settings(NamedTuple):
     """The settings of the level; programs that they do not need are not compiled.
 
     Attributes:
+      qtypes: the formats of the projections; "bf16" is not quantised.
       adapters: numbers of adapters to measure, one after another.
       rounds: number of timed answers of each client, after one that is not timed.
     """
@@ -53,6 +56,7 @@ class Settings(NamedTuple):
     chunk: int = 512
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
+    qtypes: tuple[str, ...] = ("bf16", "nf4")
     adapters: tuple[int, ...] = (1, 8, 64, 256)
     only: tuple[str, ...] = ("base", "DoRA", "LoRA")
     rounds: int = 3
@@ -66,6 +70,7 @@ TINY = Settings(
     chunk=16,
     slots=2,
     ranks=(1, 5),
+    qtypes=("bf16", "int8"),
     adapters=(1, 3),
     rounds=1,
 )
@@ -91,9 +96,17 @@ class Server(NamedTuple):
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row for each kind and number of adapters."""
-    model = make_model(settings.config)
-    row: Row = {"rows": settings.rows, "layers": model.config.num_hidden_layers}
+    """Yields one row for each format, kind and number of adapters."""
+    for qtype in settings.qtypes:
+        model = make_model(settings.config)
+        if qtype != "bf16":
+            model = jax_dora.quantize(model, qtype)
+        row: Row = {"qtype": qtype, "rows": settings.rows, "layers": model.config.num_hidden_layers}
+        yield from _measure_model(settings, model, row)
+
+
+def _measure_model(settings: Settings, model: CausalLM, row: Row) -> Iterator[Row]:
+    """Yields one row for each kind and number of adapters; each begins like `row`."""
     base = None
     if "base" in settings.only:
         server = _server(settings, model, None, "base")

@@ -11,6 +11,7 @@ begun. FOLDER and DIR have to be at the same path on all hosts.
 
 import argparse
 import asyncio
+import json
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -21,11 +22,15 @@ import httpx
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from jax_dora.serve import Server, Settings
+from jax_dora.serve.errors import ApiError
+from jax_dora.serve.http import read_body
 
 TRIES = 5
+# The headers of a request that a server checks.
+HEADERS = (b"content-type", b"authorization")
 
 
 class Replica:
@@ -42,11 +47,12 @@ class Replica:
         """Tells Ray that this replica has used an adapter; the replica's server loads it."""
         return name
 
-    async def ask(self, method: str, path: str, body: bytes) -> AsyncIterator[Any]:
+    async def ask(
+        self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> AsyncIterator[Any]:
         """Yields the status and the content type, and then the parts of the answer."""
         if name := serve.get_multiplexed_model_id():
             await self.adapter(name)
-        headers = {"content-type": "application/json"}
         async with self._client.stream(method, path, content=body, headers=headers) as answer:
             yield answer.status_code, answer.headers.get("content-type", "")
             async for part in answer.aiter_bytes():
@@ -60,14 +66,17 @@ class Replica:
 class Ingress:
     """Forwards requests to replicas, according to the adapter that they name."""
 
-    def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas.options(stream=True)
+    def __init__(self, replicas: Any, body_bytes: int) -> None:
+        self._replicas, self._body_bytes = replicas.options(stream=True), body_bytes
 
     async def __call__(self, request: Request) -> Response:
-        body = await request.body()
         try:
-            name = (await request.json())["model"] if body else ""
-        except (ValueError, TypeError, KeyError):
+            body = await read_body(request, self._body_bytes)
+        except ApiError as error:
+            return JSONResponse(error.body(), error.status)
+        try:
+            name = json.loads(body)["model"] if body else ""
+        except (ValueError, TypeError, KeyError, RecursionError):
             name = ""  # the replica will respond with an error
         handle = self._replicas.options(multiplexed_model_id=name if isinstance(name, str) else "")
         status, kind, first, rest = await self._ask(handle, request, body)
@@ -87,10 +96,11 @@ class Ingress:
         Tries again if a replica dies. If the answer is not a stream, the first part is the whole
         answer.
         """
+        headers = [one for one in request.headers.raw if one[0] in HEADERS]
         tries = 0
         while True:
             try:
-                parts = handle.ask.remote(request.method, request.url.path, body)
+                parts = handle.ask.remote(request.method, request.url.path, headers, body)
                 status, kind = await anext(parts)
                 first = await anext(parts, b"")
                 if not kind.startswith("text/event-stream"):
@@ -117,7 +127,7 @@ def application(settings: Settings, replicas: int, devices: float) -> Any:
         ray_actor_options={"num_gpus": devices},
     )(Replica)
     ingress = serve.deployment(max_ongoing_requests=10_000)(Ingress)
-    return ingress.bind(replica.bind(settings))
+    return ingress.bind(replica.bind(settings), settings.body_bytes)
 
 
 def main() -> None:

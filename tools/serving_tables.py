@@ -74,22 +74,28 @@ def bank_growth() -> str:
 
 
 def bank_served() -> str:
-    """Returns the tokens per second that the server's engine answers with."""
-    base = row("serve", "h100", kind="base")["tokens_per_s"]
+    """Returns the tokens per second that the server's engine answers with, and the time to the
+    first token."""
+    base = row("serve", "h100", kind="base")
 
     def cell(count: int, column: tuple[str, str]) -> str:
         kind, field = column
         value = row("serve", "h100", kind=kind, adapters=count)[field]
-        return f"{value:,.0f}" if field == "tokens_per_s" else f"{value:.2f}"
+        return f"{value:{formats[field]}}"
 
+    formats = {"tokens_per_s": ",.0f", "of_base": ".2f", "first_token_ms": ".1f"}
+    formats["first_token_p90_ms"] = ".1f"
     columns = {
         f"{kind}, {name}": (kind, field)
         for kind in ("LoRA", "DoRA")
         for name, field in (("tokens/s", "tokens_per_s"), ("of the base's", "of_base"))
     }
+    columns["DoRA, first token, ms"] = ("DoRA", "first_token_ms")
+    columns["DoRA, slowest tenth, ms"] = ("DoRA", "first_token_p90_ms")
     counts = [line["adapters"] for line in rows("serve", "h100", kind="DoRA")]
     lines = {f"{count}": count for count in counts}
-    return grid(f"adapters (base: {base:,.0f} tokens/s)", lines, columns, cell)
+    of_base = f"{base['tokens_per_s']:,.0f} tokens/s, {base['first_token_ms']:.1f} ms"
+    return grid(f"adapters (base: {of_base})", lines, columns, cell)
 
 
 def served_beside() -> str:
@@ -142,6 +148,7 @@ def bank_torch() -> str:
         "DoRA, Zipf 1.5": ("DoRA", "zipf"),
         "DoRA, evenly": ("DoRA", "uniform"),
         "LoRA, Zipf 1.5": ("LoRA", "zipf"),
+        "LoRA, evenly": ("LoRA", "uniform"),
         "PEFT's LoRA, Zipf 1.5": ("PEFT LoRA", "zipf"),
     }
     shapes = sorted({(line["tokens"], line["rows"]) for line in rows("bank_torch", "h200")})

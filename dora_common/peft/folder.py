@@ -22,6 +22,8 @@ from dora_common.rules import listing
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
+# Rank and alpha patterns with entries for 30,000 layers fit.
+_CONFIG_BYTES = 1 << 22
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -232,7 +234,7 @@ def open_folder(
     path = _find(Path(folder), adapter)
     with named_in_errors(path / CONFIG):
         version = _version(path / CONFIG)
-        config = AdapterConfig.from_json((path / CONFIG).read_text(encoding="utf-8"))
+        config = AdapterConfig.from_json(_read_config(path / CONFIG))
     with named_in_errors(path / TENSORS):
         file = open_tensors(path / TENSORS, framework)
     with file:
@@ -255,6 +257,18 @@ def open_folder(
             targets = {one.module for one in found if one.role not in (None, "tokens")}
             config = replace(config, target_modules=tuple(sorted(targets)) or None)
         yield Folder(path, config, tensors, name, file)
+
+
+def _read_config(file: Path) -> str:
+    """Returns the contents of adapter_config.json. Raises ValueError if it is too large."""
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size <= _CONFIG_BYTES:
+            contents = stream.read(_CONFIG_BYTES + 1)  # the file may have grown
+            if len(contents) <= _CONFIG_BYTES:
+                return contents.decode("utf-8")
+            size = len(contents)
+    raise ValueError(f"it has {size} bytes; expected at most {_CONFIG_BYTES}")
 
 
 def _find(folder: Path, adapter: str | None) -> Path:

@@ -45,7 +45,8 @@ def quantize[Model: nnx.Module](
     quantised kernel. So quantising first and adapting first give the same model.
 
     The scales have the kernel's dtype, or fp32 for an fp16 kernel, because the range of fp16 is too
-    small.
+    small. A tile whose numbers are below about 1e-18 becomes zeros, because the squares of its
+    scale are too small for fp32.
 
     Args:
       model: an nnx module, which stays unchanged.
@@ -224,20 +225,25 @@ def _tile(sizes: tuple[int, ...], axes: str, tile_size: int | None) -> tuple[int
 
 
 def shard_kernel(kernel: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    """Returns a kernel, quantised or not, with this sharding. Scales are sharded alike along each
-    axis that the mesh axes divide. None leaves the kernel as it is."""
+    """Returns a kernel, quantised or not, with this sharding. None leaves the kernel as it is.
+
+    Scales are sharded alike along each axis that the mesh axes divide, for which tiles are split if
+    necessary.
+    """
     if sharding is None:
         return kernel
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(kernel, sharding)
     mesh, names = sharding.mesh, pad_axes(sharding.spec, kernel.ndim)
+    counts = [math.prod(mesh.shape[name] for name in jax.tree.leaves(axis)) for axis in names]
 
     def shard(array: jax.Array) -> jax.Array:
-        counts = [math.prod(mesh.shape[name] for name in jax.tree.leaves(axis)) for axis in names]
         divided = [
             axis if size % count == 0 else None
             for axis, size, count in zip(names, array.shape, counts, strict=True)
         ]
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*divided)))
 
+    if quantised.is_quantised(kernel):
+        kernel = quantised.with_tiles_for(kernel, tuple(counts))
     return jax.tree.map(shard, kernel)

@@ -1,9 +1,11 @@
 """Reads adapters into host memory, checked and in the layout of a bank."""
 
 import dataclasses
+import functools
+import hashlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,10 +64,25 @@ class HostAdapter:
     rank: int
     cached_g: "CachedG" = dataclasses.field(default_factory=lambda: CachedG(), compare=False)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
-        """The size of the matrices in bytes."""
-        return sum(array.nbytes for piece in self.pieces for array in piece.values())
+        """The size in host memory in bytes, with g, which the first load caches."""
+        g = sum(one.magnitude.nbytes for one in self.facts.values())
+        return g + sum(array.nbytes for array in self._arrays())
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """A hash of the adapter, by which two adapters for one bank can be compared."""
+        digest = hashlib.sha256()
+        for array in self._arrays():
+            digest.update(array.tobytes())
+        return digest.digest()
+
+    def _arrays(self) -> Iterator[np.ndarray]:
+        for piece in self.pieces:
+            yield from piece.values()
+        for facts in self.facts.values():
+            yield from facts
 
     def facts_for(self, kernels: Any) -> dict[str, "Facts"]:
         """Returns the facts for a load into the bank of a model with these kernels.

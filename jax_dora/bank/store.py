@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import os
 import threading
-from typing import cast
 
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.bank.bank import AdapterBank
@@ -26,12 +25,15 @@ class _Entry:
       name: the adapter's name.
       source: the folder that the adapter can be read from again, or None.
       host: the adapter in host memory, or None if it was dropped to save memory.
+      digest: the digest of the adapter that was dropped. The folder must still hold this adapter
+        when it is read again; times and sizes of files would not tell, since copies can keep both.
       is_listed: whether the name refers to this version; False after removal or replacement.
     """
 
     name: str
     source: str | os.PathLike[str] | None
     host: HostAdapter | None
+    digest: bytes | None = None
     is_listed: bool = True
 
 
@@ -62,7 +64,8 @@ class AdapterStore:
           bank: the bank. The store takes it over and replaces adapters that are in it.
           host_bytes: the host memory for adapters that were read from folders, or None for no
             limit. Beyond it, the least recently used are dropped, and are read again when they are
-            needed. Adapters that were added as an `Adapter` are always kept.
+            needed. The last used one is always kept, and so are adapters that were added as an
+            `Adapter` or a `HostAdapter`. `HostAdapter.nbytes` is what an adapter counts.
           names: translates the model's paths to PyTorch's names, as in `AdapterBank.read`.
 
         Raises:
@@ -154,7 +157,7 @@ class AdapterStore:
           KeyError: there is no adapter of that name; the message has the nearest names.
           SlotsBusy: all slots hold acquired adapters.
           ValueError, FileNotFoundError, …: the adapter's folder had to be read again, and has been
-            changed or deleted.
+            changed or deleted; add the adapter again.
         """
         with self.lock:
             entry = self._entry(name)
@@ -164,8 +167,7 @@ class AdapterStore:
                     "released"
                 )
             if entry.host is None and entry not in self._slot_cache:
-                assert entry.source is not None
-                entry.host = self.bank.read(entry.source, names=self._pytorch_names)
+                entry.host = self._read_again(entry)
             self._touch(entry)
             slot = self._slot_cache.pin(entry, entry.host)
             assert slot is not None
@@ -203,18 +205,33 @@ class AdapterStore:
             raise KeyError(f"there is no adapter {name!r}{hint}")
         return self._by_name[name]
 
+    def _read_again(self, entry: _Entry) -> HostAdapter:
+        """Reads an adapter that was dropped; raises ValueError if its folder holds another one."""
+        assert entry.source is not None
+        host = self.bank.read(entry.source, names=self._pytorch_names)
+        if host.digest != entry.digest:
+            raise ValueError(
+                f"folder {os.fspath(entry.source)} has changed since it was added as "
+                f"{entry.name!r}, and had to be read again because of host_bytes; expected the "
+                "same adapter: add it again to use the new one"
+            )
+        return host
+
     def _touch(self, entry: _Entry) -> None:
         """Marks an entry as the most recently used, and drops others to respect `host_bytes`."""
         self._used[entry] = None
         self._used.move_to_end(entry)
         if self._host_bytes is None:
             return
-        kept = [one for one in self._used if one.host is not None and one.source is not None]
-        sizes = [cast(HostAdapter, one.host).nbytes for one in kept]
-        for at, one in enumerate(kept[:-1]):
-            if sum(sizes[at:]) <= self._host_bytes:
+        kept = [
+            (one, one.host) for one in self._used if one.host is not None and one.source is not None
+        ]
+        held = sum(host.nbytes for _, host in kept)
+        for one, host in kept[:-1]:
+            if held <= self._host_bytes:
                 break
-            one.host = None
+            held -= host.nbytes
+            one.digest, one.host = host.digest, None
 
     def _drop_unused(self, entry: _Entry) -> None:
         """Removes an entry and empties its slot, unless it is acquired."""

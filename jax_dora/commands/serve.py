@@ -122,7 +122,9 @@ def run(args: argparse.Namespace) -> int:
     if args.host not in LOOPBACK and args.api_key is None:
         tell(f"Warning: without --api-key, everyone who can reach {args.host} can use the server")
     shown = f"[{host}]" if ":" in host else host
-    tell(f"Serving {', '.join(server.service.models()[:5])} at http://{shown}:{port}/v1")
+    names = server.service.models()
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    tell(f"Serving {', '.join(names[:5])}{more} at http://{shown}:{port}/v1")
     return 0 if server.run() else 1
 
 

@@ -20,6 +20,7 @@ from jax_dora.layers.call import layer_norm
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack
+from jax_dora.ops import quantised
 
 # The attributes of a DoRA layer that its base layer does not have.
 _ADAPTER_ATTRIBUTES = frozenset((*ADAPTER_NAMES, *OPTIONS)) - {"lora_a_init", "lora_b_init"}
@@ -156,6 +157,9 @@ class DoRALayer(nnx.Module):
                     "layers"
                 )
         check_base(base, cls.base_type)
+        kernel = getattr(base, cls.kernel_name).get_value()
+        if quantised.is_quantised(kernel):
+            quantised.check("its kernel", kernel)
         if taken := sorted(vars(base).keys() & _ADAPTER_ATTRIBUTES):
             raise ValueError(
                 f"the layer is a {type(base).__name__} and has an attribute {taken[0]!r}, a name "

@@ -25,6 +25,8 @@ DTYPES = {
 }
 # The sliding window that transformers assumes if config.json does not give one.
 DEFAULT_WINDOW = 4096
+# What to do about a quantised folder that cannot be read.
+USE_16_BITS = "use the model's folder in 16 bits, with quantize= or --quantize"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,16 +270,20 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
         "sliding_window": slides and not covers_all,
         "layer_types": layers and set(config.get("layer_types") or ()) - kinds,
-        "quantization_config": not _is_supported_quantization(config.get("quantization_config")),
         "partial_rotary_factor": config.get("partial_rotary_factor") not in (None, 1),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise NotImplementedError(
                 f"config.json has {name} {config[name]!r}, which this decoder does not support; "
-                "expected full attention, SiLU, rotations of whole heads, and weights that are "
-                "float, bitsandbytes NF4 or FP8"
+                "expected full attention, SiLU, and rotations of whole heads"
             )
+    quantization = config.get("quantization_config")
+    if not _is_supported_quantization(quantization):
+        raise NotImplementedError(
+            f"config.json has quantization_config {quantization!r}, a format that cannot be read; "
+            f"expected weights that are float, bitsandbytes NF4 or FP8: {USE_16_BITS}"
+        )
 
 
 def _is_supported_quantization(quantization: Mapping[str, Any] | None) -> bool:

@@ -156,10 +156,11 @@ def _abstract(
     changes: dict[str, Any],
 ) -> tuple[CausalLM, dict[str, StoredTensor], dict[str, QuantisedTensor]]:
     """Returns the abstract model, the folder's tensors, and the folder's quantised weights."""
-    contents, tensors = read_config(folder), stored_tensors(folder)
+    contents = read_config(folder)
     if isinstance(sharding, DecoderSharding):
         changes = {"sharding": sharding} | changes
     config = DecoderConfig.from_hf(contents, **changes)
+    tensors = stored_tensors(folder)
     model = nnx.eval_shape(lambda: CausalLM(config, rngs=nnx.Rngs(0)))
     arrays = list(stored_arrays(nnx.state(model), config))
     names = [name for array in arrays for name in array.names]

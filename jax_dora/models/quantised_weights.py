@@ -5,8 +5,8 @@ A weight [out, in] becomes a `qwix.QArray` [in, out] with fp32 scales. Two forma
 bitsandbytes NF4:
   weight: U8 [out·in / 2, 1]. Each byte holds two codes, the first in the upper half. The bytes can
     be stored as another dtype (bnb_4bit_quant_storage).
-  weight.absmax: one scale for each block of 64 inputs. With double quantisation, absmax is U8 and
-    scale = nested_quant_map[absmax]·nested_absmax + nested_offset.
+  weight.absmax: one scale for each block of 64 inputs; 0 for a block of zeros. With double
+    quantisation, absmax is U8 and scale = nested_quant_map[absmax]·nested_absmax + nested_offset.
   weight.quant_state.bitsandbytes__nf4: JSON with the shape and the block sizes.
 
 FP8, where value = weight · scale:
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dora.models.config import USE_16_BITS
 from jax_dora.models.weights import StoredTensor
 from jax_dora.ops.quantised import NF4
 from jax_dora.ops.rounding import make
@@ -81,7 +82,7 @@ class QuantisedTensor(NamedTuple):
             raise NotImplementedError(
                 f"{name} in {weight.file} is {weight.dtype} {weight.shape} with "
                 f"{sorted(parts) or 'no scales'}; expected [out, in] with a weight_scale "
-                "or weight_scale_inv"
+                f"or weight_scale_inv: {USE_16_BITS}"
             )
         settings = config.get("quantization_config") or {}
         rows, columns = settings.get("weight_block_size") or (BLOCK, BLOCK)
@@ -95,17 +96,22 @@ class QuantisedTensor(NamedTuple):
         if kinds != ["nf4"] or ".absmax" not in parts or ".quant_map" not in parts:
             raise NotImplementedError(
                 f"{name} in {weight.file} is {weight.dtype} with {sorted(parts)}; expected "
-                "bitsandbytes NF4: absmax, quant_map and quant_state.bitsandbytes__nf4"
+                "bitsandbytes NF4: absmax, quant_map and quant_state.bitsandbytes__nf4: "
+                f"{USE_16_BITS}"
             )
         state = _state(parts)
         out, in_features = state["shape"]
         if state["blocksize"] != 64 or in_features % 64:
             raise NotImplementedError(
                 f"{name} in {weight.file} has blocks of {state['blocksize']} along {in_features} "
-                "input features; expected blocks of 64 and a multiple of 64 features"
+                "input features; expected blocks of 64 and a multiple of 64 features: "
+                f"{USE_16_BITS}"
             )
         if not np.allclose(parts[".quant_map"].read(), NF4, atol=1e-6):
-            raise NotImplementedError(f"{name} in {weight.file} has a quant_map other than NF4's")
+            raise NotImplementedError(
+                f"{name} in {weight.file} has a quant_map other than NF4's; expected NF4's: "
+                f"{USE_16_BITS}"
+            )
         size = math.prod(weight.shape) * weight.dtype.itemsize
         if size * 2 != out * in_features:
             raise ValueError(
@@ -211,9 +217,15 @@ def _check_scales(part: StoredTensor, valid: np.ndarray, scales: np.ndarray, exp
 def _unpack_nf4(
     packed: jax.Array, absmax: jax.Array, shape: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes uint4[in, out] and the scales [in / 64, out] of a weight [out, in]."""
-    codes = jnp.stack([packed >> 4, packed & 15], axis=1).astype(jnp.uint4)
-    return codes.reshape(shape).T, absmax.reshape(shape[0], -1).T
+    """Returns the codes uint4[in, out] and the scales [in / 64, out] of a weight [out, in].
+
+    A block of scale 0 gets the scale 1 and the code of 0, since no scale of a `QArray` may be 0.
+    """
+    codes = jnp.stack([packed >> 4, packed & 15], axis=1).reshape(-1, 64)
+    is_zero = absmax == 0
+    codes = jnp.where(is_zero[:, None], NF4.index(0), codes).astype(jnp.uint4)
+    scales = jnp.where(is_zero, 1, absmax)
+    return codes.reshape(shape).T, scales.reshape(shape[0], -1).T
 
 
 def _state(parts: Mapping[str, StoredTensor]) -> dict[str, Any]:

@@ -134,7 +134,8 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
             raise NotImplementedError(
-                f"{name} in {file} has dtype {entry['dtype']}; expected {', '.join(DTYPES)}"
+                f"{name} in {file} has dtype {entry['dtype']}; expected {', '.join(DTYPES)}: "
+                "use the model's folder in another format, such as that in 16 bits"
             )
         tensors[name] = StoredTensor(
             file,

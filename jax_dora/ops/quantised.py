@@ -105,7 +105,7 @@ def check(name: str, kernel: Any) -> None:
     Raises:
       TypeError: the format is not one of `FORMATS`, or an array does not have the format's dtype.
       ValueError: the tiles do not divide the array, the shapes of scales and zero points differ, or
-        a scale is not a positive finite number. Traced scales are not checked.
+        a scale is zero or not finite. Traced scales are not checked.
     """
     qtype = qtype_name(kernel)
     found = f"{name} is quantised as {qtype}"
@@ -155,27 +155,31 @@ def check_matrix(name: str, kernel: Any) -> None:
 
 
 def _check_scales(found: str, scale: Any) -> None:
-    """Raises ValueError if a scale is zero, negative, infinite or NaN. Traced scales pass."""
+    """Raises ValueError if a scale is zero, infinite or NaN. Traced scales pass.
+
+    Scales may be negative: bitsandbytes' double quantisation makes such scales.
+    """
     if isinstance(scale, Tracer) or not isinstance(scale, jax.Array | np.ndarray):
         return
     if isinstance(scale, jax.Array) and not scale.is_fully_addressable:
         return
     # The scales may be a constant inside a traced function.
     with jax.ensure_compile_time_eval():
-        if bool(_are_positive(scale)):
+        if bool(_are_valid(scale)):
             return
         # NumPy's minimum of NaN and numbers is NaN; XLA's is a number on some CPUs.
         values = np.asarray(scale, np.float64)
-        least, most = values.min(), values.max()
+        least, most, zeros = values.min(), values.max(), np.count_nonzero(values == 0)
     raise ValueError(
-        f"{found} with scales from {least} to {most}; expected positive finite numbers (1 for "
-        "a tile of zeros): quantise it again from weights that are finite"
+        f"{found} with scales from {least} to {most}, of which {zeros} are 0; expected finite "
+        "numbers other than 0: give a tile of zeros the scale 1, or quantise the kernel again from "
+        "weights that are finite"
     )
 
 
 @jax.jit
-def _are_positive(scale: jax.Array) -> jax.Array:
-    return jnp.all((scale > 0) & jnp.isfinite(scale))
+def _are_valid(scale: jax.Array) -> jax.Array:
+    return jnp.all((scale != 0) & jnp.isfinite(scale))
 
 
 def dense(kernel: Any, dtype: Any) -> jax.Array:
@@ -230,6 +234,28 @@ def repeated(tiles: jax.Array, axis: int, count: int) -> jax.Array:
     """Returns scales that are repeated along `axis`, such that it has `count` elements."""
     times = count // tiles.shape[axis]
     return tiles if times == 1 else jnp.repeat(tiles, times, axis, total_repeat_length=count)
+
+
+def with_tiles_for(kernel: Any, devices: tuple[int, ...]) -> Any:
+    """Returns a quantised array whose tiles divide over as many devices as its elements.
+
+    Otherwise a device would have a part of a tile, and XLA would send it the whole matrix. Tiles
+    are split, by repeating their scales, if they divide the number of elements.
+
+    Args:
+      kernel: a quantised array.
+      devices: the number of devices along each of its axes.
+    """
+
+    def split(tiles: jax.Array) -> jax.Array:
+        for axis, (size, parts) in enumerate(zip(kernel.shape, devices, strict=True)):
+            count = tiles.shape[axis]
+            wanted = math.lcm(count, parts)
+            if count > 1 and size % wanted == 0:
+                tiles = repeated(tiles, axis, wanted)
+        return tiles
+
+    return _replaced(kernel, kernel.qvalue, split)
 
 
 def slice_rows(kernel: Any, start: Any, count: int) -> Any:

@@ -69,7 +69,10 @@ class Adapters:
         return sorted(self._served)
 
     def damaged(self) -> dict[str, str]:
-        """Returns the reason why each damaged folder cannot be served, by name."""
+        """Returns the reason why each damaged folder cannot be served, by name.
+
+        The reasons are for clients: they name files relative to the adapter's folder.
+        """
         return dict(self._damaged)
 
     def scan(self, *, settle: bool = True) -> None:
@@ -112,9 +115,10 @@ class Adapters:
         try:
             value = self._read(self._checked(name))
         except Exception as error:  # must not affect other adapters
-            self._damaged[name] = " ".join(str(error).split())[:500] or type(error).__name__
+            reason = str(error) or type(error).__name__
+            self._damaged[name] = _one_line(_without_paths(reason, self._folder / name))
             outcome = "is not replaced" if name in self._served else "is not served"
-            self._tell(f"adapter {name!r} {outcome}: {self._damaged[name]}")
+            self._tell(f"adapter {name!r} {outcome}: {_one_line(reason)}")
         else:
             if _signature(self._folder / name) != signature:
                 return  # the folder changed meanwhile: a later scan reads it again
@@ -141,8 +145,22 @@ class Adapters:
         folder, inside = self._folder / name, self._folder.resolve()
         for one in (folder, *folder.rglob("*")):
             if not one.resolve().is_relative_to(inside):
-                raise ValueError(f"{one.name} links out of {self._folder}; expected files below it")
+                raise ValueError(
+                    f"{one} links out of the folder of adapters; expected files below it"
+                )
         return find_adapter_folder(folder) or folder
+
+
+def _without_paths(text: str, folder: Path) -> str:
+    """Returns a text with paths below an adapter's folder made relative to it."""
+    paths = {str(folder), os.path.abspath(folder), os.path.realpath(folder)}
+    for path in sorted(paths, key=len, reverse=True):  # a path may end with another one
+        text = text.replace(f"{path}{os.sep}", "").replace(path, folder.name)
+    return text
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:500]
 
 
 def _signature(folder: Path) -> Signature | None:

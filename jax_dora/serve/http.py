@@ -76,6 +76,36 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
     return ApiError(500, "internal server error; see the server's log")
 
 
+async def read_body(request: Request, limit: int) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+      ApiError: the body has more than `limit` bytes or takes too long, or the client disconnects.
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _bounded_body(request, limit)
+    except TimeoutError:
+        raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client has disconnected") from None
+
+
+async def _bounded_body(request: Request, limit: int) -> bytes:
+    body, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            body += part
+        # Clients read the response only after they have sent the whole body. So up to 16 times the
+        # limit is received and dropped.
+        elif size > 16 * limit:
+            break
+    if size > limit:
+        raise ApiError(413, f"the body has more than {limit} bytes, this server's maximum")
+    return bytes(body)
+
+
 class _Handlers:
     """The handlers of the routes."""
 
@@ -148,27 +178,7 @@ class _Handlers:
             # This also prevents requests from other web sites: for this type, a browser first asks
             # the server for permission.
             raise ApiError(415, f"content-type is {kind[:100]!r}; expected application/json")
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                return await self._bounded_body(request)
-        except TimeoutError:
-            raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
-        except ClientDisconnect:
-            raise ApiError(400, "the client has disconnected") from None
-
-    async def _bounded_body(self, request: Request) -> bytes:
-        limit, body, size = self._body_bytes, bytearray(), 0
-        async for part in request.stream():
-            size += len(part)
-            if size <= limit:
-                body += part
-            # Clients read the response only after they have sent the whole body. So up to 16 times
-            # the limit is received and dropped.
-            elif size > 16 * limit:
-                break
-        if size > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes, this server's maximum")
-        return bytes(body)
+        return await read_body(request, self._body_bytes)
 
 
 class _Pieces:

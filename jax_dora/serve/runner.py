@@ -6,6 +6,12 @@ then draws each row's next token, so that sampling settings do not change how lo
 
 All shapes are fixed from the start. Therefore a row's result depends only on the program and the
 row itself, and nothing is compiled after `warm_up`.
+
+On GPUs, XLA launches a program's kernels as a CUDA graph, which the host must update if the address
+of any array has changed. For a decoding step, this can take longer than the device takes for the
+step. So all arrays that outlive a program keep their addresses: a program that changes an array
+writes the result into the memory of the old one, which it is given (`donate_argnums`). Otherwise
+even XLA's temporary memory would get another address, next to the results that are still in use.
 """
 
 import dataclasses
@@ -29,6 +35,8 @@ from jax_dora.serve.request import Request
 
 # The projections in the layers. The server supports no adapters on embedding and head.
 PATH = "model/layers/.*_proj"
+# A result may be read until this number of further programs has run: two of the engine's turns.
+RESULTS = 4
 
 
 def make_bank(model: CausalLM, slots: int, max_rank: int) -> SlotCache:
@@ -58,19 +66,24 @@ class PromptPiece(NamedTuple):
     start: int
 
 
-class Logits(NamedTuple):
-    """The logits of all rows of the cache. Only those of active rows are meaningful."""
+class RowArrays(NamedTuple):
+    """The arrays of all rows that the programs change."""
 
-    values: jax.Array  # [rows, vocab]
-    positions: jax.Array  # i32[rows]: the positions of the next tokens in their texts
-    active: jax.Array  # i32[rows]: 1 or 0
+    cache: Cache
+    logits: jax.Array  # [rows, vocab], of the token after the last one in the cache
+    tokens: jax.Array  # i32[rows], the latest tokens
+    settings: DrawSettings
+    active: jax.Array  # i32[rows]: 1 in the rows that the latest program adds tokens to, else 0
+    drawn: tuple[Drawn, ...]  # the latest results, the oldest first
 
 
-Program = Callable[..., tuple[Logits, Cache]]
+Program = Callable[..., tuple[jax.Array, Cache]]
 
 
 class ModelRunner:
     """Runs a model for a fixed number of rows.
+
+    The arrays that `prefill` and `decode` return are deleted by the `RESULTS`-th call after them.
 
     Attributes:
       rows: the number of rows.
@@ -99,11 +112,11 @@ class ModelRunner:
         chunk = min(chunk, capacity)
         self.widths = tuple(_widths(chunk))
         self.prompts_per_call = {width: min(chunk // width, rows) for width in self.widths}
-        self._cache, self._tokens = _empty(model.config, rows, capacity)
+        self._arrays = _empty(model.config, rows, capacity)
         self._host_settings = _default_settings(rows)
-        # The settings on the device; None if those on the host have changed.
-        self._device_settings: tuple[DrawFeatures, DrawSettings] | None = None
-        self._active_rows: tuple[int, ...] | None = None
+        # The features that the settings on the device need; None if those on the host have changed.
+        self._features: DrawFeatures | None = None
+        self._active_rows: tuple[int, ...] = ()
 
     def width(self, left: int) -> int:
         """Returns the width of the prefill program for a prompt with `left` remaining tokens.
@@ -120,7 +133,7 @@ class ModelRunner:
         values = (slot, seed, sampling.temperature, sampling.top_p, has_logprobs)
         for array, value in zip(self._host_settings, values, strict=True):
             array[row] = value
-        self._device_settings = None
+        self._features = None
 
     def free_row(self, row: int) -> None:
         """Frees a row, and sets its part of the cache to zero.
@@ -130,8 +143,8 @@ class ModelRunner:
         """
         for array, value in zip(self._host_settings, _default_settings(1), strict=True):
             array[row] = value[0]
-        self._device_settings = None
-        self._cache = _wipe(self._cache, np.int32(row))
+        self._features = None
+        self._replace(cache=_wipe(self._arrays.cache, np.int32(row)))
 
     def prefill(self, pieces: Sequence[PromptPiece], width: int) -> Drawn:
         """Adds pieces of prompts to the cache, and draws the token after each piece."""
@@ -142,16 +155,13 @@ class ModelRunner:
         for number, piece in enumerate(pieces):
             tokens[number, : len(piece.tokens)] = piece.tokens
             places[:, number] = piece.row, len(piece.tokens), piece.start
+        self._activate(tuple(piece.row for piece in pieces))
         return self._run(self._prefill, tokens, places)
 
     def decode(self, rows: Iterable[int]) -> Drawn:
         """Draws the next token of each of these rows. The results for other rows are arbitrary."""
-        rows = tuple(rows)
-        if rows != self._active_rows:
-            active = np.zeros((self.rows,), np.int32)
-            active[list(rows)] = 1
-            self._active_rows, self._active = rows, jnp.array(active)
-        return self._run(self._decode, self._tokens, self._active)
+        self._activate(tuple(rows))
+        return self._run(self._decode, self._arrays.tokens, self._arrays.active)
 
     def warm_up(self) -> None:
         """Compiles all programs, by calling them without rows."""
@@ -159,26 +169,40 @@ class ModelRunner:
         # first call returns a committed cache, and for a committed cache it is compiled again.
         for width in (*self.widths, self.widths[0]):
             self.prefill((), width)
-        settings = self._settings()[1]
         for features in DrawFeatures.all():
-            self._device_settings = features, settings
+            self._features = features
             self.decode(())
         self.free_row(0)
-        jax.block_until_ready(self._cache)
+        # Compiles the programs for changed rows and settings.
+        self.decode((0,))
+        self.free_row(0)
+        jax.block_until_ready(self._arrays)
 
-    def _settings(self) -> tuple[DrawFeatures, DrawSettings]:
-        """Returns the features that the rows' settings need, and the settings on the device."""
-        if self._device_settings is None:
-            # Copies, since the arrays on the host may change during the transfer.
-            copies = DrawSettings(*(one.copy() for one in self._host_settings))
-            self._device_settings = DrawFeatures.needed_by(copies), jax.device_put(copies)
-        return self._device_settings
+    def _activate(self, rows: tuple[int, ...]) -> None:
+        """Makes these rows the active ones."""
+        if rows != self._active_rows:
+            active = np.zeros((self.rows,), np.int32)
+            active[list(rows)] = 1
+            self._active_rows = rows
+            self._replace(active=_overwrite(self._arrays.active, active))
+
+    def _replace(self, **arrays: Any) -> None:
+        self._arrays = self._arrays._replace(**arrays)
 
     def _run(self, program: Program, *arguments: Any) -> Drawn:
-        features, settings = self._settings()
+        """Runs a program, and draws the next tokens of the active rows."""
+        if self._features is None:
+            # Copies, since the arrays on the host may change during the transfer.
+            copies = DrawSettings(*(one.copy() for one in self._host_settings))
+            self._features = DrawFeatures.needed_by(copies)
+            self._replace(settings=_overwrite(self._arrays.settings, copies))
+        cache, logits, tokens, settings, active, (oldest, *others) = self._arrays
         bank = None if self._bank is None else self._bank.bank
-        logits, self._cache = program(self._state, bank, self._cache, settings.adapters, *arguments)
-        drawn, self._tokens = _draw(self._sharding, features, logits, settings, self._tokens)
+        logits, cache = program(self._state, bank, cache, logits, settings.adapters, *arguments)
+        tokens, drawn = _draw(
+            self._sharding, self._features, logits, cache.lengths, active, settings, tokens, oldest
+        )
+        self._replace(cache=cache, logits=logits, tokens=tokens, drawn=(*others, drawn))
         return drawn
 
 
@@ -193,8 +217,8 @@ def _programs(
     """
     read, step = (functools.partial(function, graphdef) for function in (_prefill, _decode))
     return (
-        jax.jit(read, donate_argnums=2, compiler_options=dict(loop)),
-        jax.jit(step, donate_argnums=2, compiler_options=DECODING_OPTIONS),
+        jax.jit(read, donate_argnums=(2, 3), compiler_options=dict(loop)),
+        jax.jit(step, donate_argnums=(2, 3), compiler_options=DECODING_OPTIONS),
     )
 
 
@@ -223,10 +247,16 @@ def _default_settings(rows: int) -> DrawSettings:
 
 
 @functools.partial(jax.jit, static_argnums=range(3))
-def _empty(config: DecoderConfig, rows: int, capacity: int) -> tuple[Cache, jax.Array]:
-    """Returns an empty cache, and the latest token of each row."""
-    cache, latest = make_cache(config, rows, capacity), jnp.zeros((rows,), jnp.int32)
-    return _constrain(config.sharding, cache, latest)
+def _empty(config: DecoderConfig, rows: int, capacity: int) -> RowArrays:
+    """Returns the arrays of rows without a request."""
+    logits = jnp.zeros((rows, config.vocab_size), config.dtype)
+    zeros = jnp.zeros((rows,), jnp.int32)
+    settings = jax.tree.map(jnp.asarray, _default_settings(rows))
+    drawn = draw(logits, settings, zeros, DrawFeatures(False, False, False))
+    arrays = RowArrays(
+        make_cache(config, rows, capacity), logits, zeros, settings, zeros, (drawn,) * RESULTS
+    )
+    return RowArrays(*_constrain(config.sharding, *arrays))
 
 
 def _constrain(sharding: DecoderSharding | None, *results: Any) -> Any:
@@ -247,10 +277,11 @@ def _prefill(
     state: nnx.State,
     bank: Any,
     cache: Cache,
+    logits: jax.Array,
     adapters: jax.Array,
     tokens: jax.Array,
     places: jax.Array,
-) -> tuple[Logits, Cache]:
+) -> tuple[jax.Array, Cache]:
     """Adds tokens [pieces, width] to the cache; places i32[3, pieces] has the pieces' rows, numbers
     of tokens and start positions."""
     rows, counts, starts = places
@@ -263,14 +294,8 @@ def _prefill(
     cache = cache._replace(lengths=cache.lengths.at[rows].set(starts, mode="drop"))
     hidden, cache = model.extend(tokens, cache, counts, rows)
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    logits = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
-
-    def scatter(values: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((all_rows, *values.shape[1:]), values.dtype)
-        return zeros.at[rows].set(values, mode="drop")
-
-    of_rows = Logits(*map(scatter, (logits, starts + counts, jnp.ones_like(counts))))
-    return _constrain(model.config.sharding, of_rows, cache)
+    values = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+    return _constrain(model.config.sharding, logits.at[rows].set(values, mode="drop"), cache)
 
 
 def _decode(
@@ -278,10 +303,11 @@ def _decode(
     state: nnx.State,
     bank: Any,
     cache: Cache,
+    logits: jax.Array,
     adapters: jax.Array,
     latest: jax.Array,
     active: jax.Array,
-) -> tuple[Logits, Cache]:
+) -> tuple[jax.Array, Cache]:
     """Adds the latest token of each active row to the cache."""
     adapters = jnp.where(active > 0, adapters, -1)
     model = nnx.merge(graphdef, state)
@@ -289,21 +315,42 @@ def _decode(
     model.model.config = dataclasses.replace(model.config, unroll=True)
     model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
     hidden, cache = model.extend(latest[:, None], cache, active)
-    logits = Logits(model.logits(hidden[:, 0]), cache.lengths, active)
+    logits = _written(logits, model.logits(hidden[:, 0]))
     return _constrain(model.config.sharding, logits, cache)
 
 
-@functools.partial(jax.jit, static_argnums=range(2), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=range(2), donate_argnums=(6, 7))
 def _draw(
     sharding: DecoderSharding | None,
     features: DrawFeatures,
-    logits: Logits,
+    logits: jax.Array,
+    positions: jax.Array,
+    active: jax.Array,
     settings: DrawSettings,
     latest: jax.Array,
-) -> tuple[Drawn, jax.Array]:
-    """Returns the tokens drawn for all rows, and the latest token of each row."""
-    drawn = draw(logits.values, settings, logits.positions, features)
-    return _constrain(sharding, drawn, jnp.where(logits.active > 0, drawn.tokens, latest))
+    old: Drawn,
+) -> tuple[jax.Array, Drawn]:
+    """Returns the latest token of each row, and the tokens drawn for all rows.
+
+    JAX gives the memory of `latest` and `old` to the results of the same shapes, in this order.
+    """
+    drawn = draw(logits, settings, positions, features)
+    latest = jnp.where(active > 0, drawn.tokens, latest)
+    return _constrain(sharding, latest, _written(old, drawn))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwrite(old: Any, new: Any) -> Any:
+    """Returns the arrays `new`, in the memory of `old`."""
+    return _written(old, new)
+
+
+def _written(old: Any, new: Any) -> Any:
+    """Returns `new`, as values that are written over those of `old`.
+
+    With a use of `old`, JAX passes it to the program.
+    """
+    return jax.tree.map(lambda to, values: to.at[:].set(values), old, new)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -27,11 +27,12 @@ from jax_dora.serve.metrics import Metrics
 from jax_dora.serve.runner import ModelRunner, make_bank, warm_up
 from jax_dora.serve.service import Service
 
-# How long the server keeps an idle connection open. It has to be longer than clients do (OpenAI's
-# client and httpx: 5 s), or a client may send a request while the server closes the connection.
+# A connection is closed if its next request does not arrive, or if its client reads none of the
+# output, within this time. It has to be longer than clients keep idle connections (OpenAI's client
+# and httpx: 5 s), or a client may send a request while the server closes the connection.
 KEEP_ALIVE_SECONDS = 30
-# A connection is closed if its first request does not arrive within this time.
-FIRST_REQUEST_SECONDS = 30
+# The time to read some of the output when the server is stopping.
+LAST_READ_SECONDS = 5
 # The part of the drain time that is reserved for sending errors to the remaining clients.
 LAST_SECONDS = 1
 
@@ -98,16 +99,74 @@ class Settings:
                 raise ValueError(f"{name} is {size}; expected at least 1")
 
 
-class _Connection(H11Protocol):
-    """A client's connection, which is closed if the client sends no request."""
+class Connection(H11Protocol):
+    """A client's connection, which is closed if the client keeps the server waiting.
+
+    Uvicorn limits only how long a connection is idle. Here, the same time also limits how long a
+    request takes to arrive, and how long a client reads nothing although there is output for it.
+    """
+
+    _request_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_unused)
+        # `pause_writing` is then called for any output that the client does not take.
+        transport.set_write_buffer_limits(high=0)
+        self._read_seconds = self.timeout_keep_alive
+        self._limit_request()
 
-    def _close_unused(self) -> None:
-        if self.cycle is None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        _cancel(self._request_timer)
+        _cancel(self._read_timer)
+
+    def on_response_complete(self) -> None:
+        self._limit_request()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._limit_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._read_timer)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._read_seconds = min(self._read_seconds, LAST_READ_SECONDS)
+        if self.flow.write_paused:
+            self._limit_reading()
+        if (limit := self.config.timeout_graceful_shutdown) is not None:
+            # At the limit, uvicorn cancels what is still running, and logs it as an error.
+            self.loop.call_later(limit - LAST_SECONDS, self.transport.abort)
+
+    def _limit_request(self) -> None:
+        _cancel(self._request_timer)
+        self._request_timer = self.loop.call_later(
+            self.timeout_keep_alive, self._close_unused, self.cycle
+        )
+
+    def _close_unused(self, last: Any) -> None:
+        if self.cycle is last:  # no request has arrived since then
             self.transport.close()
+
+    def _limit_reading(self) -> None:
+        _cancel(self._read_timer)
+        left = self.transport.get_write_buffer_size()
+        self._read_timer = self.loop.call_later(self._read_seconds, self._drop_unread, left)
+
+    def _drop_unread(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._limit_reading()
+        else:
+            self.transport.abort()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -185,12 +244,12 @@ class Server:
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=_Connection,
+                http=Connection,
                 lifespan="on",
                 log_level="warning",
                 limit_concurrency=max_connections,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=max(settings.drain_seconds, LAST_SECONDS),
+                timeout_graceful_shutdown=max(settings.drain_seconds, LAST_SECONDS) + LAST_SECONDS,
             )
         )
         self._drains_until = math.inf

@@ -53,7 +53,9 @@ class Service:
         if reason := self.adapters.damaged().get(name):
             message = f"The model {name!r} exists, but cannot be served: {reason}"
         else:
-            nearest = difflib.get_close_matches(name[:200], self.models(), n=3)
+            names = {one.casefold(): one for one in self.models()}
+            matches = difflib.get_close_matches(name[:200].casefold(), names, n=3)
+            nearest = [names[one] for one in matches]
             message = f"The model {name[:200]!r} does not exist"
             message += f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
         raise ApiError(404, message, param="model", code="model_not_found")

@@ -11,6 +11,7 @@ from unittest import mock
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from jax_dora.serve import Settings
 from tests.jax_dora.serve import serving
@@ -62,7 +63,9 @@ def test_a_killed_replica_loses_no_request(tmp_path):
         for first in range(4):
             assert len(set(texts[first::4])) == 1
         assert len(set(texts)) == 4
-        assert httpx.post(url, content=b"{", timeout=60).status_code == 400
+        as_json = {"content-type": "application/json"}
+        assert httpx.post(url, content=b"{", headers=as_json, timeout=60).status_code == 400
+        assert httpx.post(url, content=b"{", timeout=60).status_code == 415
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -93,7 +96,8 @@ def test_only_a_stream_ends_with_its_replica(kind):
 
     async def answered():
         handle, request = Handle(), mock.Mock(method="POST")
-        _, _, first, rest = await serve_ray.Ingress(handle)._ask(handle, request, b"")
+        request.headers.raw = []
+        _, _, first, rest = await serve_ray.Ingress(handle, 10)._ask(handle, request, b"")
         return first + b"".join([part async for part in rest])
 
     if kind == "application/json":
@@ -101,3 +105,54 @@ def test_only_a_stream_ends_with_its_replica(kind):
     else:
         with pytest.raises(RayError):
             asyncio.run(answered())
+
+
+class Recorder:
+    """A replica that keeps what it is asked."""
+
+    def __init__(self):
+        self.ask, self.names, self.asked = self, [], []
+
+    def options(self, multiplexed_model_id="", **_):
+        self.names.append(multiplexed_model_id)
+        return self
+
+    async def remote(self, *asked):
+        self.asked.append(asked)
+        yield 200, "application/json"
+
+
+def forward(handle, body, headers=()):
+    """Returns the ingress's answer to a body that comes in two parts."""
+    import serve_ray
+
+    parts = [body[:9], body[9:]]
+    messages = [{"type": "http.request", "body": one, "more_body": True} for one in parts]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    receive = mock.AsyncMock(side_effect=[*messages, {"type": "http.request"}])
+    return asyncio.run(serve_ray.Ingress(handle, 10**4)(Request(scope, receive)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_headers_that_a_server_checks_are_forwarded():
+    handle = Recorder()
+    headers = [(b"content-type", b"text/plain"), (b"authorization", b"Bearer s\xe9cret")]
+    assert forward(handle, b'{"model": "one"}', [*headers, (b"cookie", b"x")]).status_code == 200
+    assert handle.asked == [("POST", "/v1/completions", headers, b'{"model": "one"}')]
+    assert handle.names[-1] == "one"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_body_that_is_nested_too_deeply_is_left_to_the_replica():
+    handle = Recorder()
+    assert forward(handle, b"[" * 10**4).status_code == 200
+    assert handle.names[-1] == ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_long_body_is_not_forwarded():
+    handle = Recorder()
+    answer = forward(handle, b"x" * 10001)
+    assert answer.status_code == 413
+    assert b"more than 10000 bytes" in answer.body
+    assert not handle.asked

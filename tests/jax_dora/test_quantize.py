@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 import jax_dora
+from benchmarks.collectives import collectives
 from jax_dora import DoRARule, apply_dora, coverage, merge_dora, norms, quantize
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import round_to
@@ -264,6 +265,38 @@ def not_finite():
 def test_bad_input(make, qtype, options, error, message):
     with pytest.raises(error, match=message):
         quantize(make(nnx.Rngs(0)), qtype, **options)
+
+
+@pytest.mark.parametrize("value", [0, jnp.nan])
+def test_scales_of_a_stack_are_checked(value):
+    """Each layer's norm is computed under a trace, which no longer knows the scales."""
+    model = quantize(Stacked(nnx.Rngs(0)), "nf4", tile_size=4)
+    kernel = model.blocks.linear.kernel
+    good = kernel.get_value()
+    bad = qwix.QArray(good.qvalue, good.scale.at[1, 0, 3].set(value), None, good.qtype)
+    kernel.set_value(bad)
+    with pytest.raises(ValueError, match=r"'blocks/linear' cannot be adapted: its kernel .* nf4"):
+        apply_dora(model, RULES[1:], rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match=r"'blocks/linear' cannot be given a place in a bank: .*"):
+        jax_dora.AdapterBank(model, 1, 8)
+
+
+def test_tiles_are_split_so_that_they_divide_over_devices(optimized):
+    """6 tiles over 4 devices; otherwise XLA would send the kernel to every device."""
+    layers = [nnx.Linear(24, 16, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)]
+    mesh = automatic(x=2, y=2)
+    on_mesh = NamedSharding(mesh, PartitionSpec(("x", "y"), None))
+    layers[0].kernel.set_value(jax.device_put(layers[0].kernel[...], on_mesh))
+    found, wanted = (
+        quantize(nnx.Dict(one=layer), "nf4", tile_size=4).one.kernel[...] for layer in layers
+    )
+    assert (found.scale.shape, wanted.scale.shape) == ((12, 16), (6, 16))
+    assert found.scale.sharding.spec == on_mesh.spec
+    np.testing.assert_array_equal(qwix.dequantize(found), qwix.dequantize(wanted))
+    lora_a = jax.device_put(jnp.ones((24, 2)), on_mesh)
+    lora_b = jax.device_put(jnp.ones((2, 16)), NamedSharding(mesh, PartitionSpec()))
+    text = jax.jit(jax_dora.ops.factored_norm).lower(found, lora_a, lora_b, 1.0).compile().as_text()
+    assert [one.bytes for one in collectives(text, 4)] == [4 * 16]
 
 
 def test_nan_is_refused_in_optimized_programs(optimized):

@@ -115,6 +115,28 @@ def test_what_is_killed_while_replacing_is_no_mixture(
         rank_in(tmp_path / "a")
 
 
+def test_a_large_configuration_is_not_read(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    with (tmp_path / CONFIG).open("r+b") as file:
+        file.truncate(1 << 40)  # sparse; reading it would fill the memory
+
+    expected = rf"{CONFIG}: it has {1 << 40} bytes; expected at most {1 << 22}"
+    with pytest.raises(ValueError, match=expected):
+        rank_in(tmp_path)
+
+
+def test_a_configuration_that_grows_is_read_up_to_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2)
+    with (tmp_path / CONFIG).open("ab") as file:
+        file.write(b" " * (1 << 22))
+    monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0] * 10))
+
+    with pytest.raises(ValueError, match="expected at most"):
+        rank_in(tmp_path)
+
+
 def _write_forever(folder: Path) -> None:
     while True:
         for rank in (1, 2, 3):

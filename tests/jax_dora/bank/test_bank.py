@@ -187,12 +187,21 @@ def test_what_is_read_once_is_loaded_often():
     bank = AdapterBank(model, 2, 8)
     read = bank.read(drawn(bank, {"": 3}))
     assert read.rank == 3
-    assert read.nbytes == 2 * 8 * WIDTH * 4
     bank = bank.load(0, drawn(bank, {"": 3})).load(1, read)
     for array in jax.tree.leaves(bank.arrays):
         assert jnp.array_equal(array[0], array[1])
     with pytest.raises(ValueError, match="another model"):
         AdapterBank(nnx.Linear(WIDTH, 2, rngs=nnx.Rngs(0)), 2, 8).load(0, read)
+
+
+def test_the_size_of_what_is_read_counts_everything_that_the_host_holds():
+    """Also for the projections that the adapter leaves out, and g before the first load."""
+    bank = AdapterBank(Block(nnx.Rngs(0)), 2, 16)
+    read = bank.read(drawn(bank, {"linear": 11}))
+    nbytes = read.nbytes
+    bank = bank.load(0, read)
+    held = (read.pieces, read.facts, read.cached_g.get(bank.kernels()))
+    assert nbytes == sum(array.nbytes for array in jax.tree.leaves(held))
 
 
 def changed(adapter, name, value):

@@ -1,5 +1,7 @@
 """Adapters behind slots: who keeps one, who loses it, and what is refused."""
 
+import os
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -115,9 +117,13 @@ def small_store(bank, folder, names):
     """A store of folders, with room for one of them on the host."""
     small = AdapterStore(bank, host_bytes=1)
     for seed, name in enumerate(names):
-        save_adapter(set_adapter(MODEL, adapter(seed)), folder / name)
+        write(folder / name, seed)
         small.add(name, folder / name)
     return small
+
+
+def write(folder, seed):
+    save_adapter(set_adapter(MODEL, adapter(seed)), folder, overwrite=True)
 
 
 def test_folders_are_read_again_where_the_host_has_no_room(store, tmp_path):
@@ -126,6 +132,23 @@ def test_folders_are_read_again_where_the_host_has_no_room(store, tmp_path):
     for seed, name in enumerate("abc"):
         assert serves(small, small.acquire(name), seed)
         small.release(name)
+
+
+def test_a_folder_that_has_changed_is_refused_until_it_is_added_again(store, tmp_path):
+    small, folder = small_store(store.bank, tmp_path, "ab"), tmp_path / "a"
+    tensors = folder / "adapter_model.safetensors"
+    before = tensors.stat()
+    write(folder, 2)
+    os.utime(tensors, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert tensors.stat().st_size == before.st_size
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"folder {folder} has changed .* add it again"):
+            small.acquire("a")
+    write(folder, 0)  # The same adapter in other files.
+    assert serves(small, small.acquire("a"), 0)
+    write(folder, 2)
+    small.add("a", folder)
+    assert serves(small, small.acquire("a"), 2)
 
 
 def test_no_folder_is_read_where_no_slot_is_free(store, tmp_path, monkeypatch):

@@ -165,12 +165,21 @@ def fp8(name, weight, *, scales):
     return {name: values, part: top.astype(np.float32)}
 
 
+def with_a_block_of_zeros(name, weight):
+    """As bitsandbytes stores a block of zeros: with the scale 0."""
+    tensors = nf4(name, weight, nested=False)
+    tensors[f"{name}.absmax"][1] = 0
+    MEANT[name].reshape(-1, 64)[1] = 0
+    return tensors
+
+
 MEANT = {}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FORMATS = {
     "nf4": (lambda *a: nf4(*a, nested=False), NF4),
     "nf4 twice": (lambda *a: nf4(*a, nested=True), NF4),
     "nf4 in bf16": (stored_in_bf16, NF4 | {"bnb_4bit_quant_storage": "bfloat16"}),
+    "nf4 with zeros": (with_a_block_of_zeros, NF4),
     "fp8": (lambda *a: fp8(*a, scales="one"), {"quant_method": "fp8"}),
     "fp8 rows": (lambda *a: fp8(*a, scales="rows"), {"quant_method": "fbgemm_fp8"}),
     "fp8 blocks": (
@@ -252,7 +261,7 @@ def with_a_scale(value, make, part):
             with_a_scale(np.inf, FORMATS["fp8 blocks"][0], "weight_scale_inv"),
             *(FORMATS["fp8 blocks"][1], ValueError, "weight_scale_inv in .* to inf; .* positive"),
         ),
-        (without(".absmax"), NF4, NotImplementedError, "expected bitsandbytes NF4: absmax"),
+        (without(".absmax"), NF4, NotImplementedError, "NF4: absmax.* folder in 16 bits"),
         (only_the_first, NF4, ValueError, "is quantised in 1 of its 2 tensors"),
         (
             lambda n, w: {n: w.astype(ml_dtypes.float8_e4m3fn)},
@@ -260,7 +269,10 @@ def with_a_scale(value, make, part):
             NotImplementedError,
             "float8_e4m3fn .* with no scales; expected",
         ),
-        (lambda n, w: {n: w}, {"quant_method": "gptq"}, NotImplementedError, "'gptq'"),
+        (
+            lambda n, w: {n.replace("weight", "qweight"): w.astype(np.int32)},
+            *({"quant_method": "gptq"}, NotImplementedError, "'gptq'.* folder in 16 bits"),
+        ),
         (lambda n, w: {n: w}, NF4 | {"bnb_4bit_quant_type": "fp4"}, NotImplementedError, "fp4"),
     ],
 )

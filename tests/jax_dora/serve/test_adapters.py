@@ -92,6 +92,28 @@ def test_a_damaged_one_is_told_and_the_others_are_served(folder, adapters, told)
     assert told[-1] == "adapter 'good' is not replaced: a tensor is missing"
 
 
+def test_clients_are_told_no_paths(folder, told, monkeypatch):
+    """They get the file within the adapter's folder, and the log the whole path."""
+
+    def read(one: Path) -> str:
+        file = one / "adapter_config.json"
+        raise ValueError(f"{file} of {one}, {file.absolute()}, {file.resolve()}")
+
+    monkeypatch.chdir(folder.parent)
+    seen = Path("alias  of it")
+    seen.symlink_to(folder)
+    adapters = Adapters(seen, read, base_name="base", metrics=Metrics(), tell=told.append)
+    write(folder / "bad")
+    write(folder / "run" / "adapter")
+    adapters.scan(settle=False)
+    config = "adapter_config.json"
+    assert adapters.damaged() == {
+        "bad": f"{config} of bad, {config}, {config}",
+        "run": f"adapter/{config} of adapter, adapter/{config}, adapter/{config}",
+    }
+    assert f"{folder / 'bad' / config}" in told[0]
+
+
 def test_a_run_s_folder_is_one(folder, adapters):
     write(folder / "run" / "adapter", "inside")
     adapters.scan(settle=False)
@@ -119,6 +141,7 @@ def test_nothing_outside_is_read(folder, adapters, tmp_path):
     adapters.scan(settle=False)
     assert adapters.names() == ["alias", "inside"]
     assert all("links out of" in told for told in adapters.damaged().values())
+    assert str(tmp_path) not in str(adapters.damaged())
     for name in ("../elsewhere", "inside/../../elsewhere", "/etc", ".", "..", ""):
         assert adapters.get(name) is None
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import httpx
 import openai
@@ -138,6 +139,18 @@ def test_bad_flags(model, flags, message, capsys):
     flags = flags.replace("MODEL", str(model))
     assert main(["serve", "--model", str(model), *flags.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "names"), [(1, "m0"), (5, "m0, m1, m2, m3, m4"), (7, "m0, m1, m2, m3, m4 and 2 more")]
+)
+def test_how_many_models_are_served_is_told(model, monkeypatch, capsys, count, names):
+    fake = mock.Mock()
+    fake.return_value.service.models.return_value = [f"m{number}" for number in range(count)]
+    fake.return_value.bind.return_value = ("127.0.0.1", 80)
+    monkeypatch.setattr("jax_dora.serve.server.Server", fake)
+    assert main(["serve", "--model", str(model), "--port", "0"]) == 0
+    assert f"Serving {names} at http://127.0.0.1:80/v1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

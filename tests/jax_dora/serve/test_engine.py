@@ -48,6 +48,28 @@ def test_a_step_for_the_same_rows_sends_nothing(model):
             runner.decode(going)
 
 
+def test_the_arrays_of_all_rows_keep_their_addresses(model):
+    """Otherwise XLA would update its CUDA graphs in every step."""
+    runner = ModelRunner(load_model(model), None, 3, 32, 16)
+
+    def addresses():
+        *arrays, drawn = runner._arrays
+        return [
+            [one.unsafe_buffer_pointer() for one in jax.tree.leaves(arrays)],
+            {one.unsafe_buffer_pointer() for one in jax.tree.leaves(drawn)},
+        ]
+
+    before = addresses()
+    runner.warm_up()
+    for row in range(3):
+        runner.assign_row(row, Request((5, row), 8, lambda _: None), -1)
+        runner.prefill([PromptPiece(row, (5, row), 0)], 16)
+        runner.decode(range(row + 1))
+    runner.free_row(1)
+    runner.decode((0, 2))
+    assert addresses() == before
+
+
 def test_nothing_is_compiled_for_weights_committed_to_a_device(model):
     """As those are whose layout is not JAX's own: a program's results are so as well."""
     fp8 = "float8_e4m3fn"

@@ -14,6 +14,7 @@ import pytest
 from jax_dora.serve.body import completion
 from jax_dora.serve.errors import ApiError
 
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 OPTIONS = {"prompt": "12", "max_tokens": 2, "temperature": 0}
 
 
@@ -48,6 +49,8 @@ def test_unknown_models_are_told_the_near_ones(served):
         client.completions.create(model="frensh", **OPTIONS)
     assert caught.value.code == "model_not_found"
     assert "'frensh' does not exist; the nearest are 'french'" in caught.value.message
+    with pytest.raises(openai.NotFoundError, match=r"'FRENCH' does not exist; .* 'french'"):
+        client.models.retrieve("FRENCH")
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("../../etc/passwd")
     assert client.models.retrieve("french").parent == "tiny"
@@ -271,12 +274,20 @@ def test_an_idle_connection_outlives_the_clients_patience(served):
             assert connection.sock is sock
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\n"])
-def test_a_connection_without_a_request_is_closed(served, said, monkeypatch):
-    monkeypatch.setattr("jax_dora.serve.server.FIRST_REQUEST_SECONDS", 0.2)
-    _, client = served
+@pytest.mark.parametrize(
+    "first",
+    [b"", GET, GET.replace(b"Host", b"Content-Length: 99\r\nHost")],
+    ids=["first", "next", "body"],
+)
+@pytest.mark.parametrize("part", [b"", GET[:-2]], ids=["silent", "half"])
+def test_a_request_that_does_not_arrive_closes_its_connection(served, first, part, monkeypatch):
+    server, client = served
+    monkeypatch.setattr(server._uvicorn.config, "timeout_keep_alive", 0.2)
     with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20) as sock:
-        sock.sendall(said)
+        if first:
+            sock.sendall(first)
+            assert sock.recv(10**4).startswith(b"HTTP/1.1 200")
+        sock.sendall(part)
         assert sock.recv(1) == b""
 
 

@@ -44,6 +44,6 @@ def test_two_devices_answer_as_one(model, adapters, reference):
     for prompt, name, text in zip(PROMPTS, ("french", None, "lora"), found, strict=True):
         (wanted,) = reference.tokens(name and adapters / name, [prompt], COUNT)
         assert text[: len(wanted)] == wanted  # which ends where a text does
-    assert runner._cache.keys.sharding.is_equivalent_to(sharding.heads, 5)
+    assert runner._arrays.cache.keys.sharding.is_equivalent_to(sharding.heads, 5)
     with serving.nothing_compiled():
         assert answers(runner, (french, -1, lora)) == found
