@@ -208,12 +208,20 @@ class AdapterStore:
     def _read_again(self, entry: _Entry) -> HostAdapter:
         """Reads an adapter that was dropped; raises ValueError if its folder holds another one."""
         assert entry.source is not None
-        host = self.bank.read(entry.source, names=self._pytorch_names)
+        folder = os.fspath(entry.source)
+        try:
+            host = self.bank.read(folder, names=self._pytorch_names)
+        except Exception as error:
+            error.add_note(
+                f"Folder {folder} was added as {entry.name!r}, and had to be read again because of "
+                "host_bytes. Restore the folder, or add another one."
+            )
+            raise
         if host.digest != entry.digest:
             raise ValueError(
-                f"folder {os.fspath(entry.source)} has changed since it was added as "
-                f"{entry.name!r}, and had to be read again because of host_bytes; expected the "
-                "same adapter: add it again to use the new one"
+                f"folder {folder} has changed since it was added as {entry.name!r}, and had to be "
+                "read again because of host_bytes; expected the same adapter: add it again to use "
+                "the new one"
             )
         return host
 

@@ -1,6 +1,7 @@
 """Adapters behind slots: who keeps one, who loses it, and what is refused."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -149,6 +150,15 @@ def test_a_folder_that_has_changed_is_refused_until_it_is_added_again(store, tmp
     write(folder, 2)
     small.add("a", folder)
     assert serves(small, small.acquire("a"), 2)
+
+
+def test_errors_say_why_a_folder_is_read_again(store, tmp_path):
+    small, folder = small_store(store.bank, tmp_path, "ab"), tmp_path / "a"
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError) as raised:
+        small.acquire("a")
+    (note,) = raised.value.__notes__
+    assert f"Folder {folder} was added as 'a', and had to be read again" in note
 
 
 def test_no_folder_is_read_where_no_slot_is_free(store, tmp_path, monkeypatch):
