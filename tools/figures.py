@@ -105,11 +105,11 @@ def served() -> Figure:
     """Draws the throughput and the latency of the server's engine over the number of adapters."""
     figure, both = panels(2)
     labels = {"tokens_per_s": "tokens/s", "first_token_ms": "ms to the first token, median"}
-    base = row("serve", "h100", kind="base")
+    base = row("serve", "h100", kind="base", qtype="bf16")
     for axes, (name, label) in zip(both, labels.items(), strict=True):
         axes.axhline(base[name], linestyle=STYLES["base"], color=COLORS["base"], label="base")
         for kind in ("LoRA", "DoRA"):
-            lines = rows("serve", "h100", kind=kind)
+            lines = rows("serve", "h100", kind=kind, qtype="bf16")
             _draw(axes, kind, [line["adapters"] for line in lines], [line[name] for line in lines])
         axes.set(xlabel="adapters", ylabel=label)
         _from_zero(axes)

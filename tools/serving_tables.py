@@ -76,23 +76,22 @@ def bank_growth() -> str:
 def bank_served() -> str:
     """Returns the tokens per second that the server's engine answers with, and the time to the
     first token."""
-    base = row("serve", "h100", kind="base")
-
-    def cell(count: int, column: tuple[str, str]) -> str:
-        kind, field = column
-        value = row("serve", "h100", kind=kind, adapters=count)[field]
-        return f"{value:{formats[field]}}"
-
-    formats = {"tokens_per_s": ",.0f", "of_base": ".2f", "first_token_ms": ".1f"}
-    formats["first_token_p90_ms"] = ".1f"
+    served = {"qtype": "bf16"}
+    base = row("serve", "h100", kind="base", **served)
     columns = {
-        f"{kind}, {name}": (kind, field)
-        for kind in ("LoRA", "DoRA")
-        for name, field in (("tokens/s", "tokens_per_s"), ("of the base's", "of_base"))
+        "LoRA, tokens/s": ("LoRA", "tokens_per_s", ",.0f"),
+        "LoRA, of the base's": ("LoRA", "of_base", ".2f"),
+        "DoRA, tokens/s": ("DoRA", "tokens_per_s", ",.0f"),
+        "DoRA, of the base's": ("DoRA", "of_base", ".2f"),
+        "DoRA, first token, ms": ("DoRA", "first_token_ms", ".1f"),
+        "DoRA, first token, 90th percentile": ("DoRA", "first_token_p90_ms", ".1f"),
     }
-    columns["DoRA, first token, ms"] = ("DoRA", "first_token_ms")
-    columns["DoRA, slowest tenth, ms"] = ("DoRA", "first_token_p90_ms")
-    counts = [line["adapters"] for line in rows("serve", "h100", kind="DoRA")]
+
+    def cell(count: int, column: tuple[str, str, str]) -> str:
+        kind, field, form = column
+        return f"{row('serve', 'h100', kind=kind, adapters=count, **served)[field]:{form}}"
+
+    counts = [line["adapters"] for line in rows("serve", "h100", kind="DoRA", **served)]
     lines = {f"{count}": count for count in counts}
     of_base = f"{base['tokens_per_s']:,.0f} tokens/s, {base['first_token_ms']:.1f} ms"
     return grid(f"adapters (base: {of_base})", lines, columns, cell)
@@ -110,7 +109,10 @@ def served_beside() -> str:
 
     def cell(server: tuple[str, str], adapters: int) -> str:
         file, kind = server
-        found = rows(file, "h100", kind=kind if adapters else bases[file], adapters=adapters)
+        fields = {"kind": kind if adapters else bases[file], "adapters": adapters}
+        if file == "serve":
+            fields["qtype"] = "bf16"
+        found = rows(file, "h100", **fields)
         return f"{found[0]['tokens_per_s']:,.0f}" if found else "–"
 
     counts = {"base, tokens/s": 0, "1 adapter": 1, "8 adapters": 8, "64 adapters": 64}

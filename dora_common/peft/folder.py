@@ -262,13 +262,11 @@ def open_folder(
 def _read_config(file: Path) -> str:
     """Returns the contents of adapter_config.json. Raises ValueError if it is too large."""
     with file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size <= _CONFIG_BYTES:
-            contents = stream.read(_CONFIG_BYTES + 1)  # the file may have grown
-            if len(contents) <= _CONFIG_BYTES:
-                return contents.decode("utf-8")
-            size = len(contents)
-    raise ValueError(f"it has {size} bytes; expected at most {_CONFIG_BYTES}")
+        contents = stream.read(_CONFIG_BYTES + 1)
+        size = max(len(contents), os.fstat(stream.fileno()).st_size)
+    if size > _CONFIG_BYTES:
+        raise ValueError(f"it has {size} bytes; expected at most {_CONFIG_BYTES}")
+    return contents.decode("utf-8")
 
 
 def _find(folder: Path, adapter: str | None) -> Path:

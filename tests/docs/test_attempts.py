@@ -195,9 +195,5 @@ def test_what_is_said_of_4_bit_layers_in_a_training_step():
         )
     )
     assert_says(PAGE, f"({as_bytes:.2f} GB of temporary memory instead of {usual:.2f} for the 8B")
-    clusters = row(
-        "tried",
-        "h100",
-        what="clusters that fit at the same time",
-    )
+    clusters = row("tried", "h100", what="clusters that fit at the same time")
     assert_says(PAGE, f"only {clusters['of_four']} such clusters fit on an H100 at the same time")

@@ -527,7 +527,7 @@ def test_what_is_said_of_parts():
 
 
 def test_what_is_said_of_serving_beside_peft():
-    ours = row("serve", "h100", kind="DoRA", adapters=64)["tokens_per_s"]
+    ours = row("serve", "h100", qtype="bf16", kind="DoRA", adapters=64)["tokens_per_s"]
     peft = row("serve_torch", "h100", kind="PEFT DoRA", adapters=64)["tokens_per_s"]
     assert_says(
         README,

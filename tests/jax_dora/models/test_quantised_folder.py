@@ -261,7 +261,12 @@ def with_a_scale(value, make, part):
             with_a_scale(np.inf, FORMATS["fp8 blocks"][0], "weight_scale_inv"),
             *(FORMATS["fp8 blocks"][1], ValueError, "weight_scale_inv in .* to inf; .* positive"),
         ),
-        (without(".absmax"), NF4, NotImplementedError, "NF4: absmax.* folder in 16 bits"),
+        (
+            without(".absmax"),
+            NF4,
+            NotImplementedError,
+            "expected bitsandbytes NF4: absmax.* in 16 bits",
+        ),
         (only_the_first, NF4, ValueError, "is quantised in 1 of its 2 tensors"),
         (
             lambda n, w: {n: w.astype(ml_dtypes.float8_e4m3fn)},

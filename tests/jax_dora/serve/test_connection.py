@@ -81,18 +81,11 @@ def test_who_reads_slowly_is_not(start):
         assert made.server_state.connections
 
 
-def test_who_does_not_read_does_not_hold_the_end(start, monkeypatch, logged):
-    monkeypatch.setattr(server, "LAST_READ_SECONDS", 0.3)
-    made, port, thread = start(timeout_graceful_shutdown=50)
-    with client_that_does_not_read(made, port):
-        made.should_exit = True
-        thread.join(10)
-    assert not thread.is_alive()
-    assert not logged.records
-
-
-def test_who_is_left_at_the_end_is_dropped_without_a_traceback(start, logged):
-    made, port, thread = start(timeout_graceful_shutdown=2)
+@pytest.mark.parametrize(("last_read", "graceful"), [(0.3, 50), (5, 2)])
+def test_who_does_not_read_does_not_hold_the_end(start, monkeypatch, logged, last_read, graceful):
+    """Neither until the last moment, when uvicorn would log a traceback."""
+    monkeypatch.setattr(server, "LAST_READ_SECONDS", last_read)
+    made, port, thread = start(timeout_keep_alive=30, timeout_graceful_shutdown=graceful)
     with client_that_does_not_read(made, port):
         made.should_exit = True
         thread.join(10)
