@@ -9,11 +9,14 @@ with 64 adapters of ranks 8 to 64. The batches are those of the level `bank`.
     PEFT LoRA    adapters of the same ranks by `adapter_names`, which PEFT runs one by one
 
 One line is one kind with one batch: device time (`us`) with a cold L2 cache and its outer tenths,
-wall time (`wall_us`), `over_base` and `over_lora`, and the number of distinct adapters.
+wall time (`wall_us`), `over_base` and `over_lora`, and the number of distinct adapters. The kinds
+of a batch are measured in turns, since the card's clock rate changes; times are medians over turns.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -31,7 +34,8 @@ from benchmarks.results import Row, with_ratio
 
 
 class Settings(NamedTuple):
-    """The settings of the level; `shapes` are (rows, tokens) of the batches."""
+    """The settings of the level; `shapes` are (rows, tokens) of the batches, `turns` the number of
+    measurements of each kind."""
 
     sizes: Protocol = LLAMA3
     slots: int = 64
@@ -42,9 +46,10 @@ class Settings(NamedTuple):
     )
     mixes: tuple[str, ...] = ("zipf", "uniform", "one")
     only: tuple[str, ...] = ("base", "LoRA", "DoRA", "PEFT LoRA")
+    turns: int = 3
 
 
-TINY = Settings(QUICK, 3, (1, 5), ((3, 1), (2, 4)), ("zipf",))
+TINY = Settings(QUICK, 3, (1, 5), ((3, 1), (2, 4)), ("zipf",), turns=1)
 
 
 class Layer(nn.Module):
@@ -69,7 +74,7 @@ class Layer(nn.Module):
 
 @torch.no_grad()
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row for each kind and batch; the kinds of a batch follow each other."""
+    """Yields one row for each kind and batch."""
     torch.manual_seed(0)
     with torch.device(device):
         layer = Layer(settings.sizes).eval()
@@ -84,19 +89,21 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         x = torch.randn(*shape, settings.sizes.hidden, dtype=torch.bfloat16, device=device)
         for mix in settings.mixes:
             ids = draw_ids(mix, shape[0], settings.slots)
-            rows: dict[str, Row] = {}
+            steps: dict[str, clock.Step] = {}
             for kind in settings.only:
                 model, options = layer, {}
                 if kind in banks:
                     model = torch_dora.with_bank(layer, banks[kind], ids.tolist())
                 elif kind == "PEFT LoRA":
                     model, options = peft, {"adapter_names": [str(slot) for slot in ids]}
-                row: Row = {"task": "prefill" if shape[1] > 1 else "decode", "kind": kind}
-                row |= {"rows": shape[0], "tokens": shape[1], "mix": mix}
-                row |= _times(model, x, options, device) | {"distinct": len(np.unique(ids))}
-                rows[kind] = row
+                steps[kind] = functools.partial(model, **options)
+            times = _times_in_turns(steps, x, settings.turns, device)
+            batch: Row = {"task": "prefill" if shape[1] > 1 else "decode"}
+            batch |= {"rows": shape[0], "tokens": shape[1], "mix": mix}
+            for kind in settings.only:
+                row = batch | {"kind": kind} | times[kind] | {"distinct": len(np.unique(ids))}
                 for other in ("base", "LoRA"):
-                    row = with_ratio(row, rows.get(other), f"over_{other.lower()}", "us")
+                    row = with_ratio(row, times.get(other), f"over_{other.lower()}", "us")
                 yield row
 
 
@@ -129,12 +136,19 @@ def by_peft(model: Any, ranks: tuple[int, ...], count: int, **options: Any) -> A
     return adapted.eval()
 
 
-def _times(model: Any, x: Tensor, options: dict[str, Any], device: str) -> Row:
-    def step(x: Tensor) -> Tensor:
-        return model(x, **options)
-
-    step(x)
+def _times_in_turns(
+    steps: dict[str, clock.Step], x: Tensor, turns: int, device: str
+) -> dict[str, Row]:
+    """Returns the times of each kind's step."""
     effort = clock.Effort() if device == "cuda" else clock.QUICK
-    wall = clock.wall_time(step, [(x,)], effort)
-    spread = clock.kernel_time("torch", step, [(x,)], device)
-    return {"us": spread.median, "p10_us": spread.p10, "p90_us": spread.p90, "wall_us": wall.median}
+    spreads = collections.defaultdict(list)
+    for kind in list(steps) * turns:
+        steps[kind](x)
+        wall = clock.wall_time(steps[kind], [(x,)], effort)
+        device_time = clock.kernel_time("torch", steps[kind], [(x,)], device)
+        spreads[kind].append((device_time.median, device_time.p10, device_time.p90, wall.median))
+    names = ("us", "p10_us", "p90_us", "wall_us")
+    return {
+        kind: dict(zip(names, np.median(of_turns, axis=0).tolist(), strict=True))
+        for kind, of_turns in spreads.items()
+    }

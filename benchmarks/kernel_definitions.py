@@ -32,6 +32,10 @@ def few_rows(x, codes, scales, a, b, g):
     return compose(x @ _dequantised(codes, scales).astype(x.dtype), (x @ a) @ b, g)
 
 
+def quantised_product(x, codes, scales):
+    return x @ _dequantised(codes, scales).astype(x.dtype)
+
+
 def row_codes(x):
     wide = x.astype(jnp.float32)
     scale = jnp.abs(wide).max(axis=1) * (1 / 448)

@@ -28,6 +28,7 @@ from jax_dora.ops.mosaic import (
     elementwise,
     low_rank_tiling,
     product_tiling,
+    quantised_product,
     row_codes,
 )
 from jax_dora.ops.mosaic.bank_rows_sizes import Member
@@ -249,6 +250,15 @@ TABLE = (
         [low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
         "rows in out",
         scaled=True,
+        kinds=(TILED, BF16),
+    ),
+    Kernel(
+        "quantised_product",
+        "rows in out",
+        "rows in, nf4 in out, tiles out",
+        [shape | {"rows": rows} for shape in QUANTISED_SHAPES for rows in (128, 512)],
+        [quantised_product.Config(slots) for slots in (3, 4)],
+        "rows in out",
         kinds=(TILED, BF16),
     ),
     Kernel(

@@ -6,6 +6,8 @@ One line is one measurement (`work`) with one format (`qtype`):
     norm          the norm ‖W + sBA‖ over a kernel of 8192 × 8192, rank 384
     few rows      a frozen DoRA projection of 1 to 64 rows, rank 16; in bf16 also by XLA
                   (`implementation`)
+    product       a product of 128 to 1024 rows without an adapter, as for prompts; by XLA
+                  (`implementation`) with a dense copy of the kernel
     projection    4096 rows times the same kernel, alone (`kind` "base") and with a frozen adapter
                   ("DoRA"); with FP8 `activations` the kernel's columns are contiguous
                   (`in_one_piece`) or in JAX's own layout
@@ -14,7 +16,7 @@ One line is one measurement (`work`) with one format (`qtype`):
     step          an optimizer step of Llama 3 8B or 70B as in level `step`, with DoRA or LoRA
                   (QLoRA); weights are random codes with scales that give weights of usual size
 
-The first four are timed by device time with a cold L2 cache: `us`, `p10`, `p90`, and `bytes` is the
+The first five are timed by device time with a cold L2 cache: `us`, `p10`, `p90`, and `bytes` is the
 size of the kernel. A step is timed by wall time: `ms`, `tokens_per_s` and XLA's account of memory;
 so is decoding, by layer.
 """
@@ -44,7 +46,7 @@ from benchmarks.work import matches
 from jax_dora import ops
 from jax_dora.layers.quantised import compute_quantised
 from jax_dora.models import DecoderConfig, make_model
-from jax_dora.ops import linear, quantised, row_wise
+from jax_dora.ops import linear, quantised, row_wise, weight_only
 from jax_dora.ops.operands import Projection
 from jax_dora.ops.rounding import round_to
 
@@ -82,7 +84,7 @@ class Settings(NamedTuple):
 
     Attributes:
       features: of the kernels, in and out.
-      rows, many_rows: of "few rows" and "projection".
+      rows, prompt_rows, many_rows: of "few rows", "product" and "projection".
       only: `fnmatch` patterns; a "<work> <qtype>" that begins like none of them is skipped.
       decoding: the settings of "decode", for the formats `decoded`.
     """
@@ -91,11 +93,12 @@ class Settings(NamedTuple):
     norm_rank: int = 384
     rank: int = 16
     rows: tuple[int, ...] = (1, 8, 32, 64)
+    prompt_rows: tuple[int, ...] = (128, 256, 512, 1024)
     many_rows: int = 4096
     rounds: int = 8
     only: tuple[str, ...] = ()
     decoding: bank.Settings = bank.Settings(
-        decoding=(1, 8, 32, 64), only=("base", "DoRA"), rounds=15
+        decoding=(1, 8, 32, 64, 128, 256), only=("base", "DoRA"), rounds=15
     )
     decoded: tuple[str, ...] = ("bf16", "int8", "nf4")
     cases: tuple[Case, ...] = (
@@ -111,6 +114,7 @@ TINY = Settings(
     features=128,
     norm_rank=8,
     rows=(2,),
+    prompt_rows=(9,),
     many_rows=24,
     rounds=1,
     decoding=bank.TINY._replace(only=("base", "DoRA")),
@@ -122,7 +126,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement."""
     if device == "cuda":
         yield _copy(device)
-    for works in (_norms, _few_rows, _projections):
+    for works in (_norms, _few_rows, _products, _projections):
         for row, function, operands in works(settings):
             yield _timed(device, row, function, operands)
     yield from _decoding(settings)
@@ -166,6 +170,20 @@ def _few_rows(settings: Settings) -> Iterator[Measurement]:
             yield row, _frozen(n), operands
             if qtype == "bf16":
                 yield row | {"implementation": "xla"}, _frozen(n, implementation="xla"), operands
+
+
+def _products(settings: Settings) -> Iterator[Measurement]:
+    """Yields products without an adapter, as for prompts; "xla" multiplies by a dense copy."""
+    n = settings.features
+    by_xla = jax.jit(lambda x, kernel: x @ quantised.dense(kernel, x.dtype))
+    ours = jax.jit(lambda *operands: weight_only.product(row_wise.Product(*operands)))
+    for rows in settings.prompt_rows:
+        for number, qtype in _formats("product", settings):
+            operands = _operands(jax.random.key(number), rows, n, settings.rank, qtype)[:2]
+            row: Row = {"work": "product", "qtype": qtype, "features": n, "rows": rows}
+            yield row | {"implementation": "xla"}, by_xla, operands
+            if qtype != "bf16":
+                yield row, ours, operands
 
 
 def _projections(settings: Settings) -> Iterator[Measurement]:

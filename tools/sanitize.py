@@ -108,7 +108,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
     def launched(name):
         kernel, sizes = TABLE[name], SIZES
         if "tiles" in kernel.operands:
-            sizes = TILED
+            sizes = TILED | ({"rows": ROWS} if name == "quantised_product" else {})
         elif name.startswith(("project", "few_rows")):
             sizes = ALIGNED  # The tiles of the tensor cores have no ragged columns.
         elif name.startswith("bank"):

@@ -1,8 +1,8 @@
 """The products of an adapted projection, forward and backward, and the choice of their kernels.
 
-Calls with few rows, as in decoding, have Mosaic kernels that read a quantised W directly. Otherwise
-a quantised W is dequantised to x's dtype for each product. With quantised activations, base is a
-product in FP8 (`row_wise`).
+Calls with few rows, as in decoding and for prompts, have Mosaic kernels that read a quantised W
+directly. Otherwise a quantised W is dequantised to x's dtype for each product. With quantised
+activations, base is a product in FP8 (`row_wise`).
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_dora.ops import choose, quantised, row_wise
+from jax_dora.ops import choose, quantised, row_wise, weight_only
 from jax_dora.ops.compose import accumulator, forward
 from jax_dora.ops.mosaic import (
     compose,
@@ -66,6 +66,9 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
         del candidates[few_rows]
     if static.want_inner:
         del candidates[few_rows_finish]
+    weights = weight_only.choice(static, rows, kernel, x.dtype) if is_quantised else None
+    if weights is not None:
+        del candidates[project]
     choice = choose.choose(static.op, static.implementation, *candidates.items())
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
@@ -74,13 +77,16 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
     if choice is not None and a is not None and choice.kernel is few_rows:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
         return choice.launch(x, *w, a, lora_b, g, scale, bias), None
-    # The dense copy of a quantised kernel lives only as long as this product.
-    kernel = quantised.dense(kernel, x.dtype)
-    if choice is not None and choice.kernel is project:
-        choice = choice.during_collectives(shard.gathered)
-        lora_b, g, bias = shard.as_copies(lora_b, g, bias)
-        return choice.launch(x, kernel, z, lora_b, g, bias, **options)
-    base = dot(x, kernel, (-1, 0))
+    if weights is not None:
+        base = weights.launch(x, kernel.qvalue, kernel.scale)
+    else:
+        # The dense copy of a quantised kernel lives only as long as this product.
+        kernel = quantised.dense(kernel, x.dtype)
+        if choice is not None and choice.kernel is project:
+            choice = choice.during_collectives(shard.gathered)
+            lora_b, g, bias = shard.as_copies(lora_b, g, bias)
+            return choice.launch(x, kernel, z, lora_b, g, bias, **options)
+        base = dot(x, kernel, (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
         z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
         return choice.launch(base, z, lora_b, g, s, bias), None

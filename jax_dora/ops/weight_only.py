@@ -1,22 +1,24 @@
-"""Products x W of few rows of x with a quantised W, as in decoding, without an adapter.
+"""Products x W of x with a quantised W without an adapter, as in decoding and for prompts.
 
-The Mosaic kernels of `few_rows` read the quantised bytes and no dense W. Where they do not support
-a call, XLA multiplies by a dense copy of W. The gradient is that of the dense product.
+The Mosaic kernels of `few_rows` and `quantised_product` read the quantised bytes and no dense W.
+Where they do not support a call, XLA multiplies by a dense copy of W. The gradient is that of the
+dense product.
 """
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import choose, quantised
-from jax_dora.ops.mosaic import few_rows
+from jax_dora.ops.mosaic import few_rows, quantised_product
 from jax_dora.ops.operands import Static
 from jax_dora.ops.primitive import call_differentiable
 from jax_dora.ops.reduction import dot_general, static_precision
 from jax_dora.ops.row_wise import Product
 from jax_dora.ops.shard import Op, Shard
 
-MOST_ROWS = few_rows.MOST_ROWS
+MOST_ROWS = quantised_product.MOST_ROWS
 
 
 def product(operands: Product, precision: lax.PrecisionLike = None) -> jax.Array:
@@ -31,16 +33,25 @@ def product(operands: Product, precision: lax.PrecisionLike = None) -> jax.Array
     return y
 
 
+def choice(static: Static, rows: int, kernel: Any, dtype: Any) -> choose.Choice | None:
+    """Returns the kernel for a product of `rows` rows, or None for a dense copy of W.
+
+    Its `launch` takes x, qvalue and scale.
+    """
+    (in_features, out), form = kernel.shape, quantised.format_of(kernel)
+    candidates = {
+        few_rows: (rows, in_features, out, 0, form, dtype),
+        quantised_product: (rows, in_features, out, form, dtype),
+    }
+    return choose.choose(static.op, static.implementation, *candidates.items(), optional=True)
+
+
 def _run(static: Static, shard: Shard, operands: Product) -> tuple[jax.Array]:
     x, kernel = operands
-    in_features, out = kernel.shape
-    rows, form = x.size // max(in_features, 1), quantised.format_of(kernel)
-    call = few_rows, (rows, in_features, out, 0, form, x.dtype)
-    choice = choose.choose(static.op, static.implementation, call, optional=True)
-    if choice is None:
+    found = choice(static, x.size // max(kernel.shape[0], 1), kernel, x.dtype)
+    if found is None:
         return (shard.sum(_define(static, operands)[0]),)
-    y = choice.launch(x, kernel.qvalue, kernel.scale, None, None, None, jnp.float32(1))
-    return (shard.sum(y),)
+    return (shard.sum(found.launch(x, kernel.qvalue, kernel.scale)),)
 
 
 OP = Op("quantised_product", _run, Product("t i", "i o"), ("t o",), "i", is_projection=True)

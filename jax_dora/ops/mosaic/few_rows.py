@@ -13,12 +13,13 @@ v maps codes to their numbers, rounded to x's dtype. Scales are applied in fp32:
 to the sums over a tile, the scales of whole columns to the result.
 
 There are two kernels. `few_rows_sums` reads W and A and writes partial sums of x W and x A.
-`few_rows_finish` adds the partial sums in a fixed order and computes the rest. `few_rows_tile`
-multiplies one tile.
+`few_rows_finish` adds the partial sums in a fixed order and computes the rest; without an adapter
+XLA does so, in one pass with the operations that follow. `few_rows_tile` multiplies one tile.
 
 Bytes: W, σ and A once; the floor is bytes / read rate. x and the partial sums stay in the L2 cache.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -35,6 +36,8 @@ MOST_RANK = 128
 # Up to this number of rows, a tile of 4-bit codes has 256 columns if that divides W's. Otherwise it
 # has 128, so that the sums of up to 64 rows need no more registers.
 WIDE_ROWS = 32
+# XLA adds up to this number of partial sums, the kernel more.
+MOST_PARTS = 16
 
 
 def refuses(
@@ -105,10 +108,10 @@ def launch(
     x: jax.Array,
     w: jax.Array,
     scales: jax.Array | None,
-    lora_a: jax.Array | None,
-    lora_b: jax.Array | None,
-    g: jax.Array | None,
-    scale: jax.Array,
+    lora_a: jax.Array | None = None,
+    lora_b: jax.Array | None = None,
+    g: jax.Array | None = None,
+    scale: jax.Array | float = 1.0,
     bias: jax.Array | None = None,
     *,
     config: Config,
@@ -133,5 +136,18 @@ def launch(
         else:
             tile_scales = scales
     sums = few_rows_sums.launch(x, w, tile_scales, lora_a, config, sm_count)
+    scale = jnp.asarray(scale, jnp.float32)
+    if lora_b is None and g is None and bias is None and len(sums[0]) <= MOST_PARTS:
+        y = summed(sums[0], column_scales).astype(x.dtype)
+        return y.reshape(*shape[:-1], out)
     y = few_rows_finish.finish(sums, lora_b, column_scales, g, scale, bias, x.dtype)
     return y.reshape(*shape[:-1], out)
+
+
+def summed(parts: jax.Array, column_scales: jax.Array | None = None) -> jax.Array:
+    """Returns σ∘Σ parts [rows, out] in fp32 for parts [splits, rows, out].
+
+    The parts are added in order. `jnp.sum` may use another order in another program.
+    """
+    total = functools.reduce(jnp.add, parts)
+    return total if column_scales is None else total * column_scales

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jax_dora.ops.mosaic import ptx
 
@@ -225,6 +225,63 @@ class Int8Fragments(CodeFragments):
             return ptx.run("sub.rn.bf16x2 $0, $1, $2;", low, high)
         biased = masked(0x00FF00FF, 0x64806480, "0x6A")  # (a & b) ^ c
         return ptx.run("sub.rn.f16x2 $0, $1, $2;", biased, ptx.i32(0x64806480))
+
+
+class ScaledFragments:
+    """The fragments of σ∘w, rounded to 16 bits, for the fragments of a w of codes.
+
+    σ in fp32 is split into two 16-bit numbers. Their products with w are added with one rounding,
+    so that σ is not rounded first.
+
+    Attributes:
+      word: the number of columns of a lane.
+      parts: the parts of σ for each of these columns, twice in a register.
+    """
+
+    def __init__(self, w: CodeFragments, half: str, scales_smem: Any):
+        self.word, self._w, self._half = w.word, w, half
+        kind = ir.BF16Type.get() if half == "bf16" else ir.F16Type.get()
+        stored = ir.MemRefType(scales_smem.type).element_type
+        g = arith.shrui(ptx.lane(), ptx.i32(2))
+        column = arith.muli(arith.addi(arith.muli(warp(), ptx.i32(8)), g), ptx.i32(w.word))
+        is_wide = isinstance(stored, ir.F32Type)
+        item = 4 if is_wide else 2
+        start = mgpu.utils.memref_ptr(scales_smem)
+        start = ptx.further(start, arith.muli(column, ptx.i32(item)))
+        scales = [llvm.load(stored, ptx.further(start, item * n)) for n in range(w.word)]
+        if is_wide:
+            first = [arith.truncf(kind, scale) for scale in scales]
+            left = [
+                arith.subf(scale, arith.extf(stored, part))
+                for scale, part in zip(scales, first, strict=True)
+            ]
+            parts = [first, [arith.truncf(kind, scale) for scale in left]]
+        else:
+            parts = [scales]
+        self.parts = [[_twice(kind, number) for number in part] for part in parts]
+
+    def step(self, row: int) -> list[list[ir.Value]]:
+        """Returns registers [8 rows, column] for rows `row` to `row + 16`."""
+        return [
+            [self._scaled(pair, column) for column, pair in enumerate(registers)]
+            for registers in self._w.step(row)
+        ]
+
+    def _scaled(self, pair: ir.Value, column: int) -> ir.Value:
+        first, *others = (part[column] for part in self.parts)
+        multiply, multiply_add = (
+            f"{name}.rn.{self._half}x2 $0, $1, $2{more};"
+            for name, more in (("mul", ""), ("fma", ", $3"))
+        )
+        if not others:
+            return ptx.run(multiply, pair, first)
+        return ptx.run(multiply_add, pair, first, ptx.run(multiply, pair, *others))
+
+
+def _twice(kind: ir.Type, number: ir.Value) -> ir.Value:
+    """Returns a register with a 16-bit number in both halves."""
+    both = vector.from_elements(ir.VectorType.get((2,), kind), [number, number])
+    return llvm.bitcast(ir.IntegerType.get_signless(32), both)
 
 
 def warp() -> ir.Value:

@@ -96,17 +96,19 @@ def store_first_rows(sums: jax.Array, gmem: Any) -> None:
 
     Args:
       sums: the sums, laid out by `layout`.
-      gmem: the destination, with at most n rows.
+      gmem: the destination, in fp32, with at most n rows; for W of codes also in 16 bits.
     """
     rows = gmem.shape[0]
     if choose.interpreted():
-        gmem[...] = sums[:rows]
+        gmem[...] = sums[:rows].astype(gmem.dtype)
         return
 
     @plgpu.inline_mgpu(arg_types=(layout(sums.shape[1]), plgpu.RefType()))
     def write(_, sums, gmem):
         total = to_scalars(sums)
-        (pitch, _), _ = ir.MemRefType(gmem.type).get_strides_and_offset()
+        stored = ir.MemRefType(gmem.type)
+        (pitch, _), _ = stored.get_strides_and_offset()
+        item = stored.element_type.width // 8
         g, t = arith.shrui(ptx.lane(), ptx.i32(2)), arith.andi(ptx.lane(), ptx.i32(3))
         row = arith.shli(t, ptx.i32(1))
         # A lane's columns are adjacent and stored 4 at a time; for 16-bit W they are 8 apart.
@@ -115,17 +117,29 @@ def store_first_rows(sums: jax.Array, gmem: Any) -> None:
         column = arith.muli(warp(), ptx.i32(ROWS * columns))
         column = arith.addi(column, arith.muli(g, ptx.i32(columns if per_store == 4 else 1)))
         offset = arith.addi(arith.muli(row, ptx.i32(pitch)), column)
-        start = ptx.further(mgpu.utils.memref_ptr(gmem), arith.muli(offset, ptx.i32(FP32_BYTES)))
+        start = ptx.further(mgpu.utils.memref_ptr(gmem), arith.muli(offset, ptx.i32(item)))
         for block, odd in np.ndindex(total.shape[:2]):
             row_offset = ROWS * block + odd
             remaining = arith.subi(ptx.i32(rows - row_offset), row)
             for first in range(0, columns, per_store):
-                to = ptx.further(start, FP32_BYTES * (row_offset * pitch + distance * first))
+                to = ptx.further(start, item * (row_offset * pitch + distance * first))
                 values = list(total[block, odd, first : first + per_store])
+                if item < FP32_BYTES:
+                    values = _in_pairs(values, stored.element_type)
                 ptx.store_if_positive(remaining, to, values)
 
     call: Callable[..., Any] = write
     call(sums, gmem)
+
+
+def _in_pairs(values: list[ir.Value], kind: ir.Type) -> list[ir.Value]:
+    """Returns the bits of two numbers each, rounded to the 16-bit type `kind`, as f32."""
+    rounded = [arith.truncf(kind, value) for value in values]
+    two = ir.VectorType.get((2,), kind)
+    return [
+        llvm.bitcast(ir.F32Type.get(), vector.from_elements(two, rounded[first : first + 2]))
+        for first in range(0, len(rounded), 2)
+    ]
 
 
 def store_exchange(sums: jax.Array, smem: Any) -> None:

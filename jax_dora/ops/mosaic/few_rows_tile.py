@@ -36,6 +36,7 @@ from jax_dora.ops.mosaic.few_rows_fragments import (
     TILE_BYTES,
     HalfFragments,
     Int8Fragments,
+    ScaledFragments,
     TableFragments,
     TransposedFragments,
     XFragments,
@@ -78,11 +79,12 @@ def accumulate(
     x_smem: Any,
     w_smem: Any,
     table_smem: Any = None,
+    scales_smem: Any = None,
     *,
     swizzled_w: bool = True,
     transposed_w: bool = False,
 ) -> jax.Array:
-    """Returns sums + x w.
+    """Returns sums + x w, or sums + x (σ∘w).
 
     Args:
       sums: f32[n, columns], laid out by `layout`.
@@ -92,11 +94,13 @@ def accumulate(
       w_smem: w [64, columns]. 16-bit w may have fewer columns than sums, a multiple of 8; the sums
         of the missing columns are arbitrary, but finite if the others are.
       table_smem: a `table`, or None if w needs none.
+      scales_smem: σ [columns] in fp32 or x's dtype, or None; σ∘w is rounded to x's dtype. Only for
+        more than 8 rows, and a w of codes.
       swizzled_w: whether w is swizzled, by the bytes of its rows.
       transposed_w: whether w_smem holds wᵀ; w then has 16 bits and 64 columns.
     """
     if choose.interpreted():
-        return _interpreted(sums, x_smem, w_smem, table_smem, transposed_w)
+        return _interpreted(sums, x_smem, w_smem, table_smem, scales_smem, transposed_w)
     sums_layout = layout(sums.shape[1])
     result = plgpu.ShapeDtypeStruct(sums.shape, jnp.dtype("float32"), layout=sums_layout)
     swizzled_x = x_smem.shape[0] % ROWS == 0 and x_smem.shape[1] == TILE_ROWS
@@ -107,11 +111,13 @@ def accumulate(
     half = "bf16" if x_smem.dtype == jnp.bfloat16 else "f16"
     dtype, (rows, pitch) = w_smem.dtype, x_smem.shape
     columns = w_smem.shape[1]
-    tables = [] if table_smem is None else [table_smem]
-    arg_types = (sums_layout, *tiles, *[plgpu.RefType()] * len(tables))
+    others = {"table": table_smem, "scales": scales_smem}
+    others = {name: smem for name, smem in others.items() if smem is not None}
+    arg_types = (sums_layout, *tiles, *[plgpu.RefType()] * len(others))
 
     @plgpu.inline_mgpu(arg_types=arg_types, return_type=result)
-    def multiply(_, sums, x_smem, w_smem, *table_smem):
+    def multiply(_, sums, x_smem, w_smem, *others_smem):
+        smem = dict(zip(others, others_smem, strict=True))
         x = XFragments(rows, 0 if swizzled_x else 2 * pitch, x_smem)
         if transposed_w:
             w: Any = TransposedFragments(w_smem)
@@ -120,13 +126,15 @@ def accumulate(
         elif dtype == jnp.int8:
             w = Int8Fragments(half, columns, w_smem)
         else:
-            w = TableFragments(columns, bits(dtype), w_smem, *table_smem)
+            w = TableFragments(columns, bits(dtype), w_smem, smem["table"])
+        if scales_smem is not None:
+            w = ScaledFragments(w, half, smem["scales"])
         if rows > MMA_ROWS and swizzled_x and bits(dtype) < 16:
             return _accumulate_by_wgmma(half, sums, x_smem, w)
         return _accumulate_by_mma(half, sums, x, w)
 
     call: Callable[..., Any] = multiply
-    return call(sums, x_smem, w_smem, *tables)
+    return call(sums, x_smem, w_smem, *others.values())
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -135,7 +143,12 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _interpreted(
-    sums: jax.Array, x_smem: Any, w_smem: Any, table_smem: Any, transposed_w: bool
+    sums: jax.Array,
+    x_smem: Any,
+    w_smem: Any,
+    table_smem: Any,
+    scales_smem: Any,
+    transposed_w: bool,
 ) -> jax.Array:
     """Returns `accumulate`'s result, for Pallas' interpreter."""
     x, values = x_smem[...][:, :TILE_ROWS], w_smem[...]
@@ -146,6 +159,9 @@ def _interpreted(
         codes = lax.bitcast_convert_type(values, unsigned).astype(jnp.int32)
         low = (table_smem[...][:, 0] & 0xFFFF).astype(jnp.uint16)
         values = lax.bitcast_convert_type(low, x.dtype)[codes]
+    if scales_smem is not None:
+        scales = lax.broadcast_in_dim(scales_smem[...].astype(jnp.float32), values.shape, (1,))
+        values = (values.astype(jnp.float32) * scales).astype(x.dtype)
     x = jnp.pad(x, ((0, sums.shape[0] - x.shape[0]), (0, 0)), mode="edge")
     values = jnp.pad(values, ((0, 0), (0, sums.shape[1] - values.shape[1])), mode="edge")
     return sums + jnp.dot(x.astype(jnp.float32), values.astype(jnp.float32), precision="highest")

@@ -16,10 +16,12 @@ import pytest
 from jax import lax
 
 from jax_dora import ops
+from jax_dora.ops import weight_only
 from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dropout import Dropout, draw_seed
+from jax_dora.ops.operands import Static
 from tests import quantised
 
 LAUNCHES = 4000
@@ -48,6 +50,18 @@ def few_rows(qtype: str | None, rows: int, n_in: int, out: int) -> tuple[Callabl
         return call(x, kernel, lora_a, lora_b, magnitude, 0.5, norm=norm)
 
     return launch, (normal(1, rows, n_in), kernel_of(qtype, n_in, out), *adapter, *vectors)
+
+
+def product(qtype: str, rows: int, n_in: int, out: int) -> tuple[Callable[..., Any], Any]:
+    """A product of many rows with codes, without an adapter."""
+    call = functools.partial(weight_only.choice, Static("product", "mosaic", None), rows)
+
+    def launch(x: jax.Array, kernel: Any) -> jax.Array:
+        found = call(kernel, x.dtype)
+        assert found is not None
+        return found.launch(x, kernel.qvalue, kernel.scale)
+
+    return launch, (normal(1, rows, n_in), kernel_of(qtype, n_in, out))
 
 
 def norm(qtype: str | None, n_in: int, out: int, rank: int) -> tuple[Callable[..., Any], Any]:
@@ -118,6 +132,8 @@ def bank(rows: int, tokens: int, n_in: int, out: int) -> tuple[Callable[..., Any
 CASES = {
     **{f"{rows} rows, {q}": (few_rows, q, rows, 2048, 5120) for q in QTYPES for rows in (1, 32)},
     **{f"64 rows, {q}": (few_rows, q, 64, 2048, 5120) for q in (None, *QTYPES)},
+    **{f"128 rows, {q}": (product, q, 128, 2048, 5120) for q in QTYPES},
+    "500 rows, nf4": (product, "nf4", 500, 2048, 2048),
     "8 rows": (few_rows, None, 8, 2048, 5120),
     **{f"norm, {q}": (norm, q, 2048, 2048, 384) for q in (None, *QTYPES)},
     "norm, rank 16": (norm, None, 4096, 4096, 16),
