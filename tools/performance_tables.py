@@ -279,6 +279,21 @@ def quantised_rows() -> str:
     return table(["card", "rows", "bf16 by XLA", *QTYPES], lines)
 
 
+def quantised_products() -> str:
+    lines = []
+    measured = rows("quantised", "h100", work="product")
+    for count in dict.fromkeys(line["rows"] for line in measured):
+        us = {
+            (line["qtype"], "implementation" in line): line["us"]
+            for line in measured
+            if line["rows"] == count
+        }
+        cells = [f"{count:,}", f"{us['bf16', True]:.1f}"]
+        cells += [f"{us[q, False]:.1f} ({us[q, True]:.1f})" for q in QTYPES[1:]]
+        lines.append(cells)
+    return table(["rows", *QTYPES], lines)
+
+
 def quantised_decode() -> str:
     lines = []
     for card in ("h100", "h200"):

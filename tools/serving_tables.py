@@ -75,26 +75,29 @@ def bank_growth() -> str:
 
 def bank_served() -> str:
     """Returns the tokens per second that the server's engine answers with, and the time to the
-    first token."""
-    served = {"qtype": "bf16"}
-    base = row("serve", "h100", kind="base", **served)
+    first token, over a bf16 and an nf4 base."""
     columns = {
         "LoRA, tokens/s": ("LoRA", "tokens_per_s", ",.0f"),
         "LoRA, of the base's": ("LoRA", "of_base", ".2f"),
         "DoRA, tokens/s": ("DoRA", "tokens_per_s", ",.0f"),
         "DoRA, of the base's": ("DoRA", "of_base", ".2f"),
-        "DoRA, first token, ms": ("DoRA", "first_token_ms", ".1f"),
-        "DoRA, first token, 90th percentile": ("DoRA", "first_token_p90_ms", ".1f"),
+        "first token, ms": ("DoRA", "first_token_ms", ".1f"),
+        "first token, 90th percentile": ("DoRA", "first_token_p90_ms", ".1f"),
     }
 
-    def cell(count: int, column: tuple[str, str, str]) -> str:
-        kind, field, form = column
-        return f"{row('serve', 'h100', kind=kind, adapters=count, **served)[field]:{form}}"
+    def cell(line: tuple[str, int], column: tuple[str, str, str]) -> str:
+        (qtype, count), (kind, field, form) = line, column
+        if count == 0:
+            kind = "base" if kind == "DoRA" else kind
+        found = rows("serve", "h100", kind=kind, adapters=count, qtype=qtype)
+        return format(found[0][field], form) if found and field in found[0] else "–"
 
-    counts = [line["adapters"] for line in rows("serve", "h100", kind="DoRA", **served)]
-    lines = {f"{count}": count for count in counts}
-    of_base = f"{base['tokens_per_s']:,.0f} tokens/s, {base['first_token_ms']:.1f} ms"
-    return grid(f"adapters (base: {of_base})", lines, columns, cell)
+    lines = {
+        f"{qtype}, {count or 'none'}": (qtype, count)
+        for qtype in ("bf16", "nf4")
+        for count in dict.fromkeys(line["adapters"] for line in rows("serve", "h100", qtype=qtype))
+    }
+    return grid("base, adapters", lines, columns, cell)
 
 
 def served_beside() -> str:

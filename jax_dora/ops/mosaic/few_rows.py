@@ -150,4 +150,4 @@ def summed(parts: jax.Array, column_scales: jax.Array | None = None) -> jax.Arra
     The parts are added in order. `jnp.sum` may use another order in another program.
     """
     total = functools.reduce(jnp.add, parts)
-    return total if column_scales is None else total * column_scales
+    return total if column_scales is None else total * column_scales.astype(jnp.float32)[None]
