@@ -2,8 +2,8 @@
 
 `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum` and `nnx.Conv` store their dtype promotion and their
 product as attributes. The functions below replace them. They dequantise the kernel for the product,
-and again for the product's gradient, except for few rows in `dot_general`, as in decoding; with
-plain arrays they do what Flax's functions do.
+and again for the product's gradient, except for few rows in `dot_general` and `einsum`, as in
+decoding; with plain arrays they do what Flax's functions do.
 
 A layer whose `dot_general` is `dot_general_by_rows` quantises its activations too. Nothing else
 records that, neither in a base layer nor in a DoRA layer.
@@ -11,8 +11,9 @@ records that, neither in a base layer nor in a DoRA layer.
 
 import inspect
 import math
+import string
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -160,8 +161,73 @@ def _by_matrix(
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
-    """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised."""
+    """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised. Few rows are
+    multiplied without a dense copy of rhs, if that is supported."""
+    plan = _MatrixEinsum.of(equation, lhs.ndim) if quantised.is_quantised(rhs) else None
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    if plan is not None and options.keys() <= {"precision"} and plan.has_few_rows(lhs, rhs):
+        return plan.product(lhs, rhs, options.get("precision"))
     return quantised.apply_dense(lambda x, w: jnp.einsum(equation, x, w, **kwargs), lhs, rhs)
+
+
+class _MatrixEinsum(NamedTuple):
+    """An einsum of x and a kernel that is a product with a matrix, or with a stack of matrices.
+
+    Attributes:
+      x_axes: the contracted axes of x.
+      stacked: the number of leading axes of the kernel that are not contracted. The contracted axes
+        come next.
+      order: the axes of the result, from (stacked axes, rows, columns).
+    """
+
+    x_axes: tuple[int, ...]
+    stacked: int
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, equation: str, ndim: int) -> "_MatrixEinsum | None":
+        """Returns the plan of an equation for x with `ndim` axes, or None if it is no product."""
+        equation = equation.replace(" ", "")
+        x, _, _ = equation.partition(",")
+        if "..." in x:
+            unused = [name for name in string.ascii_letters if name not in equation]
+            axes = unused[: ndim - len(x.replace("...", ""))]
+            equation = equation.replace("...", "".join(axes))
+        operands, arrow, out = equation.partition("->")
+        x, _, kernel = operands.partition(",")
+        contracted = [axis for axis, name in enumerate(kernel) if name in x]
+        is_product = (
+            arrow
+            and (x + kernel + out).isalpha()
+            and all(len(set(names)) == len(names) for names in (x, kernel, out))
+            and set(out) == set(x) ^ set(kernel)
+            and contracted
+            and contracted == [*range(contracted[0], contracted[-1] + 1)]
+        )
+        if not is_product:
+            return None
+        rows = "".join(name for name in x if name not in kernel)
+        names = kernel[: contracted[0]] + rows + kernel[contracted[-1] + 1 :]
+        x_axes = tuple(x.index(kernel[axis]) for axis in contracted)
+        return cls(x_axes, contracted[0], tuple(names.index(name) for name in out))
+
+    @property
+    def dimension_numbers(self) -> Any:
+        """Returns the `dimension_numbers` of the product with one matrix."""
+        return (self.x_axes, tuple(range(len(self.x_axes)))), ((), ())
+
+    def has_few_rows(self, x: jax.Array, kernel: Any) -> bool:
+        if self.stacked and meshes.explicit(x, kernel.qvalue) is not None:
+            return False
+        return _has_few_rows(x, kernel, self.dimension_numbers)
+
+    def product(self, x: jax.Array, kernel: Any, precision: Any) -> jax.Array:
+        def multiply(kernel: Any) -> jax.Array:
+            return dot_general(x, kernel, self.dimension_numbers, precision)
+
+        for _ in range(self.stacked):
+            multiply = jax.vmap(multiply)
+        return multiply(quantised.unshared(kernel, self.stacked)).transpose(self.order)
 
 
 def convolve(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:

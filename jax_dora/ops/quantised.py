@@ -258,6 +258,17 @@ def with_tiles_for(kernel: Any, devices: tuple[int, ...]) -> Any:
     return _replaced(kernel, kernel.qvalue, split)
 
 
+def unshared(kernel: Any, axes: int) -> Any:
+    """Returns a quantised array whose elements along the first `axes` axes share no scales."""
+
+    def repeat(tiles: jax.Array) -> jax.Array:
+        for axis in range(axes):
+            tiles = repeated(tiles, axis, kernel.shape[axis])
+        return tiles
+
+    return _replaced(kernel, kernel.qvalue, repeat)
+
+
 def slice_rows(kernel: Any, start: Any, count: int) -> Any:
     """Returns rows `start` to `start + count` of a quantised matrix, quantised.
 

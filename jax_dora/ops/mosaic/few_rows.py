@@ -36,8 +36,6 @@ MOST_RANK = 128
 # Up to this number of rows, a tile of 4-bit codes has 256 columns if that divides W's. Otherwise it
 # has 128, so that the sums of up to 64 rows need no more registers.
 WIDE_ROWS = 32
-# XLA adds up to this number of partial sums, the kernel more.
-MOST_PARTS = 16
 
 
 def refuses(
@@ -123,7 +121,7 @@ def launch(
       x: [..., in].
       w: W in x's dtype, or the codes q.
       scales: σ [in / t, out / u] if W is quantised.
-      lora_a, lora_b, g, scale, bias: see the module; lora_a and lora_b are None without an adapter.
+      lora_a, lora_b, g, scale, bias: see the module; without an adapter all are left out.
       config, sm_count: see `choose.Choice`.
     """
     shape, (in_features, out) = x.shape, w.shape
@@ -135,12 +133,13 @@ def launch(
             column_scales = scales[0]
         else:
             tile_scales = scales
-    sums = few_rows_sums.launch(x, w, tile_scales, lora_a, config, sm_count)
-    scale = jnp.asarray(scale, jnp.float32)
-    if lora_b is None and g is None and bias is None and len(sums[0]) <= MOST_PARTS:
-        y = summed(sums[0], column_scales).astype(x.dtype)
-        return y.reshape(*shape[:-1], out)
-    y = few_rows_finish.finish(sums, lora_b, column_scales, g, scale, bias, x.dtype)
+    parts, *z = few_rows_sums.launch(x, w, tile_scales, lora_a, config, sm_count)
+    if lora_b is None:
+        y = summed(parts, column_scales).astype(x.dtype)
+    else:
+        scale = jnp.asarray(scale, jnp.float32)
+        vectors = g, scale, bias
+        y = few_rows_finish.finish(parts, z[0], lora_b, column_scales, *vectors, x.dtype)
     return y.reshape(*shape[:-1], out)
 
 

@@ -13,7 +13,6 @@ once.
 Bytes: parts, z and B once, y once; the floor is bytes / copy rate.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -77,12 +76,13 @@ def launch(
     """Returns g∘(base + s·z B) + bias [..., out] for base [..., out] and z [..., r]."""
     rows = base.size // base.shape[-1]
     parts, z = (array.reshape(1, rows, -1) for array in (base, z))
-    return finish([parts, z], lora_b, None, g, scale, bias, base.dtype).reshape(base.shape)
+    return finish(parts, z, lora_b, None, g, scale, bias, base.dtype).reshape(base.shape)
 
 
 def finish(
-    sums: Sequence[jax.Array],
-    lora_b: jax.Array | None,
+    parts: jax.Array,
+    z: jax.Array,
+    lora_b: jax.Array,
     sigma: jax.Array | None,
     g: jax.Array | None,
     scale: jax.Array,
@@ -92,35 +92,31 @@ def finish(
     """Returns y [rows, out].
 
     Args:
-      sums: [parts, z], or [parts] without an adapter.
-      lora_b, sigma, g, scale, bias: B, σ, g, s and bias; B is None without an adapter.
+      parts, z: the partial sums of x W and x A.
+      lora_b, sigma, g, scale, bias: B, σ, g, s and bias.
       dtype: y's dtype.
     """
-    parts, *zs = sums
-    splits, rows, out = parts.shape
-    rank = 0 if lora_b is None else len(lora_b)
-    slices, z_splits = pl.cdiv(rank, DEPTH), len(zs[0]) if zs else 0
+    (splits, rows, out), (z_splits, _, z_columns) = parts.shape, z.shape
+    rank = len(lora_b)
+    slices = pl.cdiv(rank, DEPTH)
     # The rows of a copy, and the rows of whole instructions.
     copied = min(rows, TILE_ROWS)
     padded = pl.cdiv(copied, ROWS) * ROWS
-    # [B, z], or [].
-    adapter = [] if lora_b is None else [pad(lora_b, padded_rank(rank), out)]
-    adapter += [pad(z, *z.shape[:2], max(padded_rank(rank), z.shape[2])) for z in zs]
+    lora_b = pad(lora_b, padded_rank(rank), out)
+    z = pad(z, z_splits, rows, max(padded_rank(rank), z_columns))
     vectors = {"sigma": sigma, "g": g, "bias": bias}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     layout = few_rows_layout.layout(COLS)
 
-    def kernel(scale_gmem, parts_gmem, *rest, smem, ready):
-        # B and z, [out] of each vector, [rows, out].
-        adapter_gmem, vectors_gmem = rest[: len(adapter)], rest[len(adapter) : -1]
-        y_gmem = rest[-1]
+    def kernel(scale_gmem, parts_gmem, b_gmem, z_gmem, *rest, smem, ready):
+        # [out] of each vector, [rows, out].
+        *vectors_gmem, y_gmem = rest
         strip, tile = lax.axis_index("strip"), lax.axis_index("tile")
         cols = pl.ds(strip * COLS, COLS)
         # The starts are traced (`tile * 0`), because a static slice must not exceed the array. Past
         # the array's end TMA reads zeros and writes nothing.
         at_rows = pl.ds(tile * copied, copied)
         for slice_ in range(slices):
-            b_gmem, z_gmem = adapter_gmem
             ranks = pl.ds(tile * 0 + slice_ * DEPTH, DEPTH)
             plgpu.copy_gmem_to_smem(b_gmem.at[ranks, cols], smem["b"].at[slice_], ready)
             for split in range(z_splits):
@@ -171,11 +167,10 @@ def finish(
     buffers = {
         "parts": plgpu.SMEM((splits, padded, COLS), parts.dtype),
         "y": plgpu.SMEM((padded, COLS), dtype),
+        "z": plgpu.SMEM((slices * z_splits, padded, DEPTH), z.dtype),
+        "z_half": plgpu.SMEM((slices, padded, PITCH), dtype),
+        "b": few_rows_tile.swizzled((slices, DEPTH, COLS), dtype),
     }
-    for z in zs:
-        buffers["z"] = plgpu.SMEM((slices * z_splits, padded, DEPTH), z.dtype)
-        buffers["z_half"] = plgpu.SMEM((slices, padded, PITCH), dtype)
-        buffers["b"] = few_rows_tile.swizzled((slices, DEPTH, COLS), dtype)
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((rows, out), dtype),
@@ -186,4 +181,4 @@ def finish(
             "ready": plgpu.Barrier(num_arrivals=splits + slices * (z_splits + 1)),
         },
         kernel_name="dora_few_rows_finish",
-    )(scale.astype(jnp.float32).reshape(1), parts, *adapter, *vectors.values())
+    )(scale.astype(jnp.float32).reshape(1), parts, lora_b, z, *vectors.values())

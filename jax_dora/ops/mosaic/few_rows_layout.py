@@ -108,7 +108,7 @@ def store_first_rows(sums: jax.Array, gmem: Any) -> None:
         total = to_scalars(sums)
         stored = ir.MemRefType(gmem.type)
         (pitch, _), _ = stored.get_strides_and_offset()
-        item = stored.element_type.width // 8
+        item = FP32_BYTES if isinstance(stored.element_type, ir.F32Type) else FP32_BYTES // 2
         g, t = arith.shrui(ptx.lane(), ptx.i32(2)), arith.andi(ptx.lane(), ptx.i32(3))
         row = arith.shli(t, ptx.i32(1))
         # A lane's columns are adjacent and stored 4 at a time; for 16-bit W they are 8 apart.

@@ -20,6 +20,8 @@ A_RUNS = 8
 A_TILES = 32
 # The bytes of shared memory that `few_rows_finish` may use for partial sums.
 MOST_SUMS = 160 * 1024
+# The number of partial sums that XLA may have to add, without an adapter.
+MOST_PARTS = 16
 
 
 def in_pairs(tiling: Tiling) -> bool:
@@ -41,10 +43,9 @@ def tilings(
 ) -> tuple[Tiling, Tiling | None]:
     """Returns the tilings of W and of A; None instead of A's without an adapter, of rank 0.
 
-    Their partial sums, [rows, 64] per part and strip, must fit into `MOST_SUMS`. A's get at most a
-    third of it.
+    With an adapter, the partial sums, [rows, 64] per part and strip, must fit into `MOST_SUMS`. A's
+    get at most a third of it.
     """
-    most_sums = max(MOST_SUMS // (rows * A_COLS * 4), 2)
 
     def tiling(cols: int, config: Config, blocks: int, most_parts: int) -> Tiling:
         """Returns a tiling with at most `most_parts` parts, and the config's splits if possible."""
@@ -56,7 +57,8 @@ def tilings(
         return result
 
     if not rank:
-        return tiling(out, config, sm_count, most_sums), None
+        return tiling(out, config, sm_count, MOST_PARTS), None
+    most_sums = max(MOST_SUMS // (rows * A_COLS * 4), 2)
     runs = max(A_RUNS, pl.cdiv(in_features, TILE_ROWS * A_TILES))
     a_config = dataclasses.replace(config, tile_cols=A_COLS, splits=runs)
     a = tiling(rank, a_config, sm_count, max(most_sums // (3 * pl.cdiv(rank, A_COLS)), 1))

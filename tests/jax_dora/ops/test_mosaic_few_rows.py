@@ -231,6 +231,16 @@ def test_the_tiles_fit_into_shared_memory(rows, rank):
         assert taken <= SHARED_MEMORY
 
 
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("out", [1024, 4096, 14336])
+def test_xla_adds_few_partial_sums(out, rows):
+    """Without an adapter, even if that leaves multiprocessors idle, as for 1024 columns."""
+    form = Format("nf4", (64, 1), jnp.float32, False)
+    config = few_rows.config(rows, 4096, out, 0, form, jnp.bfloat16)
+    tiling, _ = few_rows_tiling.tilings(4096, out, 0, rows, config, 132)
+    assert few_rows_tiling.parts(tiling) <= few_rows_tiling.MOST_PARTS
+
+
 def test_more_rows_take_narrower_tiles_of_4_bit_codes():
     """Otherwise a thread's sums would not fit into its registers."""
     form = Format("nf4", (64, 1), jnp.float32, False)

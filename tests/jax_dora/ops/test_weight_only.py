@@ -150,6 +150,68 @@ def test_a_decoded_base_layer_has_no_dense_kernel_on_a_hopper(monkeypatch, qtype
     assert "1024x2048xbf16" in text(MOST_ROWS + 1, None)
 
 
+EINSUMS = [
+    # Of Tunix's and gemma's query, key and value, and of their output.
+    ("BTD,DNH->BTNH", (1024, 8, 128), (16, 8, 128), (3, 2, 1024)),
+    ("BTD,NDH->BTNH", (3, 1024, 1024), (1, 16, 1024), (3, 2, 1024)),
+    ("BSD,CKDH->CBSKH", (2, 3, 1024, 1024), (2, 1, 16, 1024), (2, 2, 1024)),
+    ("BTNH,NHD->BTD", (8, 128, 1024), (8, 2, 1024), (3, 2, 8, 128)),
+    (" ...D, DNH -> N...H", (1024, 8, 128), (16, 8, 128), (3, 2, 1024)),
+]
+
+
+@pytest.mark.parametrize(("equation", "shape", "tiles", "x_shape"), EINSUMS)
+def test_einsums_of_few_rows_are_products_with_matrices(
+    equation, shape, tiles, x_shape, monkeypatch
+):
+    kernel = quantised.draw("nf4", shape, tiles)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=x_shape), jnp.float32)
+
+    def call(x, kernel):
+        return einsum(equation, x, kernel)
+
+    exact = np.einsum(equation.replace(" ", ""), fp64(x), quantised.meant(kernel))
+    np.testing.assert_allclose(call(x, kernel), exact, rtol=1e-4, atol=1e-4 * abs(exact).max())
+    monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
+    text = for_cuda(call, x.astype(jnp.bfloat16), kernel)
+    assert "dora_few_rows" in text
+    sizes = "x".join(map(str, shape))
+    assert f"{sizes}xbf16" not in text
+    many = jnp.ones((MOST_ROWS, *x_shape), jnp.bfloat16)
+    if "..." in equation:
+        assert f"{sizes}xbf16" in for_cuda(call, many, kernel)
+
+
+@pytest.mark.parametrize(
+    ("equation", "x_shape"),
+    [
+        ("nd,ndf->nf", (3, 128)),  # A product for each n.
+        ("td,ndf->tf", (2, 128)),  # A sum over n.
+        ("tdf,ndf->tn", (2, 128, 64)),
+        ("tf,ndf->tnd", (2, 64)),
+        ("tdn,ndf->tf", (2, 128, 3)),
+        ("tdd,ndf->tnf", (2, 128, 128)),
+    ],
+)
+def test_any_other_einsum_agrees(equation, x_shape):
+    kernel = quantised.draw("int8", (3, 128, 64), (1, 2, 64))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=x_shape), jnp.float32)
+    exact = np.einsum(equation, fp64(x), quantised.meant(kernel))
+    found = einsum(equation, x, kernel)
+    np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4 * abs(exact).max())
+
+
+def test_an_einsum_s_gradient_is_that_of_the_dense_kernel():
+    kernel = quantised.draw("nf4", (3, 128, 24), (1, 2, 24))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 128)), jnp.float32)
+    dense = jnp.asarray(quantised.meant(kernel), jnp.float32)
+    found, wanted = (
+        jax.grad(lambda x, w=w: jnp.sin(einsum("btd,ndh->btnh", x, w)).sum())(x)
+        for w in (kernel, dense)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("qtype", "shape", "tiles"),
     [
