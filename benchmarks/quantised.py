@@ -6,7 +6,7 @@ One line is one measurement (`work`) with one format (`qtype`):
     norm          the norm ‖W + sBA‖ over a kernel of 8192 × 8192, rank 384
     few rows      a frozen DoRA projection of 1 to 64 rows, rank 16; in bf16 also by XLA
                   (`implementation`)
-    product       a product of 128 to 1024 rows without an adapter, as for prompts; by XLA
+    product       a product of 128 to 896 rows without an adapter, as for prompts; by XLA
                   (`implementation`) with a dense copy of the kernel
     projection    4096 rows times the same kernel, alone (`kind` "base") and with a frozen adapter
                   ("DoRA"); with FP8 `activations` the kernel's columns are contiguous
@@ -93,7 +93,7 @@ class Settings(NamedTuple):
     norm_rank: int = 384
     rank: int = 16
     rows: tuple[int, ...] = (1, 8, 32, 64)
-    prompt_rows: tuple[int, ...] = (128, 256, 512, 1024)
+    prompt_rows: tuple[int, ...] = (128, 256, 512, 896)
     many_rows: int = 4096
     rounds: int = 8
     only: tuple[str, ...] = ()

@@ -2,8 +2,8 @@
 
 `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum` and `nnx.Conv` store their dtype promotion and their
 product as attributes. The functions below replace them. They dequantise the kernel for the product,
-and again for the product's gradient, except for few rows in `dot_general` and `einsum`, as in
-decoding; with plain arrays they do what Flax's functions do.
+and again for the product's gradient. For few rows, as in decoding and for prompts, `dot_general`
+and `einsum` do without that. With plain arrays all do what Flax's functions do.
 
 A layer whose `dot_general` is `dot_general_by_rows` quantises its activations too. Nothing else
 records that, neither in a base layer nor in a DoRA layer.
@@ -50,8 +50,11 @@ def dot_general(
     *,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Returns `lax.dot_general(lhs, rhs, ...)`, where rhs may be quantised. Few rows of lhs are
-    multiplied without a dense copy of rhs, if that is supported."""
+    """Returns `lax.dot_general(lhs, rhs, ...)`, where rhs may be quantised.
+
+    Up to `weight_only.MOST_ROWS` rows are multiplied without a dense copy of rhs, if that is
+    supported.
+    """
     is_quantised, has_dtype = quantised.is_quantised(rhs), preferred_element_type is not None
     if is_quantised and not has_dtype and _has_few_rows(lhs, rhs, dimension_numbers):
 
@@ -82,7 +85,8 @@ def _axes(dimension_numbers: Any) -> list[list[tuple[int, ...]]]:
 
 
 def _has_few_rows(lhs: jax.Array, rhs: Any, dimension_numbers: Any) -> bool:
-    """Returns whether few rows are multiplied by the matrix that a quantised rhs stands for.
+    """Returns whether at most `weight_only.MOST_ROWS` rows are multiplied by the matrix that a
+    quantised rhs stands for.
 
     rhs's contracted axes come first: other orders would require a transposed copy.
     """
@@ -161,9 +165,12 @@ def _by_matrix(
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
-    """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised. Few rows are
-    multiplied without a dense copy of rhs, if that is supported."""
-    plan = _MatrixEinsum.of(equation, lhs.ndim) if quantised.is_quantised(rhs) else None
+    """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised.
+
+    Up to `weight_only.MOST_ROWS` rows are multiplied without a dense copy of rhs, if that is
+    supported.
+    """
+    plan = _MatrixEinsum.of(equation, lhs, rhs) if quantised.is_quantised(rhs) else None
     options = {name: value for name, value in kwargs.items() if value is not None}
     if plan is not None and options.keys() <= {"precision"} and plan.has_few_rows(lhs, rhs):
         return plan.product(lhs, rhs, options.get("precision"))
@@ -185,13 +192,13 @@ class _MatrixEinsum(NamedTuple):
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, equation: str, ndim: int) -> "_MatrixEinsum | None":
-        """Returns the plan of an equation for x with `ndim` axes, or None if it is no product."""
+    def of(cls, equation: str, lhs: jax.Array, rhs: Any) -> "_MatrixEinsum | None":
+        """Returns the plan of an equation for x and a kernel, or None if it is no such product."""
         equation = equation.replace(" ", "")
         x, _, _ = equation.partition(",")
         if "..." in x:
             unused = [name for name in string.ascii_letters if name not in equation]
-            axes = unused[: ndim - len(x.replace("...", ""))]
+            axes = unused[: lhs.ndim - len(x.replace("...", ""))]
             equation = equation.replace("...", "".join(axes))
         operands, arrow, out = equation.partition("->")
         x, _, kernel = operands.partition(",")
@@ -199,6 +206,8 @@ class _MatrixEinsum(NamedTuple):
         is_product = (
             arrow
             and (x + kernel + out).isalpha()
+            and (len(x), len(kernel)) == (lhs.ndim, rhs.ndim)
+            and all(lhs.shape[x.index(kernel[axis])] == rhs.shape[axis] for axis in contracted)
             and all(len(set(names)) == len(names) for names in (x, kernel, out))
             and set(out) == set(x) ^ set(kernel)
             and contracted
@@ -227,7 +236,7 @@ class _MatrixEinsum(NamedTuple):
 
         for _ in range(self.stacked):
             multiply = jax.vmap(multiply)
-        return multiply(quantised.unshared(kernel, self.stacked)).transpose(self.order)
+        return multiply(quantised.with_own_scales(kernel, self.stacked)).transpose(self.order)
 
 
 def convolve(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:

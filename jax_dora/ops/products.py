@@ -66,9 +66,6 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
         del candidates[few_rows]
     if static.want_inner:
         del candidates[few_rows_finish]
-    weights = weight_only.choice(static, rows, kernel, x.dtype) if is_quantised else None
-    if weights is not None:
-        del candidates[project]
     choice = choose.choose(static.op, static.implementation, *candidates.items())
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
@@ -77,16 +74,17 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
     if choice is not None and a is not None and choice.kernel is few_rows:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
         return choice.launch(x, *w, a, lora_b, g, scale, bias), None
-    if weights is not None:
-        base = weights.launch(x, kernel.qvalue, kernel.scale)
-    else:
-        # The dense copy of a quantised kernel lives only as long as this product.
+    # The dense copy of a quantised kernel lives only as long as its product.
+    if choice is not None and choice.kernel is project:
+        choice = choice.during_collectives(shard.gathered)
+        lora_b, g, bias = shard.as_copies(lora_b, g, bias)
         kernel = quantised.dense(kernel, x.dtype)
-        if choice is not None and choice.kernel is project:
-            choice = choice.during_collectives(shard.gathered)
-            lora_b, g, bias = shard.as_copies(lora_b, g, bias)
-            return choice.launch(x, kernel, z, lora_b, g, bias, **options)
-        base = dot(x, kernel, (-1, 0))
+        return choice.launch(x, kernel, z, lora_b, g, bias, **options)
+    by_codes = weight_only.choice(static, rows, kernel, x.dtype) if is_quantised else None
+    if by_codes is not None:
+        base = by_codes.launch(x, kernel.qvalue, kernel.scale)
+    else:
+        base = dot(x, quantised.dense(kernel, x.dtype), (-1, 0))
     if choice is not None and choice.kernel is few_rows_finish:
         z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
         return choice.launch(base, z, lora_b, g, s, bias), None

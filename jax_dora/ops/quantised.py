@@ -258,17 +258,6 @@ def with_tiles_for(kernel: Any, devices: tuple[int, ...]) -> Any:
     return _replaced(kernel, kernel.qvalue, split)
 
 
-def unshared(kernel: Any, axes: int) -> Any:
-    """Returns a quantised array whose elements along the first `axes` axes share no scales."""
-
-    def repeat(tiles: jax.Array) -> jax.Array:
-        for axis in range(axes):
-            tiles = repeated(tiles, axis, kernel.shape[axis])
-        return tiles
-
-    return _replaced(kernel, kernel.qvalue, repeat)
-
-
 def slice_rows(kernel: Any, start: Any, count: int) -> Any:
     """Returns rows `start` to `start + count` of a quantised matrix, quantised.
 
@@ -356,7 +345,13 @@ def _split_tiles(tiles: jax.Array, shape: tuple[int, ...], split: tuple[int, ...
     return tiles.reshape(result)
 
 
-def with_own_scales(kernel: Any) -> Any:
-    """Returns a quantised array with its scales repeated to the array's size along the first axis,
-    so that `jax.vmap` and `jax.lax.scan` can map over this axis."""
-    return _replaced(kernel, kernel.qvalue, lambda tiles: repeated(tiles, 0, kernel.shape[0]))
+def with_own_scales(kernel: Any, axes: int = 1) -> Any:
+    """Returns a quantised array with its scales repeated to the array's size along the first `axes`
+    axes, so that `jax.vmap` and `jax.lax.scan` can map over them."""
+
+    def repeat(tiles: jax.Array) -> jax.Array:
+        for axis in range(axes):
+            tiles = repeated(tiles, axis, kernel.shape[axis])
+        return tiles
+
+    return _replaced(kernel, kernel.qvalue, repeat)

@@ -19,7 +19,6 @@ XLA does so, in one pass with the operations that follow. `few_rows_tile` multip
 Bytes: W, σ and A once; the floor is bytes / read rate. x and the partial sums stay in the L2 cache.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -135,18 +134,9 @@ def launch(
             tile_scales = scales
     parts, *z = few_rows_sums.launch(x, w, tile_scales, lora_a, config, sm_count)
     if lora_b is None:
-        y = summed(parts, column_scales).astype(x.dtype)
+        y = few_rows_sums.added(parts, column_scales, x.dtype)
     else:
         scale = jnp.asarray(scale, jnp.float32)
         vectors = g, scale, bias
         y = few_rows_finish.finish(parts, z[0], lora_b, column_scales, *vectors, x.dtype)
     return y.reshape(*shape[:-1], out)
-
-
-def summed(parts: jax.Array, column_scales: jax.Array | None = None) -> jax.Array:
-    """Returns σ∘Σ parts [rows, out] in fp32 for parts [splits, rows, out].
-
-    The parts are added in order. `jnp.sum` may use another order in another program.
-    """
-    total = functools.reduce(jnp.add, parts)
-    return total if column_scales is None else total * column_scales.astype(jnp.float32)[None]

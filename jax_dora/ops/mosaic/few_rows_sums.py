@@ -12,6 +12,7 @@ Bytes: W, σ and A once; the floor is bytes / read rate.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -281,3 +282,19 @@ def launch(
         },
         kernel_name="dora_few_rows",
     )(x, w, *tables, *tile_scales, *adapter)
+
+
+def added(parts: jax.Array, column_scales: jax.Array | None, dtype: Any) -> jax.Array:
+    """Returns σ∘Σ parts [rows, out] in `dtype`, bf16 or fp16, for parts f32[splits, rows, out].
+
+    The bits are the same in every program, whatever XLA fuses this with: `jnp.sum` may add in
+    another order, and XLA may leave out a plain rounding to `dtype` if the next operation is in
+    fp32.
+    """
+    total = functools.reduce(jnp.add, parts)
+    if column_scales is not None:
+        total = total * column_scales.astype(jnp.float32)[None]
+    if dtype == jnp.bfloat16:
+        return lax.reduce_precision(total, exponent_bits=8, mantissa_bits=7).astype(dtype)
+    # `reduce_precision` would replace fp16's subnormal numbers by zeros.
+    return lax.optimization_barrier(total.astype(dtype))

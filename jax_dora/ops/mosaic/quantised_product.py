@@ -6,8 +6,8 @@
     σ  [in / t, out], t = in or a multiple of 64
     y  [rows, out]  x's dtype
 
-v maps codes to their numbers, rounded to x's dtype. The scales of tiles are multiplied in fp32, and
-their product with v(q) is rounded to x's dtype; the scales of whole columns are applied to the sums
+v maps codes to their numbers, rounded to x's dtype. The scales of tiles are fp32 or of x's dtype;
+their product with v(q) is rounded to x's dtype. The scales of whole columns are applied to the sums
 in fp32.
 
 A thread block computes up to 128 rows and 256 columns of y, over a part of the inner axis. Its two
@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic import few_rows, few_rows_layout, few_rows_tile
+from jax_dora.ops.mosaic import few_rows_layout, few_rows_sums, few_rows_tile
 from jax_dora.ops.mosaic.hopper import (
     FETCH_REGISTERS,
     RESERVED,
@@ -41,8 +41,8 @@ from jax_dora.ops.quantised import Format, bits, repeated
 
 # Fewer rows are multiplied by other instructions, which do not apply scales.
 LEAST_ROWS = few_rows_tile.MMA_ROWS + 1
-# With more rows, a dense copy of W takes less time than cuBLAS saves.
-MOST_ROWS = 1024
+# With more rows, cuBLAS saves about as much as a dense copy of W takes, or more.
+MOST_ROWS = 896
 BLOCK_ROWS = 128
 # The columns of a consumer, and the consumers.
 COLS = 128
@@ -75,6 +75,10 @@ def refuses(
         return f"in = {in_features} is not a multiple of {TILE_ROWS}"
     if form.tile[0] % TILE_ROWS:
         return f"the kernel's format is {form}; a tile's rows must be a multiple of {TILE_ROWS}"
+    is_tiled = form.tile[0] < in_features
+    if is_tiled and jnp.dtype(dtype) == jnp.float16 != form.scale_dtype:
+        # The parts of such a scale would be subnormal numbers of fp16.
+        return f"x is float16, and tiles have scales of {jnp.dtype(form.scale_dtype)}"
     if out == 0 or out % COLS:
         return f"out = {out} is not a multiple of {COLS}"
     return None
@@ -251,4 +255,4 @@ def launch(
         },
         kernel_name="dora_quantised_product",
     )(x, w, scales, *tables)
-    return few_rows.summed(parts).astype(dtype)[:rows].reshape(*shape[:-1], out)
+    return few_rows_sums.added(parts, None, dtype)[:rows].reshape(*shape[:-1], out)

@@ -201,6 +201,28 @@ def test_any_other_einsum_agrees(equation, x_shape):
     np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-4 * abs(exact).max())
 
 
+def test_a_malformed_einsum_raises_what_jnp_does():
+    kernel = quantised.draw("int8", (4, 128, 64), (1, 2, 64))
+    dense = jnp.asarray(quantised.meant(kernel), jnp.float32)
+    for equation, shape in (
+        ("abi,nio->abno", (3, 128)),
+        ("...abi,nio->...abno", (3, 128)),
+        ("ti,nio->tno", (3, 127)),
+        ("ti,io->to", (3, 128)),
+    ):
+        x = jnp.ones(shape)
+        with pytest.raises((ValueError, TypeError)) as wanted:
+            jnp.einsum(equation, x, dense)
+        with pytest.raises(wanted.type) as found:
+            einsum(equation, x, kernel)
+        assert str(found.value) == str(wanted.value)
+    # `jnp.einsum` broadcasts an axis of size 1.
+    found = einsum("ti,nio->tno", jnp.ones((3, 1)), kernel)
+    np.testing.assert_allclose(
+        found, jnp.einsum("ti,nio->tno", jnp.ones((3, 1)), dense), rtol=1e-4, atol=1e-4
+    )
+
+
 def test_an_einsum_s_gradient_is_that_of_the_dense_kernel():
     kernel = quantised.draw("nf4", (3, 128, 24), (1, 2, 24))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 128)), jnp.float32)
@@ -210,6 +232,29 @@ def test_an_einsum_s_gradient_is_that_of_the_dense_kernel():
         for w in (kernel, dense)
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("qtype", ["nf4", "int8"])
+def test_a_row_of_the_base_has_the_same_bits_in_a_bank(qtype, rows):
+    """Whatever XLA fuses the sum of partial products with, here an fp32 sine."""
+    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    base = nnx.Dict(one=nnx.Linear(4096, 1024, use_bias=False, **options))
+    base = quantize(base, qtype)
+    adapted = jax_dora.apply_dora(base, jax_dora.DoRARule(".*", 8, 8), rngs=nnx.Rngs(1))
+    bank = jax_dora.AdapterBank(base, 4, 8).load(0, jax_dora.get_adapter(adapted))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, 1, 4096)), jnp.bfloat16)
+
+    def call(model, x):
+        return jnp.sin(3 * model.one(x).astype(jnp.float32))
+
+    found = jax.jit(lambda bank, x, ids: call(jax_dora.with_bank(base, bank, ids), x))(
+        bank, x, jnp.where(jnp.arange(rows) == 1, 0, -1)
+    )
+    alone = jax.jit(lambda x: call(base, x))(x)
+    others = np.arange(rows) != 1
+    np.testing.assert_array_equal(found[others], alone[others])
 
 
 @pytest.mark.parametrize(
