@@ -136,7 +136,6 @@ def launch(
     if lora_b is None:
         y = few_rows_sums.added(parts, column_scales, x.dtype)
     else:
-        scale = jnp.asarray(scale, jnp.float32)
-        vectors = g, scale, bias
-        y = few_rows_finish.finish(parts, z[0], lora_b, column_scales, *vectors, x.dtype)
+        given = parts, z[0], lora_b, column_scales, g, scale, bias
+        y = few_rows_finish.finish(*given, x.dtype)
     return y.reshape(*shape[:-1], out)

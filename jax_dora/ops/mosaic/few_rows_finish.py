@@ -85,7 +85,7 @@ def finish(
     lora_b: jax.Array,
     sigma: jax.Array | None,
     g: jax.Array | None,
-    scale: jax.Array,
+    scale: jax.Array | float,
     bias: jax.Array | None,
     dtype: Any,
 ) -> jax.Array:
@@ -181,4 +181,4 @@ def finish(
             "ready": plgpu.Barrier(num_arrivals=splits + slices * (z_splits + 1)),
         },
         kernel_name="dora_few_rows_finish",
-    )(scale.astype(jnp.float32).reshape(1), parts, lora_b, z, *vectors.values())
+    )(jnp.asarray(scale, jnp.float32).reshape(1), parts, lora_b, z, *vectors.values())

@@ -125,8 +125,7 @@ class CodeFragments:
         lane = ptx.lane()
         g, t = arith.shrui(lane, ptx.i32(2)), arith.andi(lane, ptx.i32(3))
         lane_bytes = self.pitch // ptx.LANES
-        place = arith.addi(arith.muli(warp(), ptx.i32(8)), g)
-        byte = arith.muli(place, ptx.i32(lane_bytes))
+        byte = _share(g, lane_bytes)
         codes = mgpu.utils.memref_ptr(w_smem)
         self.rows = []
         for odd in range(2):
@@ -242,8 +241,7 @@ class ScaledFragments:
         self.word, self._w, self._half = w.word, w, half
         kind = ir.BF16Type.get() if half == "bf16" else ir.F16Type.get()
         stored = ir.MemRefType(scales_smem.type).element_type
-        g = arith.shrui(ptx.lane(), ptx.i32(2))
-        column = arith.muli(arith.addi(arith.muli(warp(), ptx.i32(8)), g), ptx.i32(w.word))
+        column = _share(arith.shrui(ptx.lane(), ptx.i32(2)), w.word)
         is_wide = isinstance(stored, ir.F32Type)
         item = 4 if is_wide else 2
         start = mgpu.utils.memref_ptr(scales_smem)
@@ -276,6 +274,12 @@ class ScaledFragments:
         if not others:
             return ptx.run(multiply, pair, first)
         return ptx.run(multiply_add, pair, first, ptx.run(multiply, pair, *others))
+
+
+def _share(g: ir.Value, size: int) -> ir.Value:
+    """Returns where the share of lane 4g + t begins, if each g of each warp has `size` elements."""
+    place = arith.addi(arith.muli(warp(), ptx.i32(8)), g)
+    return arith.muli(place, ptx.i32(size))
 
 
 def _twice(kind: ir.Type, number: ir.Value) -> ir.Value:

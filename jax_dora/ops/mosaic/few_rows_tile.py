@@ -94,8 +94,8 @@ def accumulate(
       w_smem: w [64, columns]. 16-bit w may have fewer columns than sums, a multiple of 8; the sums
         of the missing columns are arbitrary, but finite if the others are.
       table_smem: a `table`, or None if w needs none.
-      scales_smem: σ [columns] in fp32 or x's dtype, or None; σ∘w is rounded to x's dtype. Only for
-        more than 8 rows, and a w of codes.
+      scales_smem: σ [columns] in x's dtype, or in fp32 if that is bf16; or None. σ∘w is rounded to
+        x's dtype. Only for more than 8 rows, and a w of codes.
       swizzled_w: whether w is swizzled, by the bytes of its rows.
       transposed_w: whether w_smem holds wᵀ; w then has 16 bits and 64 columns.
     """

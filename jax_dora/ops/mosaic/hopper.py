@@ -40,17 +40,23 @@ def padded_rank(rank: int) -> int:
     return pl.cdiv(rank, step) * step
 
 
-def balanced(length: int, pieces: int, sm_count: int, *, overhead: int, most: int) -> int:
+def balanced(
+    length: int, pieces: int, sm_count: int, *, overhead: int, most: int, sum_overhead: int = 0
+) -> int:
     """Returns the number of parts, at most `most`, of each piece for the shortest run time.
 
     Args:
       length: the steps of a piece.
       pieces: the number of pieces.
       overhead: the cost of a part in addition to its steps, in steps.
+      most: the maximum number of parts.
+      sum_overhead: the further cost of a part, in steps, if a piece has more than one and their
+        results are added.
     """
 
     def time(parts: int) -> int:
-        return pl.cdiv(pieces * parts, sm_count) * (pl.cdiv(length, parts) + overhead)
+        cost = overhead + (sum_overhead if parts > 1 else 0)
+        return pl.cdiv(pieces * parts, sm_count) * (pl.cdiv(length, parts) + cost)
 
     return min(range(1, min(length, most) + 1), key=time)
 

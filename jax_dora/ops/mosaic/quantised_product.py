@@ -6,9 +6,9 @@
     σ  [in / t, out], t = in or a multiple of 64
     y  [rows, out]  x's dtype
 
-v maps codes to their numbers, rounded to x's dtype. The scales of tiles are fp32 or of x's dtype;
-their product with v(q) is rounded to x's dtype. The scales of whole columns are applied to the sums
-in fp32.
+v maps codes to their numbers, rounded to x's dtype. The product of v(q) and a tile's scale, which
+is of x's dtype, or with bf16 also fp32, is rounded to x's dtype. The scales of whole columns are
+applied to the sums in fp32.
 
 A thread block computes up to 128 rows and 256 columns of y, over a part of the inner axis. Its two
 consumers (warpgroups) have 128 columns each, and share x in shared memory. Tensor cores get codes
@@ -32,6 +32,7 @@ from jax_dora.ops.mosaic.hopper import (
     RESERVED,
     ROW_ALIGNMENT,
     SHARED_MEMORY,
+    balanced,
     consume_registers,
     pad,
 )
@@ -76,7 +77,7 @@ def refuses(
     if form.tile[0] % TILE_ROWS:
         return f"the kernel's format is {form}; a tile's rows must be a multiple of {TILE_ROWS}"
     is_tiled = form.tile[0] < in_features
-    if is_tiled and jnp.dtype(dtype) == jnp.float16 != form.scale_dtype:
+    if jnp.dtype(dtype) == jnp.float16 and is_tiled and form.scale_dtype != jnp.float16:
         # The parts of such a scale would be subnormal numbers of fp16.
         return f"x is float16, and tiles have scales of {jnp.dtype(form.scale_dtype)}"
     if out == 0 or out % COLS:
@@ -111,12 +112,15 @@ def _run(tiles: int, pieces: int, sm_count: int) -> int:
       tiles: the tiles along the inner axis.
       pieces: the number of blocks of y.
     """
-
-    def time(splits: int) -> int:
-        overhead = OVERHEAD + (PART_OVERHEAD if splits > 1 else 0)
-        return pl.cdiv(pieces * splits, sm_count) * (pl.cdiv(tiles, splits) + overhead)
-
-    return pl.cdiv(tiles, min(range(1, min(tiles, MOST_SPLITS) + 1), key=time))
+    splits = balanced(
+        tiles,
+        pieces,
+        sm_count,
+        overhead=OVERHEAD,
+        most=MOST_SPLITS,
+        sum_overhead=PART_OVERHEAD,
+    )
+    return pl.cdiv(tiles, splits)
 
 
 @launcher()
