@@ -7,6 +7,7 @@ after another as in a server's step. The bank holds 64 adapters of ranks 8 to 64
     LoRA        the bank without g
     DoRA        the bank
     one-hot     every row times every adapter, and a product with one-hot rows, as in tpu-inference
+    loop        the bank, one request of a prompt after another
 
 Timing: a program is called `repeats` times before its last result is waited for, and `ms` is the
 wall time of one layer. Each call takes the result of the last one and writes its own result into
@@ -66,7 +67,6 @@ class Settings(NamedTuple):
       load_layers: number of layers of the model that adapters are loaded into.
       repeats: number of calls between two waits.
       prefill: number of requests, and of tokens of each.
-      alone: number of rows to measure with the mix "one".
       growth: number of rows of the mix "growth".
       answer, steps: number of steps of a request, and of all steps, if requests choose adapters.
     """
@@ -79,9 +79,8 @@ class Settings(NamedTuple):
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     prefill: tuple[int, int] = (8, 512)
-    mixes: tuple[str, ...] = ("zipf", "uniform")
-    alone: int = 8
-    only: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot")
+    mixes: tuple[str, ...] = ("zipf", "uniform", "one")
+    only: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "loop")
     growth: int = 64
     adapters: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     answer: int = 128
@@ -99,7 +98,6 @@ TINY = Settings(
     decoding=(1, 3),
     prefill=(2, 4),
     mixes=("zipf",),
-    alone=1,
     growth=3,
     adapters=(2, 5),
     answer=2,
@@ -150,12 +148,11 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     bank = filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
     growing: list[Program] = []
     for shape in (*((rows, 1) for rows in settings.decoding), settings.prefill):
-        rows, tokens = shape
+        rows, _ = shape
         programs = compiled_kinds(settings, model, bank, shape)
         if shape == (settings.growth, 1):
             growing = [one for one in programs if one.kind in GROWING]
-        alone = ("one",) * (rows == settings.alone and tokens == 1)
-        for mix in (*settings.mixes, *alone):
+        for mix in settings.mixes:
             ids = draw_ids(mix, rows, settings.slots)
             facts = {"mix": mix} | byte_bound(bank, ids)
             yield from timed(settings, programs, Inputs(model, bank, ids, shape), facts)
@@ -282,7 +279,7 @@ def compiled_kinds(
         row |= {"rows": rows, "tokens": tokens}
         return compiled(row, functools.partial(inputs.lowered, kind))
 
-    first, *others = settings.only
+    first, *others = (kind for kind in settings.only if kind != "loop" or tokens > 1)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         return [compile_kind(first), *threads.map(compile_kind, others)]
 

@@ -19,10 +19,11 @@ def shares(mix: str, count: int) -> np.ndarray:
 
 
 def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
-    """Returns the slot of each row of a batch; with the mix "one", all rows use slot 0."""
+    """Returns the slot of each row of a batch; with the mix "one", all rows use the
+    last slot, which has the largest rank."""
     rng = np.random.default_rng(rows)
     if mix == "one":
-        return np.zeros(rows, np.int32)
+        return np.full(rows, slots - 1, np.int32)
     # Permuted, so that the popularity of an adapter does not depend on its rank.
     drawn = rng.permutation(slots)[rng.choice(slots, rows, p=shares(mix, slots))]
     return drawn.astype(np.int32)

@@ -109,7 +109,11 @@ def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
         model = nnx.merge(graphdef, state)
         return (model if bank is None else jax_dora.with_bank(model, bank, ids))(x)
 
-    return run
+    def one_by_one(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
+        requests = zip(jnp.split(ids, len(ids)), jnp.split(x, len(x)), strict=True)
+        return jnp.concatenate([run(state, bank, *request) for request in requests])
+
+    return one_by_one if kind == "loop" else run
 
 
 def _one_hot(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -> jax.Array:

@@ -15,6 +15,8 @@ One line is one measurement (`work`) with one format (`qtype`):
                   with a bank of adapters, as in level `bank`
     step          an optimizer step of Llama 3 8B or 70B as in level `step`, with DoRA or LoRA
                   (QLoRA); weights are random codes with scales that give weights of usual size
+    memory        the same with DoRA, for models from 8B to 70B, as far as they fit on a card of
+                  80 GB
 
 The first five are timed by device time with a cold L2 cache: `us`, `p10`, `p90`, and `bytes` is the
 size of the kernel. A step is timed by wall time: `ms`, `tokens_per_s` and XLA's account of memory;
@@ -58,6 +60,17 @@ LLAMA_3_70B = dataclasses.replace(
     num_hidden_layers=80,
     num_attention_heads=64,
 )
+QWEN_3_14B = dataclasses.replace(
+    LLAMA_3_8B,
+    vocab_size=151_936,
+    hidden_size=5120,
+    intermediate_size=17_408,
+    num_hidden_layers=40,
+    num_attention_heads=40,
+)
+QWEN_3_32B = dataclasses.replace(
+    QWEN_3_14B, intermediate_size=25_600, num_hidden_layers=64, num_attention_heads=64
+)
 TILE = 64
 
 
@@ -87,6 +100,7 @@ class Settings(NamedTuple):
       rows, prompt_rows, many_rows: of "few rows", "product" and "projection".
       only: `fnmatch` patterns; a "<work> <qtype>" that begins like none of them is skipped.
       decoding: the settings of "decode", for the formats `decoded`.
+      cases, memory: the steps of "step", and of "memory".
     """
 
     features: int = 8192
@@ -108,6 +122,16 @@ class Settings(NamedTuple):
         Case("8B", LLAMA_3_8B, "LoRA", "nf4", (1, 4096)),
         Case("70B", LLAMA_3_70B, "DoRA", "nf4", (1, 2048)),
     )
+    memory: tuple[Case, ...] = tuple(
+        Case(name, config, "DoRA", qtype, (1, 4096))
+        for name, config, qtypes in (
+            ("8B", LLAMA_3_8B, ("int8", row_wise.QTYPE)),
+            ("14B", QWEN_3_14B, ("nf4", "int8", row_wise.QTYPE, "bf16")),
+            ("32B", QWEN_3_32B, ("nf4", "int8", row_wise.QTYPE, "bf16")),
+            ("70B", LLAMA_3_70B, ("nf4",)),
+        )
+        for qtype in qtypes
+    )
 
 
 TINY = Settings(
@@ -119,6 +143,7 @@ TINY = Settings(
     rounds=1,
     decoding=bank.TINY._replace(only=("base", "DoRA")),
     cases=(Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16), keep_inner=True),),
+    memory=(Case("tiny", TINY_DECODER, "DoRA", "int8", (1, 16)),),
 )
 
 
@@ -130,14 +155,15 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         for row, function, operands in works(settings):
             yield _timed(device, row, function, operands)
     yield from _decoding(settings)
-    for case in settings.cases:
-        if not matches(f"step {case.qtype}", settings.only):
-            continue
-        row: Row = {"work": "step", "name": case.name, "kind": case.kind, "qtype": case.qtype}
-        row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
-        if case.keep_inner:
-            row["keep_inner"] = "down_proj"
-        yield attempt(row, functools.partial(_step, case, settings, device))
+    for work, cases in (("step", settings.cases), ("memory", settings.memory)):
+        for case in cases:
+            if not matches(f"{work} {case.qtype}", settings.only):
+                continue
+            row: Row = {"work": work, "name": case.name, "kind": case.kind, "qtype": case.qtype}
+            row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
+            if case.keep_inner:
+                row["keep_inner"] = "down_proj"
+            yield attempt(row, functools.partial(_step, case, settings, device))
 
 
 def _copy(device: str) -> Row:
@@ -291,10 +317,12 @@ def _step(case: Case, settings: Settings, device: str) -> Row:
 
 
 def _abstract(kernel: Any, qtype: str) -> qwix.QArray:
-    """Returns the shapes and dtypes of a quantised kernel [..., in, out]."""
+    """Returns the shapes and dtypes of a quantised kernel [..., in, out]: of nf4 with tiles, of
+    other formats with a scale for each output feature."""
     *stack, n_in, n_out = kernel.shape
     dtype = jnp.uint4 if qtype == "nf4" else qtype
-    scale = jax.ShapeDtypeStruct((*stack, n_in // TILE, n_out), jnp.bfloat16)
+    tiles = n_in // TILE if qtype == "nf4" else 1
+    scale = jax.ShapeDtypeStruct((*stack, tiles, n_out), jnp.bfloat16)
     qvalue = jax.ShapeDtypeStruct(kernel.shape, dtype)
     return qwix.QArray(qvalue, scale, None, qtype if qtype == "nf4" else jnp.dtype(dtype))  # pyright: ignore[reportArgumentType]
 

@@ -43,6 +43,8 @@ def bank_decoding() -> str:
         "least, evenly": ("uniform", "DoRA", "bound"),
         "DoRA, evenly": ("uniform", "DoRA", "over_base"),
         "over LoRA, evenly": ("uniform", "DoRA", "over_lora"),
+        "least, one adapter": ("one", "DoRA", "bound"),
+        "DoRA, one adapter": ("one", "DoRA", "over_base"),
     }
 
     def cell(count: int, column: tuple[str, str, str]) -> str:
@@ -128,8 +130,9 @@ def bank_prompts() -> str:
     def cell(mix: str, kind: str) -> str:
         return f"{row('bank', 'h100', task='prefill', kind=kind, mix=mix)['over_base']:.2f}"
 
-    mixes = {f"Zipf {EXPONENT}": "zipf", "evenly": "uniform"}
-    return grid("adapters by", mixes, {kind: kind for kind in ("LoRA", "DoRA", "one-hot")}, cell)
+    mixes = {f"Zipf {EXPONENT}": "zipf", "evenly": "uniform", "one adapter": "one"}
+    kinds = {kind: kind for kind in ("LoRA", "DoRA", "one-hot")} | {"one by one": "loop"}
+    return grid("adapters by", mixes, kinds, cell)
 
 
 def bank_loads() -> str:
@@ -156,12 +159,12 @@ def bank_torch() -> str:
         "LoRA, evenly": ("LoRA", "uniform"),
         "PEFT's LoRA, Zipf 1.5": ("PEFT LoRA", "zipf"),
     }
-    shapes = sorted({(line["tokens"], line["rows"]) for line in rows("bank_torch", "h200")})
+    shapes = sorted({(line["tokens"], line["rows"]) for line in rows("bank_torch", "h100")})
     lines = {f"{count} × {tokens}": {"rows": count, "tokens": tokens} for tokens, count in shapes}
 
     def cell(shape: dict[str, Any], column: tuple[str, str]) -> str:
         kind, mix = column
-        return f"{row('bank_torch', 'h200', kind=kind, mix=mix, **shape)['over_base']:.2f}"
+        return f"{row('bank_torch', 'h100', kind=kind, mix=mix, **shape)['over_base']:.2f}"
 
     return grid("rows × tokens", lines, columns, cell)
 

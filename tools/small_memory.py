@@ -6,6 +6,7 @@ results (`benchmarks/results/cpu/quality.jsonl`).
 """
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tools.markdown import gib, grid, table
 
 MEASURED = results.FOLDER / "cpu" / "quality.jsonl"
 RANK, TOKENS = 16, 4096
+WORKS = ("step", "memory")
 FORMATS = (None, "int8", "float8_e4m3fn", "nf4")
 
 
@@ -39,9 +41,10 @@ def memory() -> str:
     def cell(name: str, qtype: str | None) -> str:
         config = DecoderConfig(*SIZES[name], 8, 128, attention="cudnn")
         base, total = _bytes(config, qtype, rule)
-        step = {"name": name.removeprefix("Llama 3 "), "qtype": qtype or "bf16", "time": TOKENS}
-        fields = {"work": "step", "kind": "DoRA", "keep_inner": None} | step
-        peaks = (one["peak_bytes"] for one in results.rows("quantised", "h100", **fields))
+        fields = {"name": name.split()[-1], "qtype": qtype or "bf16", "time": TOKENS}
+        fields |= {"kind": "DoRA", "keep_inner": None}
+        steps = (results.rows("quantised", "h100", work=work, **fields) for work in WORKS)
+        peaks = [one["peak_bytes"] for one in itertools.chain(*steps) if "peak_bytes" in one]
         return f"{gib(base)} / {gib(total)}{''.join(f' / **{gib(peak)}**' for peak in peaks)}"
 
     names = {name: name for name in SIZES}

@@ -37,7 +37,7 @@ LEVELS = {
         "variant",
         {"xla", "mosaic, chosen: no", "mosaic by default"},
     ),
-    "bank": ((), "kind", {"base", "LoRA", "DoRA", "one-hot", "first", "again"}),
+    "bank": ((), "kind", {"base", "LoRA", "DoRA", "one-hot", "loop", "first", "again"}),
     "bank --torch": ((), "kind", {"base", "LoRA", "DoRA", "PEFT LoRA"}),
     "serve": ((), "kind", {"base", "LoRA", "DoRA"}),
     "serve --torch": (
@@ -47,7 +47,11 @@ LEVELS = {
     ),
     "scale": (("--layouts", "tp"), "kind", {"base", "LoRA", "DoRA"}),
     "sizes": ((), "task", {"decode", "gradient"}),
-    "quantised": ((), "work", {"norm", "few rows", "projection", "step"}),
+    "quantised": (
+        (),
+        "work",
+        {"norm", "few rows", "product", "projection", "decode", "step", "memory"},
+    ),
     "quality": ((), "model", {"encoder", "decoder"}),
     "step": ((), "kind", {"LoRA", "DoRA"}),
     "step --table": (

@@ -231,12 +231,18 @@ def test_what_is_said_of_quantised_bases():
         ]
         for kind in ("base", "DoRA")
     }
-    host = row("quantised", "h200", work="decode", qtype="int8", kind="DoRA", rows=8)
-    assert host["kernels"] == 22 * 3
-    now = row("quantised", "h100", work="decode", qtype="int8", kind="DoRA", rows=8)
-    assert now["kernels"] == 15 * 3
-    one = row("quantised", "h100", work="decode", qtype="nf4", kind="DoRA", rows=1)
-    assert all(line["host_ms"] > 0.9 * line["ms"] for line in (host, one))
+    kernels = {
+        line["kernels"]
+        for card in ("h100", "h200")
+        for line in rows("quantised", card, work="decode", qtype="nf4", kind="DoRA")
+    }
+    assert kernels == {15 * 3}
+    nf4, int8 = (
+        row("quantised", "h200", work="decode", qtype=qtype, kind="DoRA", rows=1)
+        for qtype in ("nf4", "int8")
+    )
+    assert nf4["ms"] > int8["ms"]
+    assert nf4["host_ms"] > 0.9 * nf4["ms"]
     varied = [
         line["spread_ms"] / line["ms"]
         for card in ("h100", "h200")
@@ -251,12 +257,12 @@ def test_what_is_said_of_quantised_bases():
     )
     assert_says(
         PERFORMANCE,
-        f"Over nf4 a step of DoRA takes {of_bf16:.2f} of the time over bf16, and {of_lora:.3f} of "
-        "LoRA's time",
+        f"Over nf4 a step of DoRA on an H100 takes {of_bf16:.2f} of the time over bf16, and "
+        f"{of_lora:.3f} of LoRA's time",
         f"Over an nf4 base, a step takes {of_bf16:.2f} of the time over a bf16 base",
         f"takes {kept['ms'] / lora:.3f} of LoRA's time, and "
         f"{kept['peak_bytes'] / 2**30:.2f} GiB in all",
-        f"32 rows over nf4 miss the goals, with {fast['h100']} times the speed of bf16 at "
+        f"32 rows over nf4 reach {fast['h100']} times the speed of bf16 at "
         f"{share['h100']} of the copy rate on an H100, and {fast['h200']} times at "
         f"{share['h200']} on an H200.",
         f"without any products they take {alone['h200'][0]} µs on the H200 {alone['h200'][1]}, "
@@ -286,8 +292,39 @@ def test_what_is_said_of_goals_that_were_missed():
         if line.get("blocks") in (None, 16)
     }
     only = ways["one launch, loads only"] / ways["base"]
+    decode = {
+        (line["kind"], line["mix"], line["rows"]): line
+        for line in rows("bank", "h100", task="decode")
+        if line["mix"] != "growth"
+    }
+    beyond = [
+        decode["DoRA", mix, count]["bound"]
+        for mix in ("zipf", "uniform")
+        for count in (32, 64, 128, 256)
+    ]
+    one = [decode["DoRA", "one", count]["over_base"] for count in (32, 64, 256)]
+    assert {f"{decode['DoRA', 'one', count]['bound']:.2f}" for count in (32, 64, 256)} == {"1.02"}
+    by_kernel = {"what": "decoding with a bank, by kernel, one after another", "mix": "one"}
+    own = [
+        sum(line[name] for name in ("shrink_us", "expand_us", "sums_us"))
+        for count in (32, 256)
+        for line in rows("tried", "h100", **by_kernel, kind="DoRA", rows=count)
+    ]
+    hot = {
+        (mix, count): decode["one-hot", mix, count]["ms"] / decode["DoRA", mix, count]["ms"]
+        for mix in ("zipf", "uniform", "one")
+        for count in (1, 8, 32, 64, 128, 256)
+    }
+    assert min(ratio for (mix, _), ratio in hot.items() if mix == "one") > 2
     assert_says(
         PERFORMANCE,
+        f"by the bytes of their adapters alone ({min(beyond):.2f} and more,",
+        f"but 32 rows take {one[0]:.2f}, 64 take {one[1]:.2f} and 256 take {one[2]:.2f}",
+        f"{own[0]:.1f} µs a layer for 32 rows and {own[1]:.1f} for 256",
+        f"with {min(hot[of] for of in hot if of[1] <= 64):.1f} and more",
+        f"128 rows are {hot['zipf', 128]:.1f} times as fast by Zipf's law and "
+        f"{hot['uniform', 128]:.1f} times evenly, 256 rows {hot['zipf', 256]:.1f} and "
+        f"{hot['uniform', 256]:.1f} times",
         f"1 and 8 rows over nf4 reach {of_copy[0]} and {of_copy[1]} % of the copy rate.",
         f"{h100:.3f} of LoRA's time on the same base on an H100 and {h200:.3f} on an H200",
         f"it is {kept:.3f} on the H100",
@@ -305,14 +342,13 @@ def test_what_is_said_of_serving_over_nf4_and_in_pytorch():
     )
     faster = [nf4["tokens_per_s"] / bf16["tokens_per_s"] for nf4, bf16 in (bases, banks)]
     first = [f"{line['first_token_ms']:.1f}" for line in bases]
-    over_lora = sorted(line["over_lora"] for line in rows("bank_torch", "h200", kind="DoRA"))
+    over_lora = max(line["over_lora"] for line in rows("bank_torch", "h100", kind="DoRA"))
     assert_says(
         "docs/serving.md",
         f"the server is {faster[0]:.2f} times as fast as in bf16 without a bank, and "
         f"{faster[1]:.2f} times with 8 adapters",
         f"comes after {first[0]} ms instead of {first[1]} without a bank",
-        f"at most {over_lora[-2]:.2f} of LoRA's time, except for 8 prompts that choose evenly: "
-        f"{over_lora[-1]:.2f}",
+        f"at most {over_lora:.3f} of LoRA's time (goal: 1.05)",
     )
 
 
