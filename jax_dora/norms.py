@@ -28,11 +28,12 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from jax_dora.adapt.tree import FoundModule, check_model, find_dora_layers
+from jax_dora.adapt.tree import FoundModule, check_model, find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.call import g_of_call
+from jax_dora.layers.quantised import check_kernel
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
 from jax_dora.weights.weight_adapter import WeightAdapter
@@ -53,11 +54,18 @@ def norms(model: nnx.Module) -> dict[str, jax.Array]:
 
     Raises:
       TypeError: `model` is not an nnx module.
-      ValueError: `model` has no DoRA layer, or is abstract, outside `nnx.eval_shape`.
+      ValueError: `model` has no DoRA layer, or is abstract, outside `nnx.eval_shape`; or the scales
+        of a quantised kernel are zero or not finite.
     """
     layers = _dora_layers(model)
     check_has_values(model, "jax_dora.norms")
-    return {found.paths[0]: found.module.norm() for found in layers}
+    values = {}
+    for found in layers:
+        path, layer = found.paths[0], found.module
+        with named_in_errors(path, "given a norm"):
+            check_kernel(layer.kernel_param[...], layer.layout, layer.stack)
+            values[path] = layer.norm()
+    return values
 
 
 def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array]) -> Model:

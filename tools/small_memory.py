@@ -35,33 +35,56 @@ SIZES = {
 
 def memory() -> str:
     """Returns the GiB of base models, of everything in memory during a step, and of measured
-    steps."""
-    rule = jax_dora.DoRARule("model/layers/.*_proj", rank=RANK, alpha=RANK)
+    steps, and how far the computed numbers are from the measured ones."""
 
     def cell(name: str, qtype: str | None) -> str:
-        config = DecoderConfig(*SIZES[name], 8, 128, attention="cudnn")
-        base, total = _bytes(config, qtype, rule)
-        fields = {"name": name.split()[-1], "qtype": qtype or "bf16", "time": TOKENS}
-        fields |= {"kind": "DoRA", "keep_inner": None}
-        steps = (results.rows("quantised", "h100", work=work, **fields) for work in WORKS)
-        peaks = [one["peak_bytes"] for one in itertools.chain(*steps) if "peak_bytes" in one]
+        base, total = _bytes(name, qtype, TOKENS)
+        peaks = (
+            row["peak_bytes"]
+            for row in _measured_steps()
+            if (row["name"], row["qtype"], row["time"]) == (_short(name), qtype or "bf16", TOKENS)
+        )
         return f"{gib(base)} / {gib(total)}{''.join(f' / **{gib(peak)}**' for peak in peaks)}"
 
     names = {name: name for name in SIZES}
-    return grid("model", names, {one or "bfloat16": one for one in FORMATS}, cell)
+    rows = grid("model", names, {one or "bfloat16": one for one in FORMATS}, cell)
+    return f"{rows}\n\nComputed minus measured: {'; '.join(map(_excess, _measured_steps()))}."
 
 
-def _bytes(config: DecoderConfig, qtype: str | None, rule: Any) -> tuple[int, int]:
+def _measured_steps() -> list[dict[str, Any]]:
+    fields = {"kind": "DoRA", "keep_inner": None}
+    works = (results.rows("quantised", "h100", work=work, **fields) for work in WORKS)
+    return [row for row in itertools.chain(*works) if "peak_bytes" in row]
+
+
+def _short(name: str) -> str:
+    """Returns the name of a model in the results of measurements."""
+    return name.split()[-1]
+
+
+def _excess(row: dict[str, Any]) -> str:
+    """Returns by how much the computed memory of a measured step is too large."""
+    name = next(name for name in SIZES if _short(name) == row["name"])
+    qtype, peak = row["qtype"], row["peak_bytes"]
+    _, total = _bytes(name, None if qtype == "bf16" else qtype, row["time"])
+    difference = (total - peak) / 2**30
+    step = f"{name}, {qtype}, {row['time']} tokens"
+    return f"{difference:+.1f} GiB ({total / peak - 1:+.0%}) for {step}"
+
+
+def _bytes(name: str, qtype: str | None, tokens: int) -> tuple[int, int]:
     """Returns the bytes of the base model, and of everything in memory during a step."""
-    one, two = (_parts(config, layers, qtype, rule) for layers in (1, 2))
+    config = DecoderConfig(*SIZES[name], 8, 128, attention="cudnn")
+    one, two = (_parts(config, layers, qtype, tokens) for layers in (1, 2))
     # Each further layer adds the same number of bytes.
     further = config.num_hidden_layers - 1
     parts = {name: one[name] + further * (two[name] - one[name]) for name in one}
     return parts["base model"], sum(parts.values())
 
 
-def _parts(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) -> dict[str, int]:
+def _parts(config: DecoderConfig, layers: int, qtype: str | None, tokens: int) -> dict[str, int]:
     """Returns the bytes of each part of the memory of a step with this number of layers."""
+    rule = jax_dora.DoRARule("model/layers/.*_proj", rank=RANK, alpha=RANK)
     config = dataclasses.replace(config, num_hidden_layers=layers)
 
     def make() -> CausalLM:
@@ -71,7 +94,7 @@ def _parts(config: DecoderConfig, layers: int, qtype: str | None, rule: Any) -> 
 
     plan: Any = SimpleNamespace(
         config=config,
-        args=SimpleNamespace(batch=1, length=TOKENS),
+        args=SimpleNamespace(batch=1, length=tokens),
         changes={"attention": "cudnn"},
         sharding=None,
         abstract_model=nnx.eval_shape(make),
@@ -88,13 +111,15 @@ def quality() -> str:
     for row in rows:
         if row["model"] != "decoder" or row in long:
             continue
-        cells = ["–"] * 5
+        cells = ["–"] * 8
         if other := encoder.get(row["format"]):
             cells = [f"{other['weights']:.4f}", f"{other['cosine']:.5f}", f"{other['kl']:.6f}"]
-            cells += [f"{row['kl']:.7f}", f"{row['agreement']:.2%}"]
+            cells += [f"{other['agreement']:.2%}", f"{row['weights']:.4f}"]
+            cells += [f"{row['cosine']:.7f}", f"{row['kl']:.7f}", f"{row['agreement']:.2%}"]
         trained = f"{row['held_out']:.4f}" if "held_out" in row else "–"
         lines.append([row["format"], *cells, trained])
-    names = ("weights", "1 − cosine", "KL", "decoder: KL", "the likeliest is the same", "trained")
+    names = ("weights", "1 − cosine", "KL", "top-1")
+    names = (*names, f"decoder: {names[0]}", *names[1:], "trained")
     tenths = map(str, range(1, 1 + len(long[0]["losses"])))
     runs = (
         [row["format"], *(f"{loss:.3f}" for loss in row["losses"]), f"{row['held_out']:.4f}"]

@@ -30,7 +30,7 @@ from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, set_and_verify
 from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
-from jax_dora.layers.quantised import compute_plain
+from jax_dora.layers.quantised import check_kernel, compute_plain
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops import quantised
@@ -99,7 +99,7 @@ def merge_dora(
       TypeError: `model` is not an nnx module.
       ValueError: there is no adapter to merge, or one of `adapters` does not fit the model; or
         `requantize` is True without `return_report`; or `model` is abstract, outside
-        `nnx.eval_shape`.
+        `nnx.eval_shape`; or the scales of a quantised kernel are zero or not finite.
       NotImplementedError: a kernel's variable returns another value than was set.
     """
     if requantize and not return_report:
@@ -183,6 +183,8 @@ def _merge_layer(
     None without `report`."""
     parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
+    with named_in_errors(path, "merged"):
+        check_kernel(kernel, sources[0].layout, sources[0].stack)
     change: Any = functools.reduce(_change, sources, None)
     merged = add_change(kernel, change)
     if quantised.is_quantised(kernel) and requantize:

@@ -70,9 +70,11 @@ class AdapterBank:
             and loading an adapter that has such a layer raises an error.
 
         Raises:
-          TypeError: `model` is not an nnx module, or a number is not an integer.
+          TypeError: `model` is not an nnx module, or a number is not an integer; or a kernel is
+            quantised to an unsupported format.
           ValueError: the model has an adapter or is abstract, a number is below 1, or no
-            projection matches.
+            projection matches; or a quantised kernel has scales that are zero or not finite, or
+            tiles along its output axis.
         """
         check_model(model)
         check_has_values(model, "jax_dora.AdapterBank", can_trace=False)

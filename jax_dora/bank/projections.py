@@ -20,9 +20,9 @@ from jax_dora.layers.base_layer import pad_axes
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.projection import DoRAProjection
+from jax_dora.layers.quantised import check_kernel
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
-from jax_dora.ops import quantised
 from jax_dora.ops.bank_slots import Slots
 
 # The maximum number of groups of projections, and the minimum number of kernel elements in a group.
@@ -153,8 +153,7 @@ def _projection(site: Site) -> tuple[BankProjection, nnx.Variable]:
     dtype = getattr(module, "dtype", None) or kernel.dtype
     with named_in_errors(site.names[0], "given a place in a bank"):
         stack = site.stack
-        if quantised.is_quantised(kernel.get_value()):
-            quantised.check("its kernel", kernel.get_value())
+        check_kernel(kernel.get_value(), kind.layout_of(layer, 1), stack)
     value = jax.tree.leaves(kernel.get_value())[0]
     sharding = value.sharding if isinstance(value, jax.Array) else None
     if not isinstance(sharding, NamedSharding):

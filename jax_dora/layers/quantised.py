@@ -21,11 +21,35 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
+from jax_dora.layers.layout import Layout
+from jax_dora.layers.stack import Stack
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops import quantised, row_wise, weight_only
 from jax_dora.ops.reduction import static_precision
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
+
+
+def check_kernel(kernel: Any, layout: Layout, stack: Stack) -> None:
+    """Checks the kernel of a layer, or of a stack of layers, if it is quantised.
+
+    The op checks the matrix [in, out] itself, but cannot see the scales of a stack, which are
+    traced, and does not know the layer's name.
+
+    Raises:
+      TypeError, ValueError: see `jax_dora.ops.quantised.check_matrix`.
+    """
+    if not quantised.is_quantised(kernel):
+        return
+    quantised.check("its kernel", kernel)
+    layer = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(stack.layer_part(array.shape), array.dtype), kernel
+    )
+    matrix = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype),
+        jax.eval_shape(layout.kernel.to_matrices, layer),
+    )
+    quantised.check_matrix("its kernel", matrix)
 
 
 def dtype_carrier(array: Any) -> Any:

@@ -82,7 +82,8 @@ def load_model(
     weights while they are loaded.
 
     Each array is allocated on its devices and filled block by block, so the host never holds a copy
-    of the weights. On CPU, the peak is the size of the model and one block.
+    of the weights. On CPU, the peak is the size of the model and two blocks, and while a matrix is
+    quantised about three copies of it.
 
     Args:
       folder: a folder with config.json and model.safetensors, or several safetensors files and

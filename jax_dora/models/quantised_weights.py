@@ -78,15 +78,20 @@ class QuantisedTensor(NamedTuple):
             return cls._nf4(name, weight, parts)
         if weight.dtype.itemsize > 1:
             return None
-        if len(weight.shape) != 2 or not {"_scale", "_scale_inv"} & parts.keys():
+        if len(weight.shape) != 2 or len({"_scale", "_scale_inv"} & parts.keys()) != 1:
             raise NotImplementedError(
                 f"{name} in {weight.file} is {weight.dtype} {weight.shape} with "
-                f"{sorted(parts) or 'no scales'}; expected [out, in] with a weight_scale "
+                f"{sorted(parts) or 'no scales'}; expected [out, in] with either weight_scale "
                 f"or weight_scale_inv: {USE_16_BITS}"
             )
         settings = config.get("quantization_config") or {}
-        rows, columns = settings.get("weight_block_size") or (BLOCK, BLOCK)
-        tensor = cls(weight, parts, (weight.shape[0], weight.shape[1]), (rows, columns))
+        block = tuple(settings.get("weight_block_size") or (BLOCK, BLOCK))
+        if len(block) != 2 or not all(isinstance(width, int) and width > 0 for width in block):
+            raise ValueError(
+                f"config.json has weight_block_size {[*block]}; expected two positive integers, "
+                f"the numbers of rows and columns of {name} that share a scale: {USE_16_BITS}"
+            )
+        tensor = cls(weight, parts, (weight.shape[0], weight.shape[1]), block)
         tensor._fp8_scales()  # raises an error if the scales are not valid
         return tensor
 
@@ -107,16 +112,28 @@ class QuantisedTensor(NamedTuple):
                 "input features; expected blocks of 64 and a multiple of 64 features: "
                 f"{USE_16_BITS}"
             )
-        if not np.allclose(parts[".quant_map"].read(), NF4, atol=1e-6):
-            raise NotImplementedError(
-                f"{name} in {weight.file} has a quant_map other than NF4's; expected NF4's: "
-                f"{USE_16_BITS}"
-            )
         size = math.prod(weight.shape) * weight.dtype.itemsize
         if size * 2 != out * in_features:
             raise ValueError(
                 f"{name} in {weight.file} has {size} bytes; expected "
                 f"{out * in_features // 2} for its shape {[out, in_features]}"
+            )
+        blocks = out * in_features // 64
+        shapes = {".absmax": blocks, ".quant_map": len(NF4)}
+        if parts[".absmax"].dtype == np.uint8:
+            groups = -(-blocks // state["nested_blocksize"])
+            shapes |= {".nested_absmax": groups, ".nested_quant_map": 256}
+        for part, count in shapes.items():
+            if part not in parts:
+                raise ValueError(
+                    f"{name} in {weight.file} has no {part[1:]}, but its absmax is uint8; expected "
+                    f"double quantisation with {part[1:]} of shape ({count},): {USE_16_BITS}"
+                )
+            _check_shape(parts[part], [(count,)], f"for a weight of shape {(out, in_features)}")
+        if not np.allclose(parts[".quant_map"].read(), NF4, atol=1e-6):
+            raise NotImplementedError(
+                f"{name} in {weight.file} has a quant_map other than NF4's; expected NF4's: "
+                f"{USE_16_BITS}"
             )
         return cls(weight, parts, (out, in_features))
 
@@ -172,22 +189,18 @@ class QuantisedTensor(NamedTuple):
         out, in_features = self.shape
         if "_scale" in self.parts:
             part = self.parts["_scale"]
-            count = math.prod(part.shape)
-            if count not in (1, out):
-                raise ValueError(
-                    f"{part.name} in {part.file} has shape {part.shape}; expected one scale, or "
-                    f"{out}, one for each output feature"
-                )
-            return self._positive(part).reshape(count, 1)
+            # A shape such as [1, in] means one scale for each input feature.
+            shapes = [(), (1,), (1, 1), (out,), (out, 1)]
+            reason = f"one scale, or one for each output feature of a weight {self.shape}"
+            _check_shape(part, shapes, reason)
+            return self._positive(part).reshape(-1, 1)
         part = self.parts["_scale_inv"]
         expected = tuple(
             -(-size // width) for size, width in zip(self.shape, self.block, strict=True)
         )
-        if tuple(part.shape) != expected:
-            raise ValueError(
-                f"{part.name} in {part.file} has shape {part.shape}; expected {expected}, for "
-                f"blocks of {self.block} in a weight of shape {self.shape}"
-            )
+        _check_shape(
+            part, [expected], f"for blocks of {self.block} in a weight of shape {self.shape}"
+        )
         scales = self._positive(part)
         for axis, (size, width) in enumerate(zip((out, in_features), self.block, strict=True)):
             # A block can extend beyond the edge of the weight. Blocks are split into tiles that
@@ -203,6 +216,14 @@ class QuantisedTensor(NamedTuple):
         valid = np.isfinite(scales) & (scales > 0)
         _check_scales(part, valid, scales, "positive finite numbers")
         return scales
+
+
+def _check_shape(part: StoredTensor, shapes: list[tuple[int, ...]], reason: str) -> None:
+    if tuple(part.shape) not in shapes:
+        raise ValueError(
+            f"{part.name} in {part.file} has shape {part.shape}; expected "
+            f"{' or '.join(map(str, shapes))}, {reason}: {USE_16_BITS}"
+        )
 
 
 def _check_scales(part: StoredTensor, valid: np.ndarray, scales: np.ndarray, expected: str) -> None:

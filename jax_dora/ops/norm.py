@@ -17,7 +17,8 @@ For a quantised kernel, XLA dequantises W in blocks of rows:
     ‖W + sAB‖² = Σ_blocks Σ_rows (W + s·A B)²
 
 The temporaries are a block of W, the same rows of A B, and their sum, each of at most
-`BLOCK_ELEMENTS` elements. All terms are squares, so the sum needs no clamp at 0.
+`BLOCK_ELEMENTS` elements (or one row); a W that is not larger is a single block. All terms are
+squares, so the sum needs no clamp at 0.
 """
 
 import functools
@@ -56,7 +57,8 @@ def factored_norm(
 
     Args:
       kernel: [in, out], fp16, bf16, fp32 or fp64; or a `qwix.QArray` in one of
-        `jax_dora.ops.quantised.FORMATS`, which is dequantised block by block, never as a whole.
+        `jax_dora.ops.quantised.FORMATS`, which is dequantised in blocks of at most 2^20 elements
+        (a row, if it has more), or by "mosaic" tile by tile, without temporaries.
       lora_a: [in, r].
       lora_b: [r, out].
       scale: a number, or a traced scalar. A Python 0 skips the adapter's terms.

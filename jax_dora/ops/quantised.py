@@ -274,7 +274,13 @@ def slice_rows(kernel: Any, start: Any, count: int) -> Any:
             return tiles
         return lax.dynamic_slice_in_dim(tiles, start // tile, scale_rows)
 
-    return _replaced(kernel, lax.dynamic_slice_in_dim(kernel.qvalue, start, count), slice_tiles)
+    qvalue = kernel.qvalue
+    is_float = jnp.issubdtype(qvalue.dtype, jnp.floating)
+    # On a CPU, XLA would convert all of an FP8 array to fp16 before it slices it.
+    codes = lax.bitcast_convert_type(qvalue, jnp.uint8) if is_float else qvalue
+    codes = lax.dynamic_slice_in_dim(codes, start, count)
+    codes = lax.bitcast_convert_type(codes, qvalue.dtype) if is_float else codes
+    return _replaced(kernel, codes, slice_tiles)
 
 
 def _replaced(kernel: Any, qvalue: jax.Array, tiled: Callable[[jax.Array], jax.Array]) -> Any:

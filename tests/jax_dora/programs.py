@@ -1,6 +1,8 @@
-"""What a program is made of, before XLA compiles it."""
+"""What a program is made of, before XLA compiles it and after."""
 
 import functools
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,16 @@ def for_cuda(function: Any, *arguments: Any, **options: Any) -> str:
     """Returns the program of `function` for a GPU that need not be there."""
     traced = jax.jit(functools.partial(function, **options)).trace(*arguments)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+# "f32[64,8]{1,0}", and "f8e4m3fn[64,8]", whose elements may be codes.
+_FLOATS = re.compile(r"\b(?:bf16|f16|f32|f64)\[([\d,]+)\]")
+
+
+def largest_floats(text: str) -> int:
+    """Returns the number of elements of the largest array of floats, of 16 bits or more, in the
+    text of a compiled program."""
+    return max(math.prod(map(int, sizes.split(","))) for sizes in _FLOATS.findall(text))
 
 
 def equations(function: Any, *arguments: Any) -> Iterator[Any]:

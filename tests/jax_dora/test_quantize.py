@@ -250,6 +250,7 @@ def not_finite():
     ("make", "qtype", "options", "error", "message"),
     [
         (Mixed, "int3", {}, ValueError, "qtype is 'int3'; expected one of 'nf4', 'int4', 'int8'"),
+        (Mixed, "float8_e5m2", {}, ValueError, "qtype is 'float8_e5m2'; expected one of 'nf4'"),
         (Mixed, "int8", {"path": "nowhere"}, ValueError, "'nowhere' matches no layer"),
         (Mixed, "int8", {"path": "embed|conv"}, TypeError, r"(?s)cannot be quantised.*embed \(nnx"),
         (Mixed, "int8", {"tile_size": -1}, ValueError, "tile_size is -1"),
@@ -267,18 +268,77 @@ def test_bad_input(make, qtype, options, error, message):
         quantize(make(nnx.Rngs(0)), qtype, **options)
 
 
+def adapt(model):
+    return apply_dora(model, RULES[1:], rngs=nnx.Rngs(1))
+
+
+def make_bank(model):
+    return jax_dora.AdapterBank(model, 1, 8)
+
+
+def merge_and_requantise(model):
+    return merge_dora(model, requantize=True, return_report=True)
+
+
+# What reads a kernel, what an error says it cannot be, and whether it takes an adapted model.
+READERS = [
+    (adapt, "adapted", False),
+    (make_bank, "given a place in a bank", False),
+    (norms, "given a norm", True),
+    (jax_dora.freeze, "given a norm", True),
+    (merge_dora, "merged", True),
+    (merge_and_requantise, "merged", True),
+]
+
+
+@pytest.mark.parametrize(("read", "done", "takes_adapted"), READERS)
 @pytest.mark.parametrize("value", [0, jnp.nan])
-def test_scales_of_a_stack_are_checked(value):
+def test_scales_of_a_stack_are_checked(read, done, takes_adapted, value):
     """Each layer's norm is computed under a trace, which no longer knows the scales."""
     model = quantize(Stacked(nnx.Rngs(0)), "nf4", tile_size=4)
+    model = adapt(model) if takes_adapted else model
     kernel = model.blocks.linear.kernel
     good = kernel.get_value()
     bad = qwix.QArray(good.qvalue, good.scale.at[1, 0, 3].set(value), None, good.qtype)
     kernel.set_value(bad)
-    with pytest.raises(ValueError, match=r"'blocks/linear' cannot be adapted: its kernel .* nf4"):
-        apply_dora(model, RULES[1:], rngs=nnx.Rngs(1))
-    with pytest.raises(ValueError, match=r"'blocks/linear' cannot be given a place in a bank: .*"):
-        jax_dora.AdapterBank(model, 1, 8)
+    message = rf"'blocks/linear' cannot be {done}: its kernel .* nf4 with scales .*: give a tile"
+    with pytest.raises(ValueError, match=message):
+        read(model)
+
+
+LAYERS = [
+    (lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0)), (8, 1)),
+    (lambda: nnx.LinearGeneral(8, (2, 3), rngs=nnx.Rngs(0)), (8, 1, 1)),
+    (lambda: nnx.Einsum("bd,nhd->bnh", (2, 3, 8), rngs=nnx.Rngs(0)), (1, 1, 8)),
+    (lambda: Stacked(nnx.Rngs(0)).blocks.linear, (3, 8, 1)),
+]
+
+
+@pytest.mark.parametrize(("read", "done", "takes_adapted"), READERS)
+@pytest.mark.parametrize(("make", "tiles"), thinned(LAYERS, LAYERS[1:2]))
+def test_a_kernel_quantised_along_the_wrong_axis(make, tiles, read, done, takes_adapted):
+    model = quantize(nnx.Dict(one=make()), "int8")
+    model = adapt(model) if takes_adapted else model
+    codes = model.one.kernel[...].qvalue
+    model.one.kernel.set_value(qwix.QArray(codes, jnp.ones(tiles), None, "int8"))
+    message = (
+        rf"'one' cannot be {done}: (its )?kernel is quantised as int8 along its output axis: .*: "
+        "quantise the transpose"
+    )
+    with pytest.raises(ValueError, match=message):
+        read(model)
+
+
+@pytest.mark.parametrize(("read", "done", "takes_adapted"), READERS)
+def test_an_unsupported_format(read, done, takes_adapted):
+    model = quantize(nnx.Dict(one=nnx.Linear(8, 6, rngs=nnx.Rngs(0))), "int8")
+    model = adapt(model) if takes_adapted else model
+    kernel = model.one.kernel[...]
+    e5m2 = jnp.dtype(jnp.float8_e5m2)
+    model.one.kernel.set_value(qwix.QArray(kernel.qvalue.astype(e5m2), kernel.scale, None, e5m2))
+    message = rf"'one' cannot be {done}: its kernel .* float8_e5m2; expected one of nf4, int4, .*:"
+    with pytest.raises(TypeError, match=message):
+        read(model)
 
 
 def test_tiles_are_split_so_that_they_divide_over_devices(optimized):

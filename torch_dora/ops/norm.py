@@ -46,8 +46,8 @@ def factored_norm(
 
     Args:
         weight: [out, in], fp16, bf16, fp32 or fp64; or quantised by torchao, in int8, fp8 or NF4,
-            or by bitsandbytes in 4 bits. A quantised weight is read as codes, or block by block: no
-            [out, in] tensor of floats is created.
+            or by bitsandbytes in 4 bits. A quantised weight is read as codes, or in blocks of rows
+            whose floats take at most 128 MiB with their temporaries.
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.

@@ -304,8 +304,11 @@ def _bits4_rows(
 
 
 def norm(weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:
-    """Returns ‖weight + scale · lora_b @ lora_a‖ per row of a quantised weight, in ``dtype``, block
-    by block: no [out, in] tensor of floats is created."""
+    """Returns ‖weight + scale · lora_b @ lora_a‖ per row of a quantised weight, in ``dtype``.
+
+    It is computed in blocks of rows, so that the floats and their temporaries take at most about
+    ``BLOCK_BYTES``. A weight of up to 8.4 million elements (in fp32) is a single block.
+    """
     norms = [torch.empty(0, dtype=dtype, device=weight.device)]
     a = lora_a.to(dtype)
     for start, rows in _blocks(weight, _codes_tensor(weight, False), dtype):

@@ -1,6 +1,7 @@
 """Folders quantised as they are read, and folders that are quantised already."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -225,9 +226,9 @@ def test_sharded_as_it_is_read(folder, tmp_path, name):
         np.testing.assert_array_equal(one, other)
 
 
-def without(part):
+def without(part, *, nested=False):
     def change(name, weight):
-        tensors = nf4(name, weight, nested=False)
+        tensors = nf4(name, weight, nested=nested)
         return {one: value for one, value in tensors.items() if not one.endswith(part)}
 
     return change
@@ -244,6 +245,46 @@ def with_a_scale(value, make, part):
         return tensors
 
     return change
+
+
+def reshaped(make, part, shape):
+    """A way in which `part` of a square weight has another shape."""
+
+    def change(name, weight):
+        tensors = make(name, weight)
+        if name == Q_PROJ:
+            part_name = name.replace("weight", part)
+            tensors[part_name] = np.resize(tensors[part_name], shape)
+        return tensors
+
+    return change
+
+
+TWICE, ROWS, BLOCKS = (FORMATS[name] for name in ("nf4 twice", "fp8 rows", "fp8 blocks"))
+
+
+@pytest.mark.parametrize(
+    ("format", "part", "shape", "expected"),
+    [
+        # q_proj is square, so only the shape tells that these are scales of input features.
+        (ROWS, "weight_scale", (1, 64), r"\(64,\) or \(64, 1\), one scale, or one for each output"),
+        (ROWS, "weight_scale", (8, 8), r"\(64,\) or \(64, 1\)"),
+        (ROWS, "weight_scale", (2,), r"\(64,\) or \(64, 1\)"),
+        (BLOCKS, "weight_scale_inv", (1, 4), r"\(2, 2\), for blocks of \(48, 48\)"),
+        (TWICE, "weight.absmax", (1, 64), r"\(64,\), for a weight of shape \(64, 64\)"),
+        (TWICE, "weight.absmax", (32,), r"\(64,\), for"),
+        (TWICE, "weight.nested_absmax", (2,), r"\(1,\), for"),
+        (TWICE, "weight.nested_quant_map", (16,), r"\(256,\), for"),
+        (TWICE, "weight.quant_map", (1,), r"\(16,\), for"),
+    ],
+)
+def test_scales_of_another_shape(folder, tmp_path, format, part, shape, expected):
+    make, settings = format
+    folder = rewritten(folder, tmp_path / "model", reshaped(make, part, shape), settings)
+    name, found = Q_PROJ.replace("weight", part), re.escape(str(shape))
+    message = rf"{name} in .* has shape {found}; expected .*{expected}.*: use .* in 16 bits"
+    with pytest.raises(ValueError, match=message):
+        abstract_model(folder)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +307,19 @@ def with_a_scale(value, make, part):
             NF4,
             NotImplementedError,
             "expected bitsandbytes NF4: absmax.* in 16 bits",
+        ),
+        (
+            without(".nested_absmax", nested=True),
+            *(NF4, ValueError, r"has no nested_absmax, but .* uint8; .* of shape \(1,\)"),
+        ),
+        (
+            lambda n, w: fp8(n, w, scales="one") | fp8(n, w, scales="blocks"),
+            *({"quant_method": "fp8"}, NotImplementedError, "either weight_scale or weight_scale_"),
+        ),
+        (
+            FORMATS["fp8 blocks"][0],
+            {"quant_method": "fp8", "weight_block_size": [48, 0]},
+            *(ValueError, r"weight_block_size \[48, 0\]; expected two positive integers"),
         ),
         (only_the_first, NF4, ValueError, "is quantised in 1 of its 2 tensors"),
         (

@@ -1,15 +1,17 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
 
+from jax_dora.ops import factored_norm
 from jax_dora.ops.mosaic import quantised_norm
 from jax_dora.ops.mosaic.low_rank_tiling import Config
 from jax_dora.ops.mosaic.quantised_norm import refuses
-from jax_dora.ops.quantised import Format, format_of
+from jax_dora.ops.quantised import Format, dequantise, format_of
 from parity.oracle import fp64
 from tests import quantised
-from tests.jax_dora.programs import aval, for_cuda
+from tests.jax_dora.programs import aval, for_cuda, largest_floats
 from tests.tables import thinned
 
 SCALE = 0.7
@@ -96,6 +98,37 @@ def test_refuses_with_a_reason():
     assert "out = 48" in refuses(64, 8, 48, nf4, bf16)
     assert refuses(64, 8, 48, nf4._replace(qtype="int8"), bf16) is None
     assert "shared memory" in refuses(64, 4096, 64, nf4, bf16)
+
+
+SIZES = (2048, 64, 2048)
+
+
+def compiled(norm, qtype):
+    """Returns the compiled program of the norm of a kernel [2048, 2048], for the device."""
+    n_in, rank, out = SIZES
+    tiles = (n_in // 64, out) if qtype in ("nf4", "int4") else (1, out)
+    kernel = quantised.draw(qtype, (n_in, out), tiles)
+    adapter = aval(n_in, rank), aval(rank, out)
+    return jax.jit(norm).lower(kernel, *adapter).compile().as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qtype", STORED)
+def test_the_compiled_program_has_no_floats_of_the_kernels_size(qtype):
+    text = compiled(lambda *arrays: factored_norm(*arrays, SCALE), qtype)
+    assert "mosaic_gpu" in text
+    assert largest_floats(text) < SIZES[0] * SIZES[2]
+
+
+@pytest.mark.parametrize("qtype", thinned(STORED, ["nf4"]))
+def test_a_dense_norm_is_seen_in_the_compiled_program(qtype):
+    """Otherwise the test above would show nothing."""
+
+    def dense(kernel, lora_a, lora_b):
+        change = (SCALE * lora_a @ lora_b).astype(jnp.float32)
+        return jnp.linalg.norm(dequantise(kernel, jnp.float32) + change, axis=0)
+
+    assert largest_floats(compiled(dense, qtype)) == SIZES[0] * SIZES[2]
 
 
 @pytest.mark.gpu
