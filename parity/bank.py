@@ -85,8 +85,10 @@ def _expected(problem: Problem, slot: int, device: str) -> Expected:
     def move(array: np.ndarray | None) -> Any:
         return None if array is None else torch.as_tensor(array, device=device)
 
-    matrices = map(move, (problem.weight, adapter.lora_a, adapter.lora_b, adapter.magnitude))
-    operands, bias = (*matrices, adapter.scale), move(problem.bias)
+    matrices = (problem.weight, adapter.lora_a, adapter.lora_b, adapter.magnitude)
+    weight, lora_a, lora_b, magnitude = map(move, matrices)
+    operands = weight, lora_a, lora_b, magnitude, adapter.scale
+    bias = move(problem.bias)
     x = move(problem.x[problem.ids == slot])
     exact = oracle.dora_linear(x, *operands, bias=bias, dtype=dtype)
     bounds = tolerances.dora_linear(0 * exact, x, *operands, dtype, bias=bias)

@@ -59,11 +59,12 @@ def quantised(weight: torch.Tensor, form: Format) -> Any:
     torch_dora reads none of torchao's int4 tensors. The codes of int4 are therefore in an
     Int8Tensor, as PEFT and torch_dora read them; jax_dora gets them as int4.
     """
-    from torchao.quantization import Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor
+    import torchao.quantization
     from torchao.quantization.granularity import PerBlock, PerRow
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-    granularity = PerRow() if form.tile is None else PerBlock(list(form.tile))
+    tensors: Any = torchao.quantization
+    granularity = PerRow() if form.tile is None else PerBlock(form.tile)
     match form.qtype:
         case "nf4":
             tensor = to_nf4(weight, 64, weight.numel() // 64)
@@ -71,17 +72,17 @@ def quantised(weight: torch.Tensor, form: Format) -> Any:
             tensor.nf4 = torch.tensor(NF4, device=weight.device)
             return tensor
         case "int4":
-            four = IntxUnpackedToInt8Tensor.from_hp(weight, form.tile, torch.int4)
-            arrays = four.qdata, four.scale.float(), list(four.block_size)
-            tensor = Int8Tensor(*arrays, weight.dtype, zero_point=four.zero_point)
-            tensor.qtype = "int4"  # pyright: ignore[reportAttributeAccessIssue]
+            int4: Any = vars(torch)["int4"]  # pyright does not know it
+            four = tensors.IntxUnpackedToInt8Tensor.from_hp(weight, form.tile, int4)
+            arrays = four.qdata, four.scale.float(), list(four.block_size), weight.dtype
+            tensor = tensors.Int8Tensor(*arrays, zero_point=four.zero_point)
+            tensor.qtype = "int4"
             return tensor
         case "int8":
-            return Int8Tensor.from_hp(weight, granularity)
+            return tensors.Int8Tensor.from_hp(weight, granularity)
         case _:
-            return Float8Tensor.from_hp(
-                weight, float8_dtype=torch.float8_e4m3fn, granularity=granularity
-            )
+            float8 = {"float8_dtype": torch.float8_e4m3fn, "granularity": granularity}
+            return tensors.Float8Tensor.from_hp(weight, **float8)
 
 
 def is_quantised(weight: Any) -> bool:
