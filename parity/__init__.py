@@ -7,7 +7,8 @@ Terms:
 
     level       what is computed: operators, a layer, a pretrained encoder, a whole decoder,
                 training runs, ... A level writes one report. `python -m parity` runs the levels
-                operator, layer and encoder; others have a command (`parity.command.MODULES`).
+                operator, layer, quantised, bank and encoder; others have a command
+                (`parity.command.MODULES`).
     side        a framework, "jax" or "torch", with one module of functions per level
                 (`parity.sides`). Tensors on both sides have PyTorch's layout.
     oracle      the fp64 reference (`parity.oracle`; `parity.model.reference` for the decoder). It

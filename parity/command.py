@@ -16,8 +16,8 @@ from parity.environment import environment
 from parity.report import Report
 
 REPORTS = Path(__file__).parent / "reports"
-LEVELS = ("operator", "layer", "encoder")
-CONTROLLED = (*LEVELS, "model", "training")
+LEVELS = ("operator", "layer", "quantised", "bank", "encoder")
+CONTROLLED = ("operator", "layer", "encoder", "model", "training")
 
 # The command's module by the first word of the command line. Its `main(options)` is called after
 # the device is set up and returns the exit code.
@@ -26,8 +26,8 @@ MODULES = {
     "model": "parity.model.command",
     "training": "parity.training.command",
     "sharded": "parity.sharded",
-    "quantised": "parity.quantised",
-    "bank": "parity.bank",
+    "quantised": "parity.levels",
+    "bank": "parity.levels",
     "controls": "parity.controls",
 }
 DESCRIPTIONS = {
@@ -42,7 +42,8 @@ DESCRIPTIONS = {
     "one seed, few steps.",
     "sharded": "Compares a layer on four devices with fp64, in every layout.",
     "quantised": "Compares layers over quantised weights with fp64, in both packages and in PEFT.",
-    "bank": "Compares the rows of mixed batches, which use different adapters, with fp64.",
+    "bank": "Compares the rows of mixed batches, which use different adapters, with fp64, in both "
+    "packages and in PEFT.",
     "controls": "Plants known errors in each package and shows which levels of parity catch them; "
     "on the CPU.",
 }
@@ -68,15 +69,15 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     match name:
         case "":
             parser.epilog = (
-                "`python -m parity {model,training,sharded,quantised,bank,controls,report} "
-                "--help`: whole models, training runs, several devices, quantised weights, many "
-                "adapters at once, the check that each level catches planted faults, and the "
-                "tables of a report."
+                "`python -m parity {model,training,sharded,controls,report} --help`: whole models, "
+                "training runs, several devices, the check that each level catches planted faults, "
+                "and the tables of a report."
             )
             flag("--level", action="append", choices=LEVELS, help=only)
-            case = "only cases whose name matches this regular expression"
-            flag("--case", default="", type=_expression, help=case)
-            flag("--list", action="store_true", help="print the names of the cases and exit")
+            _add_case_flags(parser)
+        case "quantised" | "bank":
+            parser.set_defaults(level=[name])
+            _add_case_flags(parser)
         case "model":
             flag("--layers", type=_at_least(1), help="the number of layers of every run")
             flag("--sequence", type=_at_least(1), help="the number of tokens of every run")
@@ -102,6 +103,13 @@ def report(
     described = environment(options.device, options.commit, packages)
     folder = options.out or REPORTS / options.device
     return Report(folder / f"{level}.jsonl", level, described, **facts)
+
+
+def _add_case_flags(parser: argparse.ArgumentParser) -> None:
+    case = "only cases whose name matches this regular expression"
+    parser.add_argument("--case", default="", type=_expression, help=case)
+    shown = "print the names of the cases and exit"
+    parser.add_argument("--list", action="store_true", help=shown)
 
 
 def _expression(text: str) -> str:

@@ -247,14 +247,21 @@ def prepare_layer(case: Case, device: str) -> _Prepared:
     )()
 
 
-def expected_layer(case: Case, inputs: LayerInputs) -> dict[str, Expected]:
-    """Returns the expected results of a layer for these inputs, by quantity."""
+def expected_layer(
+    case: Case, inputs: LayerInputs, weight_roundings: int = 0
+) -> dict[str, Expected]:
+    """Returns the expected results of a layer for these inputs, by quantity.
+
+    `weight_roundings`: see `tolerances.dora_linear`.
+    """
     s, frozen = case.scale, case.frozen_magnitude
     adapter = (inputs.weight, inputs.lora_a, inputs.lora_b)
     operands = (inputs.x, *adapter, inputs.magnitude, s)
     want = oracle.dora_linear(*operands, bias=inputs.bias, dtype=case.dtype)
     grads = oracle.dora_linear_grads(inputs.dy, *operands, dtype=case.dtype)
-    bounds = tolerances.dora_linear(inputs.dy, *operands, case.dtype, bias=inputs.bias)
+    bounds = tolerances.dora_linear(
+        inputs.dy, *operands, case.dtype, bias=inputs.bias, weight_roundings=weight_roundings
+    )
     # The plain computation forms W + sBA for its norm. The factored norm may lose more where W and
     # sBA cancel, and every product with g inherits this error, relative to its own size.
     relative_g = peak_of(bounds.relative_g)

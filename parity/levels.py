@@ -1,4 +1,4 @@
-"""`python -m parity` without a command: the levels operator, layer and encoder."""
+"""`python -m parity` without a command: the levels whose cases run one by one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -16,10 +16,13 @@ from parity.compare import run_case
 from parity.encoder import CASE, run_encoder
 from parity.report import Report
 
+# The packages that a level's report names, in addition to those of every report.
+PACKAGES = {"quantised": ("peft", "torchao", "bitsandbytes", "qwix"), "bank": ("peft",)}
+
 
 def main(options: argparse.Namespace) -> int:
     levels = options.level or command.LEVELS
-    tasks = [t for t in _tasks(options) if t[0] in levels and re.search(options.case, t[1])]
+    tasks = [task for task in _tasks(options, levels) if re.search(options.case, task[1])]
     if not tasks:
         sys.exit(f"no case matches --case {options.case!r} at level {' or '.join(levels)}")
     if options.list:
@@ -33,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
     reports: dict[str, Report] = {}
     for number, (level, name, run) in enumerate(tasks, 1):
         if level not in reports:
-            reports[level] = command.report(options, level)
+            reports[level] = command.report(options, level, PACKAGES.get(level, ()))
         start = time.perf_counter()
         run(reports[level])
         seconds = time.perf_counter() - start
@@ -44,10 +47,28 @@ def main(options: argparse.Namespace) -> int:
     return max([report.finish() for report in reports.values()])
 
 
-def _tasks(options: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Report], None]]]:
+def _tasks(
+    options: argparse.Namespace, levels: Sequence[str]
+) -> Iterator[tuple[str, str, Callable[[Report], None]]]:
     """Yields (level, case name, function that adds the case's results to the level's report)."""
     chosen = cases.cpu_cases() if options.device == "cpu" else cases.gpu_cases()
     for case in cases.quick(chosen) if options.quick else chosen:
-        yield case.level, case.name, functools.partial(run_case, case=case, device=options.device)
-    encoder = functools.partial(run_encoder, device=options.device, quick=options.quick)
-    yield "encoder", CASE, encoder
+        if case.level in levels:
+            run = functools.partial(run_case, case=case, device=options.device)
+            yield case.level, case.name, run
+    # These levels import PEFT, which takes seconds.
+    if "quantised" in levels:
+        from parity import quantised
+
+        for layer in quantised.layers(options.device, options.quick):
+            run = functools.partial(quantised.run, layer=layer, device=options.device)
+            yield "quantised", layer.name, run
+    if "bank" in levels:
+        from parity import bank, bank_cases
+
+        for batch in bank_cases.batches(options.device, options.quick):
+            run = functools.partial(bank.run, batch=batch, device=options.device)
+            yield "bank", batch.name, run
+    if "encoder" in levels:
+        run = functools.partial(run_encoder, device=options.device, quick=options.quick)
+        yield "encoder", CASE, run

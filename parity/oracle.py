@@ -68,8 +68,10 @@ def magnitude_scale(magnitude, row_norm, dtype) -> Array:
 
 
 def merged_weight(weight, lora_a, lora_b, magnitude, scale: float, dtype="float64") -> Array:
-    """Returns `W'`, `[out, in]`."""
+    """Returns `W'`, `[out, in]`; for LoRA, without a magnitude, `W + sBA`."""
     v = direction(weight, lora_a, lora_b, scale)
+    if magnitude is None:
+        return v
     g = magnitude_scale(magnitude, (v * v).sum(1) ** 0.5, dtype)
     return g[:, None] * v
 

@@ -5,7 +5,8 @@ functions:
 
     operators   norm, compose, layer: return a function that runs the computation, any number of
                 times. compose and layer return their results by name: "y", "d_x" and so on.
-                magnitude_scale returns g.
+                magnitude_scale returns g. apply: y of a layer alone, without a gradient.
+    bank        rows: a mixed batch over a bank of adapters
     encoder     adapted, evaluate, train: the pretrained sentence encoder
     decoder     compute: a decoder of Qwen3's design on given weights, forward and backward
     training    train: trains a small decoder, given settings, the base model's folder, the initial
@@ -43,6 +44,7 @@ class Side:
     kernels: str
 
     operators = property(lambda self: self.level("operators"))
+    bank = property(lambda self: self.level("bank"))
     encoder = property(lambda self: self.level("encoder"))
     decoder = property(lambda self: self.level("decoder"))
     training = property(lambda self: self.level("training"))

@@ -35,7 +35,17 @@ class LinearBounds:
 
 
 def dora_linear(
-    dy, x, weight, lora_a, lora_b, magnitude, scale: float, dtype, *, bias=None
+    dy,
+    x,
+    weight,
+    lora_a,
+    lora_b,
+    magnitude,
+    scale: float,
+    dtype,
+    *,
+    bias=None,
+    weight_roundings: int = 0,
 ) -> LinearBounds:
     """Returns the bounds for a layer in which every intermediate result may be rounded to `dtype`
     once.
@@ -49,9 +59,14 @@ def dora_linear(
     activations: an error of `u|A|` and `u|B|`, also by rule 3. An error of g is the same in all
     rows, so it is added linearly. A fused kernel that keeps intermediates in fp32 has smaller
     errors.
+
+    Args:
+      magnitude: None for LoRA, which has g = 1 without an error; d_magnitude then means nothing.
+      weight_roundings: how often an element of a quantised weight is rounded to `dtype` for a
+        product. By rule 3, each time costs as much as the cast of an adapter.
     """
     x, dy = fp64(x), fp64(dy)
-    w, a, b, m = fp64(weight), fp64(lora_a), fp64(lora_b), fp64(magnitude)
+    w, a, b = fp64(weight), fp64(lora_a), fp64(lora_b)
     x, dy = x.reshape(-1, w.shape[1]), dy.reshape(-1, w.shape[0])
     rows = x.shape[0]
     u = unit_roundoff(dtype)
@@ -62,7 +77,7 @@ def dora_linear(
         return total, rounding(total, dtype) + summing
 
     def cast(left: Array, right: Array) -> Array:
-        """Returns the error of casting one adapter in `left @ right`: rule 3."""
+        """Returns the error of casting one matrix in `left @ right`: rule 3."""
         return u * independent(left, right)
 
     z, z_error = multiplied(x, a.T)
@@ -70,13 +85,17 @@ def dora_linear(
     lora, lora_error = multiplied(z, b.T)
     lora_error = lora_error + independent(z_error, b.T) + cast(z, b.T)
     base, base_error = multiplied(x, w.T)
+    base_error = base_error + weight_roundings * cast(x, w.T)
     if bias is not None:  # the product may be rounded with the bias, which is subtracted later
         base_error = base_error + rounding(base + fp64(bias), dtype) + 2 * in_fp32(base, fp64(bias))
 
     row_norm = oracle.norm(weight, lora_a, lora_b, scale)
-    norm_error = norm(weight, lora_a, lora_b, scale)
-    g = oracle.magnitude_scale(m, row_norm, dtype)
-    g_error = magnitude_scale(m, row_norm, dtype, norm_error)
+    norm_error = norm(weight, lora_a, lora_b, scale, weight_roundings=weight_roundings)
+    if magnitude is None:
+        g, g_error = 0.0 * row_norm + 1.0, 0.0 * row_norm
+    else:
+        g = oracle.magnitude_scale(magnitude, row_norm, dtype)
+        g_error = magnitude_scale(magnitude, row_norm, dtype, norm_error)
     inner = base + scale * lora
     inner_error = base_error + scale * lora_error + 2 * in_fp32(base, scale * lora)
     y_error = compose(base, lora, g, scale, dtype) + abs(g) * inner_error + g_error * abs(inner)
@@ -91,6 +110,7 @@ def dora_linear(
     dz, dz_error = multiplied(d_lora, b)
     dz_error = dz_error + independent(d_lora_error, b) + cast(d_lora, b)
     dx_base, dx_base_error = multiplied(d_base, w)
+    dx_base_error = dx_base_error + weight_roundings * cast(d_base, w)
     dx_lora, dx_lora_error = multiplied(dz, a)
     dx_error = dx_base_error + independent(d_base_error, w) + dx_lora_error
     dx_error = dx_error + independent(dz_error, a) + cast(dz, a)

@@ -18,8 +18,11 @@ from parity.tolerances.rules import (
 )
 
 
-def norm(weight, lora_a, lora_b, scale: float) -> Array:
+def norm(weight, lora_a, lora_b, scale: float, *, weight_roundings: int = 0) -> Array:
     """Returns `[out]`: the error of an fp32-accumulated factored norm of `‖W + sBA‖row`.
+
+    `weight_roundings` is the number of fp32 operations by which a quantised W is dequantised. They
+    change W by at most `k·u32·‖W‖`, and by the triangle inequality its norm by no more.
 
     The square of the norm is the sum of three sums. Each is at most `(‖W‖ + s‖BA‖)²` and
     accumulates `in` products in fp32, then `r` more. Apply rule 4, with |Σ| and ‖terms‖₂ both
@@ -40,7 +43,8 @@ def norm(weight, lora_a, lora_b, scale: float) -> Array:
     # min(δ/n, sqrt δ), written without `minimum`, which NumPy and torch call differently.
     root = delta**0.5
     smaller = (ratio + root - abs(ratio - root)) / 2
-    return smaller + 2 * U32 * exact + tiny
+    dequantised = weight_roundings * U32 * (w**2).sum(1) ** 0.5
+    return smaller + dequantised + 2 * U32 * exact + tiny
 
 
 def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:

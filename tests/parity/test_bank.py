@@ -1,14 +1,17 @@
-"""The level `bank`: sound on both sides, and able to fail."""
+"""The level `bank`: sound on both sides and in PEFT, and able to fail."""
 
 import itertools
 
 import pytest
 
-from parity import bank
+from parity import bank, bank_cases
 from parity.faults import Fault
+from parity.sides import SIDES
+from parity.sides.torch import peft_bank
 from tests.tables import thinned
 
-PROBLEMS = list(bank.problems(quick=True))
+BATCHES = list(bank_cases.batches("cpu", quick=True))
+EXACT = next(batch for batch in BATCHES if batch.dtype == "float32")
 
 
 def another(checked):
@@ -21,34 +24,121 @@ def of_the_base(norm):
     return lambda w, lora_a, lora_b, scale, **options: norm(w, lora_a, 0 * lora_b, scale, **options)
 
 
+def as_lora(adapter_scale):
+    """Returns a scale that divides by the rank, also for rsLoRA."""
+    return lambda rank, alpha, use_rslora: adapter_scale(rank, alpha, False)
+
+
+def of_lora_in_jax(facts):
+    """Returns the facts with a g of LoRA that is not 1."""
+
+    def faulty(*arguments):
+        found = facts(*arguments)
+        found.magnitude[~found.is_dora] *= 1.001
+        return found
+
+    return faulty
+
+
+def of_lora_in_torch(g):
+    """Returns g, which for LoRA is not 1."""
+    return lambda layer, entry: g(layer, entry) * (1.001 if entry.magnitude is None else 1)
+
+
+# What is wrong, where, and what fails.
 FAULTS = {
-    "the next slot's adapter": {
-        "jax_dora.bank.bank.checked_ids": another,
-        "torch_dora.bank.layers._as_ids": another,
-    },
-    "the base's norm": {
-        "jax_dora.ops.factored_norm": of_the_base,
-        "torch_dora.bank.bank.factored_norm": of_the_base,
-    },
+    "the next slot's adapter": (
+        {
+            "jax_dora.bank.bank.checked_ids": another,
+            "torch_dora.bank.layers._as_ids": another,
+        },
+        {"y, LoRA of rank 5", "y, rsLoRA of rank 16", "y, DoRA of rank 64"},
+    ),
+    "the base's norm": (
+        {
+            "jax_dora.ops.factored_norm": of_the_base,
+            "torch_dora.bank.bank.factored_norm": of_the_base,
+        },
+        {"y, DoRA of rank 8", "y, DoRA of rank 64"},
+    ),
+    "rsLoRA's scale": (
+        {
+            "jax_dora.bank.host.adapter_scale": as_lora,
+            "torch_dora.bank.bank.adapter_scale": as_lora,
+        },
+        {"y, rsLoRA of rank 16"},
+    ),
+    "LoRA's g": (
+        {
+            "jax_dora.bank.host._facts": of_lora_in_jax,
+            "torch_dora.bank.bank._g": of_lora_in_torch,
+        },
+        {"y, LoRA of rank 5", "y, rsLoRA of rank 16"},
+    ),
 }
 
 
-@pytest.mark.parametrize("side", bank.ROWS)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
-def test_rows_agree_with_fp64(report, problem, side):
-    bank.run(report, problem, side, "cpu")
-    assert len(report.rows) == 1 + len(bank.KINDS)
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+def test_rows_agree_with_fp64(report, batch):
+    bank.run(report, batch, "cpu")
+    sides = [row["side"] for row in report.rows]
+    kinds = len(bank_cases.KINDS)
+    # PEFT computes no mixed batch.
+    assert {side: sides.count(side) for side in sides} == {
+        "jax": 1 + kinds,
+        "torch": 1 + kinds,
+        "peft": kinds,
+    }
     assert report.passed, [row for row in report.rows if not row["ok"]]
 
 
 @pytest.mark.parametrize(
     ("fault", "side"),
-    thinned(itertools.product(FAULTS, bank.ROWS), zip(FAULTS, bank.ROWS, strict=True)),
+    thinned(itertools.product(FAULTS, SIDES), zip(FAULTS, itertools.cycle(SIDES), strict=False)),
 )
 def test_faults_are_caught(report, fault, side):
-    with Fault(fault, fault, (), FAULTS[fault]).plant(side):
-        bank.run(report, PROBLEMS[0], side, "cpu")
-    assert not report.passed
-    failed = {row["quantity"] for row in report.rows if not row["ok"]}
-    assert "y, DoRA of rank 64" in failed
-    assert "y, the base alone" not in failed
+    points, expected = FAULTS[fault]
+    with Fault(fault, fault, (), points).plant(side):
+        bank.run(report, EXACT, "cpu", (side,))
+    assert {row["quantity"] for row in report.rows if not row["ok"]} == expected
+
+
+def test_peft_with_another_adapter_is_caught(report, monkeypatch):
+    rows = peft_bank.rows
+    monkeypatch.setattr(
+        peft_bank, "rows", lambda problem, folders, device: rows(problem, folders[::-1], device)
+    )
+    bank.run(report, EXACT, "cpu")
+    failed = {row["side"]: row for row in report.rows if not row["ok"]}
+    assert list(failed) == ["peft"]
+
+
+def test_a_crash_is_a_failure(report, monkeypatch):
+    def crash(*_):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(peft_bank, "rows", crash)
+    bank.run(report, EXACT, "cpu", ("peft",))
+    assert [(row["ok"], row["note"]) for row in report.rows] == [
+        (False, "RuntimeError: no such luck")
+    ]
+
+
+@pytest.mark.parametrize(("names", "ok"), [(["bank_rows", "compose"], True), (["compose"], False)])
+def test_a_batch_without_a_kernel_is_caught(report, names, ok):
+    bank.judge_kernels(report, EXACT, "jax", names)
+    assert report.passed is ok
+
+
+def test_lora_has_no_magnitude():
+    problem = bank_cases.draw_problem(EXACT)
+    assert [one.kind for one in problem.adapters if one.magnitude is None] == ["LoRA", "rsLoRA"]
+    assert all(one.from_folder for one in problem.adapters if one.magnitude is None)
+
+
+def test_a_gpu_runs_rows_and_prompts():
+    batches = list(bank_cases.batches("cuda", quick=False))
+    shapes = {batch.shape for batch in batches if batch.dtype == "bfloat16"}
+    assert {(1,), (8,), (64,), (128,)} < shapes
+    assert any(len(shape) == 2 and shape[1] >= 1024 for shape in shapes)
+    assert min(min(batch.into, batch.out) for batch in batches) >= 1024

@@ -76,8 +76,29 @@ def test_a_gpu_runs_every_paper_shape():
         assert f"compose {rows}x{out} bfloat16" in names
 
 
+@pytest.mark.parametrize(
+    ("level", "case"), [("quantised", "nf4.* r7 float32"), ("bank", "bank float32 40→24, 9 rows")]
+)
+def test_a_level_is_a_command_too(level, case, tmp_path):
+    for number, start in enumerate([[level], ["--level", level]]):
+        out = tmp_path / str(number)
+        given = [*start, "--device", "cpu", "--quick", "--case", case, "--out", str(out)]
+        assert main(given) == 0
+        header, rows = read(out / f"{level}.jsonl")
+        assert header["level"] == level
+        assert "peft" in header["environment"]
+        assert {row["side"] for row in rows if row["ok"] is not None} == {"jax", "torch", "peft"}
+
+
+def test_every_level_runs_without_a_command(capsys):
+    main(["--device", "cpu", "--quick", "--list"])
+    names = capsys.readouterr().out
+    for word in ("compose", "layer", "nf4", "int4", "int8", "float8_e4m3fn", "bank", "encoder"):
+        assert word in names
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", ["operator", "layer"])
+@pytest.mark.parametrize("level", ["operator", "layer", "quantised", "bank"])
 def test_kernels_pass_natively(level, tmp_path):
     assert main(["--device", "cuda", "--quick", "--level", level, "--out", str(tmp_path)]) == 0
     assert read(tmp_path / f"{level}.jsonl")[0]["environment"]["kernels"] == "native"

@@ -1,27 +1,139 @@
 """The level `quantised`: sound in every format, and able to fail."""
 
+import importlib
+
+import jax
+import numpy as np
 import pytest
 
 from parity import quantised, torchao_weights
+from parity.faults import Fault
+from parity.sides.jax import operators
+from parity.sides.torch import peft_layer
+from tests.tables import thinned
+
+LAYERS = list(quantised.layers("cpu", quick=True))
+BF16 = [layer for layer in LAYERS if layer.case.dtype == "bfloat16" and layer.trained]
+NF4, WITHOUT_GRADIENTS = LAYERS[0], next(layer for layer in LAYERS if not layer.trained)
 
 
-@pytest.mark.parametrize("qtype", quantised.FORMATS)
-def test_a_format_agrees_with_fp64(report, qtype):
-    quantised.run(report, quantised.layers(quick=True)[0], qtype, "cpu")
+def of_another_tile(weight):
+    """Returns the parts of a weight with the scales of other tiles."""
+    found = torchao_weights.parts(weight)
+    return found._replace(scale=np.roll(found.scale, (1, 1), (0, 1)))
+
+
+def exchanged(blocks):
+    """Returns blocks of rows in which every two neighbours are exchanged."""
+
+    def faulty(*arguments):
+        for start, rows in blocks(*arguments):
+            yield start, rows.unflatten(1, (-1, 2)).flip(2).flatten(1)
+
+    return faulty
+
+
+def failed(report):
+    return {(row["side"], row["quantity"]) for row in report.rows if row["ok"] is False}
+
+
+def index(layers):
+    return [LAYERS.index(layer) for layer in layers]
+
+
+@pytest.mark.parametrize(
+    "number", thinned(range(len(LAYERS)), index(BF16)), ids=lambda i: LAYERS[i].name
+)
+def test_a_layer_agrees_with_fp64(report, number):
+    layer = LAYERS[number]
+    quantised.run(report, layer, "cpu")
     sides = [row["side"] for row in report.rows]
-    assert {side: sides.count(side) for side in sides} == {"jax": 7, "torch": 7, "peft": 7}
+    of_peft = 7 if layer.case.dtype == "float32" else 5
+    counts = {"jax": 7, "torch": 7, "peft": of_peft} if layer.trained else dict.fromkeys(sides, 1)
+    assert {side: sides.count(side) for side in sides} == counts
     assert report.passed, [row for row in report.rows if not row["ok"]]
 
 
-def test_a_scale_of_another_tile_is_caught(report, monkeypatch):
-    from parity.sides.jax import operators
+@pytest.mark.parametrize(
+    "number",
+    thinned(range(len(LAYERS)), index([*BF16[1::2], WITHOUT_GRADIENTS])),
+    ids=lambda i: LAYERS[i].name,
+)
+def test_a_scale_of_another_tile_is_caught(report, monkeypatch, number):
+    layer = LAYERS[number]
+    monkeypatch.setattr(operators, "parts", of_another_tile)
+    quantised.run(report, layer, "cpu")
+    assert {("jax", "y"), *[("jax", "norm")] * layer.trained} <= failed(report)
+    assert {side for side, _ in failed(report)} == {"jax"}
 
-    def shifted(weight):
-        found = torchao_weights.parts(weight)
-        return found._replace(scale=found.scale[:, ::-1].copy())
 
-    monkeypatch.setattr(operators, "parts", shifted)
-    quantised.run(report, quantised.layers(quick=True)[0], "nf4", "cpu")
-    failed = {(row["side"], row["quantity"]) for row in report.rows if not row["ok"]}
-    assert {("jax", "norm"), ("jax", "y")} <= failed
-    assert not any(side == "torch" for side, _ in failed)
+@pytest.mark.parametrize(
+    "number",
+    thinned(range(len(LAYERS)), index([*BF16[::2], WITHOUT_GRADIENTS])),
+    ids=lambda i: LAYERS[i].name,
+)
+def test_exchanged_codes_are_caught(report, number):
+    layer = LAYERS[number]
+    with Fault("exchanged", "", (), {"torch_dora.ops.quantised._blocks": exchanged}).plant("torch"):
+        quantised.run(report, layer, "cpu")
+    assert {("torch", "y"), *[("torch", "norm")] * layer.trained} <= failed(report)
+    assert {side for side, _ in failed(report)} == {"torch"}
+
+
+def test_another_scale_in_peft_is_caught(report, monkeypatch):
+    adapt = peft_layer.adapt_linear
+    monkeypatch.setattr(
+        peft_layer,
+        "adapt_linear",
+        lambda base, rank, alpha, **options: adapt(base, rank, 1.01 * alpha, **options),
+    )
+    quantised.run(report, NF4, "cpu")
+    assert ("peft", "y") in failed(report)
+    assert {side for side, _ in failed(report)} == {"peft"}
+
+
+def test_without_bitsandbytes_peft_has_no_nf4(report, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(quantised, "SIDES", {})
+    quantised.run(report, NF4, "cpu")
+    assert [(row["side"], row["ok"], row["note"]) for row in report.rows] == [
+        ("peft", None, "ModuleNotFoundError: No module named 'bitsandbytes'")
+    ]
+
+
+def test_a_crash_is_a_failure(report, monkeypatch):
+    def crash(*_):
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(peft_layer, "layer", crash)
+    quantised.run(report, WITHOUT_GRADIENTS, "cpu")
+    assert failed(report) == {("peft", "y")}
+
+
+@pytest.mark.parametrize(("names", "ok"), [(["few_rows"], True), (["project"], False), ([], False)])
+def test_a_layer_whose_codes_no_kernel_reads_is_caught(report, names, ok):
+    quantised.judge_kernels(report, WITHOUT_GRADIENTS, names)
+    assert report.passed is ok
+
+
+def test_kernels_are_found_by_name():
+    layer = next(
+        one for one in quantised.layers("cuda", False) if not one.trained and one.case.rows == 8
+    )
+    inputs, _ = quantised.draw(layer, "cpu")
+    program = jax.jit(operators.projection(layer.case.scale, "mosaic"))
+    lowered = program.trace(operators.linear_operands(inputs)).lower(lowering_platforms=("cuda",))
+    assert operators.kernel_names(lowered) == ["few_rows"]
+
+
+def test_a_gpu_runs_every_format_where_kernels_run():
+    layers = list(quantised.layers("cuda", quick=False))
+    assert {layer.form for layer in layers} == set(torchao_weights.FORMATS)
+    for form in torchao_weights.FORMATS:
+        of_form = [layer for layer in layers if layer.form == form]
+        assert {one.case.rows for one in of_form if not one.trained} == {1, 8, 32, 128}
+        assert {one.case.rows for one in of_form if one.trained} == {128, 2048}
+        assert min(min(one.case.n_in, one.case.n_out) for one in of_form) >= 1024

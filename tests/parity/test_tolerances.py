@@ -120,3 +120,50 @@ def test_layer_bounds(dtype):
     assert (np.abs(y * 1.05 - exact) > bounds.y).any()
     for name, value in got.items():
         assert (np.abs(value * 1.2 - getattr(grads, name)) > getattr(bounds, name)).any(), name
+
+
+def _layer(dtype="bfloat16"):
+    """Returns x, dy, W, A, B and the magnitude of a layer; W is not representable in the dtype."""
+    rng = np.random.default_rng(4)
+    x, dy = (_stored(rng.normal(size=(90, n)), dtype) for n in (160, 72))
+    w = (rng.normal(size=(72, 160)) / 160**0.5).astype(np.float32)
+    a, b = (_stored(rng.normal(size=shape) * 0.1, dtype) for shape in ((8, 160), (72, 8)))
+    return x, dy, w, a, b, oracle.norm(w, a, b, 0.5)
+
+
+def test_layer_bounds_of_a_weight_that_is_rounded():
+    x, dy, w, a, b, m = _layer()
+    exact, rounded = (
+        tolerances.dora_linear(dy, x, w, a, b, m, 0.5, "bfloat16", weight_roundings=times)
+        for times in (0, 1)
+    )
+    missed = _stored(w, "bfloat16") - w
+    for error, name in ((x @ missed.T, "y"), (dy @ missed, "d_x")):
+        allowed = getattr(rounded, name) - getattr(exact, name)
+        assert (np.abs(error) <= allowed).all(), name
+        assert (np.abs(error) > allowed / 8).any(), name
+
+
+def test_norm_bound_of_a_weight_that_is_rounded():
+    *_, w, a, b, _ = _layer()
+    allowed = tolerances.norm(w, a, b, 0.5, weight_roundings=1) - tolerances.norm(w, a, b, 0.5)
+    scaled = (w / np.float32(3)) * np.float32(3)  # as codes times a scale
+    error = np.abs(oracle.norm(scaled, a, b, 0.5) - oracle.norm(w, a, b, 0.5))
+    assert (error <= allowed).all()
+    assert (error > allowed / 200).any()
+
+
+def test_layer_bound_of_lora():
+    x, dy, w, a, b, m = _layer()
+    w, s = _stored(w, "bfloat16"), 0.5
+    bound = tolerances.dora_linear(dy, x, w, a, b, None, s, "bfloat16").y
+    base, z = _stored(x @ w.T, "bfloat16"), _stored(x @ a.T, "bfloat16")
+    y = _stored(base + s * _stored(z @ b.T, "bfloat16"), "bfloat16")
+    exact = oracle.dora_linear(x, w, a, b, None, s, dtype="bfloat16")
+    assert (np.abs(y - exact) <= bound).all()
+    assert (np.abs(y * 1.05 - exact) > bound).any()
+    # In fp32, the error of the norm, which LoRA does not have, counts.
+    with_norm, without = (
+        tolerances.dora_linear(dy, x, w, a, b, one, s, "float32").y for one in (m, None)
+    )
+    assert (without < with_norm).all()

@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import io
+import pkgutil
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora import ops
+from jax_dora.ops import mosaic
 from parity import oracle
 from parity.cases import ComposeInputs, LayerInputs
 from parity.environment import start_jax
@@ -67,6 +70,31 @@ def layer(
     run = functools.partial(with_gradients, {"": op}, wanted)
     compute = _computation(run, implementation, operands, to_jax(inputs.dy))
     return lambda: in_torch_layout(compute())
+
+
+def apply(inputs: LayerInputs, scale: float, implementation: Implementation) -> Computation:
+    operands = linear_operands(inputs)
+    return _computation(projection(scale, implementation), implementation, operands)
+
+
+def kernels(inputs: LayerInputs, scale: float, implementation: Implementation) -> list[str]:
+    """Returns the names of the Mosaic kernels in `apply`'s program."""
+    run = jax.jit(projection(scale, implementation))
+    with jax.default_matmul_precision("highest"):
+        return kernel_names(run.lower(linear_operands(inputs)))
+
+
+def kernel_names(program: Any) -> list[str]:
+    """Returns the modules of the Mosaic kernels in a lowered program, which has a function of the
+    same name for each."""
+    functions = re.findall(r"func private @(\w+?)(?:_\d+)?\(", program.as_text())
+    modules = {module.name for module in pkgutil.iter_modules(mosaic.__path__)}
+    return sorted(modules.intersection(functions))
+
+
+def projection(scale: float, implementation: Implementation) -> Callable[[dict], Any]:
+    op = choose_operator(ops.dora_linear, plain_linear, implementation, scale=scale)
+    return lambda operands: op(**operands)
 
 
 def linear_operands(inputs: LayerInputs) -> dict[str, Any]:

@@ -60,6 +60,18 @@ def layer(
     return functools.partial(_with_gradients, {"": op}, wanted, operands, dy)
 
 
+@torch.no_grad()
+def _apply(op: Callable, operands: Tensors) -> torch.Tensor:
+    return op(**operands)
+
+
+def apply(inputs: LayerInputs, scale: float, implementation: Implementation) -> Computation:
+    op = choose_operator(ops.dora_linear, plain_linear, implementation, scale=scale)
+    operands = {name: value for name, value in vars(inputs).items() if value is not None}
+    del operands["dy"]
+    return functools.partial(_apply, op, operands)
+
+
 def plain_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=None):
     """Returns y in plain torch: the norm of `W + sBA` and the composition in fp32, products with
     activations in the activations' dtype."""

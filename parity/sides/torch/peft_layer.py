@@ -21,7 +21,7 @@ def layer(inputs: LayerInputs, scale: float) -> Tensors:
     """Returns norm, y and all gradients; the weight is quantised by torchao."""
     codes = parts(inputs.weight)
     is_nf4 = codes.qtype == "nf4"
-    base = _bitsandbytes_linear(codes) if is_nf4 else frozen_linear(inputs.weight)
+    base = _bitsandbytes_linear(codes, inputs.x) if is_nf4 else frozen_linear(inputs.weight)
     if inputs.bias is not None:
         base.bias = nn.Parameter(inputs.bias.clone())
     rank = inputs.lora_a.shape[0]
@@ -77,8 +77,8 @@ def frozen_linear(weight: torch.Tensor) -> nn.Linear:
     return layer
 
 
-def _bitsandbytes_linear(weight: Parts) -> nn.Linear:
-    """Returns bitsandbytes' layer with the same codes and scales."""
+def _bitsandbytes_linear(weight: Parts, x: torch.Tensor) -> nn.Linear:
+    """Returns bitsandbytes' layer with the same codes and scales, for inputs like x."""
     bitsandbytes: Any = importlib.import_module("bitsandbytes")
     packed = torch.tensor(weight.codes[:, ::2] << 4 | weight.codes[:, 1::2], dtype=torch.uint8)
     state = bitsandbytes.functional.QuantState(
@@ -87,10 +87,10 @@ def _bitsandbytes_linear(weight: Parts) -> nn.Linear:
         code=bitsandbytes.functional.get_4bit_type("nf4", device="cpu"),
         blocksize=weight.codes.shape[1] // weight.scale.shape[1],
         quant_type="nf4",
-        dtype=torch.float32,
+        dtype=x.dtype,
     )
     layer = bitsandbytes.nn.Linear4bit(
-        *weight.codes.shape[::-1], bias=False, compute_dtype=torch.float32, quant_type="nf4"
+        *weight.codes.shape[::-1], bias=False, compute_dtype=x.dtype, quant_type="nf4"
     )
     layer.weight = bitsandbytes.nn.Params4bit(
         packed.reshape(-1, 1),
@@ -101,4 +101,4 @@ def _bitsandbytes_linear(weight: Parts) -> nn.Linear:
         bnb_quantized=True,
         module=layer,
     )
-    return layer
+    return layer.to(x.device)
