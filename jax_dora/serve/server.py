@@ -98,6 +98,11 @@ class Settings:
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {size}; expected at least 1")
 
+    @property
+    def base_name(self) -> str:
+        """The name of the base model."""
+        return self.model.resolve().name if self.name is None else self.name
+
 
 class Connection(H11Protocol):
     """A client's connection, which is closed if the client keeps the server waiting.
@@ -213,7 +218,7 @@ class Server:
         self.metrics = metrics = Metrics()
         bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
         runner = ModelRunner(model, bank, settings.batch, length, settings.chunk)
-        name = folder.resolve().name if settings.name is None else settings.name
+        name = settings.base_name
         read = bank and (lambda folder: bank.bank.read(folder))
         self.adapters = Adapters(
             settings.adapters, read, base_name=name, metrics=metrics, tell=tell
