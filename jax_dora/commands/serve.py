@@ -24,6 +24,7 @@ from jax_dora.commands.flags import (
     add_formats,
     integer,
     mesh,
+    not_negative,
     usage_errors,
     with_flag_names,
 )
@@ -75,6 +76,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=integer(1, 2**14),
         metavar="N",
         help="maximum rank of an adapter; 64 by default",
+    )
+    add(
+        "--host-gib",
+        type=_gib,
+        dest="host_bytes",
+        metavar="N",
+        help="host memory in GiB for adapters that no request uses; no limit by default",
     )
     add("--batch", type=count, default=32, metavar="N", help="maximum number of running requests")
     length = integer(2, 2**24)
@@ -133,7 +141,12 @@ def make_settings(args: argparse.Namespace) -> "Settings":
       ImportError: the extra `serve` is not installed.
       ValueError: a flag is invalid, or needs another one.
     """
-    for flag, value in {"slots": args.slots, "max-rank": args.max_rank}.items():
+    needs_adapters = {
+        "slots": args.slots,
+        "max-rank": args.max_rank,
+        "host-gib": args.host_bytes,
+    }
+    for flag, value in needs_adapters.items():
         if value is not None and args.adapters is None:
             raise ValueError(f"--{flag} needs --adapters")
     from jax_dora.serve.server import Settings
@@ -164,6 +177,11 @@ def _name(text: str) -> str:
             "it is empty; expected a name, which clients use to select the base model"
         )
     return text
+
+
+def _gib(text: str) -> int:
+    """Parses a number of GiB, and returns the bytes."""
+    return int(not_negative(text) * 2**30)
 
 
 def _key(text: str) -> str:

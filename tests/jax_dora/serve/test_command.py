@@ -126,6 +126,8 @@ def test_a_key_is_asked_for(model, settings):
         ("--activations float8_e4m3fn", "the model is not quantised; expected --quantize="),
         ("--slots 2", "--slots needs --adapters"),
         ("--max-rank 8", "--max-rank needs --adapters"),
+        ("--host-gib 1", "--host-gib needs --adapters"),
+        ("--host-gib -1", "'-1' is out of range: expected a number of at least 0"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
         ("--mesh foo=2", "expected auto, or sizes of tp of at least 1, as in tp=2"),
         ("--mesh dp=2", "--mesh has {'dp': 2}; expected only tp"),
@@ -162,6 +164,7 @@ def test_how_many_models_are_served_is_told(model, monkeypatch, capsys, count, n
         ({"chunk": 0}, "chunk is 0; expected at least 1"),
         ({"queue": 0}, "queue is 0; expected at least 1"),
         ({"slots": -1}, "slots is -1; expected at least 1"),
+        ({"host_bytes": -1}, "host_bytes is -1; expected at least 0, or None"),
     ],
 )
 def test_settings_that_are_empty_are_no_defaults(model, fields, message):

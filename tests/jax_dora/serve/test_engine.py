@@ -1,6 +1,7 @@
 """The engine: rows and slots, what is compiled, and the effect of requests on each other."""
 
 import contextlib
+import dataclasses
 import shutil
 import threading
 import time
@@ -8,6 +9,7 @@ import time
 import jax
 import openai
 import pytest
+from safetensors.numpy import load_file
 
 from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.models import load_model
@@ -139,6 +141,31 @@ def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
             found = complete(client, "french", PROMPT, logprobs=1)
             assert found.text == expected.text
             assert found.logprobs.token_logprobs == expected.logprobs.token_logprobs
+
+
+def test_the_largest_file_of_an_adapter_is_one_in_fp64(model, adapters):
+    bank = programs.make_bank(load_model(model), 1, 8).bank
+    tensors = load_file(adapters / "german" / "adapter_model.safetensors")  # DoRA of rank 8, fp32
+    in_fp64 = 2 * sum(one.nbytes for one in tensors.values())
+    assert programs.largest_file(bank) == in_fp64 + programs.HEADER_BYTES
+
+
+@pytest.mark.slow
+def test_adapters_beyond_the_host_s_memory_are_read_again(served, settings):
+    """And answer as they do elsewhere; those in slots are not."""
+    names = ("french", "german", "lora", "small")
+    expected = {name: complete(served[1], name, PROMPT).text for name in names}
+    assert len(set(expected.values())) == 4
+    with serving.serving(dataclasses.replace(settings, host_bytes=1)) as (server, client):
+        reads = server.metrics.reads._value
+        for name in names * 2:
+            assert complete(client, name, PROMPT).text == expected[name]
+        before = reads.get()
+        assert before >= 2 * 4 - settings.slots
+        assert complete(client, names[-1], PROMPT).text == expected[names[-1]]
+        assert complete(client, names[-2], PROMPT).text == expected[names[-2]]
+        assert reads.get() == before
+        assert not server.adapters.damaged()
 
 
 class Recorder:
