@@ -174,7 +174,7 @@ class Recorder:
     rows, capacity, widths, prompts_per_call = 2, 50, (8,), {8: 2}
 
     def __init__(self):
-        self.taken = []
+        self.taken, self.calls = [], []
 
     def width(self, left):
         return 8
@@ -186,10 +186,11 @@ class Recorder:
         pass
 
     def prefill(self, parts, width):
+        self.calls.append(("prefill", [(part.row, part.start) for part in parts]))
         return self.drawn()
 
     def decode(self, going):
-        list(going)
+        self.calls.append(("decode", list(going)))
         return self.drawn()
 
     def drawn(self):
@@ -282,6 +283,21 @@ def test_a_turn_that_reads_a_piece_of_a_prompt_has_done_something(fake):
     engine.submit(Request((1,) * 30, 1, pieces.append))
     run(engine)
     assert [one.finish for one in pieces] == ["length"]
+
+
+def test_running_rows_decode_between_the_pieces_of_a_long_prompt(fake):
+    engine, runner, _ = fake
+    _, pieces = ask(engine, count=20)
+    engine.turn()
+    engine.turn()
+    runner.calls, before = [], len(pieces)
+    engine.submit(Request((1,) * 30, 5, lambda _: None))
+    for _ in range(4):
+        engine.turn()
+    prompt, steps = runner.calls[::2], runner.calls[1::2]
+    assert prompt == [("prefill", [(1, start)]) for start in (0, 8, 16, 24)]
+    assert steps == [("decode", [0])] * 3 + [("decode", [0, 1])]
+    assert len(pieces) == before + 4
 
 
 def test_the_queue_is_bounded_and_ends(fake):
