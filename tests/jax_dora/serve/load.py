@@ -98,9 +98,9 @@ class Load:
         while True:
             begin = time.monotonic()
             text, status = await self._text(client, body | {"stream": streams})
-            if status != 429:
+            if status not in (429, 503):
                 break
-            self.counts["refused with 429"] += 1
+            self.counts[f"refused with {status}"] += 1
             await asyncio.sleep(0.05)
         self.seconds.append(time.monotonic() - begin)
         self.counts[kind] += 1
