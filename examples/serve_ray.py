@@ -3,19 +3,22 @@
     pip install 'jax-dora[serve,ray]'
     python examples/serve_ray.py --model FOLDER --adapters DIR --replicas 2
 
-Each replica runs a complete `jax_dora.serve` server at a local address of its host. The ingress has
-OpenAI's interface and forwards requests, preferably to a replica that has used their adapter
-before. If a replica dies, its requests are sent to another one, except streams that have already
-begun. FOLDER and DIR have to be at the same path on all hosts.
+All flags of `jax-dora serve` apply: those of the address to Ray's proxy, and all others to each
+replica. A replica is a complete `jax_dora.serve` server, on one GPU or on those of `--mesh tp=N`,
+at a local address of its host. The ingress has OpenAI's interface and forwards requests, preferably
+to a replica that has used their adapter before. The header x-replica of an answer tells which
+replica gave it. If a replica dies, its requests are sent to another one, except streams that have
+already begun. FOLDER and DIR have to be at the same path on all hosts.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import json
+import math
 import os
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -24,7 +27,11 @@ from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from dora_common.peft.folder import find_adapter_folder
+from jax_dora.commands.flags import HelpFormatter, integer, not_negative
+from jax_dora.commands.serve import add_flags, make_settings, warn_without_key
 from jax_dora.serve import Server, Settings
+from jax_dora.serve.adapters import NAME
 from jax_dora.serve.errors import ApiError
 from jax_dora.serve.http import read_body
 
@@ -34,7 +41,7 @@ HEADERS = (b"content-type", b"authorization")
 
 
 class Replica:
-    """One server, on one device."""
+    """One server, on one device or mesh."""
 
     def __init__(self, settings: Settings) -> None:
         server = Server(settings)
@@ -42,7 +49,6 @@ class Replica:
         threading.Thread(target=server.run, daemon=True).start()
         self._client = httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=None)
 
-    @serve.multiplexed(max_num_models_per_replica=64)
     async def adapter(self, name: str) -> str:
         """Tells Ray that this replica has used an adapter; the replica's server loads it."""
         return name
@@ -50,11 +56,13 @@ class Replica:
     async def ask(
         self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> AsyncIterator[Any]:
-        """Yields the status and the content type, and then the parts of the answer."""
+        """Yields the status and the headers, and then the parts of the answer."""
         if name := serve.get_multiplexed_model_id():
             await self.adapter(name)
         async with self._client.stream(method, path, content=body, headers=headers) as answer:
-            yield answer.status_code, answer.headers.get("content-type", "")
+            replica = serve.get_replica_context().replica_id.unique_id
+            kind = answer.headers.get("content-type", "")
+            yield answer.status_code, {"content-type": kind, "x-replica": replica}
             async for part in answer.aiter_bytes():
                 yield part
 
@@ -66,32 +74,44 @@ class Replica:
 class Ingress:
     """Forwards requests to replicas, according to the adapter that they name."""
 
-    def __init__(self, replicas: Any, body_bytes: int) -> None:
-        self._replicas, self._body_bytes = replicas.options(stream=True), body_bytes
+    def __init__(self, replicas: Any, settings: Settings) -> None:
+        self._replicas, self._settings = replicas.options(stream=True), settings
 
     async def __call__(self, request: Request) -> Response:
         try:
-            body = await read_body(request, self._body_bytes)
+            body = await read_body(request, self._settings.body_bytes)
         except ApiError as error:
             return JSONResponse(error.body(), error.status)
-        try:
-            name = json.loads(body)["model"] if body else ""
-        except (ValueError, TypeError, KeyError, RecursionError):
-            name = ""  # the replica will respond with an error
-        handle = self._replicas.options(multiplexed_model_id=name if isinstance(name, str) else "")
-        status, kind, first, rest = await self._ask(handle, request, body)
+        name = await asyncio.to_thread(self._adapter, body)
+        handle = self._replicas.options(multiplexed_model_id=name)
+        status, headers, first, rest = await self._ask(handle, request, body)
 
         async def answer() -> AsyncIterator[bytes]:
             yield first
             async for part in rest:
                 yield part
 
-        return StreamingResponse(answer(), status, media_type=kind)
+        return StreamingResponse(answer(), status, headers)
+
+    def _adapter(self, body: bytes) -> str:
+        """Returns the name of the adapter that a request asks for, or "" for any replica.
+
+        Ray remembers the names that it is given. So it gets none that has no folder in DIR, for
+        which any replica responds with an error, and not the base model's, which all replicas have.
+        """
+        try:
+            name = json.loads(body)["model"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return ""  # the replica will respond with an error
+        folder = self._settings.adapters
+        if folder is None or not isinstance(name, str) or name == self._settings.base_name:
+            return ""
+        return name if NAME.fullmatch(name) and find_adapter_folder(folder / name) else ""
 
     async def _ask(
         self, handle: Any, request: Request, body: bytes
-    ) -> tuple[int, str, bytes, AsyncIterator[bytes]]:
-        """Returns an answer's status, content type, first part and remaining parts.
+    ) -> tuple[int, dict[str, str], bytes, AsyncIterator[bytes]]:
+        """Returns an answer's status, headers, first part and remaining parts.
 
         Tries again if a replica dies. If the answer is not a stream, the first part is the whole
         answer.
@@ -101,11 +121,11 @@ class Ingress:
         while True:
             try:
                 parts = handle.ask.remote(request.method, request.url.path, headers, body)
-                status, kind = await anext(parts)
+                status, given = await anext(parts)
                 first = await anext(parts, b"")
-                if not kind.startswith("text/event-stream"):
+                if not given["content-type"].startswith("text/event-stream"):
                     first += b"".join([part async for part in parts])
-                return status, kind, first, parts
+                return status, given, first, parts
             except RayError:
                 tries += 1
                 if tries == TRIES:
@@ -113,32 +133,55 @@ class Ingress:
                 await asyncio.sleep(0.2 * tries)
 
 
-def application(settings: Settings, replicas: int, devices: float) -> Any:
+def application(settings: Settings, replicas: int, gpus: float) -> Any:
     """Returns an application for `ray.serve.run` with `replicas` servers.
 
     Args:
-        settings: the settings of each server.
+        settings: the settings of each server, except for the address.
         replicas: the number of servers.
-        devices: the number of GPUs of each server.
+        gpus: the number of GPUs of each server.
     """
+
+    class Multiplexed(Replica):
+        # A replica that loads another adapter into a slot has lost the least recently used one.
+        adapter = serve.multiplexed(max_num_models_per_replica=settings.slots)(Replica.adapter)
+
     replica = serve.deployment(
+        name="Replica",
         num_replicas=replicas,
         max_ongoing_requests=settings.batch + settings.queue,
-        ray_actor_options={"num_gpus": devices},
-    )(Replica)
+        ray_actor_options={"num_gpus": gpus},
+    )(Multiplexed)
     ingress = serve.deployment(max_ongoing_requests=10_000)(Ingress)
-    return ingress.bind(replica.bind(settings), settings.body_bytes)
+    local = dataclasses.replace(settings, host="127.0.0.1", port=0)
+    return ingress.bind(replica.bind(local), settings)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the flags; `gpus` has the GPUs of a replica."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    add_flags(parser)
+    add = parser.add_argument_group("Ray").add_argument
+    add("--replicas", type=integer(1), default=1, metavar="N", help="number of servers")
+    add("--gpus", type=not_negative, metavar="N", help="GPUs of a replica; those of --mesh, or 1")
+    args = parser.parse_args(argv)
+    if args.gpus is None:
+        if args.mesh == "auto":
+            parser.error("--mesh auto needs --gpus, the number of GPUs of a replica")
+        args.gpus = math.prod((args.mesh or {}).values())
+    return args
 
 
 def main() -> None:
     """Serves until Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--adapters", type=Path, required=True)
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--gpus", type=float, default=1.0, help="GPUs of a replica")
-    args = parser.parse_args()
-    settings = Settings(args.model.resolve(), args.adapters.resolve(), port=0)
+    args = parse()
+    settings = make_settings(args)
+    folders = {"model": settings.model.resolve()}
+    if settings.adapters is not None:
+        folders["adapters"] = settings.adapters.resolve()
+    settings = dataclasses.replace(settings, **folders)
+    warn_without_key(args, print)
+    serve.start(http_options={"host": args.host, "port": args.port})
     serve.run(application(settings, args.replicas, args.gpus), blocking=True)
 
 

@@ -1,6 +1,5 @@
 """Adapters in host memory, which are loaded into the slots of a bank when they are used."""
 
-import collections
 import dataclasses
 import difflib
 import os
@@ -9,6 +8,7 @@ import threading
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
+from jax_dora.bank.recently_used import RecentlyUsed
 from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.peft.names import Names
 
@@ -75,11 +75,10 @@ class AdapterStore:
             raise ValueError(f"host_bytes is {host_bytes!r}; expected at least 0, or None")
         self.lock = threading.RLock()
         self._slot_cache: SlotCache[_Entry] = SlotCache(bank)
-        self._host_bytes = host_bytes
         self._pytorch_names = names
         self._by_name: dict[str, _Entry] = {}
-        # An ordered set of all entries in use, the least recently used first.
-        self._used: collections.OrderedDict[_Entry, None] = collections.OrderedDict()
+        # The entries that can be read again and are in host memory.
+        self._in_memory: RecentlyUsed[_Entry] = RecentlyUsed(host_bytes)
 
     @property
     def bank(self) -> AdapterBank:
@@ -227,22 +226,14 @@ class AdapterStore:
 
     def _touch(self, entry: _Entry) -> None:
         """Marks an entry as the most recently used, and drops others to respect `host_bytes`."""
-        self._used[entry] = None
-        self._used.move_to_end(entry)
-        if self._host_bytes is None:
+        if entry.host is None or entry.source is None:
             return
-        kept = [
-            (one, one.host) for one in self._used if one.host is not None and one.source is not None
-        ]
-        held = sum(host.nbytes for _, host in kept)
-        for one, host in kept[:-1]:
-            if held <= self._host_bytes:
-                break
-            held -= host.nbytes
-            one.digest, one.host = host.digest, None
+        for one in self._in_memory.use(entry, entry.host.nbytes):
+            assert one.host is not None
+            one.digest, one.host = one.host.digest, None
 
     def _drop_unused(self, entry: _Entry) -> None:
         """Removes an entry and empties its slot, unless it is acquired."""
         if not self._slot_cache.pins(entry):
-            self._used.pop(entry, None)
+            self._in_memory.remove(entry)
             self._slot_cache.drop(entry)

@@ -13,8 +13,9 @@ Ctrl-C, the server finishes the running requests and exits.
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -23,9 +24,13 @@ from jax_dora.commands.flags import (
     add_formats,
     integer,
     mesh,
+    not_negative,
     usage_errors,
     with_flag_names,
 )
+
+if TYPE_CHECKING:
+    from jax_dora.serve.server import Settings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # Settings whose flag has another name.
@@ -72,6 +77,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum rank of an adapter; 64 by default",
     )
+    add(
+        "--host-gib",
+        type=_gib,
+        dest="host_bytes",
+        metavar="N",
+        help="host memory in GiB for adapters that no request uses; no limit by default",
+    )
     add("--batch", type=count, default=32, metavar="N", help="maximum number of running requests")
     length = integer(2, 2**24)
     add(
@@ -106,26 +118,48 @@ def run(args: argparse.Namespace) -> int:
         console.print(with_flag_names(line), markup=False, highlight=False, soft_wrap=True)
 
     with usage_errors():
-        for flag, value in {"slots": args.slots, "max-rank": args.max_rank}.items():
-            if value is not None and args.adapters is None:
-                raise ValueError(f"--{flag} needs --adapters")
-        from jax_dora.serve.server import Server, Settings, listen
+        from jax_dora.serve.server import Server, listen
 
-        names = {one.name: _FLAGS.get(one.name, one.name) for one in dataclasses.fields(Settings)}
-        values = {name: getattr(args, flag, None) for name, flag in names.items()}
-        settings = Settings(**{name: value for name, value in values.items() if value is not None})
+        settings = make_settings(args)
         with _address(args):
             listen(settings).close()  # reports an unusable address before the model is loaded
         server = Server(settings, tell=tell)
     with _address(args):
         host, port = server.bind()
-    if args.host not in LOOPBACK and args.api_key is None:
-        tell(f"Warning: without --api-key, everyone who can reach {args.host} can use the server")
+    warn_without_key(args, tell)
     shown = f"[{host}]" if ":" in host else host
     names = server.service.models()
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     tell(f"Serving {', '.join(names[:5])}{more} at http://{shown}:{port}/v1")
     return 0 if server.run() else 1
+
+
+def make_settings(args: argparse.Namespace) -> "Settings":
+    """Returns the settings that the flags give.
+
+    Raises:
+      ImportError: the extra `serve` is not installed.
+      ValueError: a flag is invalid, or needs another one.
+    """
+    needs_adapters = {
+        "slots": args.slots,
+        "max-rank": args.max_rank,
+        "host-gib": args.host_bytes,
+    }
+    for flag, value in needs_adapters.items():
+        if value is not None and args.adapters is None:
+            raise ValueError(f"--{flag} needs --adapters")
+    from jax_dora.serve.server import Settings
+
+    names = {one.name: _FLAGS.get(one.name, one.name) for one in dataclasses.fields(Settings)}
+    values = {name: getattr(args, flag, None) for name, flag in names.items()}
+    return Settings(**{name: value for name, value in values.items() if value is not None})
+
+
+def warn_without_key(args: argparse.Namespace, tell: Callable[[str], None]) -> None:
+    """Warns if others can reach the server and need no key."""
+    if args.host not in LOOPBACK and args.api_key is None:
+        tell(f"Warning: without --api-key, everyone who can reach {args.host} can use the server")
 
 
 @contextlib.contextmanager
@@ -143,6 +177,11 @@ def _name(text: str) -> str:
             "it is empty; expected a name, which clients use to select the base model"
         )
     return text
+
+
+def _gib(text: str) -> int:
+    """Parses a number of GiB, and returns the bytes."""
+    return int(not_negative(text) * 2**30)
 
 
 def _key(text: str) -> str:

@@ -4,11 +4,13 @@ import dataclasses
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dora_common.peft.folder import find_adapter_folder
+from dora_common.peft.folder import TENSORS, find_adapter_folder
+from jax_dora.bank.recently_used import RecentlyUsed
 from jax_dora.serve.metrics import Metrics
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -18,10 +20,32 @@ Signature = tuple[tuple[str, int, int, int], ...]  # name, mtime, size and inode
 @dataclasses.dataclass(eq=False)
 class ServedAdapter:
     """One version of an adapter. If its folder changes, that is a new `ServedAdapter`, and requests
-    that refer to this one keep using this version."""
+    that refer to this one keep using this version.
+
+    It stays in host memory as long as a request or the bank's slots refer to it.
+    """
 
     name: str
     value: Any  # the `HostAdapter` for the bank
+
+
+class UnreadableError(Exception):
+    """Raised if an adapter has to be read again and its folder does not hold it any more."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Version:
+    """The version of an adapter that is served.
+
+    Attributes:
+      signature: the state of the folder that the version was read from.
+      adapter: refers to the adapter if it is in host memory.
+      lock: held while the folder is read again.
+    """
+
+    signature: Signature
+    adapter: weakref.ref[ServedAdapter]
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 class Adapters:
@@ -30,6 +54,9 @@ class Adapters:
     A damaged adapter is reported and not served, without an effect on others. If it was valid
     before, then its previous version is served until its folder is valid again or deleted. Only
     files below the folder are read: an adapter with a symbolic link to elsewhere counts as damaged.
+
+    Beyond a limit, the least recently used adapters are dropped from host memory, and read again
+    when they are needed.
     """
 
     def __init__(
@@ -40,6 +67,8 @@ class Adapters:
         base_name: str,
         metrics: Metrics,
         tell: Callable[[str], None],
+        host_bytes: int | None = None,
+        file_bytes: int | None = None,
     ) -> None:
         """
         Args:
@@ -49,20 +78,48 @@ class Adapters:
           base_name: the base model's name, which no adapter may have.
           metrics: the metrics to update.
           tell: a function that is called with a line of text for every change.
+          host_bytes: the host memory for adapters that no request and no slot uses, or None for no
+            limit. The last used one is always kept.
+          file_bytes: the maximum size of a file of tensors, or None for no limit.
         """
         self._folder: Any = folder  # None only if there are no adapters
         self._read: Any = read
         self._base_name = base_name
         self._metrics, self._tell = metrics, tell
-        self._served: dict[str, ServedAdapter] = {}
+        self._file_bytes = file_bytes
+        self._served: dict[str, _Version] = {}
+        self._in_memory: RecentlyUsed[ServedAdapter] = RecentlyUsed(host_bytes)
         self._damaged: dict[str, str] = {}
         self._read_signatures: dict[str, Signature] = {}  # when last read, successfully or not
         self._last_signatures: dict[str, Signature] = {}  # in the last scan
         self._scan_lock = threading.Lock()
+        self._memory_lock = threading.Lock()  # for changes of `_served` and `_in_memory`
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._served
 
     def get(self, name: str) -> ServedAdapter | None:
-        """Returns the adapter of a name, or None if there is none that can be served."""
-        return self._served.get(name)
+        """Returns the adapter of a name, or None if there is none that can be served.
+
+        Reads the adapter again if it is not in host memory.
+
+        Raises:
+          UnreadableError: its folder has changed and has not been read anew yet, or is damaged.
+        """
+        while (version := self._served.get(name)) is not None:
+            with version.lock:
+                adapter = version.adapter() or self._read_again(name, version)
+            with self._memory_lock:
+                if self._served.get(name) is not version:
+                    continue  # it was replaced meanwhile
+                if adapter is not None:
+                    self._in_memory.use(adapter, adapter.value.nbytes)
+                    return adapter
+            raise UnreadableError(
+                f"The model {name!r} has to be read again, and its folder has changed or is "
+                "damaged; try again later"
+            )
+        return None
 
     def names(self) -> list[str]:
         """Returns the sorted names of the adapters that can be served."""
@@ -113,26 +170,55 @@ class Adapters:
 
     def _load(self, name: str, signature: Signature) -> None:
         try:
-            value = self._read(self._checked(name))
+            adapter = self._read_state(name, signature)
         except Exception as error:  # must not affect other adapters
             reason = str(error) or type(error).__name__
             self._damaged[name] = _one_line(_without_paths(reason, self._folder / name))
             outcome = "is not replaced" if name in self._served else "is not served"
             self._tell(f"adapter {name!r} {outcome}: {_one_line(reason)}")
         else:
-            if _signature(self._folder / name) != signature:
+            if adapter is None:
                 return  # the folder changed meanwhile: a later scan reads it again
             outcome = "is replaced" if name in self._served else "is served"
-            self._served[name] = ServedAdapter(name, value)
+            with self._memory_lock:
+                self._remove(name)
+                self._served[name] = _Version(signature, weakref.ref(adapter))
+                self._in_memory.use(adapter, adapter.value.nbytes)
             self._damaged.pop(name, None)
             self._tell(f"adapter {name!r} {outcome}")
         self._read_signatures[name] = signature
 
     def _forget(self, name: str) -> None:
         del self._read_signatures[name]
-        self._served.pop(name, None)
+        with self._memory_lock:
+            self._remove(name)
         self._damaged.pop(name, None)
         self._tell(f"adapter {name!r} is gone")
+
+    def _remove(self, name: str) -> None:
+        """Removes the version of an adapter that is served, if there is one."""
+        version = self._served.pop(name, None)
+        if version is not None and (adapter := version.adapter()) is not None:
+            self._in_memory.remove(adapter)
+
+    def _read_again(self, name: str, version: _Version) -> ServedAdapter | None:
+        """Reads an adapter that was dropped; returns None if its folder holds it no more."""
+        self._metrics.reads.inc()
+        try:
+            adapter = self._read_state(name, version.signature)
+        except Exception as error:  # must not affect other adapters
+            self._tell(f"adapter {name!r} cannot be read again: {_one_line(str(error))}")
+            return None
+        if adapter is not None:
+            version.adapter = weakref.ref(adapter)
+        return adapter
+
+    def _read_state(self, name: str, signature: Signature) -> ServedAdapter | None:
+        """Reads an adapter; returns None if its folder is not in the state of the signature."""
+        value = self._read(self._checked(name))
+        if _signature(self._folder / name) != signature:
+            return None
+        return ServedAdapter(name, value)
 
     def _checked(self, name: str) -> Path:
         """Returns the PEFT folder of a name, after checks of the name and of symbolic links."""
@@ -148,7 +234,15 @@ class Adapters:
                 raise ValueError(
                     f"{one} links out of the folder of adapters; expected files below it"
                 )
-        return find_adapter_folder(folder) or folder
+        found = find_adapter_folder(folder) or folder
+        size = (found / TENSORS).stat().st_size if (found / TENSORS).is_file() else 0
+        if self._file_bytes is not None and size > self._file_bytes:
+            raise ValueError(
+                f"{found / TENSORS} has {size:,} bytes; expected at most {self._file_bytes:,}, "
+                "enough for the server's maximum rank on all projections in fp64: start the server "
+                "with a larger --max-rank, or leave out modules_to_save, which are not served"
+            )
+        return found
 
 
 def _without_paths(text: str, folder: Path) -> str:

@@ -125,7 +125,7 @@ class _Handlers:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._service.adapter(name)  # raises an error for an unknown name
+        self._service.check_name(name)
         return _json(_model(name, self._service.name))
 
     async def completions(self, request: Request) -> Response:
@@ -155,8 +155,9 @@ class _Handlers:
             fields, prompt = parse(json.loads(body, object_pairs_hook=reject_duplicate_fields))
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}") from error
-        adapter = service.adapter(fields.model)
-        # In a thread, since long prompts take time, and other requests must not wait.
+        # In threads, since reading an adapter and long prompts take time, and other requests must
+        # not wait.
+        adapter = await asyncio.to_thread(service.adapter, fields.model)
         tokens = await asyncio.to_thread(tokenize, prompt)
         pieces = _Pieces()
         answer = service.submit(

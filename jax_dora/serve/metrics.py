@@ -19,6 +19,7 @@ class Metrics:
         self.waiting = add(Gauge, "waiting", "requests that wait for a row or a slot")
         self.adapters = add(Gauge, "adapters", "adapters that are served")
         self.damaged = add(Gauge, "damaged", "adapter folders that cannot be served")
+        self.reads = add(Counter, "reads", "adapters that were read again from their folders")
         self.tokens = add(Counter, "tokens", "generated tokens")
         self.prompt_tokens = add(Counter, "prompt_tokens", "prompt tokens that were processed")
         self.answers = add(Counter, "answers", "finished requests", labelnames=["end"])

@@ -16,6 +16,7 @@ even XLA's temporary memory would get another address, next to the results that 
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -35,6 +36,8 @@ from jax_dora.serve.request import Request
 
 # The projections in the layers. The server supports no adapters on embedding and head.
 PATH = "model/layers/.*_proj"
+# The largest header that safetensors reads.
+HEADER_BYTES = 100_000_000
 # A result may be read until this number of further programs has run: two of the engine's turns.
 RESULTS = 4
 
@@ -42,6 +45,15 @@ RESULTS = 4
 def make_bank(model: CausalLM, slots: int, max_rank: int) -> SlotCache:
     """Returns an empty bank for a model without adapters."""
     return SlotCache(jax_dora.AdapterBank(model, slots, max_rank, path=PATH))
+
+
+def largest_file(bank: jax_dora.AdapterBank) -> int:
+    """Returns the size in bytes that no file of an adapter for the bank exceeds, even in fp64."""
+    numbers = 0
+    for one in bank.projections.values():
+        n_in, out = one.sizes
+        numbers += math.prod(one.stack.shape) * (bank.max_rank * (n_in + out) + out)
+    return 8 * numbers + HEADER_BYTES
 
 
 def warm_up(bank: SlotCache, model: CausalLM) -> None:

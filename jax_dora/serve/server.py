@@ -24,7 +24,7 @@ from jax_dora.serve.adapters import Adapters
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.http import make_app
 from jax_dora.serve.metrics import Metrics
-from jax_dora.serve.runner import ModelRunner, make_bank, warm_up
+from jax_dora.serve.runner import ModelRunner, largest_file, make_bank, warm_up
 from jax_dora.serve.service import Service
 
 # A connection is closed if its next request does not arrive, or if its client reads none of the
@@ -52,6 +52,8 @@ class Settings:
         `load_model`.
       host, port: the address of the server; port 0 for any free port.
       slots, max_rank: the number of adapters in the bank at a time, and their largest rank.
+      host_bytes: the host memory for adapters that no request and no slot uses; None for no limit.
+        Beyond it, the least recently used are dropped, and read again when they are needed.
       batch: the number of requests that are answered at a time.
       max_length: the maximum number of tokens of a prompt and its answer together; 2048 by default,
         or the model's maximum if that is smaller.
@@ -63,7 +65,8 @@ class Settings:
       drain_seconds: the maximum time to finish running requests after the server is stopped.
 
     Raises:
-      ValueError: name is empty, max_length is below 2, or another size is below 1.
+      ValueError: name is empty, max_length is below 2, host_bytes is negative, or another size is
+        below 1.
     """
 
     model: Path
@@ -77,6 +80,7 @@ class Settings:
     port: int = 8000
     slots: int = 8
     max_rank: int = 64
+    host_bytes: int | None = None
     batch: int = 32
     max_length: int | None = None
     chunk: int = 256
@@ -94,9 +98,16 @@ class Settings:
                 f"max_length is {self.max_length}; expected 2 or more, for a token of a prompt and "
                 "one of its answer, or None for the default"
             )
+        if self.host_bytes is not None and self.host_bytes < 0:
+            raise ValueError(f"host_bytes is {self.host_bytes}; expected at least 0, or None")
         for name in ("slots", "max_rank", "batch", "chunk", "queue", "body_bytes"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {size}; expected at least 1")
+
+    @property
+    def base_name(self) -> str:
+        """The name of the base model."""
+        return self.model.resolve().name if self.name is None else self.name
 
 
 class Connection(H11Protocol):
@@ -213,10 +224,16 @@ class Server:
         self.metrics = metrics = Metrics()
         bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
         runner = ModelRunner(model, bank, settings.batch, length, settings.chunk)
-        name = folder.resolve().name if settings.name is None else settings.name
+        name = settings.base_name
         read = bank and (lambda folder: bank.bank.read(folder))
         self.adapters = Adapters(
-            settings.adapters, read, base_name=name, metrics=metrics, tell=tell
+            settings.adapters,
+            read,
+            base_name=name,
+            metrics=metrics,
+            tell=tell,
+            host_bytes=settings.host_bytes,
+            file_bytes=bank and largest_file(bank.bank),
         )
         tokenizer = texts.tokenizer
         options = {"queue": settings.queue, "metrics": metrics}

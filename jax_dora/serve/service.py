@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jax_dora.models.chat import ChatTemplate
-from jax_dora.serve.adapters import Adapters, ServedAdapter
+from jax_dora.serve.adapters import Adapters, ServedAdapter, UnreadableError
 from jax_dora.serve.body import Fields, check_unicode
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.errors import ApiError
@@ -42,14 +42,27 @@ class Service:
     def adapter(self, name: str) -> ServedAdapter | None:
         """Returns the adapter of a name; None for the base model's name.
 
+        This may take long, since the adapter is read again if it is not in host memory.
+
         Raises:
           ApiError: there is no such adapter, or its folder is damaged.
         """
         if name == self.name:
             return None
-        adapter = self.adapters.get(name)
-        if adapter is not None:
-            return adapter
+        try:
+            adapter = self.adapters.get(name)
+        except UnreadableError as error:
+            raise ApiError(503, str(error), param="model") from error
+        if adapter is None:
+            raise self._not_found(name)
+        return adapter
+
+    def check_name(self, name: str) -> None:
+        """Raises ApiError unless a name is that of the base model or of an adapter."""
+        if name != self.name and name not in self.adapters:
+            raise self._not_found(name)
+
+    def _not_found(self, name: str) -> ApiError:
         if reason := self.adapters.damaged().get(name):
             message = f"The model {name!r} exists, but cannot be served: {reason}"
         else:
@@ -58,7 +71,7 @@ class Service:
             nearest = [names[one] for one in matches]
             message = f"The model {name[:200]!r} does not exist"
             message += f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
-        raise ApiError(404, message, param="model", code="model_not_found")
+        return ApiError(404, message, param="model", code="model_not_found")
 
     def text_tokens(self, prompt: str | list[int]) -> list[int]:
         """Returns the tokens of a prompt."""

@@ -15,6 +15,7 @@ from tools.performance_tables import NO_TRITON, ROOT
 
 TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md")}
 PERFORMANCE, SERVING, SEVERAL, STEP, README, _ = PAGES
+KINDS = ("LoRA", "DoRA")
 QWEN_STEP = {"task": "step", "model": "qwen3", "rank": 64}
 
 
@@ -349,6 +350,42 @@ def test_what_is_said_of_serving_over_nf4_and_in_pytorch():
         f"{faster[1]:.2f} times with 8 adapters",
         f"comes after {first[0]} ms instead of {first[1]} without a bank",
         f"at most {over_lora:.3f} of LoRA's time (goal: 1.05)",
+    )
+
+
+def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
+    def prompt(base, kind):
+        of = {"what": "prompts of the server, 4 layers, traced", "base": base, "kind": kind}
+        found = [line for line in rows("tried", "h100", **of) if line.get("way") != "dense copies"]
+        assert len(found) == 1
+        return f"{found[0]['us']:,.1f}"
+
+    times = [prompt(base, kind) for base in ("bf16", "nf4") for kind in ("DoRA", "base")]
+    one, eight = (
+        row("bank", "h100", task="decode", kind="base", mix="zipf", rows=count)["ms"]
+        for count in (1, 8)
+    )
+    assert one > eight
+    grown = {
+        count: [
+            row("bank", "h100", mix="growth", adapters=count, kind=kind)["ms"] for kind in KINDS
+        ]
+        for count in (1, 4, 16, 64, 256, 1024)
+    }
+    slower = {count: lora / dora for count, (lora, dora) in grown.items() if lora > dora}
+    *first, last = slower
+    (torch, ours) = (
+        Report.committed(name, "h100").header["environment"] for name in ("serve_torch", "serve")
+    )
+    assert_says(
+        SERVING,
+        f"take {times[0]} µs with adapters and {times[1]} without in bf16, and {times[2]} and "
+        f"{times[3]} over nf4",
+        "the base model alone takes longer for 1 row than for 8",
+        f"with {', '.join(map(str, first))} and {last} adapters LoRA takes up to "
+        f"{max(slower.values()):.2f} of DoRA's time",
+        f"at commit {torch['commit']} with PEFT {torch['peft']}, whereas the server was measured "
+        f"at {ours['commit']}.",
     )
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,6 +15,7 @@ from tests.jax_dora.bank.adapters import drawn, merged
 from tests.jax_dora.small_models import Block
 
 MODEL = Block(nnx.Rngs(0))
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 X = np.random.default_rng(0).normal(size=(1, 8)).astype(np.float32)
 
 
@@ -35,7 +37,7 @@ def adapter(seed):
 def serves(store, slot, seed):
     y = with_bank(MODEL, store.bank, [slot])(X)
     expected = merged(MODEL, store.bank, adapter(seed))(X)
-    return np.allclose(y, expected, rtol=1e-5, atol=1e-5)
+    return np.allclose(y, expected, **CLOSE)
 
 
 def test_the_least_recently_used_makes_room(store):
@@ -133,6 +135,9 @@ def test_folders_are_read_again_where_the_host_has_no_room(store, tmp_path):
     for seed, name in enumerate("abc"):
         assert serves(small, small.acquire(name), seed)
         small.release(name)
+    for name in "abc":
+        small.remove(name)
+    assert len(small._in_memory) == 0
 
 
 def test_a_folder_that_has_changed_is_refused_until_it_is_added_again(store, tmp_path):
@@ -177,3 +182,28 @@ def test_no_folder_is_read_where_no_slot_is_free(store, tmp_path, monkeypatch):
     assert serves(small, small.acquire("c"), 2)
     assert len(reads) == 1
     assert sum(entry.host is not None for entry in small._by_name.values()) == 1
+
+
+@pytest.mark.slow
+def test_thousands_of_adapters_share_eight_slots(tmp_path):
+    """Few of them are asked for most, and there is host memory for one of twenty."""
+    bank, folders = AdapterBank(MODEL, 8, 4), [tmp_path / str(seed) for seed in range(16)]
+    for seed, folder in enumerate(folders):
+        write(folder, seed)
+    expected = np.stack([merged(MODEL, bank, adapter(seed))(X)[0] for seed in range(16)])
+    store = AdapterStore(bank, host_bytes=100 * bank.read(folders[0]).nbytes)
+    for number in range(2000):
+        store.add(str(number), folders[number % 16])
+    answers = jax.jit(lambda bank, ids: with_bank(MODEL, bank, ids)(np.repeat(X, 8, axis=0)))
+    rng, used = np.random.default_rng(0), []
+    for number in np.minimum(rng.zipf(1.2, 1000), 2000) - 1:
+        used.append((str(number), store.acquire(str(number))))
+        if len(used) == 8:
+            seeds = [int(name) % 16 for name, _ in used]
+            found = answers(store.bank, np.array([slot for _, slot in used], np.int32))
+            np.testing.assert_allclose(found, expected[seeds], **CLOSE)
+            store.release(*used.pop(rng.integers(8)))
+        in_memory = sum(one.host is not None for one in store._by_name.values())
+        assert in_memory == len(store._in_memory) == 100
+    assert len(store) == 2000
+    assert store.loads == store.evictions + 8 > 100

@@ -69,15 +69,15 @@ class Load:
             self._count(answer, 413, kind)
         elif kind == "unknown":
             answer = await client.post("completions", json=body | {"model": f"{name}x"})
-            self._count(answer, 404, kind)
+            self._count(answer, 404, kind, f"{name}x' does not exist; the nearest are '{name}'")
         elif kind.startswith("hangs up"):
             await self._hang_up(client, body | {"max_tokens": 60}, kind)
         else:
             await self._answered(client, body, self._expected[name][prompt], kind or "answered")
 
-    def _count(self, answer: httpx.Response, status: int, kind: str) -> None:
+    def _count(self, answer: httpx.Response, status: int, kind: str, message: str = "") -> None:
         self.counts[kind] += 1
-        if answer.status_code != status:
+        if answer.status_code != status or message not in answer.text:
             self.wrong.append(f"{kind}: {answer.status_code} {answer.text}")
 
     async def _hang_up(self, client: httpx.AsyncClient, body: dict, kind: str) -> None:
@@ -98,9 +98,9 @@ class Load:
         while True:
             begin = time.monotonic()
             text, status = await self._text(client, body | {"stream": streams})
-            if status != 429:
+            if status not in (429, 503):
                 break
-            self.counts["refused with 429"] += 1
+            self.counts[f"refused with {status}"] += 1
             await asyncio.sleep(0.05)
         self.seconds.append(time.monotonic() - begin)
         self.counts[kind] += 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_dora.serve.adapters import Adapters
+from jax_dora.serve.adapters import Adapters, UnreadableError
 from jax_dora.serve.metrics import Metrics
 
 
@@ -15,8 +15,14 @@ def write(folder: Path, text: str = "1") -> None:
     (folder / "adapter_model.safetensors").write_text(text)
 
 
-def read(folder: Path) -> str:
-    text = (folder / "adapter_model.safetensors").read_text()
+class Text(str):
+    """An adapter, which is the text of its file and has a byte for each letter."""
+
+    nbytes = property(len)
+
+
+def read(folder: Path) -> Text:
+    text = Text((folder / "adapter_model.safetensors").read_text())
     if text == "damaged":
         raise ValueError("a tensor\nis missing")
     return text
@@ -62,6 +68,7 @@ def test_they_come_change_and_go(folder, adapters, told):
         file.unlink()
     adapters.scan()
     assert adapters.names() == ["one"]
+    assert len(adapters._in_memory) == 1
     assert told == [
         "adapter 'one' is served",
         "adapter 'one' is replaced",
@@ -156,7 +163,7 @@ def test_a_folder_that_cannot_be_read_takes_nothing_away(folder, adapters, told)
 
 
 def test_one_that_changes_while_it_is_read_is_read_again(folder, told):
-    def read_slowly(one: Path) -> str:
+    def read_slowly(one: Path) -> Text:
         text = read(one)
         if text == "1":
             write(one, "22")
@@ -177,3 +184,106 @@ def test_dangling_links_and_pipes_are_no_adapters(folder, adapters):
     os.mkfifo(folder / "pipe" / "adapter_config.json")
     adapters.scan(settle=False)
     assert (adapters.names(), adapters.damaged()) == ([], {})
+
+
+@pytest.fixture
+def small(folder, told):
+    """Three adapters of 3 bytes, with room for two of them, and what was read."""
+    for name in ("one", "two", "six"):
+        write(folder / name, name)
+    reads = []
+
+    def read_and_note(one: Path) -> Text:
+        reads.append(one.name)
+        return read(one)
+
+    options = {"base_name": "base", "metrics": Metrics(), "tell": told.append}
+    adapters = Adapters(folder, read_and_note, host_bytes=6, **options)
+    adapters.scan(settle=False)  # in the order of their names
+    assert reads == ["one", "six", "two"]
+    reads.clear()
+    return adapters, reads
+
+
+def test_the_least_recently_used_are_read_again(small):
+    adapters, reads = small
+    assert adapters.names() == ["one", "six", "two"]
+    assert adapters.get("six").value == "six"
+    assert adapters.get("one").value == "one"  # in place of "two"
+    assert adapters.get("six").value == "six"
+    assert reads == ["one"]
+    assert adapters.get("two").value == "two"  # in place of "one"
+    assert adapters.get("six").value == "six"
+    assert reads == ["one", "two"]
+    assert adapters._metrics.reads._value.get() == 2
+
+
+def test_what_is_used_stays_in_memory(small):
+    """A second request for it gets the same version, which has the same slot."""
+    adapters, reads = small
+    used = adapters.get("one")
+    for name in ("two", "six", "two"):
+        adapters.get(name)
+    reads.clear()
+    assert adapters.get("one") is used
+    assert reads == []
+
+
+def test_one_larger_than_the_limit_is_kept_while_it_is_the_last(small, folder):
+    adapters, reads = small
+    write(folder / "one", "much longer")
+    adapters.scan()
+    adapters.scan()
+    assert adapters.get("one").value == adapters.get("one").value == "much longer"
+    assert reads == ["one"]
+    adapters.get("two")
+    assert len(adapters._in_memory) == 1
+
+
+def test_what_cannot_be_read_again_is_told(small, folder, told):
+    """Until a scan finds another adapter in the folder, or none."""
+    adapters, _ = small
+    write(folder / "one", "damaged")
+    with pytest.raises(UnreadableError, match="'one' has to be read again, and its folder has"):
+        adapters.get("one")
+    assert told[-1] == "adapter 'one' cannot be read again: a tensor is missing"
+    write(folder / "one", "new")
+    with pytest.raises(UnreadableError):
+        adapters.get("one")
+    adapters.scan()
+    adapters.scan()
+    assert adapters.get("one").value == "new"
+    (folder / "six").rename(folder.parent / "six")
+    adapters.scan()
+    assert adapters.get("six") is None
+
+
+def test_one_that_is_replaced_while_it_is_read_again(folder, told):
+    """Whoever waits for the old version gets the new one."""
+    write(folder / "one", "one")
+    write(folder / "two", "two")
+
+    def read_and_replace(one: Path) -> Text:
+        text = read(one)
+        if adapters.names() == ["one", "two"] and text == "one":
+            write(folder / "one", "new")
+            adapters.scan()
+            adapters.scan()
+        return text
+
+    options = {"base_name": "base", "metrics": Metrics(), "tell": told.append}
+    adapters = Adapters(folder, read_and_replace, host_bytes=3, **options)
+    adapters.scan(settle=False)
+    assert adapters.get("one").value == "new"
+
+
+def test_a_file_that_is_too_large_is_not_read(folder, told):
+    options = {"base_name": "base", "metrics": Metrics(), "tell": told.append}
+    adapters = Adapters(folder, read, file_bytes=1000, **options)
+    write(folder / "good", "x" * 1000)
+    write(folder / "large", "x" * 1001)
+    adapters.scan(settle=False)
+    assert adapters.names() == ["good"]
+    message = "adapter_model.safetensors has 1,001 bytes; expected at most 1,000, enough for"
+    assert adapters.damaged()["large"].startswith(message)
+    assert f"adapter 'large' is not served: {folder / 'large'}/{message}" in told[1]

@@ -63,7 +63,7 @@ def test_every_adapter_answers_as_it_does_alone(served, adapters, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["french", "lora"])
+@pytest.mark.parametrize("name", ["french", "german", "lora"])  # DoRA, also with rsLoRA, and LoRA
 def test_it_is_what_peft_and_the_merged_model_answer(served, model, adapters, name):
     """But where their two likeliest tokens are as near as fp32 sums in two orders are."""
     server, client = served

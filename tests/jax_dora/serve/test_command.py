@@ -1,5 +1,6 @@
 """`jax-dora serve` as a process: SIGTERM drains, and bad flags end in one line."""
 
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -20,12 +21,20 @@ from jax_dora.models import generate, load_model, read_config
 from jax_dora.peft import load_adapter
 from jax_dora.serve.server import Settings
 from tests.jax_dora.serve import serving
+from tests.jax_dora.serve.test_http import until
+
+
+def waiting(client):
+    """Returns how many requests wait for a row."""
+    url = f"{str(client.base_url).removesuffix('/v1/')}/metrics"
+    told = client._client.get(url, headers=client.auth_headers).text
+    return float(re.search(r"^jax_dora_waiting (.*)$", told, re.MULTILINE)[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_drain(model, adapters, tmp_path, number):
-    """What is under way is answered to its end, nobody else is, and the process ends well."""
+    """Who runs or waits is answered to the end, nobody else is, and the process ends well."""
     (tmp_path / "key").write_text("secret\n")
     flags = [f"--model={model}", f"--adapters={adapters}", "--port=0", "--batch=2", "--slots=2"]
     flags += [f"--api-key=@{tmp_path / 'key'}", "--max-length=400", "--chunk=16"]
@@ -40,13 +49,18 @@ def test_signals_drain(model, adapters, tmp_path, number):
         while not (url := re.search(r"http://127\.0\.0\.1:\d+/v1", process.stderr.readline())):
             assert process.poll() is None
         with openai.OpenAI(base_url=url[0], api_key="secret", max_retries=0) as client:
-            stream = client.completions.create(
-                model="french", prompt="1", max_tokens=390, temperature=0, stream=True
-            )
-            next(stream)
-            process.send_signal(number)
-            *_, last = stream
-            assert last.choices[0].finish_reason in ("length", "stop")
+            given = {"model": "french", "prompt": "a", "max_tokens": 390, "temperature": 0}
+            stream = client.completions.create(**given, stream=True)
+            text = next(stream).choices[0].text
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                asked = [pool.submit(client.completions.create, **given) for _ in range(8)]
+                until(lambda: waiting(client) > 3)
+                process.send_signal(number)
+                events = list(stream)
+                answers = [one.result() for one in asked]
+            assert events[-1].choices[0].finish_reason == "length"  # not much sooner
+            text += "".join(event.choices[0].text for event in events)
+            assert {one.choices[0].text for one in answers} == {text}
             assert process.wait(60) == (0 if number == signal.SIGTERM else 130)
             with pytest.raises(openai.APIConnectionError):
                 client.models.list()
@@ -126,6 +140,8 @@ def test_a_key_is_asked_for(model, settings):
         ("--activations float8_e4m3fn", "the model is not quantised; expected --quantize="),
         ("--slots 2", "--slots needs --adapters"),
         ("--max-rank 8", "--max-rank needs --adapters"),
+        ("--host-gib 1", "--host-gib needs --adapters"),
+        ("--host-gib -1", "'-1' is out of range: expected a number of at least 0"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
         ("--mesh foo=2", "expected auto, or sizes of tp of at least 1, as in tp=2"),
         ("--mesh dp=2", "--mesh has {'dp': 2}; expected only tp"),
@@ -162,6 +178,7 @@ def test_how_many_models_are_served_is_told(model, monkeypatch, capsys, count, n
         ({"chunk": 0}, "chunk is 0; expected at least 1"),
         ({"queue": 0}, "queue is 0; expected at least 1"),
         ({"slots": -1}, "slots is -1; expected at least 1"),
+        ({"host_bytes": -1}, "host_bytes is -1; expected at least 0, or None"),
     ],
 )
 def test_settings_that_are_empty_are_no_defaults(model, fields, message):

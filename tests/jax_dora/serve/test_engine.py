@@ -1,6 +1,7 @@
 """The engine: rows and slots, what is compiled, and the effect of requests on each other."""
 
 import contextlib
+import dataclasses
 import shutil
 import threading
 import time
@@ -8,6 +9,7 @@ import time
 import jax
 import openai
 import pytest
+from safetensors.numpy import load_file
 
 from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.models import load_model
@@ -141,13 +143,38 @@ def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
             assert found.logprobs.token_logprobs == expected.logprobs.token_logprobs
 
 
+def test_the_largest_file_of_an_adapter_is_one_in_fp64(model, adapters):
+    bank = programs.make_bank(load_model(model), 1, 8).bank
+    tensors = load_file(adapters / "german" / "adapter_model.safetensors")  # DoRA of rank 8, fp32
+    in_fp64 = 2 * sum(one.nbytes for one in tensors.values())
+    assert programs.largest_file(bank) == in_fp64 + programs.HEADER_BYTES
+
+
+@pytest.mark.slow
+def test_adapters_beyond_the_host_s_memory_are_read_again(served, settings):
+    """And answer as they do elsewhere; those in slots are not."""
+    names = ("french", "german", "lora", "small")
+    expected = {name: complete(served[1], name, PROMPT).text for name in names}
+    assert len(set(expected.values())) == 4
+    with serving.serving(dataclasses.replace(settings, host_bytes=1)) as (server, client):
+        reads = server.metrics.reads._value
+        for name in names * 2:
+            assert complete(client, name, PROMPT).text == expected[name]
+        before = reads.get()
+        assert before >= 2 * 4 - settings.slots
+        assert complete(client, names[-1], PROMPT).text == expected[names[-1]]
+        assert complete(client, names[-2], PROMPT).text == expected[names[-2]]
+        assert reads.get() == before
+        assert not server.adapters.damaged()
+
+
 class Recorder:
     """A model runner that computes nothing and always draws token 1."""
 
     rows, capacity, widths, prompts_per_call = 2, 50, (8,), {8: 2}
 
     def __init__(self):
-        self.taken = []
+        self.taken, self.calls = [], []
 
     def width(self, left):
         return 8
@@ -159,10 +186,11 @@ class Recorder:
         pass
 
     def prefill(self, parts, width):
+        self.calls.append(("prefill", [(part.row, part.start) for part in parts]))
         return self.drawn()
 
     def decode(self, going):
-        list(going)
+        self.calls.append(("decode", list(going)))
         return self.drawn()
 
     def drawn(self):
@@ -255,6 +283,21 @@ def test_a_turn_that_reads_a_piece_of_a_prompt_has_done_something(fake):
     engine.submit(Request((1,) * 30, 1, pieces.append))
     run(engine)
     assert [one.finish for one in pieces] == ["length"]
+
+
+def test_running_rows_decode_between_the_pieces_of_a_long_prompt(fake):
+    engine, runner, _ = fake
+    _, pieces = ask(engine, count=20)
+    engine.turn()
+    engine.turn()
+    runner.calls, before = [], len(pieces)
+    engine.submit(Request((1,) * 30, 5, lambda _: None))
+    for _ in range(4):
+        engine.turn()
+    prompt, steps = runner.calls[::2], runner.calls[1::2]
+    assert prompt == [("prefill", [(1, start)]) for start in (0, 8, 16, 24)]
+    assert steps == [("decode", [0])] * 3 + [("decode", [0, 1])]
+    assert len(pieces) == before + 4
 
 
 def test_the_queue_is_bounded_and_ends(fake):

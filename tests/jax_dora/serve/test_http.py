@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import os
+import shutil
 import socket
 import time
 
@@ -13,6 +15,7 @@ import pytest
 
 from jax_dora.serve.body import completion
 from jax_dora.serve.errors import ApiError
+from jax_dora.serve.runner import largest_file
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 OPTIONS = {"prompt": "12", "max_tokens": 2, "temperature": 0}
@@ -54,6 +57,20 @@ def test_unknown_models_are_told_the_near_ones(served):
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("../../etc/passwd")
     assert client.models.retrieve("french").parent == "tiny"
+
+
+def test_a_file_that_no_adapter_can_need_is_not_read(served, adapters):
+    server, client = served
+    folder, limit = adapters / "huge", largest_file(server.engine._bank.bank)
+    try:
+        shutil.copytree(adapters / "french", folder)
+        os.truncate(folder / "adapter_model.safetensors", limit + 1)  # takes no space on the disk
+        until(lambda: "huge" in server.adapters.damaged())
+        with pytest.raises(openai.NotFoundError, match=f"has {limit + 1:,} bytes; expected at"):
+            client.models.retrieve("huge")
+    finally:
+        shutil.rmtree(folder)
+        until(lambda: "huge" not in server.adapters.damaged())
 
 
 def test_too_long_is_told_in_numbers(served):

@@ -26,11 +26,11 @@ def expected_texts(server, reference, folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "at_a_time", "many", "slots"),
-    [(160, 24, 6, 3), (1000, 64, 100, 8)],
+    ("count", "at_a_time", "many", "slots", "host_bytes"),
+    [(160, 24, 6, 3, None), (160, 24, 20, 3, 1), (1000, 64, 100, 8, None)],
 )
 def test_load_and_faults(
-    model, settings, reference, tmp_path, record_property, count, at_a_time, many, slots
+    model, settings, reference, tmp_path, record_property, count, at_a_time, many, slots, host_bytes
 ):
     folder = tmp_path / "adapters"
     for number in range(many):
@@ -40,6 +40,7 @@ def test_load_and_faults(
         serving.write_adapter(model, version, 4 * number + 1000)
     load.put(versions[0], folder / load.SWAPPED)
     changes = {"slots": slots, "queue": at_a_time // 3, "batch": at_a_time // 4}
+    changes |= {"host_bytes": host_bytes}
     changed = dataclasses.replace(settings, adapters=folder, **changes)
     with serving.serving(changed) as (server, client):
         folders = {f"adapter-{n}": [folder / f"adapter-{n}"] for n in range(many)}
@@ -75,6 +76,9 @@ def test_load_and_faults(
         assert driver.wrong == []
         assert driver.counts["answered"] > count // 2
         assert driver.counts["refused with 429"] > 0
+        # Only an adapter that has to be read again can be found changed.
+        assert host_bytes or not driver.counts["refused with 503"]
+        assert (server.metrics.reads._value.get() > 0) is bool(host_bytes)
         assert "damaged-1" in server.adapters.damaged()
         assert server.engine.free_rows == changed.batch
         assert server.engine.waiting == 0

@@ -1,5 +1,8 @@
 """A server whose requests two devices share."""
 
+import dataclasses
+import functools
+
 import jax
 import pytest
 
@@ -7,6 +10,7 @@ from jax_dora.models import DecoderSharding, load_model
 from jax_dora.serve.request import Request
 from jax_dora.serve.runner import ModelRunner, PromptPiece, make_bank
 from tests.jax_dora.serve import serving
+from tests.jax_dora.serve.test_answers import complete, together
 
 PROMPTS = ([7, 3, 99], [5], [12, 30, 61, 8, 8, 45, 2])
 COUNT = 8
@@ -47,3 +51,25 @@ def test_two_devices_answer_as_one(model, adapters, reference):
     assert runner._arrays.cache.keys.sharding.is_equivalent_to(sharding.heads, 5)
     with serving.nothing_compiled():
         assert answers(runner, (french, -1, lora)) == found
+
+
+@pytest.mark.slow
+def test_a_server_answers_on_a_mesh_as_without_one(served, settings, monkeypatch):
+    """Requests for all adapters at once, more than there are rows and slots."""
+    devices = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    names = ("tiny", "french", "german", "lora", "small")
+    asked = [(name, prompt) for prompt in ("12+30=", "a" * 40) for name in names]
+
+    def answers(client):
+        given = [functools.partial(complete, client, *one) for one in asked]
+        return [one.text for one in together(given)]
+
+    with serving.serving(dataclasses.replace(settings, mesh={"tp": 2})) as (server, client):
+        keys = server.engine._runner._arrays.cache.keys
+        assert {one.data.shape[2] for one in keys.addressable_shards} == {keys.shape[2] // 2}
+        found = answers(client)
+        with serving.nothing_compiled():
+            assert answers(client) == found
+    assert found == answers(served[1])
+    assert len(set(found)) == len(found)
