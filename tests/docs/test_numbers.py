@@ -284,8 +284,10 @@ def test_what_is_said_of_goals_that_were_missed():
         for card in ("h100", "h200")
         for line in rows("quantised", card, work="step", name="8B", qtype="nf4")
     }
-    h100, kept = (steps["h100", "DoRA", kept] / steps["h100", "LoRA", False] for kept in (0, 1))
-    h200 = steps["h200", "DoRA", False] / steps["h200", "LoRA", False]
+    (h100, h200), kept = (
+        [steps[card, "DoRA", kept] / steps[card, "LoRA", False] for card in ("h100", "h200")]
+        for kept in (False, True)
+    )
     evenly = row("bank", "h100", rows=8, tokens=1, mix="uniform", kind="DoRA")["over_base"]
     ways = {
         line["way"]: line["us"]
@@ -328,7 +330,7 @@ def test_what_is_said_of_goals_that_were_missed():
         f"{hot['uniform', 256]:.1f} times",
         f"1 and 8 rows over nf4 reach {of_copy[0]} and {of_copy[1]} % of the copy rate.",
         f"{h100:.3f} of LoRA's time on the same base on an H100 and {h200:.3f} on an H200",
-        f"it is {kept:.3f} on the H100",
+        f"it is {kept[0]:.3f} and {kept[1]:.3f}, in 8.92 GiB",
         f"8 rows that choose evenly take {evenly:.2f}, and a kernel that only reads their adapters "
         f"takes {only:.2f}",
     )
@@ -372,8 +374,9 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
         ]
         for count in (1, 4, 16, 64, 256, 1024)
     }
-    slower = {count: lora / dora for count, (lora, dora) in grown.items() if lora > dora}
-    *first, last = slower
+    ((count, slower),) = (
+        (count, lora / dora) for count, (lora, dora) in grown.items() if lora > 1.01 * dora
+    )
     (torch, ours) = (
         Report.committed(name, "h100").header["environment"] for name in ("serve_torch", "serve")
     )
@@ -382,8 +385,7 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
         f"take {times[0]} µs with adapters and {times[1]} without in bf16, and {times[2]} and "
         f"{times[3]} over nf4",
         "the base model alone takes longer for 1 row than for 8",
-        f"with {', '.join(map(str, first))} and {last} adapters LoRA takes up to "
-        f"{max(slower.values()):.2f} of DoRA's time",
+        f"with {count} adapters LoRA takes {slower:.2f} of DoRA's time",
         f"at commit {torch['commit']} with PEFT {torch['peft']}, whereas the server was measured "
         f"at {ours['commit']}.",
     )
