@@ -14,6 +14,8 @@ from flax import nnx
 
 import jax_dora
 from benchmarks import results
+from benchmarks.quantised import LLAMA_3_70B, QWEN_3_14B, QWEN_3_32B
+from benchmarks.step import LLAMA_3_8B
 from jax_dora.finetune import estimate
 from jax_dora.models import CausalLM, DecoderConfig
 from tools.markdown import gib, grid, table
@@ -22,14 +24,11 @@ MEASURED = results.FOLDER / "cpu" / "quality.jsonl"
 RANK, TOKENS = 16, 4096
 WORKS = ("step", "memory")
 FORMATS = (None, "int8", "float8_e4m3fn", "nf4")
-
-
-# vocabulary, hidden, intermediate, layers, heads
-SIZES = {
-    "Llama 3 8B": (128_256, 4096, 14_336, 32, 32),
-    "Qwen3 14B": (151_936, 5120, 17_408, 40, 40),
-    "Qwen3 32B": (151_936, 5120, 25_600, 64, 64),
-    "Llama 3 70B": (128_256, 8192, 28_672, 80, 64),
+MODELS = {
+    "Llama 3 8B": LLAMA_3_8B,
+    "Qwen3 14B": QWEN_3_14B,
+    "Qwen3 32B": QWEN_3_32B,
+    "Llama 3 70B": LLAMA_3_70B,
 }
 
 
@@ -46,7 +45,7 @@ def memory() -> str:
         )
         return f"{gib(base)} / {gib(total)}{''.join(f' / **{gib(peak)}**' for peak in peaks)}"
 
-    names = {name: name for name in SIZES}
+    names = {name: name for name in MODELS}
     rows = grid("model", names, {one or "bfloat16": one for one in FORMATS}, cell)
     return f"{rows}\n\nComputed minus measured: {'; '.join(map(_excess, _measured_steps()))}."
 
@@ -64,7 +63,7 @@ def _short(name: str) -> str:
 
 def _excess(row: dict[str, Any]) -> str:
     """Returns by how much the computed memory of a measured step is too large."""
-    name = next(name for name in SIZES if _short(name) == row["name"])
+    name = next(name for name in MODELS if _short(name) == row["name"])
     qtype, peak = row["qtype"], row["peak_bytes"]
     _, total = _bytes(name, None if qtype == "bf16" else qtype, row["time"])
     difference = (total - peak) / 2**30
@@ -74,7 +73,7 @@ def _excess(row: dict[str, Any]) -> str:
 
 def _bytes(name: str, qtype: str | None, tokens: int) -> tuple[int, int]:
     """Returns the bytes of the base model, and of everything in memory during a step."""
-    config = DecoderConfig(*SIZES[name], 8, 128, attention="cudnn")
+    config = dataclasses.replace(MODELS[name], attention="cudnn")
     one, two = (_parts(config, layers, qtype, tokens) for layers in (1, 2))
     # Each further layer adds the same number of bytes.
     further = config.num_hidden_layers - 1

@@ -438,12 +438,15 @@ def test_what_is_said_of_attempts():
 
 def test_what_is_said_of_four_bits_in_torch():
     ours, peft = (
-        row("quantised_torch", "h200", kind=f"{package} DoRA, bf16 adapters, nf4")["over_lora"]
+        row("quantised_torch", "h200", kind=f"{package} DoRA, bf16 adapters, nf4")
         for package in ("torch_dora", "PEFT")
     )
-    text = " ".join((ROOT / "docs/small-memory.md").read_text().split())
-    assert f"takes {ours:.2f} of the time of PEFT's LoRA" in text
-    assert f"PEFT's DoRA takes {peft:.2f} (" in text
+    assert_says(
+        "docs/small-memory.md",
+        f"takes {ours['over_lora']:.2f} of the time of PEFT's LoRA",
+        f"PEFT's DoRA takes {peft['over_lora']:.2f} (",
+        f"{ours['losses'][-1]:.3f} and {peft['losses'][-1]:.3f} after eight steps",
+    )
 
 
 def test_what_is_said_of_several_gpus():
