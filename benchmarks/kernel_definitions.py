@@ -53,6 +53,10 @@ def expand_compose(base, z, b, g):
 few_rows_finish = expand_compose
 
 
+def first_product(x, a):
+    return x @ a
+
+
 def project(x, w, z, b, g):
     return compose(x @ w, z @ b, g)
 

@@ -305,6 +305,14 @@ TABLE = (
         options=NO_INNER,
     ),
     Kernel(
+        "first_product",
+        "rows in out",
+        "rows in, in out",
+        _shapes("rows in out", (4096, 4096, 384), (4096, 14_336, 384)),
+        [product_tiling.Config(tile_cols=128, stages=stages) for stages in (4, 6)],
+        "rows in out",
+    ),
+    Kernel(
         "project",
         "rows in out",
         "rows in, in out, rows rank, rank out, out",

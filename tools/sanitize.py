@@ -109,7 +109,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         kernel, sizes = TABLE[name], SIZES
         if "tiles" in kernel.operands:
             sizes = TILED | ({"rows": ROWS} if name == "quantised_product" else {})
-        elif name.startswith(("project", "few_rows")):
+        elif name.startswith(("project", "first_product", "few_rows")):
             sizes = ALIGNED  # The tiles of the tensor cores have no ragged columns.
         elif name.startswith("bank"):
             sizes = FEW if name == "bank_few_rows" else GROUPED

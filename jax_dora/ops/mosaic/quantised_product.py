@@ -18,7 +18,8 @@ XLA adds them up.
 Bytes: q and σ are read once for every 128 rows; the floor is FLOPs / rate of the tensor cores.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +57,15 @@ PART_OVERHEAD = 12
 MOST_SPLITS = 16
 
 
-class Config(NamedTuple):
-    """Launch options: the tiles in flight."""
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The tuning parameters.
 
-    slots: int
+    Attributes:
+      slots: the number of tiles in flight.
+    """
+
+    slots: int = MOST_SLOTS
 
 
 def refuses(
