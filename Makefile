@@ -1,6 +1,6 @@
 # make parity     compare both packages with each other and with an fp64 oracle
 # make test       quick tests, no GPU needed: a few minutes
-# make test-slow  slow tests of kernels, operators and layers
+# make test-slow  slow tests of kernels and operators
 # make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
 #                 those of other packages: make test-models, make test-ray
 # make test-ray   two replicas of the server under Ray Serve, one of which is killed
@@ -26,14 +26,10 @@ OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/
     tests/test_readme.py tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
     tests/jax_dora/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
-# The slow tests that .ci/run has time for: kernels, operators and layers, also on meshes.
+# The slow tests that .ci/run has time for: kernels, operators and adapted weights, also on meshes.
 SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
     tests/jax_dora/weights --ignore tests/jax_dora/weights/test_sharded_models.py \
-    tests/torch_dora/test_sharded.py \
-    $(addprefix tests/parity/test_, $(addsuffix .py, bank faults)) \
-    $(addprefix tests/jax_dora/test_, $(addsuffix .py, adapter conv embed forward_mode linear linen \
-    linen_apply linen_weights merge mesh norms peft_experts peft_tied projection quantize \
-    row_wise_layers stacks swiglu))
+    tests/jax_dora/test_mesh.py tests/jax_dora/test_quantize.py tests/torch_dora/test_sharded.py
 
 ifdef NO_VENV
 PYTHON ?= python3
