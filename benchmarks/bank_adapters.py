@@ -19,8 +19,8 @@ def shares(mix: str, count: int) -> np.ndarray:
 
 
 def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
-    """Returns the slot of each row of a batch; with the mix "one", all rows use the
-    last slot, which has the largest rank."""
+    """Returns the slot of each row of a batch; with the mix "one", all rows use the last slot,
+    which has the largest rank."""
     rng = np.random.default_rng(rows)
     if mix == "one":
         return np.full(rows, slots - 1, np.int32)

@@ -197,3 +197,19 @@ def test_what_is_said_of_4_bit_layers_in_a_training_step():
     assert_says(PAGE, f"({as_bytes:.2f} GB of temporary memory instead of {usual:.2f} for the 8B")
     clusters = row("tried", "h100", what="clusters that fit at the same time")
     assert_says(PAGE, f"only {clusters['of_four']} such clusters fit on an H100 at the same time")
+
+
+def test_what_is_said_of_a_profile_of_few_rows():
+    line = row("tried", "h100", what="few rows, profile by ncu")
+    features, rows_of_x, multiprocessors = line["features"], line["rows"], 132
+    # Bytes of the codes, of fp32 scales of tiles of 64, and of x for each tile of 64 × 256.
+    copied = features**2 * (1 / 2 + 4 / 64) + features**2 / 256 * rows_of_x * 2
+    # A wgmma reads 16 columns of x in 16 bits; shared memory moves 128 bytes a cycle.
+    read = line["wgmmas"] * 16 * rows_of_x * 2
+    cycles = line["loads_of_shared_memory_wavefronts"] + (read + copied) / 128
+    assert_says(
+        PAGE,
+        f"take {cycles / multiprocessors / 1e3:.0f} thousand of "
+        f"{line['sm_active_cycles'] / 1e3:.0f} thousand cycles",
+        f"issue an instruction in {line['issue_slots_busy_percent']:.0f} % of the cycles",
+    )
