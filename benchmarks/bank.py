@@ -23,7 +23,7 @@ One line is one kind with one workload (`task`):
                 "growth": 64 rows, with adapters of one rank (`rank`), or with requests for a number
                 of adapters (`adapters`). A request takes `answer` steps, then another one begins in
                 its row; if its adapter is in no slot, it is loaded (`loads`).
-    prefill     8 requests of 512 tokens
+    prefill     prompts of several requests (`rows`) of so many `tokens` each
     load        loading an adapter from host memory into a bank of a whole model, the `first` time,
                 when g is computed, and `again`
 
@@ -54,6 +54,7 @@ from benchmarks.programs import Program, compiled
 from benchmarks.results import Row, milliseconds
 from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
 from jax_dora.bank.host import CachedG
+from jax_dora.ops.bank import MOST_PROMPT_TOKENS
 
 # The largest relative difference, in the norm, between two ways to compute the same result in bf16.
 MOST_DIFFERENT = 0.02
@@ -66,7 +67,7 @@ class Settings(NamedTuple):
     Attributes:
       load_layers: number of layers of the model that adapters are loaded into.
       repeats: number of calls between two waits.
-      prefill: number of requests, and of tokens of each.
+      prompts: number of requests, and of tokens of each, of the workloads "prefill".
       growth: number of rows of the mix "growth".
       answer, steps: number of steps of a request, and of all steps, if requests choose adapters.
     """
@@ -78,7 +79,7 @@ class Settings(NamedTuple):
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
-    prefill: tuple[int, int] = (8, 512)
+    prompts: tuple[tuple[int, int], ...] = ((1, 256), (4, 64), (1, 512), (8, 512))
     mixes: tuple[str, ...] = ("zipf", "uniform", "one")
     only: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "loop")
     growth: int = 64
@@ -96,7 +97,7 @@ TINY = Settings(
     slots=3,
     ranks=(1, 5),
     decoding=(1, 3),
-    prefill=(2, 4),
+    prompts=((2, 4),),
     mixes=("zipf",),
     growth=3,
     adapters=(2, 5),
@@ -119,6 +120,11 @@ class Inputs:
     def change(self, bank: Any, ids: np.ndarray) -> None:
         self._bank, self._ids = bank, jnp.asarray(ids)
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all rows."""
+        return self._x.shape[0] * self._x.shape[1]
+
     def x(self) -> jax.Array:
         """Returns a new copy of x, which a call donates."""
         return jax.block_until_ready(jnp.copy(self._x))
@@ -134,7 +140,7 @@ class Inputs:
         def flat(x: jax.Array, *leaves: jax.Array) -> jax.Array:
             return function(*jax.tree.unflatten(structure, leaves), x)
 
-        options = DECODING_OPTIONS if self._x.shape[1] == 1 else {}
+        options = DECODING_OPTIONS if self.tokens <= MOST_PROMPT_TOKENS else {}
         jitted = jax.jit(flat, donate_argnums=0, compiler_options=options)
         return jitted.lower(self._x, *self.arguments(kind))
 
@@ -147,7 +153,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     model = nnx.jit(lambda: Stack(settings.sizes, settings.layers))()
     bank = filled(jax_dora.AdapterBank(model, settings.slots, max(settings.ranks)), settings.ranks)
     growing: list[Program] = []
-    for shape in (*((rows, 1) for rows in settings.decoding), settings.prefill):
+    for shape in (*((rows, 1) for rows in settings.decoding), *settings.prompts):
         rows, _ = shape
         programs = compiled_kinds(settings, model, bank, shape)
         if shape == (settings.growth, 1):

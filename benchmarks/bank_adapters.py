@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Row
-from jax_dora.bank.host import RANKS, Facts, HostAdapter, piece_shape
+from jax_dora.bank.host import Facts, HostAdapter, piece_shape
+from jax_dora.ops.bank_slots import RANKS
 
 EXPONENT = 1.5  # of Zipf's law
 

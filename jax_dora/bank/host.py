@@ -18,13 +18,10 @@ from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.bank.projections import BankProjection, rejection_reason
+from jax_dora.ops.bank_slots import RANKS
 from jax_dora.ops.compose import accumulator
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import torch_view
-
-# An adapter is transferred in pieces of so many ranks. All pieces have the same shapes, so that one
-# compiled program writes adapters of every rank.
-RANKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +50,8 @@ class HostAdapter:
     Attributes:
       pieces: lora_a and lora_b by path, concatenated to [*stack, RANKS, in + out]. The first piece
         has ranks 0 to 7, the second ranks 8 to 15, and so on. A piece lacks the paths with smaller
-        ranks.
+        ranks. All pieces have the same shapes, so that one compiled program writes adapters of
+        every rank.
       facts: everything else, for every path of the bank.
       rank: the largest rank.
       cached_g: the g from the last load.

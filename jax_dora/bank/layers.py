@@ -101,7 +101,7 @@ class BankLayer(nnx.Module):
 
     def _step(self) -> jax.Array | None:
         step = self.bank_step.get_value()
-        return None if step is None else step.reshape(-1, step.shape[-1])[0]
+        return None if step is None else step.reshape(-1, *step.shape[-2:])[0]
 
     def _promoted(self, inputs: jax.Array) -> tuple[jax.Array, Any, Any]:
         """Returns inputs, kernel and bias (or None) in the dtype of the products."""
@@ -166,13 +166,13 @@ class BankLayer(nnx.Module):
 def apply_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
     """Returns the results of several layers for the same x.
 
-    If all are similar layers of a bank, they are computed together. With one token per row, this
-    takes as many kernel launches as a single layer.
+    If all are similar layers of a bank, they are computed together. With few tokens, this takes as
+    many launches of the bank's kernels as a single layer.
     """
     can_merge = _can_apply_together(layers, x)
     if can_merge and all(layer._takes_whole_projection(x) for layer in layers):
         return _apply_to_prompts(layers, x)
-    if not can_merge or x.shape[1] > 1:
+    if not can_merge:
         return [layer(x) for layer in layers]
     first = layers[0]
     _check_rows(first._equation(3), x.shape, first.bank_ids[...])

@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jax_dora import ops
-from jax_dora.bank.host import RANKS, CachedG, Facts, HostAdapter, piece_shape
+from jax_dora.bank.host import CachedG, Facts, HostAdapter, piece_shape
 from jax_dora.bank.projections import BankProjection, groups
 from jax_dora.layers.call import bounded_norm
-from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.bank_slots import RANKS, Slots
 from jax_dora.ops.compose import accumulator
 
 # The number of axes of each array without the stack's axes: the slot axis and the axes behind it.
@@ -69,6 +69,7 @@ class BankPrograms:
         self.base = weakref.ref(base)
         self.slots = slots
         self.max_rank = max_rank
+        self._held_rank = -(-max_rank // RANKS) * RANKS
         self.projections = {projection.path: projection for projection in projections}
         shardings = {path: projection.shardings() for path, projection in self.projections.items()}
         self.shardings = shardings
@@ -103,11 +104,10 @@ class BankPrograms:
 
     def _empty(self, projection: BankProjection) -> Slots:
         in_features, out = projection.sizes
-        max_rank = -(-self.max_rank // RANKS) * RANKS
         lead, wide = (*projection.stack.shape, self.slots), accumulator(projection.dtype)
         return Slots(
-            lora_a=jnp.zeros((*lead, max_rank, in_features), projection.dtype),
-            lora_b=jnp.zeros((*lead, max_rank, out), projection.dtype),
+            lora_a=jnp.zeros((*lead, self._held_rank, in_features), projection.dtype),
+            lora_b=jnp.zeros((*lead, self._held_rank, out), projection.dtype),
             g=jnp.full((*lead, out), jnp.nan, wide),
             scale=jnp.zeros(lead, wide),
             rank=jnp.zeros(lead, jnp.int32),
@@ -124,7 +124,10 @@ class BankPrograms:
         """
         facts = host.facts_for(kernels)
         number = self._number(slot)
-        starts = [self._number(index * RANKS) for index in range(len(host.pieces))]
+        # The first piece is last, so that every path's ranks are the last ones of the slot.
+        starts = [
+            self._number(self._held_rank - (index + 1) * RANKS) for index in range(len(host.pieces))
+        ]
         transfers = [self._transfer_group(group, host, facts) for group in self.groups]
         arrays, g = self.clear(arrays, number), {}
         for group, (pieces, facts) in zip(self.groups, transfers, strict=True):

@@ -4,11 +4,12 @@ Adapters are constant while they are served, so g = magnitude / ‖W + sAB‖ is
 slot, and DoRA costs the same as LoRA. The rank is the first axis of a slot's matrices, so that an
 adapter whose rank is below the bank's maximum is contiguous in memory.
 
-- Rows of one token (decoding): the Mosaic kernels `bank_few_rows` and `bank_rows` support up to 256
-  rows and read each adapter of the batch once. Otherwise XLA computes the products (`bank_xla`).
-  Both compute only the adapters' products, which do not depend on base and may run concurrently
-  with it. XLA fuses the composition with the operations that follow.
-- Rows of several tokens (prompts): a batched product, with one adapter per row. The Mosaic kernel
+- Rows of one token (decoding): the Mosaic kernels `bank_few_rows` and `bank_rows` support up to
+  896 rows and read each adapter of the batch once. Otherwise XLA computes the products
+  (`bank_xla`). Both compute only the adapters' products, which do not depend on base and may run
+  concurrently with it. XLA fuses the composition with the operations that follow.
+- Rows of several tokens (prompts): up to 512 tokens are rows of the same kernels. Otherwise a
+  batched product, with one adapter per row. The Mosaic kernel
   `bank_expand` computes the second product and the composition in one pass.
 - `bank_projection` also computes base, if it is not used elsewhere.
 """
@@ -30,6 +31,11 @@ from jax_dora.ops.operands import Static
 from jax_dora.ops.primitive import call_differentiable
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
+
+# The most tokens of prompts that are rows of the kernels for decoding. With 512 tokens these took
+# 574 µs a layer, or 632 without `jax_dora.bank.DECODING_OPTIONS`, and XLA's products 620; with 896
+# tokens 932, 970 and 951 (`h100/tried.jsonl`, "small prompts with a bank").
+MOST_PROMPT_TOKENS = 512
 
 
 def bank_linear(
@@ -57,7 +63,8 @@ def bank_linear(
       bias: [out]; never scaled.
       precision: the precision of the products, as in `jax.lax.dot_general`.
       implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" uses a kernel
-        for the second product and the composition, or for rows of one token for both products.
+        for both products of rows of one token; for prompts, for the second product and the
+        composition.
 
     Returns:
       [batch, time, out] in base's dtype. A row of id -1 is base + bias, bit for bit. A row of an
@@ -66,23 +73,14 @@ def bank_linear(
     Raises:
       NotImplementedError: the named implementation does not support the call.
     """
-    if x.shape[1] == 1:
-        (y,) = bank_linears(
-            x,
-            [Projection(base, slots, part, bias)],
-            ids,
-            step=step,
-            precision=precision,
-            implementation=implementation,
-        )
-        return y
-    first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
-    rows = rows_of(slots, ids, first, count, accumulator(base.dtype))
-    lora_a = slots.lora_a[rows.slot].astype(x.dtype)
-    z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=precision)
-    lora_b = slots.lora_b.astype(x.dtype)
-    static = Static("bank_linear", implementation, static_precision(precision))
-    (y,) = call_differentiable(EXPAND, expand, static, Expansion(base, z, lora_b, *rows, bias))
+    (y,) = bank_linears(
+        x,
+        [Projection(base, slots, part, bias)],
+        ids,
+        step=step,
+        precision=precision,
+        implementation=implementation,
+    )
     return y
 
 
@@ -104,15 +102,16 @@ def bank_linears(
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Sequence[jax.Array]:
-    """Returns `bank_linear` for several projections of the same x [batch, 1, in].
+    """Returns `bank_linear` for several projections of the same x [batch, time, in].
 
-    A kernel computes all projections with as many launches as for one.
+    A kernel for rows of one token computes all projections with as many launches as for one.
 
     Args:
       x, ids, step, precision, implementation: see `bank_linear`.
       projections: projections with the same number of slots and the same maximum rank. All or none
         have g; all or none have a bias.
     """
+    batch, time, in_features = x.shape
     static = Static("bank_linear", implementation, static_precision(precision))
     members, rows = [], []
     for base, slots, part, _ in projections:
@@ -120,15 +119,39 @@ def bank_linears(
         static = static._replace(slots=count)
         members.append(Member(slots.lora_a, slots.lora_b, slots.rank, first))
         rows.append(rows_of(slots, ids, first, count, accumulator(base.dtype)))
-    tokens = TokenOperands(x[:, 0], tuple(members), ids, step)
+    x_rows, row_ids = x.reshape(batch * time, in_features), jnp.repeat(ids, time)
+    tokens = TokenOperands(x_rows, tuple(members), row_ids, step if time == 1 else None)
+    takes_rows = takes_tokens_as_rows(batch, time, implementation)
+    if not takes_rows or (time > 1 and _choice(static, tokens) is None):
+        return [
+            _expanded(static, x, projection, own_rows)
+            for projection, own_rows in zip(projections, rows, strict=True)
+        ]
     if _choice(static, tokens) is None:
         products = _products(static, tokens)
     else:
         products = call_differentiable(TOKENS, _products, static, tokens)
     return [
-        compose_rows(projection.base, lora[:, None], own_rows, projection.bias)
+        compose_rows(
+            projection.base, lora.reshape(projection.base.shape), own_rows, projection.bias
+        )
         for projection, lora, own_rows in zip(projections, products, rows, strict=True)
     ]
+
+
+def takes_tokens_as_rows(batch: int, time: int, implementation: str | None) -> bool:
+    """Returns whether the kernels for rows of one token may compute x [batch, time, in]."""
+    return time == 1 or (implementation is None and batch * time <= MOST_PROMPT_TOKENS)
+
+
+def _expanded(static: Static, x: jax.Array, projection: Projection, rows: Rows) -> jax.Array:
+    """Returns a projection of prompts, as a batched product with one adapter per row."""
+    base, slots, _, bias = projection
+    lora_a = slots.lora_a[rows.slot].astype(x.dtype)
+    z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=static.precision)
+    lora_b = slots.lora_b.astype(x.dtype)
+    (y,) = call_differentiable(EXPAND, expand, static, Expansion(base, z, lora_b, *rows, bias))
+    return y
 
 
 def step_of(

@@ -6,8 +6,8 @@ writes nor reads base, and does not copy a layer's W out of a stack of layers.
 
 A row of id -1 must have the same bits as XLA's product without a bank, and a row's bits must not
 depend on other rows. So if a batch has a row of id -1, XLA computes its product too, and those rows
-use XLA's result. For a projection that the kernels do not support, XLA computes base, and the
-adapters are added as in `bank`.
+use XLA's result. For a projection that the kernels do not support, and for few tokens, XLA computes
+base, and the adapters are added as in `bank`.
 """
 
 import functools
@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import choose, primitive
-from jax_dora.ops.bank import EXPAND, Expansion, expand
+from jax_dora.ops.bank import (
+    EXPAND,
+    Expansion,
+    Projection,
+    bank_linears,
+    expand,
+    takes_tokens_as_rows,
+)
 from jax_dora.ops.bank_slots import Slots, rows_of
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_project, bank_shrink
@@ -69,6 +76,18 @@ def bank_projections(
     Raises:
       NotImplementedError: the named implementation does not support the call.
     """
+    static = Static(
+        "bank_linear",
+        implementation,
+        static_precision(precision),
+        expand_implementation=implementation,
+    )
+    if takes_tokens_as_rows(x.shape[0], x.shape[1], implementation):
+        bases = [
+            Projection(_base(static, x, kernel, layer), slots, part, bias)
+            for kernel, slots, layer, part, bias in projections
+        ]
+        return bank_linears(x, bases, ids, precision=precision)
     operands = []
     for kernel, slots, layer, part, bias in projections:
         first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
@@ -77,12 +96,6 @@ def bank_projections(
         if kernel.ndim == 2:
             kernel, layer = kernel[None], jnp.int32(0)
         operands.append(ProjectionOperands(kernel, layer, lora_a, lora_b, *rows, bias))
-    static = Static(
-        "bank_linear",
-        implementation,
-        static_precision(precision),
-        expand_implementation=implementation,
-    )
     prompts = PromptOperands(x, ids < 0, tuple(operands))
     return call_differentiable(PROJECT, _define, static, prompts)
 
@@ -173,9 +186,10 @@ def _with_kernels(
 PROJECT = Op("bank_project", _run, (), ())
 
 
-def _base(static: Static, x: jax.Array, p: ProjectionOperands) -> jax.Array:
+def _base(static: Static, x: jax.Array, kernel: jax.Array, layer: jax.Array | None) -> jax.Array:
     """Returns x W."""
-    kernel = lax.dynamic_index_in_dim(p.kernel, p.layer, keepdims=False)
+    if layer is not None:
+        kernel = lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
     contracted = (((x.ndim - 1,), (0,)), ((), ()))
     return lax.dot_general(x, kernel, contracted, precision=static.precision)
 
@@ -183,7 +197,7 @@ def _base(static: Static, x: jax.Array, p: ProjectionOperands) -> jax.Array:
 def _without_adapter(static: Static, x: jax.Array, p: ProjectionOperands) -> jax.Array:
     """Returns x W + bias."""
     # The barrier keeps XLA from copying the layer's kernel out of a stack before the branch.
-    base = _base(static, x, p._replace(layer=lax.optimization_barrier(p.layer)))
+    base = _base(static, x, p.kernel, lax.optimization_barrier(p.layer))
     if p.bias is None:
         return base
     return (base.astype(p.g.dtype) + p.bias.astype(p.g.dtype)[None, None]).astype(x.dtype)
@@ -192,7 +206,9 @@ def _without_adapter(static: Static, x: jax.Array, p: ProjectionOperands) -> jax
 def _expansion(static: Static, x: jax.Array, p: ProjectionOperands) -> tuple[Static, Expansion]:
     """Returns the settings and operands of `EXPAND`, after the products x W and x A."""
     z = jnp.einsum("nti,nri->ntr", x, p.lora_a[p.slot], precision=static.precision)
-    operands = Expansion(_base(static, x, p), z, p.lora_b, p.slot, p.g, p.scale, p.bias)
+    operands = Expansion(
+        _base(static, x, p.kernel, p.layer), z, p.lora_b, p.slot, p.g, p.scale, p.bias
+    )
     return static._replace(implementation=static.expand_implementation), operands
 
 

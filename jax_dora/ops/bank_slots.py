@@ -9,13 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+# The kernels read ranks in groups of this size.
+RANKS = 8
+
 
 class Slots(NamedTuple):
     """The adapters of one projection, in slots.
 
+    An adapter has the last ranks of its slot, in groups of `RANKS`; all other elements are zero.
+
     Attributes:
-      lora_a: [slots, rank, in], zero beyond an adapter's own rank.
-      lora_b: [slots, rank, out], zero beyond an adapter's own rank.
+      lora_a: [slots, rank, in].
+      lora_b: [slots, rank, out].
       g: f32[slots, out], magnitude / norm; 1 for LoRA; NaN in a slot without an adapter. None if
         all adapters are LoRA.
       scale: f32[slots].

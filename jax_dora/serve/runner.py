@@ -229,7 +229,7 @@ def _programs(
     """
     read, step = (functools.partial(function, graphdef) for function in (_prefill, _decode))
     return (
-        jax.jit(read, donate_argnums=(2, 3), compiler_options=dict(loop)),
+        jax.jit(read, donate_argnums=(2, 3), compiler_options=dict(loop) | DECODING_OPTIONS),
         jax.jit(step, donate_argnums=(2, 3), compiler_options=DECODING_OPTIONS),
     )
 

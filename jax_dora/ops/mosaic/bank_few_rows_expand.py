@@ -3,8 +3,7 @@
     parts  f32[splits, members, rows, 64], Σ_splits parts = x A of each row's slot
     B  [slots, r, out]     y  [rows, out]  bf16 or fp16     of each member
 
-A thread block has 64 columns of one member and loops over the slots in use. Beyond a slot's rank, a
-stage still has elements of an earlier slot, which are multiplied by zeros of x A.
+A thread block has 64 columns of one member and loops over the slots in use.
 """
 
 import itertools
@@ -19,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import few_rows_layout, few_rows_tile
 from jax_dora.ops.mosaic.bank_rows_sizes import WARPS, Member, Sizes
-from jax_dora.ops.mosaic.bank_rows_slots import clear, for_box, for_member, locate_strip
+from jax_dora.ops.mosaic.bank_rows_slots import for_member, locate_strip
 from jax_dora.ops.mosaic.few_rows_finish import PITCH
 
 COLS = 64
@@ -54,30 +53,25 @@ def launch(
 
             def fetch_b(m):
                 # These loads are all issued before the first of them is waited for.
-                slots = [plan_gmem[1 + index] + first_gmem[m][0] for index in indices]
+                slots = [plan_gmem[0, 1 + index] + first_gmem[m][0] for index in indices]
                 ranks = [rank_gmem[m][slot] for slot in slots]
                 for index, slot, rank in zip(indices, slots, ranks, strict=True):
                     stage = lax.rem(index, jnp.int32(stages))
 
-                    def copy(box, slot=slot, stage=stage):
+                    @pl.when(index < in_use)
+                    def _copy(slot=slot, rank=rank, stage=stage):
                         plgpu.copy_gmem_to_smem(
-                            b_gmem[m].at[slot, pl.ds(0, box), cols],
-                            smem["b"].at[stage, pl.ds(0, box)],
+                            b_gmem[m].at[slot, sizes.ranks(rank), cols],
+                            smem["b"].at[stage],
                             ready.at[stage],
                         )
 
-                    @pl.when(index < in_use)
-                    def _copy(rank=rank, copy=copy):
-                        for_box(rank, sizes, copy)
-
             for_member(member, count, fetch_b)
 
-        # Elements of a stage beyond a slot's rank are multiplied by zeros, and so must be finite.
-        clear(smem["b"], 0, 1)
-        in_use = plan_gmem[0]
+        in_use = plan_gmem[0, 0]
         plgpu.warp_map(lambda warp: fetch([warp + turn * WARPS for turn in range(stages // WARPS)]))
         slot_indices = plgpu.load(
-            plan_gmem.at[pl.ds(sizes.entries, rows)], layout=layout.reduce(1), optimized=False
+            plan_gmem.at[0, pl.ds(sizes.entries, rows)], layout=layout.reduce(1), optimized=False
         )
         slot_indices = lax.broadcast_in_dim(slot_indices, (rows, COLS), (0,))
         z = zero = plgpu.layout_cast(jnp.zeros((rows, COLS), jnp.float32), layout)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic import few_rows_layout, few_rows_tile
 from jax_dora.ops.mosaic.bank_rows_sizes import Member, Sizes
-from jax_dora.ops.mosaic.bank_rows_slots import for_box, for_member, select_member
+from jax_dora.ops.mosaic.bank_rows_slots import for_member, select_member
 from jax_dora.ops.mosaic.hopper import TILE_K
 
 # The rank of a tile of A.
@@ -48,8 +48,8 @@ def launch(
         first_gmem, rank_gmem, a_gmem = itertools.batched(rest, count)
         split, member, index = (lax.axis_index(name) for name in ("split", "member", "index"))
         # These loads are all issued before the first of them is waited for.
-        in_use = plan_gmem[0]
-        slot = plan_gmem[1 + index] + select_member(member, [ref[0] for ref in first_gmem])
+        in_use = plan_gmem[0, 0]
+        slot = plan_gmem[0, 1 + index] + select_member(member, [ref[0] for ref in first_gmem])
         rank = select_member(member, [ref[slot] for ref in rank_gmem])
         begin = split * split_tiles
         length = jnp.minimum(split_tiles, tiles - begin)
@@ -60,14 +60,11 @@ def launch(
             plgpu.copy_gmem_to_smem(x_gmem.at[:, at_k], smem["x"].at[stage], ready.at[stage])
 
             def fetch_a(m):
-                def copy(box):
-                    plgpu.copy_gmem_to_smem(
-                        a_gmem[m].at[slot, pl.ds(0, box), at_k],
-                        smem["a"].at[stage, pl.ds(0, box)],
-                        ready.at[stage],
-                    )
-
-                for_box(rank, sizes, copy)
+                plgpu.copy_gmem_to_smem(
+                    a_gmem[m].at[slot, sizes.ranks(rank), at_k],
+                    smem["a"].at[stage],
+                    ready.at[stage],
+                )
 
             for_member(member, count, fetch_a)
 
@@ -86,13 +83,11 @@ def launch(
 
         @pl.when(index < in_use)
         def _multiply():
-            indices_gmem = plan_gmem.at[pl.ds(sizes.entries, rows)]
+            indices_gmem = plan_gmem.at[0, pl.ds(sizes.entries, rows)]
             plgpu.copy_gmem_to_smem(indices_gmem, smem["slot_indices"], planned)
             lax.fori_loop(0, jnp.minimum(length, stages), lambda tile, _: fetch(tile), None)
             zero = plgpu.layout_cast(jnp.zeros((rows, COLS), jnp.float32), layout)
             total = lax.fori_loop(0, length, add, zero)
-            column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=layout)
-            total = jnp.where(column < rank, total, 0.0)
             few_rows_layout.store(total, smem["out"])
             plgpu.commit_smem()
             plgpu.barrier_wait(planned)

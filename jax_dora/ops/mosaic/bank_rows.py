@@ -1,6 +1,6 @@
 """The low-rank products of rows of one token with one adapter per row: y[n] = x[n] A[id]ᵀ B[id].
 
-    x  [rows, in]       bf16 or fp16, 1 to 256 rows     id    i32[rows], the slot of each row
+    x  [rows, in]       bf16 or fp16, 1 to 896 rows     id    i32[rows], the slot of each row
     A  [slots, r, in]   x's dtype; r is the bank's maximum rank
     B  [slots, r, out]  x's dtype                       rank  i32[slots], the adapters' own ranks
     y  [rows, out]      x's dtype; zeros in a row without a slot
@@ -9,21 +9,21 @@ There are two kernels, `bank_rows_shrink` and `bank_rows_expand`, each for all p
 same x; between them XLA adds the partial sums of x A in a fixed order. They do not depend on base,
 so they may run concurrently with its product; XLA fuses the composition.
 
-A thread block has a strip of 64 columns of A or B. It loops over the slots in use (those of any
-row) and fetches each once, only up to the adapter's own rank, rounded up to 16, 32 or 64. The
-tensor cores multiply 64 rows per instruction, in which rows of other slots are replaced by zeros,
-and accumulate over the slots. Rows are not sorted and adapters are not copied. The result of a row
-does not depend on the other rows.
+A thread block has a tile of 64 rows and a strip of columns of A or B. It loops over the slots in
+use (those of any of its rows) and fetches each once, only the adapter's own rank, rounded up to a
+multiple of 8. The tensor cores multiply 64 rows per instruction, in which rows of other slots are
+replaced by zeros, and accumulate over the slots. Rows are not sorted and adapters are not copied.
+The result of a row does not depend on the other rows.
 
-Bytes: A and B of the slots in use, once, and y; the floor is bytes / copy rate.
-FLOPs: 2 · 64⌈rows / 64⌉ · r · (in + out) for every slot in use.
+Bytes: A and B of the slots in use, once, and y; the floor is bytes / copy rate. Other tiles of rows
+read them from the L2 cache.
+FLOPs: 2 · 64 · r · (in + out) for every tile of rows and slot in use.
 """
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from jax_dora.ops.mosaic import bank_rows_expand, bank_rows_shrink, hopper
@@ -32,13 +32,12 @@ from jax_dora.ops.mosaic.bank_rows_sizes import (
     Member,
     Sizes,
     fastest_config,
-    padded,
     prepare,
 )
 from jax_dora.ops.mosaic.hopper import TILE_K
 from jax_dora.ops.mosaic.launch import launcher
 
-MOST_ROWS = 256
+MOST_ROWS = 896
 MOST_RANK = 128
 
 
@@ -115,13 +114,7 @@ def launch(
       config, sm_count: see `choose.Choice`.
     """
     call = prepare(x, members, ids, step, slots)
-    (padded_rows, _), sizes = call.x.shape, call.sizes
     parts = bank_rows_shrink.launch(*call, config)
-    valid_ids = jnp.pad(jnp.clip(ids, 0, sizes.slots - 1), (0, padded_rows - sizes.rows))
-    ranks = jnp.stack([m.rank[m.first + valid_ids] for m in call.members])[..., None]
-    # Masked before the sum, so that XLA fuses both into one kernel.
-    parts = jnp.where(lax.broadcasted_iota(jnp.int32, parts.shape, 3) < ranks[None], parts, 0)
-    z = jnp.sum(parts, axis=0)
-    z = jnp.pad(z, ((0, 0), (0, 0), (0, padded(sizes.rank) - sizes.rank))).astype(x.dtype)
+    z = jnp.sum(parts, axis=0).astype(x.dtype)
     results = bank_rows_expand.launch(z, *call[1:], config)
-    return tuple(y[: sizes.rows] for y in results)
+    return tuple(y[: call.sizes.rows] for y in results)

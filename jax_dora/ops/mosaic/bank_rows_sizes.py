@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
+from jax_dora.ops.bank_slots import RANKS
 from jax_dora.ops.choose import HOPPER_SM_COUNT
 from jax_dora.ops.mosaic.hopper import RESERVED, ROW_ALIGNMENT, SHARED_MEMORY, TILE_K, pad
 
@@ -15,10 +17,11 @@ from jax_dora.ops.mosaic.hopper import RESERVED, ROW_ALIGNMENT, SHARED_MEMORY, T
 TILE_ROWS = 64
 # The warps that fetch.
 WARPS = 4
-# Up to this number of rows, thread blocks with few stages are faster, because they fit on a
-# multiprocessor together with those of the base's product (an H100, the projections of Llama 3 8B's
-# dimensions, 64 slots).
-SMALL_BLOCKS_ROWS = 32
+# Limits that let thread blocks fit on a multiprocessor together with those of the base's product
+# (an H100, the projections of Llama 3 8B's dimensions, 64 slots). With several tiles of rows, there
+# are enough thread blocks of the second kernel to hide the memory's latency with fewer stages.
+MOST_SLICES = 3
+SHRINK_STAGES, EXPAND_STAGES, EXPAND_STAGES_OF_TILES = 4, 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +32,12 @@ class Config:
       slices: the number of tiles of `in` that a thread block of the first kernel sums. With more
         slices there are fewer partial sums and fewer thread blocks.
       shrink_stages, expand_stages: the number of pipeline stages, one tile of A or B each, enough
-        to hide the memory's latency. With fewer stages two thread blocks fit on a multiprocessor.
+        to hide the memory's latency.
     """
 
     slices: int = 1
-    shrink_stages: int = 8
-    expand_stages: int = 8
+    shrink_stages: int = SHRINK_STAGES
+    expand_stages: int = EXPAND_STAGES
 
 
 class Sizes(NamedTuple):
@@ -58,61 +61,60 @@ class Sizes(NamedTuple):
 
     @property
     def in_use(self) -> int:
-        """Returns the maximum number of slots in use."""
-        return min(self.rows, self.slots)
+        """Returns the maximum number of slots in use in a tile."""
+        return min(self.rows, TILE_ROWS, self.slots)
 
     @property
     def entries(self) -> int:
-        """Returns the length of a plan's head."""
+        """Returns the length of the head of a tile's plan."""
         return pl.cdiv(1 + self.in_use, TILE_ROWS) * TILE_ROWS
 
     @property
-    def boxes(self) -> list[int]:
-        """Returns the possible ranks of a TMA box; a copy uses the smallest that is sufficient."""
-        return [box for box in (16, 32, 64) if box < self.rank] + [self.rank]
+    def depth(self) -> int:
+        """Returns the rank that tensor cores multiply: they read 64 at a time."""
+        return pl.cdiv(self.rank, TILE_K) * TILE_K
+
+    def ranks(self, rank: Any) -> Any:
+        """Returns the part of a slot that TMA copies, `depth` ranks from an adapter's first one on.
+
+        An adapter is at the end of its slot, where TMA reads zeros past the end.
+        """
+        return pl.ds(self.rank - lax.div(rank + (RANKS - 1), RANKS) * RANKS, self.depth)
 
 
 def fastest_config(sizes: Sizes, out: int, members: int = 1) -> Config | None:
     """Returns a config with at least two stages in both kernels, or None if none fits.
 
     It has the most slices that are useful, namely until the thread blocks of the first kernel fit
-    on the multiprocessors at the same time, and that fit into shared memory.
+    on the multiprocessors at the same time.
 
     Args:
       sizes: the sizes.
       out: the sum of the output features of all members.
       members: the number of members.
     """
-    padded_rows, row_bytes = sizes.tiles * TILE_ROWS, 2 * TILE_K
+    depth, row_bytes = sizes.depth, 2 * TILE_ROWS
 
-    def stages(blocks: int, stage_bytes: int, other_bytes: int) -> int:
-        most = 16 if blocks <= HOPPER_SM_COUNT else 8
-        most = min(WARPS if sizes.rows <= SMALL_BLOCKS_ROWS else most, max(sizes.in_use, 2))
+    def stages(most: int, stage_bytes: int, other_bytes: int) -> int:
         count = min(most, (SHARED_MEMORY - RESERVED - other_bytes) // stage_bytes)
         # The same number for each warp.
         return count if count < WARPS else count // WARPS * WARPS
 
-    depth = padded(sizes.rank)
-    expand = stages(out // TILE_K, depth * row_bytes, padded_rows * (2 * depth + row_bytes))
-    tiles = members * sizes.in_features // TILE_K
-    for slices in range(pl.cdiv(tiles, HOPPER_SM_COUNT), 0, -1):
-        blocks = pl.cdiv(tiles, slices)
-        other_bytes = padded_rows * (slices * row_bytes + 4 * sizes.rank)
-        shrink = stages(blocks, slices * depth * row_bytes, other_bytes)
+    most = EXPAND_STAGES if sizes.tiles == 1 else EXPAND_STAGES_OF_TILES
+    expand = stages(most, 2 * depth * TILE_K, row_bytes * depth)
+    tiles = sizes.tiles * members * sizes.in_features // TILE_K
+    for slices in range(min(pl.cdiv(tiles, HOPPER_SM_COUNT), MOST_SLICES), 0, -1):
+        width = slices * TILE_K
+        shrink = stages(SHRINK_STAGES, 2 * depth * width, row_bytes * (width + 2 * depth))
         if min(shrink, expand) >= 2:
             return Config(slices, shrink, expand)
     return None
 
 
-def padded(rank: int) -> int:
-    """Returns the rank that the second kernel multiplies: tensor cores read 64 at a time."""
-    return pl.cdiv(rank, TILE_K) * TILE_K
-
-
 def plan(ids: jax.Array, slots: int) -> jax.Array:
     """Returns a step's plan for the kernels, which is the same for all projections and layers.
 
-    It is an i32 vector:
+    It is i32[tiles, length], for each tile of `TILE_ROWS` rows:
 
     - the head, `Sizes.entries` long: the number of slots in use, and these slots;
     - for each row, the index of its slot among the slots in use; -1 for a row of the base, -2 for
@@ -124,18 +126,22 @@ def plan(ids: jax.Array, slots: int) -> jax.Array:
     """
     sizes = Sizes(ids.shape[0], 0, slots, 0)
     ids = jnp.pad(ids, (0, sizes.tiles * TILE_ROWS - sizes.rows), constant_values=-1)
-    row = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    # All pairs of rows are compared and summed, because XLA compiles each sum to one kernel, but a
-    # scan or scatter to several.
-    is_first = ~((ids[None] == ids[:, None]) & (row[None] < row[:, None])).any(1)
-    is_first = is_first & (ids >= 0) & (ids < slots)
-    index = jnp.sum(is_first[None] & (ids[None] < ids[:, None]), 1, dtype=jnp.int32)
+    row = jnp.arange(TILE_ROWS, dtype=jnp.int32)
     entry = jnp.arange(sizes.entries, dtype=jnp.int32)[:, None]
-    in_use = jnp.where(is_first[None] & (index[None] + 1 == entry), ids[None], 0)
-    head = jnp.sum(
-        jnp.where(entry == 0, is_first[None].astype(jnp.int32), in_use), 1, dtype=jnp.int32
-    )
-    return jnp.concatenate([head, jnp.where(ids < 0, -1, jnp.where(ids < slots, index, -2))])
+
+    def plan_tile(ids: jax.Array) -> jax.Array:
+        # All pairs of rows are compared and summed, because XLA compiles each sum to one kernel,
+        # but a scan or scatter to several.
+        is_first = ~((ids[None] == ids[:, None]) & (row[None] < row[:, None])).any(1)
+        is_first = is_first & (ids >= 0) & (ids < slots)
+        index = jnp.sum(is_first[None] & (ids[None] < ids[:, None]), 1, dtype=jnp.int32)
+        in_use = jnp.where(is_first[None] & (index[None] + 1 == entry), ids[None], 0)
+        head = jnp.sum(
+            jnp.where(entry == 0, is_first[None].astype(jnp.int32), in_use), 1, dtype=jnp.int32
+        )
+        return jnp.concatenate([head, jnp.where(ids < 0, -1, jnp.where(ids < slots, index, -2))])
+
+    return jax.vmap(plan_tile)(ids.reshape(sizes.tiles, TILE_ROWS))
 
 
 class Member(NamedTuple):

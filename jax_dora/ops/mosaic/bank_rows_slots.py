@@ -43,12 +43,6 @@ def select_member(member, values: Sequence[Any]) -> Any:
     return selected
 
 
-def for_box(rank, sizes: Sizes, copy: Callable[[int], None]) -> None:
-    """Calls `copy` with the smallest box of `sizes.boxes` that is at least `rank`."""
-    for below, box in zip([-1, *sizes.boxes], sizes.boxes, strict=False):
-        pl.when((rank > below) & (rank <= box))(functools.partial(copy, box))
-
-
 def locate_strip(strip, counts: Sequence[int]) -> tuple[Any, Any]:
     """Returns (member, index) of a strip: the member that it belongs to, and its index among the
     member's strips. `counts` are the numbers of strips of all members."""
@@ -60,33 +54,38 @@ def locate_strip(strip, counts: Sequence[int]) -> tuple[Any, Any]:
     return member, strip - begin
 
 
-def fetch_slots(warp, plan_gmem, rank_gmem, first, free, stages, sizes: Sizes, copy) -> None:
+def fetch_slots(warp, tile, plan_gmem, rank_gmem, first, free, sizes: Sizes, copy) -> None:
     """Fetches the slots in use in order, each into a stage, as soon as the consumers free it.
 
     It is called by each of the `WARPS` warps. A stage is always filled by the same warp.
 
     Args:
-      warp: the warp.
+      warp, tile: the warp, and the tile of rows.
       plan_gmem, rank_gmem: the plan, and the ranks of the slots.
       first: the layer's first slot.
       free: the barriers of the stages.
-      stages: the number of stages.
       sizes: the sizes.
-      copy: `copy(slot, stage, box)` starts the copy of the first `box` ranks of a slot.
+      copy: `copy(slot, rank, stage)` starts the copy of a slot.
     """
+    stages = free.shape[0]
     warps = math.gcd(stages, WARPS)
 
-    def fetch(turn, _):
+    def fetch(turn, loaded):
         index = turn * warps + warp
-        slot, stage = first + plan_gmem[1 + index], lax.rem(index, jnp.int32(stages))
-        rank = rank_gmem[slot]
+        slot, rank = loaded
+        stage = lax.rem(index, jnp.int32(stages))
+        # Loaded ahead, so that the next copy does not wait for it.
+        following = first + plan_gmem[tile, jnp.minimum(1 + index + warps, sizes.entries - 1)]
         plgpu.barrier_wait(free.at[stage])
-        for_box(rank, sizes, lambda box: copy(slot, stage, box))
+        copy(slot, rank, stage)
+        return following, rank_gmem[following]
 
     @pl.when(warp < warps)
     def _fetch():
-        turns = lax.div(plan_gmem[0] + (warps - 1) - warp, jnp.int32(warps))
-        lax.fori_loop(0, turns, fetch, None)
+        # The loads of the number of slots and of the first slot do not wait for each other.
+        count, slot = plan_gmem[tile, 0], first + plan_gmem[tile, 1 + warp]
+        turns = lax.div(count + (warps - 1) - warp, jnp.int32(warps))
+        lax.fori_loop(0, turns, fetch, (slot, rank_gmem[slot]))
         # The consumers free every stage once more than it is filled. All arrivals at a barrier must
         # be waited for before the kernel ends.
         for stage in range(0, stages, warps):
@@ -95,22 +94,8 @@ def fetch_slots(warp, plan_gmem, rank_gmem, first, free, stages, sizes: Sizes, c
 
 def load_slot_indices(plan_gmem, tile, sizes: Sizes):
     """Returns the index of the slot of each row of a tile, in the layout of a result's column."""
-    indices_gmem = plan_gmem.at[pl.ds(sizes.entries + tile * TILE_ROWS, TILE_ROWS)]
+    indices_gmem = plan_gmem.at[tile, pl.ds(sizes.entries, TILE_ROWS)]
     return plgpu.load(indices_gmem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-
-def clear(stages_smem, tile, tiles: int) -> None:
-    """Fills the stages with zeros; the warpgroups of all `tiles` take turns.
-
-    Elements beyond a slot's rank are multiplied by zeros, and so must be finite.
-    """
-    count, *shape = stages_smem.shape
-
-    def clear_one(turn, _):
-        stages_smem[turn * tiles + tile] = jnp.zeros(shape, stages_smem.dtype)
-
-    lax.fori_loop(0, lax.div(count + (tiles - 1) - tile, jnp.int32(tiles)), clear_one, None)
-    plgpu.commit_smem()
 
 
 def products(count, slot_indices, left, right, ready, free, cols: int) -> jax.Array:
@@ -128,6 +113,7 @@ def products(count, slot_indices, left, right, ready, free, cols: int) -> jax.Ar
       cols: the number of columns.
     """
     stages = ready.shape[0]
+    lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
 
     def multiply(acc_ref):
         def multiply_slot(index, acc_ref):

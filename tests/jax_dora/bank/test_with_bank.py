@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 
 import jax_dora
@@ -23,10 +24,10 @@ RANKS = (1, 16, 5)
 IDS = np.array([2, -1, 0, 1, 1, -1, 0])
 
 
-def linear(dtype=jnp.float32, slots=4):
+def linear(dtype=jnp.float32, slots=4, sizes=(IN, OUT)):
     """A base layer, three adapters of it, and a bank with them."""
-    base = nnx.Linear(IN, OUT, param_dtype=dtype, rngs=nnx.Rngs(0))
-    base.bias.set_value(jax.random.normal(jax.random.key(5), (OUT,), dtype))
+    base = nnx.Linear(*sizes, param_dtype=dtype, rngs=nnx.Rngs(0))
+    base.bias.set_value(jax.random.normal(jax.random.key(5), sizes[1:], dtype))
     bank = AdapterBank(base, slots, 16)
     adapters = [
         drawn(bank, {"": rank}, seed, use_rslora=rank == 5) for seed, rank in enumerate(RANKS)
@@ -49,8 +50,27 @@ def test_every_row_is_within_its_bound_of_the_oracle(dtype, time):
     y = with_bank(base, bank, IDS)(x)
     assert y.dtype == dtype
     assert y.shape == (len(IDS), *time, OUT)
-    plain = base(x)
-    for row, slot in enumerate(IDS):
+    check_rows(base, adapters, x, y, IDS)
+
+
+@pytest.mark.parametrize("rows", thinned([7, 70], [7]))
+def test_the_kernels_read_adapters_where_loads_put_them(rows):
+    """Covers slots that held an adapter of a larger rank."""
+    base, bank, adapters = linear(jnp.bfloat16, 4, (64, 64))
+    for slot, kept in ((1, 2), (3, 0)):
+        bank = bank.load(slot, adapters[1]).load(slot, adapters[kept])
+    ids = np.resize([2, -1, 0, 1, 3, -1, 0], rows)
+    x = jax.random.normal(jax.random.key(1), (rows, 64), jnp.bfloat16)
+    model = with_bank(base, bank, ids, implementation="mosaic")
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        y = jax.block_until_ready(model(x))
+    check_rows(base, [adapters[0], adapters[2], adapters[2], adapters[0]], x, y, ids)
+
+
+def check_rows(base, adapters, x, y, ids):
+    """Checks every row against the oracle."""
+    dtype, plain = y.dtype, base(x)
+    for row, slot in enumerate(ids):
         if slot < 0:
             assert jnp.array_equal(y[row], plain[row])
             continue

@@ -157,6 +157,6 @@ def test_gradients_reach_the_activations():
 
 
 def test_the_choice_is_made_as_a_program_is_lowered():
-    names = [one.primitive.name for one in equations(bank_projection, *prompts(0, 128))]
+    names = [one.primitive.name for one in equations(bank_projection, *prompts(0, 256))]
     assert "dora" in names
     assert "dot_general" not in names

@@ -92,7 +92,7 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
     monkeypatch.setattr(jax, "jit", jit)
     programs._programs.__wrapped__(None, (("of the loop", 1),))
     assert handed["_decode"] == DECODING_OPTIONS
-    assert handed["_prefill"] == {"of the loop": 1}
+    assert handed["_prefill"] == {"of the loop": 1} | DECODING_OPTIONS
 
 
 @contextlib.contextmanager
