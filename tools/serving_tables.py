@@ -126,9 +126,10 @@ def served_beside() -> str:
 
 def bank_prompts() -> str:
     """Returns the times of prompts divided by those of the base."""
+    prompts = {"task": "prefill", "rows": 8, "tokens": 512}
 
     def cell(mix: str, kind: str) -> str:
-        return f"{row('bank', 'h100', task='prefill', kind=kind, mix=mix)['over_base']:.2f}"
+        return f"{row('bank', 'h100', **prompts, kind=kind, mix=mix)['over_base']:.2f}"
 
     mixes = {f"Zipf {EXPONENT}": "zipf", "evenly": "uniform", "one adapter": "one"}
     kinds = {kind: kind for kind in ("LoRA", "DoRA", "one-hot")} | {"one by one": "loop"}

@@ -16,7 +16,7 @@ from jax_dora.ops import choose
 from jax_dora.ops.bank import step_of
 
 DECODING_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""`compiler_options` of `jax.jit` for functions with one token per row.
+"""`compiler_options` of `jax.jit` for functions with one token per row, or up to 512 tokens.
 
 The adapters' GPU kernels then run concurrently with those kernels of the base model that they do
 not depend on."""
@@ -39,8 +39,8 @@ def with_bank[Model: nnx.Module](
     The copy shares all arrays with the model and the bank, and is meant for one or a few calls. It
     works eagerly, under `jax.jit`, `jax.vmap` and `nnx.scan`, and on meshes. Under `jax.jit`, make
     the model's arrays, the bank and the ids arguments of the function, so that they do not become
-    constants; use `jax_dora.bank.DECODING_OPTIONS` if each row has one token. There is no dropout,
-    since a bank is for inference.
+    constants; use `jax_dora.bank.DECODING_OPTIONS` if each row has one token, and for prompts of up
+    to 512 tokens. There is no dropout, since a bank is for inference.
 
     Args:
       model: the plain model that the bank was made for, or another one with the same projections.

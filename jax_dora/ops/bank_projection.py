@@ -198,9 +198,9 @@ def _without_adapter(static: Static, x: jax.Array, p: ProjectionOperands) -> jax
     """Returns x W + bias."""
     # The barrier keeps XLA from copying the layer's kernel out of a stack before the branch.
     base = _base(static, x, p.kernel, lax.optimization_barrier(p.layer))
-    if p.bias is None:
-        return base
-    return (base.astype(p.g.dtype) + p.bias.astype(p.g.dtype)[None, None]).astype(x.dtype)
+    # Added as `nnx.Linear` does: XLA can add such a bias before it rounds the product, so that any
+    # other sum may have other bits.
+    return base if p.bias is None else base + p.bias.astype(x.dtype)[None, None]
 
 
 def _expansion(static: Static, x: jax.Array, p: ProjectionOperands) -> tuple[Static, Expansion]:

@@ -275,6 +275,14 @@ def test_what_is_said_of_quantised_bases():
     )
 
 
+def over_base_in_tiles(mix, count, run=3):
+    """Returns the time of decoding in tiles of 64 rows, with the stages in use, by the base's."""
+    variant = "4 and 8 stages" if count <= 64 else "4 stages"
+    what = "decoding with a bank, tiles of 64 rows"
+    of = {"what": what, "kind": "DoRA", "run": run, "variant": variant}
+    return row("tried", "h100", **of, mix=mix, rows=count)["over_base"]
+
+
 def test_what_is_said_of_goals_that_were_missed():
     rate = row("quantised", "h100", work="copy")["tb_per_s"]
     few = [row("quantised", "h100", work="few rows", qtype="nf4", rows=count) for count in (1, 8)]
@@ -320,14 +328,15 @@ def test_what_is_said_of_goals_that_were_missed():
         for mix in ("zipf", "uniform")
         for count in (32, 64, 128, 256)
     ]
-    one = [decode["DoRA", "one", count]["over_base"] for count in (32, 64, 256)]
+    one = [decode["DoRA", "one", count]["over_base"] for count in (32, 64, 128, 256)]
     assert {f"{decode['DoRA', 'one', count]['bound']:.2f}" for count in (32, 64, 256)} == {"1.02"}
-    by_kernel = {"what": "decoding with a bank, by kernel, one after another", "mix": "one"}
-    own = [
-        sum(line[name] for name in ("shrink_us", "expand_us", "sums_us"))
-        for count in (32, 256)
-        for line in rows("tried", "h100", **by_kernel, kind="DoRA", rows=count)
-    ]
+    now = [over_base_in_tiles("one", count) for count in (32, 64, 128, 256)]
+    other = [over_base_in_tiles("one", count, run=2) for count in (32, 64)]
+    allowed = {
+        of: decode["one-hot", *of]["over_base"] / decode["DoRA", *of]["bound"]
+        for of in (("zipf", 128), ("zipf", 256), ("uniform", 128), ("uniform", 256))
+    }
+    assert {of for of, ratio in allowed.items() if ratio >= 2} == {("zipf", 128)}
     hot = {
         (mix, count): decode["one-hot", mix, count]["ms"] / decode["DoRA", mix, count]["ms"]
         for mix in ("zipf", "uniform", "one")
@@ -337,8 +346,11 @@ def test_what_is_said_of_goals_that_were_missed():
     assert_says(
         PERFORMANCE,
         f"by the bytes of their adapters alone ({min(beyond):.2f} and more,",
-        f"but 32 rows take {one[0]:.2f}, 64 take {one[1]:.2f} and 256 take {one[2]:.2f}",
-        f"{own[0]:.1f} µs a layer for 32 rows and {own[1]:.1f} for 256",
+        f"32 rows take {now[0]:.2f}, 64 take {now[1]:.2f}, 128 take {now[2]:.2f} and 256 take "
+        f"{now[3]:.2f}, where they took {one[0]:.2f}, {one[1]:.2f}, {one[2]:.2f} and {one[3]:.2f}",
+        f"it was {other[0]:.2f} and {other[1]:.2f} for 32 and 64 rows",
+        f"allow {allowed['uniform', 128]:.2f} for 128 rows that choose evenly, and "
+        f"{allowed['zipf', 256]:.3f} and {allowed['uniform', 256]:.2f} for 256 rows",
         f"with {min(hot[of] for of in hot if of[1] <= 64):.1f} and more",
         f"128 rows are {hot['zipf', 128]:.1f} times as fast by Zipf's law and "
         f"{hot['uniform', 128]:.1f} times evenly, 256 rows {hot['zipf', 256]:.1f} and "
@@ -375,13 +387,18 @@ def test_what_is_said_of_serving_over_nf4_and_in_pytorch():
 
 
 def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
-    def prompt(base, kind):
-        of = {"what": "prompts of the server, 4 layers, traced", "base": base, "kind": kind}
-        found = [line for line in rows("tried", "h100", **of) if line.get("way") != "dense copies"]
-        assert len(found) == 1
-        return f"{found[0]['us']:,.1f}"
+    def prompt(tokens, way):
+        what = "small prompts with a bank, tiles of 64 rows, one layer"
+        of = {"what": what, "kind": "DoRA", "requests": 1, "each": tokens, "way": way}
+        return row("tried", "h100", **of)["over_base"]
 
-    times = [prompt(base, kind) for base in ("bf16", "nf4") for kind in ("DoRA", "base")]
+    as_rows = "each token as a row, kernels at the same time"
+    concurrent, by_xla = (
+        [prompt(tokens, way) for tokens in (256, 512)] for way in (as_rows, "XLA's products")
+    )
+    alone = prompt(256, "each token as a row")
+    now = [over_base_in_tiles("one", count) for count in (32, 64, 128, 256)]
+    zipf = [over_base_in_tiles("zipf", count) for count in (64, 128, 256)]
     one, eight = (
         row("bank", "h100", task="decode", kind="base", mix="zipf", rows=count)["ms"]
         for count in (1, 8)
@@ -401,8 +418,13 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
     )
     assert_says(
         SERVING,
-        f"take {times[0]} µs with adapters and {times[1]} without in bf16, and {times[2]} and "
-        f"{times[3]} over nf4",
+        f"256 tokens of one prompt take {concurrent[0]:.2f} of the base model's time, where XLA's "
+        f"products take {by_xla[0]:.2f}, and 512 tokens {concurrent[1]:.2f} instead of "
+        f"{by_xla[1]:.2f}",
+        f"take {alone:.2f} of the base model's time instead of {concurrent[0]:.2f}",
+        f"32 rows take {now[0]:.2f}, 64 take {now[1]:.2f}, 128 take {now[2]:.2f} and 256 take "
+        f"{now[3]:.2f}; by Zipf's law 64 rows take {zipf[0]:.2f}, 128 take {zipf[1]:.2f} and 256 "
+        f"take {zipf[2]:.2f}",
         "the base model alone takes longer for 1 row than for 8",
         f"with {count} adapters LoRA takes {slower:.2f} of DoRA's time",
         f"at commit {torch['commit']} with PEFT {torch['peft']}, whereas the server was measured "

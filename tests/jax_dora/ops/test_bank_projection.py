@@ -78,6 +78,13 @@ def test_a_row_does_not_depend_on_the_other_rows(on_mosaic):
         assert jnp.array_equal(alone[row], other[row])
 
 
+def test_rows_of_the_base_add_a_bias_as_the_base_does():
+    """On a GPU, XLA may add a bias before it rounds the product, if it is added like this."""
+    bias = jnp.arange(64.0).astype(jnp.bfloat16)
+    text = for_cuda(bank_projection, *prompts(0, 128), implementation="mosaic", bias=bias)
+    assert re.search(r"stablehlo\.add .* : tensor<\d+x128x64xbf16>", text)
+
+
 def test_a_program_for_cuda_has_both_ways():
     text = for_cuda(bank_projection, *prompts(0, 128), implementation="mosaic")
     for name in ("dora_bank_shrink", "dora_bank_project", "stablehlo.dot_general"):
