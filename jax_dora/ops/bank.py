@@ -14,7 +14,7 @@ adapter whose rank is below the bank's maximum is contiguous in memory.
 - `bank_projection` also computes base, if it is not used elsewhere.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,7 +111,7 @@ def bank_linears(
       projections: projections with the same number of slots and the same maximum rank. All or none
         have g; all or none have a bias.
     """
-    batch, time, in_features = x.shape
+    batch, time, _ = x.shape
     static = Static("bank_linear", implementation, static_precision(precision))
     members, rows = [], []
     for base, slots, part, _ in projections:
@@ -119,39 +119,32 @@ def bank_linears(
         static = static._replace(slots=count)
         members.append(Member(slots.lora_a, slots.lora_b, slots.rank, first))
         rows.append(rows_of(slots, ids, first, count, accumulator(base.dtype)))
-    x_rows, row_ids = x.reshape(batch * time, in_features), jnp.repeat(ids, time)
-    tokens = TokenOperands(x_rows, tuple(members), row_ids, step if time == 1 else None)
-    takes_rows = takes_tokens_as_rows(batch, time, implementation)
-    if not takes_rows or (time > 1 and _choice(static, tokens) is None):
+    prompts = PromptOperands(
+        x,
+        ids,
+        tuple(members),
+        tuple(projection.base for projection in projections),
+        tuple(rows),
+        tuple(projection.bias for projection in projections),
+    )
+    if takes_tokens_as_rows(batch, time, implementation):
+        return call_differentiable(PROMPTS, _define_prompts, static, prompts)
+    if time > 1:
         return [
-            _expanded(static, x, projection, own_rows)
-            for projection, own_rows in zip(projections, rows, strict=True)
+            call_differentiable(EXPAND, expand, static, operands)[0]
+            for operands in _expansions(static, prompts)
         ]
+    tokens = TokenOperands(x[:, 0], prompts.members, ids, step)
     if _choice(static, tokens) is None:
         products = _products(static, tokens)
     else:
         products = call_differentiable(TOKENS, _products, static, tokens)
-    return [
-        compose_rows(
-            projection.base, lora.reshape(projection.base.shape), own_rows, projection.bias
-        )
-        for projection, lora, own_rows in zip(projections, products, rows, strict=True)
-    ]
+    return _composed(prompts, products)
 
 
 def takes_tokens_as_rows(batch: int, time: int, implementation: str | None) -> bool:
-    """Returns whether the kernels for rows of one token may compute x [batch, time, in]."""
-    return time == 1 or (implementation is None and batch * time <= MOST_PROMPT_TOKENS)
-
-
-def _expanded(static: Static, x: jax.Array, projection: Projection, rows: Rows) -> jax.Array:
-    """Returns a projection of prompts, as a batched product with one adapter per row."""
-    base, slots, _, bias = projection
-    lora_a = slots.lora_a[rows.slot].astype(x.dtype)
-    z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=static.precision)
-    lora_b = slots.lora_b.astype(x.dtype)
-    (y,) = call_differentiable(EXPAND, expand, static, Expansion(base, z, lora_b, *rows, bias))
-    return y
+    """Returns whether the kernels for rows of one token may compute prompts [batch, time]."""
+    return time > 1 and implementation is None and batch * time <= MOST_PROMPT_TOKENS
 
 
 def step_of(
@@ -249,6 +242,62 @@ class TokenOperands(NamedTuple):
     members: tuple[Member, ...]
     ids: Any
     step: Any
+
+
+class PromptOperands(NamedTuple):
+    """The operands of projections of prompts.
+
+    Attributes:
+      x: [batch, time, in].
+      ids: i32[batch].
+      members: the adapters of each projection.
+      bases: [batch, time, out] of each projection.
+      rows: `bank_slots.rows_of` of each projection.
+      biases: [out] or None, of each projection.
+    """
+
+    x: Any
+    ids: Any
+    members: tuple[Member, ...]
+    bases: tuple[Any, ...]
+    rows: tuple[Rows, ...]
+    biases: tuple[Any, ...]
+
+
+def _run_prompts(static: Static, shard: Shard, prompts: PromptOperands) -> tuple[jax.Array, ...]:
+    batch, time, in_features = prompts.x.shape
+    row_ids = jnp.repeat(prompts.ids, time)
+    x = prompts.x.reshape(batch * time, in_features)
+    tokens = TokenOperands(x, prompts.members, row_ids, None)
+    if _choice(static, tokens) is None:
+        return _define_prompts(static, prompts)
+    return _composed(prompts, _run_tokens(static, shard, tokens))
+
+
+# As for `TOKENS`, XLA computes and partitions it on a mesh of several devices.
+PROMPTS = Op("bank_prompts", _run_prompts, (), ())
+
+
+def _define_prompts(static: Static, prompts: PromptOperands) -> tuple[jax.Array, ...]:
+    return tuple(expand(static, operands)[0] for operands in _expansions(static, prompts))
+
+
+def _expansions(static: Static, prompts: PromptOperands) -> Iterator[Expansion]:
+    """Yields the operands of `EXPAND` for each projection, with z by a batched product."""
+    x, _, members, bases, rows, biases = prompts
+    for member, base, own, bias in zip(members, bases, rows, biases, strict=True):
+        lora_a = member.lora_a[own.slot].astype(x.dtype)
+        z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=static.precision)
+        yield Expansion(base, z, member.lora_b.astype(x.dtype), *own, bias)
+
+
+def _composed(prompts: PromptOperands, products: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns the projections, given the adapters' products of all tokens [tokens, out]."""
+    _, _, _, bases, rows, biases = prompts
+    return tuple(
+        compose_rows(base, lora.reshape(base.shape), own, bias)
+        for base, lora, own, bias in zip(bases, products, rows, biases, strict=True)
+    )
 
 
 def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -68,11 +68,15 @@ def test_what_is_no_report_is_named(contents, message, tmp_path):
         main(["report", str(file)])
 
 
+FAILED = {("cuda", "training_at_1e-4"), ("cuda", "bank")}
+
+
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
 def test_committed_reports_are_sound(file, capsys):
     header, rows = read(file)
     assert {"commit", "card", "jax", "torch"} <= header["environment"].keys()
     main(["report", str(file), "--all"])
     assert header["level"] == "controls" or "comparisons passed" in capsys.readouterr().out
-    # At 1e-4 it is the floor that is too high: docs/fidelity.md.
-    assert passed(rows) == (file.stem != "training_at_1e-4")
+    # docs/fidelity.md explains both: at 1e-4 the floor is too high, and in the bank a row of the base
+    # had other bits.
+    assert passed(rows) == ((file.parent.name, file.stem) not in FAILED)

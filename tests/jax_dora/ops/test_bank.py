@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_dora.ops import choose
 from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.mosaic import bank_few_rows, bank_rows
 from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.programs import equations, for_cuda
@@ -62,6 +64,35 @@ def test_agrees_with_fp64(on_mosaic, implementation):
     assert np.all(abs(fp64(y[jnp.asarray(held)]) - expected) <= 1.01 * bound)
     assert jnp.array_equal(y[1], arrays[0][1])
     assert np.isnan(fp64(y[3])).all()
+
+
+def test_small_prompts_are_rows_of_the_kernels_for_decoding(on_mosaic, monkeypatch):
+    """80 tokens of four requests, in two tiles of rows."""
+    launched = []
+
+    def launch(x, *others, **settings):
+        launched.append(x.shape)
+        return kernel(x, *others, **settings)
+
+    kernel = bank_rows.launch
+    monkeypatch.setattr(bank_rows, "launch", launch)
+    monkeypatch.setattr(bank_rows, "wins", lambda *call, **settings: True)
+    monkeypatch.setattr(bank_few_rows, "wins", lambda *call, **settings: False)
+    monkeypatch.setattr(choose.Target, "prefers_mosaic", True)
+    base, x, held, ids = operands(7, 20, features=64)
+    bias = jnp.arange(64.0).astype(base.dtype)
+    with on_mosaic():
+        y, with_bias = (
+            jax.block_until_ready(jax.jit(bank_linear)(base, x, held, ids, bias=one))
+            for one in (None, bias)
+        )
+    assert launched[0] == (80, 64)
+    own = jnp.asarray([0, 2])
+    expected, bound = exact(base[own], x[own], held, ids[own])
+    assert np.all(abs(fp64(y[own]) - expected) <= 1.01 * bound)
+    assert jnp.array_equal(y[1], base[1])
+    assert np.isnan(fp64(y[3])).all()
+    assert jnp.array_equal(with_bias[1], base[1] + bias[None])
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(4, 3), (5, 3), (16, 3)])

@@ -138,6 +138,22 @@ def test_projections_share_a_branch_and_unsupported_ones_use_xla(monkeypatch):
     assert "tensor<4096x512xbf16>" in text
 
 
+def test_small_prompts_share_a_launch_of_the_kernels_for_decoding(monkeypatch):
+    def projection(out):
+        of_slots = aval(4, out, dtype=jnp.float32), aval(4, dtype=jnp.float32)
+        bank = Slots(aval(4, 8, 4096), aval(4, 8, out), *of_slots, aval(4, dtype=jnp.int32))
+        return WholeProjection(aval(4096, out), bank)
+
+    monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
+    projections, ids = [projection(out) for out in (4096, 14_336)], aval(4, dtype=jnp.int32)
+    small, larger = (
+        for_cuda(bank_projections, aval(4, time, 4096), projections, ids) for time in (128, 129)
+    )
+    calls = [one for one in small.splitlines() if "@mosaic_gpu" in one]
+    assert ["dora_bank_rows_shrink" in one for one in calls] == [True, False]
+    assert "dora_bank_rows" not in larger
+
+
 def test_rows_that_are_no_whole_tiles_keep_the_second_product():
     text = for_cuda(bank_projection, *prompts(0, 64), implementation="mosaic")
     assert "dora_bank_expand" in text
