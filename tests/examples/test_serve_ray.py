@@ -172,6 +172,23 @@ def forward(handle, body, headers=(), adapters=None):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_ray_learns_of_a_failed_server():
+    import serve_ray
+
+    def health(status):
+        replica = object.__new__(serve_ray.Replica)
+        transport = httpx.MockTransport(
+            lambda request: httpx.Response(status if request.url.path == "/health" else 404)
+        )
+        replica._client = httpx.AsyncClient(base_url="http://replica", transport=transport)
+        return asyncio.run(replica.check_health())
+
+    health(200)
+    with pytest.raises(httpx.HTTPStatusError, match="503"):
+        health(503)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_the_headers_that_a_server_checks_are_forwarded():
     handle = Recorder()
     headers = [(b"content-type", b"text/plain"), (b"authorization", b"Bearer s\xe9cret")]
