@@ -8,7 +8,8 @@ replica. A replica is a complete `jax_dora.serve` server, on one GPU or on those
 at a local address of its host. The ingress has OpenAI's interface and forwards requests, preferably
 to a replica that has used their adapter before. The header x-replica of an answer tells which
 replica gave it. If a replica dies, its requests are sent to another one, except streams that have
-already begun. A replica that dies, or whose server has failed, is replaced. FOLDER and DIR have to be at the same path on all hosts.
+already begun. A replica that dies, or whose server has failed, is replaced. FOLDER and DIR have to
+be at the same path on all hosts.
 """
 
 import argparse

@@ -68,6 +68,7 @@ def test_what_is_no_report_is_named(contents, message, tmp_path):
         main(["report", str(file)])
 
 
+# docs/fidelity.md: at 1e-4 the floor is too high, and in the bank a row of the base had other bits.
 FAILED = {("cuda", "training_at_1e-4"), ("cuda", "bank")}
 
 
@@ -77,6 +78,4 @@ def test_committed_reports_are_sound(file, capsys):
     assert {"commit", "card", "jax", "torch"} <= header["environment"].keys()
     main(["report", str(file), "--all"])
     assert header["level"] == "controls" or "comparisons passed" in capsys.readouterr().out
-    # docs/fidelity.md explains both: at 1e-4 the floor is too high, and in the bank a row of the base
-    # had other bits.
     assert passed(rows) == ((file.parent.name, file.stem) not in FAILED)
