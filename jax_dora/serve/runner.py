@@ -31,6 +31,7 @@ from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
 from jax_dora.models.decoder import for_inference, loop_options
+from jax_dora.ops.bank import MOST_PROMPT_TOKENS
 from jax_dora.serve.draw import DrawFeatures, Drawn, DrawSettings, draw
 from jax_dora.serve.request import Request
 
@@ -117,11 +118,14 @@ class ModelRunner:
           chunk: the number of prompt tokens that one call of `prefill` processes.
         """
         graphdef, self._state = for_inference(model)
-        self._prefill, self._decode = _programs(graphdef, loop_options(self._state))
         self._sharding = model.config.sharding
         self._bank = bank
         self.rows, self.capacity = rows, capacity
         chunk = min(chunk, capacity)
+        options = loop_options(self._state)
+        if chunk <= MOST_PROMPT_TOKENS:
+            options += tuple(DECODING_OPTIONS.items())
+        self._prefill, self._decode = _programs(graphdef, options)
         self.widths = tuple(_widths(chunk))
         self.prompts_per_call = {width: min(chunk // width, rows) for width in self.widths}
         self._arrays = _empty(model.config, rows, capacity)
@@ -220,16 +224,16 @@ class ModelRunner:
 
 @functools.cache
 def _programs(
-    graphdef: nnx.GraphDef[CausalLM], loop: tuple[tuple[str, Any], ...]
+    graphdef: nnx.GraphDef[CausalLM], options: tuple[tuple[str, Any], ...]
 ) -> tuple[Program, Program]:
-    """Returns the prefill program, with compiler options for its loop, and the decoding program.
+    """Returns the prefill program, with these compiler options, and the decoding program.
 
     The programs are specific to one model definition. A program that takes the definition as a
     static argument would compare it in every call, which took a tenth of the host's time.
     """
     read, step = (functools.partial(function, graphdef) for function in (_prefill, _decode))
     return (
-        jax.jit(read, donate_argnums=(2, 3), compiler_options=dict(loop) | DECODING_OPTIONS),
+        jax.jit(read, donate_argnums=(2, 3), compiler_options=dict(options)),
         jax.jit(step, donate_argnums=(2, 3), compiler_options=DECODING_OPTIONS),
     )
 

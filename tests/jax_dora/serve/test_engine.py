@@ -92,7 +92,17 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
     monkeypatch.setattr(jax, "jit", jit)
     programs._programs.__wrapped__(None, (("of the loop", 1),))
     assert handed["_decode"] == DECODING_OPTIONS
-    assert handed["_prefill"] == {"of the loop": 1} | DECODING_OPTIONS
+    assert handed["_prefill"] == {"of the loop": 1}
+
+
+@pytest.mark.parametrize(("chunk", "concurrent"), [(512, True), (1024, False)])
+def test_small_prompts_are_compiled_as_decoding_is(model, monkeypatch, chunk, concurrent):
+    given = []
+    make = programs._programs
+    monkeypatch.setattr(programs, "_programs", lambda *one: given.append(one) or make(*one))
+    ModelRunner(load_model(model), None, 2, 1024, chunk)
+    ((_, options),) = given
+    assert (DECODING_OPTIONS.items() <= dict(options).items()) == concurrent
 
 
 @contextlib.contextmanager
