@@ -79,7 +79,7 @@ class Settings(NamedTuple):
     slots: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     decoding: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
-    prompts: tuple[tuple[int, int], ...] = ((1, 256), (4, 64), (1, 512), (8, 512))
+    prompts: tuple[tuple[int, int], ...] = ((1, 256), (4, 64), (8, 512))
     mixes: tuple[str, ...] = ("zipf", "uniform", "one")
     only: tuple[str, ...] = ("base", "LoRA", "DoRA", "one-hot", "loop")
     growth: int = 64

@@ -48,7 +48,10 @@ class Replica:
         server = Server(settings)
         host, port = server.bind()
         threading.Thread(target=server.run, daemon=True).start()
-        self._client = httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=None)
+        # Without a limit, so that Ray's check of the health does not wait for other requests.
+        limits = httpx.Limits(max_connections=None)
+        url = f"http://{host}:{port}"
+        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
 
     async def adapter(self, name: str) -> str:
         """Tells Ray that this replica has used an adapter; the replica's server loads it."""

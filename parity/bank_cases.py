@@ -17,10 +17,10 @@ ALPHA = 3.0
 # [rows] and [rows, time]: few rows of one token, rows of several, and enough rows of one token that
 # the kernels group them.
 SHAPES = ((9,), (6, 5), (40,))
-# The sizes at which kernels run: decoding, and prompts. They take no fp32.
+# The sizes at which kernels run: decoding, small prompts and prompts. They take no fp32.
 GPU_SIZES = (4096, 1024)
 GPU_SHAPES = {
-    "bfloat16": ((1,), (8,), (64,), (128,), (5, 1024)),
+    "bfloat16": ((1,), (8,), (64,), (128,), (5, 48), (5, 1024)),
     "float32": ((8,), (5, 1024)),
 }
 

@@ -265,7 +265,7 @@ class BankLinear(BankLayer, nnx.Linear):
 
 
 def _apply_to_prompts(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
-    """Returns the layers' results for the same prompts, with base and adapters in one product."""
+    """Returns the layers' results for the same prompts, where kernels may compute base as well."""
     first = layers[0]
     return list(
         bank_projections(

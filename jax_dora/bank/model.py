@@ -16,7 +16,7 @@ from jax_dora.ops import choose
 from jax_dora.ops.bank import step_of
 
 DECODING_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""`compiler_options` of `jax.jit` for functions with one token per row, or up to 512 tokens.
+"""`compiler_options` of `jax.jit` for functions with one token per row, or up to 256 tokens.
 
 The adapters' GPU kernels then run concurrently with those kernels of the base model that they do
 not depend on."""
@@ -40,7 +40,7 @@ def with_bank[Model: nnx.Module](
     works eagerly, under `jax.jit`, `jax.vmap` and `nnx.scan`, and on meshes. Under `jax.jit`, make
     the model's arrays, the bank and the ids arguments of the function, so that they do not become
     constants; use `jax_dora.bank.DECODING_OPTIONS` if each row has one token, and for prompts of up
-    to 512 tokens. There is no dropout, since a bank is for inference.
+    to 256 tokens. There is no dropout, since a bank is for inference.
 
     Args:
       model: the plain model that the bank was made for, or another one with the same projections.

@@ -5,10 +5,10 @@ slot, and DoRA costs the same as LoRA. The rank is the first axis of a slot's ma
 adapter whose rank is below the bank's maximum is contiguous in memory.
 
 - Rows of one token (decoding): the Mosaic kernels `bank_few_rows` and `bank_rows` support up to
-  896 rows and read each adapter of the batch once. Otherwise XLA computes the products
+  512 rows and read each adapter of the batch once. Otherwise XLA computes the products
   (`bank_xla`). Both compute only the adapters' products, which do not depend on base and may run
   concurrently with it. XLA fuses the composition with the operations that follow.
-- Rows of several tokens (prompts): up to 512 tokens are rows of the same kernels. Otherwise a
+- Rows of several tokens (prompts): up to 256 tokens are rows of the same kernels. Otherwise a
   batched product, with one adapter per row. The Mosaic kernel
   `bank_expand` computes the second product and the composition in one pass.
 - `bank_projection` also computes base, if it is not used elsewhere.
@@ -32,10 +32,11 @@ from jax_dora.ops.primitive import call_differentiable
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.shard import Op, Shard
 
-# The most tokens of prompts that are rows of the kernels for decoding. With 512 tokens these took
-# 574 µs a layer, or 632 without `jax_dora.bank.DECODING_OPTIONS`, and XLA's products 620; with 896
-# tokens 932, 970 and 951 (`h100/tried.jsonl`, "small prompts with a bank").
-MOST_PROMPT_TOKENS = 512
+# The most tokens of prompts that are rows of the kernels for decoding. With 256 tokens these took
+# 345 µs a layer, or 375 without `jax_dora.bank.DECODING_OPTIONS`, and XLA's products 384; with 512
+# tokens 574, 632 and 620 (`h100/tried.jsonl`, "small prompts with a bank, tiles of 64 rows, one
+# layer").
+MOST_PROMPT_TOKENS = 256
 
 
 def bank_linear(
@@ -129,7 +130,7 @@ def bank_linears(
     )
     if takes_tokens_as_rows(batch, time, implementation):
         return call_differentiable(PROMPTS, _define_prompts, static, prompts)
-    if time > 1:
+    if time != 1:
         return [
             call_differentiable(EXPAND, expand, static, operands)[0]
             for operands in _expansions(static, prompts)

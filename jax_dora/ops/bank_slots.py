@@ -76,8 +76,11 @@ def compose_rows(base: jax.Array, lora: jax.Array, rows: Rows, bias: jax.Array |
     """Returns g∘(base + s·lora) + bias; base + bias, bit for bit, where g is 1 and s is 0."""
     g, scale = rows.g[:, None], rows.scale[:, None, None]
     wide = base.astype(g.dtype)
-    # Selected, because base + 0·lora turns -0 into 0, and is NaN if lora is not finite.
-    y = jnp.where((g == 1) & (scale == 0), wide, g * (wide + scale * lora.astype(g.dtype)))
+    y = g * (wide + scale * lora.astype(g.dtype))
     if bias is not None:
         y = y + bias.astype(g.dtype)[None, None]
-    return y.astype(base.dtype)
+        # Added as `nnx.Linear` does: XLA may add such a bias before it rounds the product.
+        dtype = jnp.promote_types(base.dtype, bias.dtype)
+        base = (base.astype(dtype) + bias.astype(dtype)[None, None]).astype(base.dtype)
+    # Selected, because base + 0·lora turns -0 into 0, and is NaN if lora is not finite.
+    return jnp.where((g == 1) & (scale == 0), base, y.astype(base.dtype))

@@ -18,8 +18,9 @@ TILE_ROWS = 64
 # The warps that fetch.
 WARPS = 4
 # Limits that let thread blocks fit on a multiprocessor together with those of the base's product
-# (an H100, the projections of Llama 3 8B's dimensions, 64 slots). With several tiles of rows, there
-# are enough thread blocks of the second kernel to hide the memory's latency with fewer stages.
+# (an H100, the projections of Llama 3 8B's dimensions, 64 slots). The numbers of stages are
+# multiples of `WARPS`. With several tiles of rows, there are enough thread blocks of the second
+# kernel to hide the memory's latency with fewer stages.
 MOST_SLICES = 3
 SHRINK_STAGES, EXPAND_STAGES, EXPAND_STAGES_OF_TILES = 4, 8, 4
 
@@ -82,33 +83,25 @@ class Sizes(NamedTuple):
         return pl.ds(self.rank - lax.div(rank + (RANKS - 1), RANKS) * RANKS, self.depth)
 
 
-def fastest_config(sizes: Sizes, out: int, members: int = 1) -> Config | None:
-    """Returns a config with at least two stages in both kernels, or None if none fits.
+def fastest_config(sizes: Sizes, members: int = 1) -> Config:
+    """Returns the config for some sizes and a number of members.
 
-    It has the most slices that are useful, namely until the thread blocks of the first kernel fit
-    on the multiprocessors at the same time.
-
-    Args:
-      sizes: the sizes.
-      out: the sum of the output features of all members.
-      members: the number of members.
+    It has the most slices, up to `MOST_SLICES`, that are useful, namely until the thread blocks of
+    the first kernel fit on the multiprocessors at the same time, and that leave shared memory for
+    one stage for each warp that fetches.
     """
     depth, row_bytes = sizes.depth, 2 * TILE_ROWS
-
-    def stages(most: int, stage_bytes: int, other_bytes: int) -> int:
-        count = min(most, (SHARED_MEMORY - RESERVED - other_bytes) // stage_bytes)
-        # The same number for each warp.
-        return count if count < WARPS else count // WARPS * WARPS
-
-    most = EXPAND_STAGES if sizes.tiles == 1 else EXPAND_STAGES_OF_TILES
-    expand = stages(most, 2 * depth * TILE_K, row_bytes * depth)
     tiles = sizes.tiles * members * sizes.in_features // TILE_K
-    for slices in range(min(pl.cdiv(tiles, HOPPER_SM_COUNT), MOST_SLICES), 0, -1):
+    slices = min(pl.cdiv(tiles, HOPPER_SM_COUNT), MOST_SLICES)
+
+    def shrink_bytes() -> int:
         width = slices * TILE_K
-        shrink = stages(SHRINK_STAGES, 2 * depth * width, row_bytes * (width + 2 * depth))
-        if min(shrink, expand) >= 2:
-            return Config(slices, shrink, expand)
-    return None
+        return SHRINK_STAGES * 2 * depth * width + row_bytes * (width + 2 * depth)
+
+    while shrink_bytes() > SHARED_MEMORY - RESERVED:
+        slices -= 1
+    expand_stages = EXPAND_STAGES if sizes.tiles == 1 else EXPAND_STAGES_OF_TILES
+    return Config(slices, SHRINK_STAGES, expand_stages)
 
 
 def plan(ids: jax.Array, slots: int) -> jax.Array:

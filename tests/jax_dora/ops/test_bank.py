@@ -107,6 +107,11 @@ def test_single_tokens_agree_with_fp64(rows, slots):
     assert np.all(abs(fp64(y) - expected) <= 1.01 * bound)
 
 
+def test_no_tokens_give_no_results():
+    base, x, held, ids = operands(0, 0)
+    assert bank_linear(base, x, held, ids).shape == base.shape == (len(IDS), 0, 64)
+
+
 def test_nonfinite_numbers_stay_in_their_row():
     base, x, held, _ = operands(4, 1)
     ids = jnp.asarray([0, 1, 1, 0, 2, -1], jnp.int32)

@@ -168,6 +168,7 @@ def test_a_plan_names_each_slot_in_use_once():
             (130, 4096, 4096, 64, 128),
             (256, 14336, 4096, 64, 128),
             (256, 28672, 8192, 64, 64),
+            (512, 4096, 4096, 64, 64),
         ],
         [(64, 4096, 14336, 1024, 64), (256, 14336, 4096, 64, 128)],
     ),
@@ -196,7 +197,7 @@ def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
 @pytest.mark.parametrize("n_in", [64, 4096, 14336, 28672, 53248])
 def test_the_tiles_fit_into_shared_memory(n_in):
     """Counts the shared memory of both kernels: the stages, the rows and the results."""
-    sizes = itertools.product((1, 64, 130, 256), (64, 14336), (4, 64, 1024), (8, 64, 96, 128))
+    sizes = itertools.product((1, 64, 130, 256, 512), (64, 14336), (4, 64, 1024), (8, 64, 96, 128))
     for rows, out, slots, rank in sizes:
         call = (rows, n_in, out, slots, rank, jnp.bfloat16, jnp.bfloat16)
         assert refuses(*call) is None
@@ -216,8 +217,8 @@ def test_the_tiles_fit_into_shared_memory(n_in):
 
 def test_refuses_with_a_reason():
     bf16 = jnp.bfloat16
-    assert refuses(896, 4096, 14336, 64, 64, bf16, bf16) is None
-    assert "897 rows" in refuses(897, 4096, 64, 64, 64, bf16, bf16)
+    assert refuses(512, 4096, 14336, 64, 64, bf16, bf16) is None
+    assert "513 rows" in refuses(513, 4096, 64, 64, 64, bf16, bf16)
     assert "in = 4100" in refuses(8, 4100, 64, 64, 64, bf16, bf16)
     assert "out = 72" in refuses(8, 64, 72, 64, 64, bf16, bf16)
     assert "rank 12" in refuses(8, 64, 64, 64, 12, bf16, bf16)

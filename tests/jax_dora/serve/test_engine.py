@@ -95,7 +95,7 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
     assert handed["_prefill"] == {"of the loop": 1}
 
 
-@pytest.mark.parametrize(("chunk", "concurrent"), [(512, True), (1024, False)])
+@pytest.mark.parametrize(("chunk", "concurrent"), [(256, True), (512, False)])
 def test_small_prompts_are_compiled_as_decoding_is(model, monkeypatch, chunk, concurrent):
     given = []
     make = programs._programs
