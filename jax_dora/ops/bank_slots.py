@@ -80,7 +80,7 @@ def compose_rows(base: jax.Array, lora: jax.Array, rows: Rows, bias: jax.Array |
     if bias is not None:
         y = y + bias.astype(g.dtype)[None, None]
         # Added as `nnx.Linear` does: XLA may add such a bias before it rounds the product.
-        dtype = jnp.promote_types(base.dtype, bias.dtype)
+        dtype = base.dtype if base.dtype == bias.dtype else g.dtype
         base = (base.astype(dtype) + bias.astype(dtype)[None, None]).astype(base.dtype)
     # Selected, because base + 0·lora turns -0 into 0, and is NaN if lora is not finite.
     return jnp.where((g == 1) & (scale == 0), base, y.astype(base.dtype))
