@@ -331,7 +331,7 @@ def test_what_is_said_of_goals_that_were_missed():
     one = [decode["DoRA", "one", count]["over_base"] for count in (32, 64, 128, 256)]
     assert {f"{decode['DoRA', 'one', count]['bound']:.2f}" for count in (32, 64, 256)} == {"1.02"}
     now = [over_base_in_tiles("one", count) for count in (32, 64, 128, 256)]
-    other = [over_base_in_tiles("one", count, run=2) for count in (32, 64)]
+    other = [over_base_in_tiles("one", count, run=2) for count in (32, 64, 128, 256)]
     allowed = {
         of: decode["one-hot", *of]["over_base"] / decode["DoRA", *of]["bound"]
         for of in (("zipf", 128), ("zipf", 256), ("uniform", 128), ("uniform", 256))
@@ -348,7 +348,7 @@ def test_what_is_said_of_goals_that_were_missed():
         f"by the bytes of their adapters alone ({min(beyond):.2f} and more,",
         f"32 rows take {now[0]:.2f}, 64 take {now[1]:.2f}, 128 take {now[2]:.2f} and 256 take "
         f"{now[3]:.2f}, where they took {one[0]:.2f}, {one[1]:.2f}, {one[2]:.2f} and {one[3]:.2f}",
-        f"it was {other[0]:.2f} and {other[1]:.2f} for 32 and 64 rows",
+        f"it was {other[0]:.2f}, {other[1]:.2f}, {other[2]:.2f} and {other[3]:.2f}",
         f"allow {allowed['uniform', 128]:.2f} for 128 rows that choose evenly, and "
         f"{allowed['zipf', 256]:.3f} and {allowed['uniform', 256]:.2f} for 256 rows",
         f"with {min(hot[of] for of in hot if of[1] <= 64):.1f} and more",
