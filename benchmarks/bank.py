@@ -120,11 +120,6 @@ class Inputs:
     def change(self, bank: Any, ids: np.ndarray) -> None:
         self._bank, self._ids = bank, jnp.asarray(ids)
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of all rows."""
-        return self._x.shape[0] * self._x.shape[1]
-
     def x(self) -> jax.Array:
         """Returns a new copy of x, which a call donates."""
         return jax.block_until_ready(jnp.copy(self._x))
@@ -140,7 +135,9 @@ class Inputs:
         def flat(x: jax.Array, *leaves: jax.Array) -> jax.Array:
             return function(*jax.tree.unflatten(structure, leaves), x)
 
-        options = DECODING_OPTIONS if self.tokens <= MOST_PROMPT_TOKENS else {}
+        rows, tokens, _ = self._x.shape
+        is_small = tokens == 1 or rows * tokens <= MOST_PROMPT_TOKENS
+        options = DECODING_OPTIONS if is_small else {}
         jitted = jax.jit(flat, donate_argnums=0, compiler_options=options)
         return jitted.lower(self._x, *self.arguments(kind))
 

@@ -120,7 +120,7 @@ def bank_linears(
         static = static._replace(slots=count)
         members.append(Member(slots.lora_a, slots.lora_b, slots.rank, first))
         rows.append(rows_of(slots, ids, first, count, accumulator(base.dtype)))
-    prompts = PromptOperands(
+    call = BatchOperands(
         x,
         ids,
         tuple(members),
@@ -129,18 +129,18 @@ def bank_linears(
         tuple(projection.bias for projection in projections),
     )
     if takes_tokens_as_rows(batch, time, implementation):
-        return call_differentiable(PROMPTS, _define_prompts, static, prompts)
+        return call_differentiable(PROMPTS, _define_prompts, static, call)
     if time != 1:
         return [
             call_differentiable(EXPAND, expand, static, operands)[0]
-            for operands in _expansions(static, prompts)
+            for operands in _expansions(static, call)
         ]
-    tokens = TokenOperands(x[:, 0], prompts.members, ids, step)
+    tokens = TokenOperands(x[:, 0], call.members, ids, step)
     if _choice(static, tokens) is None:
         products = _products(static, tokens)
     else:
         products = call_differentiable(TOKENS, _products, static, tokens)
-    return _composed(prompts, products)
+    return _composed(call, products)
 
 
 def takes_tokens_as_rows(batch: int, time: int, implementation: str | None) -> bool:
@@ -222,6 +222,22 @@ EXPAND = Op(
 )
 
 
+def expansion(
+    static: Static,
+    x: jax.Array,
+    base: jax.Array,
+    matrices: tuple[jax.Array, jax.Array],
+    rows: Rows,
+    bias: jax.Array | None,
+) -> Expansion:
+    """Returns the operands of `EXPAND`, with x A by a batched product; `matrices` are lora_a and
+    lora_b of all slots."""
+    lora_a, lora_b = matrices
+    own_a = lora_a[rows.slot].astype(x.dtype)
+    z = jnp.einsum("nti,nri->ntr", x, own_a, precision=static.precision)
+    return Expansion(base, z, lora_b.astype(x.dtype), *rows, bias)
+
+
 def expand(static: Static, operands: Expansion) -> tuple[jax.Array]:
     """Returns the second product and the composition, by their definition."""
     base, z, lora_b, slot, g, scale, bias = operands
@@ -245,8 +261,8 @@ class TokenOperands(NamedTuple):
     step: Any
 
 
-class PromptOperands(NamedTuple):
-    """The operands of projections of prompts.
+class BatchOperands(NamedTuple):
+    """The operands of all projections of the same x.
 
     Attributes:
       x: [batch, time, in].
@@ -265,36 +281,34 @@ class PromptOperands(NamedTuple):
     biases: tuple[Any, ...]
 
 
-def _run_prompts(static: Static, shard: Shard, prompts: PromptOperands) -> tuple[jax.Array, ...]:
-    batch, time, in_features = prompts.x.shape
-    row_ids = jnp.repeat(prompts.ids, time)
-    x = prompts.x.reshape(batch * time, in_features)
-    tokens = TokenOperands(x, prompts.members, row_ids, None)
+def _run_prompts(static: Static, shard: Shard, call: BatchOperands) -> tuple[jax.Array, ...]:
+    batch, time, in_features = call.x.shape
+    row_ids = jnp.repeat(call.ids, time)
+    x = call.x.reshape(batch * time, in_features)
+    tokens = TokenOperands(x, call.members, row_ids, None)
     if _choice(static, tokens) is None:
-        return _define_prompts(static, prompts)
-    return _composed(prompts, _run_tokens(static, shard, tokens))
+        return _define_prompts(static, call)
+    return _composed(call, _run_tokens(static, shard, tokens))
 
 
 # As for `TOKENS`, XLA computes and partitions it on a mesh of several devices.
 PROMPTS = Op("bank_prompts", _run_prompts, (), ())
 
 
-def _define_prompts(static: Static, prompts: PromptOperands) -> tuple[jax.Array, ...]:
-    return tuple(expand(static, operands)[0] for operands in _expansions(static, prompts))
+def _define_prompts(static: Static, call: BatchOperands) -> tuple[jax.Array, ...]:
+    return tuple(expand(static, operands)[0] for operands in _expansions(static, call))
 
 
-def _expansions(static: Static, prompts: PromptOperands) -> Iterator[Expansion]:
-    """Yields the operands of `EXPAND` for each projection, with z by a batched product."""
-    x, _, members, bases, rows, biases = prompts
+def _expansions(static: Static, call: BatchOperands) -> Iterator[Expansion]:
+    """Yields the operands of `EXPAND` for each projection."""
+    x, _, members, bases, rows, biases = call
     for member, base, own, bias in zip(members, bases, rows, biases, strict=True):
-        lora_a = member.lora_a[own.slot].astype(x.dtype)
-        z = jnp.einsum("nti,nri->ntr", x, lora_a, precision=static.precision)
-        yield Expansion(base, z, member.lora_b.astype(x.dtype), *own, bias)
+        yield expansion(static, x, base, (member.lora_a, member.lora_b), own, bias)
 
 
-def _composed(prompts: PromptOperands, products: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _composed(call: BatchOperands, products: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the projections, given the adapters' products of all tokens [tokens, out]."""
-    _, _, _, bases, rows, biases = prompts
+    _, _, _, bases, rows, biases = call
     return tuple(
         compose_rows(base, lora.reshape(base.shape), own, bias)
         for base, lora, own, bias in zip(bases, products, rows, biases, strict=True)

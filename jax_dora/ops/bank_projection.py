@@ -25,9 +25,10 @@ from jax_dora.ops.bank import (
     Projection,
     bank_linears,
     expand,
+    expansion,
     takes_tokens_as_rows,
 )
-from jax_dora.ops.bank_slots import Slots, rows_of
+from jax_dora.ops.bank_slots import Rows, Slots, rows_of
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.mosaic import bank_project, bank_shrink
 from jax_dora.ops.operands import Static
@@ -205,10 +206,8 @@ def _without_adapter(static: Static, x: jax.Array, p: ProjectionOperands) -> jax
 
 def _expansion(static: Static, x: jax.Array, p: ProjectionOperands) -> tuple[Static, Expansion]:
     """Returns the settings and operands of `EXPAND`, after the products x W and x A."""
-    z = jnp.einsum("nti,nri->ntr", x, p.lora_a[p.slot], precision=static.precision)
-    operands = Expansion(
-        _base(static, x, p.kernel, p.layer), z, p.lora_b, p.slot, p.g, p.scale, p.bias
-    )
+    base, rows = _base(static, x, p.kernel, p.layer), Rows(p.slot, p.g, p.scale)
+    operands = expansion(static, x, base, (p.lora_a, p.lora_b), rows, p.bias)
     return static._replace(implementation=static.expand_implementation), operands
 
 

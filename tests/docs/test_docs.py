@@ -22,6 +22,7 @@ import torch_dora
 import torch_dora.peft
 from benchmarks import results
 from jax_dora.commands import parser
+from parity import report
 from tools import command_page, small_memory
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,16 @@ def test_the_computed_memory_is_too_large_where_it_was_measured():
     assert len(differences) == 9
     assert min(differences) >= 0
     assert f"by {min(differences)} to {max(differences)} %" in text
+
+
+def test_what_is_said_of_parity_on_a_gpu():
+    counts = []
+    for level in ("quantised", "bank"):
+        _, rows = report.read(ROOT / "parity" / "reports" / "cuda" / f"{level}.jsonl")
+        judged = [row["ok"] for row in rows if row.get("ok") is not None]
+        counts.append(f"{sum(judged)} of {len(judged)}")
+    text = " ".join((DOCS / "fidelity.md").read_text().split())
+    assert f"{counts[0]} and {counts[1]} comparisons are within tolerance" in text
 
 
 def test_commands_are_accepted():

@@ -167,6 +167,7 @@ def test_dry_run(inputs, tmp_path, capsys):
 def test_over_a_quantised_base(formats, others, message, inputs, tmp_path, capsys):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
     assert finetune([*command, *formats, "--steps", "3"]) == 0
+    assert "MiB its dequantised kernels" in told(capsys)
     assert [math.isfinite(line["loss"]) for line in metrics(tmp_path / "run")] == [True] * 3
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
     assert finetune([*command, *others, "--steps", "4", "--resume"]) == 2
