@@ -45,8 +45,8 @@ def launch(
         *rest, parts_gmem = rest
         # Of each member: [1], [slots], [slots, r, in].
         first_gmem, ranks_gmem, a_gmem = itertools.batched(rest, count)
-        x_smem, a_smem, out_smem = (smem[k] for k in ("x", "a", "out"))
-        ready, free = smem["ready"], smem["free"]
+        x_smem, ready, free = (smem[k] for k in ("x", "ready", "free"))
+        a_smem, out_smem = smem["a_or_out"]
         chunk, member, tile = (lax.axis_index(name) for name in ("chunk", "member", "tile"))
         warpgroup = lax.axis_index("warpgroup")
         # Past the last row TMA reads zeros and writes nothing.
@@ -63,16 +63,15 @@ def launch(
                         x_gmem.at[rows, columns(i)], x_smem.at[i], smem["x_ready"]
                     )
 
-            def copy(slot, rank, stage):
-                for i in range(c.slices):
-                    plgpu.copy_gmem_to_smem(
-                        a_gmem[m].at[slot, sizes.ranks(rank), columns(i)],
-                        a_smem.at[stage * c.slices + i],
-                        ready.at[stage],
-                    )
+            def copy(slot, rank, slice_, stage):
+                plgpu.copy_gmem_to_smem(
+                    a_gmem[m].at[slot, sizes.ranks(rank), columns(slice_)],
+                    a_smem.at[stage],
+                    ready.at[stage],
+                )
 
-            first = first_gmem[m][0]
-            fetch_slots(warp, tile, plan_gmem, ranks_gmem[m], first, free, sizes, copy)
+            first, ranks = first_gmem[m][0], ranks_gmem[m]
+            fetch_slots(warp, tile, plan_gmem, ranks, first, free, sizes, copy, c.slices)
 
         @pl.when(warpgroup == 1)
         def _fetch():
@@ -84,12 +83,14 @@ def launch(
             plgpu.barrier_wait(smem["x_ready"])
 
             def right(stage):
-                return [a_smem.at[stage * c.slices + i].transpose((1, 0)) for i in range(c.slices)]
+                return [a_smem.at[stage].transpose((1, 0))]
 
-            left = [(x_smem[i], smem.get("mask_buffer", x_smem).at[i]) for i in range(c.slices)]
-            out_smem[...] = products(
-                plan_gmem[tile, 0], slot_indices, left, right, ready, free, depth
-            )
+            left = [[(x_smem[i], smem.get("mask_buffer", x_smem).at[i])] for i in range(c.slices)]
+            sums = products(plan_gmem[tile, 0], slot_indices, left, right, ready, free, depth)
+            # All warps wait until the tensor cores have read the last stage, whose memory `out`
+            # reuses.
+            plgpu.commit_smem()
+            out_smem[...] = sums
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem, parts_gmem.at[chunk, member, rows])
             plgpu.wait_smem_to_gmem(0)
@@ -104,9 +105,10 @@ def launch(
         scratch_types={
             "x": tiled((c.slices, TILE_ROWS, TILE_K), dtype),
             "x_ready": plgpu.Barrier(num_arrivals=c.slices),
-            "a": tiled((stages * c.slices, depth, TILE_K), dtype),
-            "out": tiled((TILE_ROWS, depth), jnp.float32),
-            "ready": plgpu.Barrier(num_arrivals=c.slices, num_barriers=stages),
+            "a_or_out": plgpu.RefUnion(
+                tiled((stages, depth, TILE_K), dtype), tiled((TILE_ROWS, depth), jnp.float32)
+            ),
+            "ready": plgpu.Barrier(num_barriers=stages),
             "free": plgpu.Barrier(num_barriers=stages),
         }
         | mask_buffer((c.slices, TILE_ROWS, TILE_K), dtype),

@@ -11,18 +11,19 @@ from jax.experimental import pallas as pl
 
 from jax_dora.ops.bank_slots import RANKS
 from jax_dora.ops.choose import HOPPER_SM_COUNT
-from jax_dora.ops.mosaic.hopper import RESERVED, ROW_ALIGNMENT, SHARED_MEMORY, TILE_K, pad
+from jax_dora.ops.mosaic.hopper import ROW_ALIGNMENT, TILE_K, pad
 
 # The rows of one wgmma.
 TILE_ROWS = 64
 # The warps that fetch.
 WARPS = 4
 # Limits that let thread blocks fit on a multiprocessor together with those of the base's product
-# (an H100, the projections of Llama 3 8B's dimensions, 64 slots). The numbers of stages are
-# multiples of `WARPS`. With several tiles of rows, there are enough thread blocks of the second
-# kernel to hide the memory's latency with fewer stages.
-MOST_SLICES = 3
-SHRINK_STAGES, EXPAND_STAGES, EXPAND_STAGES_OF_TILES = 4, 8, 4
+# (an H100, the projections of Llama 3 8B's dimensions, 64 slots). With one tile of rows, a thread
+# block of the first kernel has a single slice, so that there are enough of them. With several
+# tiles, there are enough thread blocks of the second kernel to hide the memory's latency with fewer
+# stages.
+MOST_SLICES = 2
+STAGES, EXPAND_STAGES_OF_TILES = 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +33,13 @@ class Config:
     Attributes:
       slices: the number of tiles of `in` that a thread block of the first kernel sums. With more
         slices there are fewer partial sums and fewer thread blocks.
-      shrink_stages, expand_stages: the number of pipeline stages, one tile of A or B each, enough
-        to hide the memory's latency.
+      shrink_stages, expand_stages: the number of pipeline stages, one tile of A or B each. The
+        stages of the first kernel hold at least two slots.
     """
 
     slices: int = 1
-    shrink_stages: int = SHRINK_STAGES
-    expand_stages: int = EXPAND_STAGES
+    shrink_stages: int = STAGES
+    expand_stages: int = STAGES
 
 
 class Sizes(NamedTuple):
@@ -86,22 +87,16 @@ class Sizes(NamedTuple):
 def fastest_config(sizes: Sizes, members: int = 1) -> Config:
     """Returns the config for some sizes and a number of members.
 
-    It has the most slices, up to `MOST_SLICES`, that are useful, namely until the thread blocks of
-    the first kernel fit on the multiprocessors at the same time, and that leave shared memory for
-    one stage for each warp that fetches.
+    With several tiles of rows, it has the most slices, up to `MOST_SLICES`, until the thread blocks
+    of the first kernel fit on the multiprocessors at the same time.
     """
-    depth, row_bytes = sizes.depth, 2 * TILE_ROWS
-    tiles = sizes.tiles * members * sizes.in_features // TILE_K
-    slices = min(pl.cdiv(tiles, HOPPER_SM_COUNT), MOST_SLICES)
-
-    def shrink_bytes() -> int:
-        width = slices * TILE_K
-        return SHRINK_STAGES * 2 * depth * width + row_bytes * (width + 2 * depth)
-
-    while shrink_bytes() > SHARED_MEMORY - RESERVED:
-        slices -= 1
-    expand_stages = EXPAND_STAGES if sizes.tiles == 1 else EXPAND_STAGES_OF_TILES
-    return Config(slices, SHRINK_STAGES, expand_stages)
+    if sizes.tiles == 1:
+        slices, expand_stages = 1, STAGES
+    else:
+        blocks = sizes.tiles * members * sizes.in_features // TILE_K
+        slices = min(pl.cdiv(blocks, HOPPER_SM_COUNT), MOST_SLICES)
+        expand_stages = EXPAND_STAGES_OF_TILES
+    return Config(slices, STAGES * TILE_K // sizes.depth, expand_stages)
 
 
 def plan(ids: jax.Array, slots: int) -> jax.Array:

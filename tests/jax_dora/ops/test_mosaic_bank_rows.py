@@ -45,13 +45,13 @@ def operands(seed, rows, n_in, out, rank, dtype, layers=2, slots=SLOTS):
     return base, x, bank, jnp.asarray(ids), normal(out)
 
 
-def run(arrays, layer, *, slots=SLOTS, with_bias=True, kernel=bank_rows):
+def run(arrays, layer, *, slots=SLOTS, with_bias=True, kernel=bank_rows, config=None):
     base, x, bank, ids, bias = arrays
     call = (*x.shape, base.shape[1], slots, bank.lora_a.shape[1], x.dtype, bank.lora_a.dtype)
     assert kernel.refuses(*call) is None
     first = jnp.int32(layer * slots)
     member = Member(bank.lora_a, bank.lora_b, bank.rank, first)
-    knobs = {"config": kernel.config(*call), "sm_count": 132}
+    knobs = {"config": config or kernel.config(*call), "sm_count": 132}
     (lora,) = kernel.launch(x, (member,), ids, slots=slots, **knobs)
     without = (np.asarray(ids) < 0) | (np.asarray(ids) >= slots)
     assert not np.any(np.asarray(lora, np.float32)[without])
@@ -100,6 +100,16 @@ def test_more_rows_agree_with_fp64(on_mosaic, rows):
     arrays = operands(0, rows, 192, 128, 24, jnp.bfloat16, slots=12)
     with on_mosaic():
         y = run(arrays, 1, slots=12)
+    check(arrays, y, 1, slots=12)
+
+
+@pytest.mark.slow
+def test_a_slot_is_fetched_in_pieces(on_mosaic):
+    """The last thread block's second slice is past the end of x and A, and there are more slots in
+    use than stages."""
+    arrays = operands(7, 20, 320, 64, 24, jnp.bfloat16, slots=12)
+    with on_mosaic():
+        y = run(arrays, 1, slots=12, config=bank_rows_sizes.Config(2, 4, 4))
     check(arrays, y, 1, slots=12)
 
 
@@ -202,12 +212,12 @@ def test_the_tiles_fit_into_shared_memory(n_in):
         call = (rows, n_in, out, slots, rank, jnp.bfloat16, jnp.bfloat16)
         assert refuses(*call) is None
         config, depth = bank_rows.config(*call), -(-rank // 64) * 64
-        x, a, sums = 64 * 128 * config.slices, 128 * depth * config.slices, 4 * 64 * depth
+        x, a, sums = 64 * 128 * config.slices, 128 * depth, 4 * 64 * depth
         z, b = 2 * 64 * depth, 128 * depth
-        shrink = x + config.shrink_stages * a + sums
+        shrink = x + max(config.shrink_stages * a, sums)
         expand = z + config.expand_stages * b
         assert max(shrink, expand) <= SHARED_MEMORY - RESERVED
-        assert min(config.shrink_stages, config.expand_stages) >= 2
+        assert min(config.shrink_stages // config.slices, config.expand_stages) >= 2
         if bank_few_rows.refuses(*call) is None:
             config, held = bank_few_rows.config(*call), -(-rows // 8) * 8
             shrink = config.shrink_stages * 128 * (64 + held) + 260 * held
@@ -245,6 +255,13 @@ def test_agrees_at_full_size(kernel, rows, n_in, out):
     for _ in range(10):
         again = run(arrays, 1, slots=64, kernel=kernel)
         np.testing.assert_array_equal(again.astype(np.float32), first.astype(np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 200])
+def test_ranks_above_a_tile_agree_at_full_size(rows):
+    arrays = operands(8, rows, 14336, 4096, 128, jnp.float16, slots=64)
+    check(arrays, run(arrays, 1, slots=64), 1, slots=64)
 
 
 @pytest.mark.gpu

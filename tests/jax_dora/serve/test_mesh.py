@@ -35,11 +35,12 @@ def answers(runner, adapters):
     return texts
 
 
-@pytest.mark.slow
-def test_two_devices_answer_as_one(model, adapters, reference):
-    """Keys and values lie with their heads; after the first answers nothing is compiled."""
-    sharding = DecoderSharding.over(tp=2, devices=jax.devices()[:2])
-    loaded = load_model(model, sharding=sharding)
+def check_answers(loaded, adapters, reference):
+    """Checks a model on two devices, with two adapters and without, against the reference.
+
+    Keys and values lie with their heads; after the first answers nothing is compiled.
+    """
+    sharding = loaded.config.sharding
     bank = make_bank(loaded, 2, 8)
     french, lora = (bank.pin(n, bank.bank.read(adapters / n)) for n in ("french", "lora"))
     assert bank.bank.arrays["model/layers/mlp/up_proj"].lora_b.sharding.spec[-1] == "tp"
@@ -51,6 +52,16 @@ def test_two_devices_answer_as_one(model, adapters, reference):
     assert runner._arrays.cache.keys.sharding.is_equivalent_to(sharding.heads, 5)
     with serving.nothing_compiled():
         assert answers(runner, (french, -1, lora)) == found
+
+
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpus)],
+)
+def test_two_devices_answer_as_one(model, adapters, reference, platform):
+    sharding = DecoderSharding.over(tp=2, devices=jax.devices(platform)[:2])
+    with jax.default_matmul_precision("highest"):
+        check_answers(load_model(model, sharding=sharding), adapters, reference)
 
 
 @pytest.mark.slow
