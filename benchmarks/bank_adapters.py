@@ -50,9 +50,9 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
     return HostAdapter(tuple(pieces), facts, rank)
 
 
-def byte_bound(bank: Any, ids: np.ndarray) -> Row:
-    """Returns the number of distinct adapters of a batch, and a lower bound on the time of decoding
-    with them over that of the base: the ratio of the bytes that a layer reads."""
+def bytes_read(bank: Any, ids: np.ndarray) -> Row:
+    """Returns the number of distinct adapters of a batch, and the bytes that a layer reads with
+    them, relative to those of the base."""
     used = np.unique(ids)
     base = adapters = 0
     for path, projection in bank.projections.items():
@@ -60,4 +60,4 @@ def byte_bound(bank: Any, ids: np.ndarray) -> Row:
         base += 2 * n_in * n_out
         ranks = np.asarray(bank.arrays[path].rank)[0]
         adapters += sum(2 * int(ranks[slot]) * (n_in + n_out) + 4 * n_out for slot in used)
-    return {"distinct": len(used), "bound": (base + adapters) / base}
+    return {"distinct": len(used), "bytes_over_base": (base + adapters) / base}

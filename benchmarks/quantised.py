@@ -38,7 +38,7 @@ from flax import nnx
 
 import jax_dora
 from benchmarks import bank, step
-from benchmarks.bank_adapters import byte_bound, draw_ids
+from benchmarks.bank_adapters import bytes_read, draw_ids
 from benchmarks.bank_programs import Stack
 from benchmarks.clock import kernel_time
 from benchmarks.model.adapters import linear_of
@@ -254,7 +254,7 @@ def _decoding(settings: Settings) -> Iterator[Row]:
             programs = bank.compiled_kinds(sizes, model, filled, (rows, 1))
             ids = draw_ids("zipf", rows, sizes.slots)
             inputs = bank.Inputs(model, filled, ids, (rows, 1))
-            distinct = byte_bound(filled, ids)["distinct"]
+            distinct = bytes_read(filled, ids)["distinct"]
             facts: Row = {"work": "decode", "qtype": qtype, "distinct": distinct}
             yield from bank.timed(sizes, programs, inputs, facts)
 

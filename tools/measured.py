@@ -30,7 +30,7 @@ TABLES = {
         performance_tables: "headline norm compose layer layer_times model model_later layer_sizes "
         "step quantised_step quantised_norm quantised_rows quantised_decode quantised_products "
         "quantised_projection",
-        serving_tables: "bank_bytes bank_decoding bank_prompts bank_loads bank_torch bank_growth "
+        serving_tables: "bank_decoding bank_prompts bank_loads bank_torch bank_growth "
         "bank_served served_beside",
         step_tables: "step_parts step_operators step_torch fsdp_torch devices in_a_row more_gpus",
         small_memory: "memory quality",

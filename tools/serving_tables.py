@@ -4,58 +4,50 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from benchmarks.bank import Settings
 from benchmarks.bank_adapters import EXPONENT
 from benchmarks.results import Row, row, rows
 from tools.markdown import grid, table
 
 LINK = 63e9  # bytes a second of 16 lanes of PCI Express 5.0
+SMALL_BLOCKS = "decoding with a bank, smaller thread blocks"
 
 
-def bank_bytes() -> str:
-    """Returns the expected bytes of a layer's weights and adapters, divided by the weights'."""
-    settings = Settings()
-    sizes = settings.sizes.projections().values()
-    weights = 2 * sum(n_in * n_out for n_in, n_out in sizes)
-    rank = sum(settings.ranks) / len(settings.ranks)
-    adapter = sum(2 * rank * (n_in + n_out) + 4 * n_out for n_in, n_out in sizes)
-
-    def cell(count: int, exponent: float) -> str:
-        shares = np.arange(1, settings.slots + 1) ** -exponent
-        used = np.sum(1 - (1 - shares / shares.sum()) ** count)
-        return f"{1 + used * adapter / weights:.2f}"
-
-    # With an infinite exponent, all rows have the first adapter.
-    columns = {"one adapter": np.inf, f"Zipf {EXPONENT}": EXPONENT, "evenly": 0.0}
-    return grid("rows", {f"{count}": count for count in settings.decoding}, columns, cell)
+MIXES = {f"Zipf {EXPONENT}": "zipf", "evenly": "uniform", "one adapter": "one"}
 
 
 def bank_decoding() -> str:
-    """Returns the times of rows of one token, divided by those of the base and of LoRA."""
-    columns = {
-        "base, µs": ("zipf", "base", "ms"),
-        "least": ("zipf", "DoRA", "bound"),
-        "DoRA": ("zipf", "DoRA", "over_base"),
-        "over LoRA": ("zipf", "DoRA", "over_lora"),
-        "one-hot": ("zipf", "one-hot", "over_base"),
-        "least, evenly": ("uniform", "DoRA", "bound"),
-        "DoRA, evenly": ("uniform", "DoRA", "over_base"),
-        "over LoRA, evenly": ("uniform", "DoRA", "over_lora"),
-        "least, one adapter": ("one", "DoRA", "bound"),
-        "DoRA, one adapter": ("one", "DoRA", "over_base"),
+    """Returns the bytes and the times of rows of one token, relative to the base's."""
+    reading = {
+        (line["rows"], line["mix"]): line["over_base"]
+        for line in rows("tried", "h100", what=SMALL_BLOCKS, variant="only reads A and B")
+        if line["run"] == (1 if line["rows"] == 128 else 2)
     }
 
-    def cell(count: int, column: tuple[str, str, str]) -> str:
-        mix, kind, field = column
-        line = rows("bank", "h100", rows=count, tokens=1, mix=mix, kind=kind)[0]
-        if field not in line:
-            return "–"
-        return f"{1e3 * line[field]:.0f}" if field == "ms" else f"{line[field]:.2f}"
+    def cells(count: int, name: str) -> list[str]:
+        mix = MIXES[name]
+        base, dora, one_hot = (
+            row("bank", "h100", rows=count, tokens=1, mix=mix, kind=kind, rank=None)
+            for kind in ("base", "DoRA", "one-hot")
+        )
+        only = reading.get((count, mix))
+        numbers = [dora["bytes_over_base"], only, dora["over_base"], dora["over_lora"]]
+        numbers.append(one_hot["over_base"])
+        found = [f"{number:.2f}" if number else "–" for number in numbers]
+        return [f"{count}", name, f"{1e3 * base['ms']:.0f}", *found]
 
     counts = sorted({line["rows"] for line in rows("bank", "h100", task="decode")})
-    return grid("rows", {f"{count}": count for count in counts}, columns, cell)
+    names = (
+        "rows",
+        "adapters by",
+        "base, µs",
+        "bytes",
+        "only reading",
+        "DoRA",
+        "over LoRA",
+        "one-hot",
+    )
+    return table(names, (cells(count, name) for count in counts for name in MIXES))
 
 
 def bank_growth() -> str:
@@ -126,14 +118,19 @@ def served_beside() -> str:
 
 def bank_prompts() -> str:
     """Returns the times of prompts divided by those of the base."""
-    prompts = {"task": "prefill", "rows": 8, "tokens": 512}
 
-    def cell(mix: str, kind: str) -> str:
-        return f"{row('bank', 'h100', **prompts, kind=kind, mix=mix)['over_base']:.2f}"
+    def cell(prompts: tuple[int, int, str], kind: str) -> str:
+        count, tokens, mix = prompts
+        of = {"task": "prefill", "rows": count, "tokens": tokens, "mix": mix}
+        return f"{row('bank', 'h100', **of, kind=kind)['over_base']:.2f}"
 
-    mixes = {f"Zipf {EXPONENT}": "zipf", "evenly": "uniform", "one adapter": "one"}
+    lines = {
+        f"{count} of {tokens}, {name}": (count, tokens, mix)
+        for count, tokens in ((8, 512), (4, 64))
+        for name, mix in MIXES.items()
+    } | {"1 of 256": (1, 256, "one")}
     kinds = {kind: kind for kind in ("LoRA", "DoRA", "one-hot")} | {"one by one": "loop"}
-    return grid("adapters by", mixes, kinds, cell)
+    return grid("prompts of tokens", lines, kinds, cell)
 
 
 def bank_loads() -> str:
@@ -173,7 +170,7 @@ def bank_torch() -> str:
 def every_bank() -> str:
     """Returns a line for each batch of the level `bank`."""
     facts = ("task", "rows", "tokens", "mix", "distinct", "kind")
-    numbers = {"bound": "least over base, by bytes", "ms": "ms a layer"}
+    numbers = {"bytes_over_base": "bytes over base", "ms": "ms a layer"}
     numbers |= {"over_base": "over base", "over_lora": "over LoRA"}
 
     def cells(line: Row) -> list[str]:

@@ -275,12 +275,33 @@ def test_what_is_said_of_quantised_bases():
     )
 
 
-def over_base_in_tiles(mix, count, run=3):
-    """Returns the time of decoding in tiles of 64 rows, with the stages in use, by the base's."""
-    variant = "4 and 8 stages" if count <= 64 else "4 stages"
-    what = "decoding with a bank, tiles of 64 rows"
-    of = {"what": what, "kind": "DoRA", "run": run, "variant": variant}
-    return row("tried", "h100", **of, mix=mix, rows=count)["over_base"]
+COUNTS = 1, 8, 32, 64, 128, 256
+MIXES = "zipf", "uniform", "one"
+
+
+def small_blocks(variant, run):
+    """Returns the times of decoding in an experiment, relative to the base's."""
+    what = "decoding with a bank, smaller thread blocks"
+    return {
+        (line["mix"], line["rows"]): line["over_base"]
+        for line in rows("tried", "h100", what=what, variant=variant, run=run)
+    }
+
+
+def only_reading():
+    """Returns the times with kernels that compute nothing, relative to the base's."""
+    variant = "only reads A and B"
+    ofs = small_blocks(variant, 1) | small_blocks(variant, 2)
+    return ofs | {of: time for of, time in small_blocks(variant, 1).items() if of[1] == 128}
+
+
+def decoding(kind, field):
+    """Returns a field of the level `bank` for rows of one token."""
+    return {
+        (mix, count): row("bank", "h100", task="decode", kind=kind, mix=mix, rows=count)[field]
+        for mix in MIXES
+        for count in COUNTS
+    }
 
 
 def test_what_is_said_of_goals_that_were_missed():
@@ -311,50 +332,32 @@ def test_what_is_said_of_goals_that_were_missed():
         for card in ("h100", "h200")
         for of in ({"work": "decode", "kind": "base", "rows": count} for count in (1, 8, 32, 64))
     ]
-    evenly = row("bank", "h100", rows=8, tokens=1, mix="uniform", kind="DoRA")["over_base"]
-    ways = {
-        line["way"]: line["us"]
-        for line in rows("tried", "h100", what="bank, one launch", run="b", mix="uniform")
-        if line.get("blocks") in (None, 16)
-    }
-    only = ways["one launch, loads only"] / ways["base"]
-    decode = {
-        (line["kind"], line["mix"], line["rows"]): line
-        for line in rows("bank", "h100", task="decode")
-        if line["mix"] != "growth"
-    }
-    beyond = [
-        decode["DoRA", mix, count]["bound"]
-        for mix in ("zipf", "uniform")
-        for count in (32, 64, 128, 256)
+    dora, reading = decoding("DoRA", "over_base"), only_reading()
+    hot = {of: time / dora[of] for of, time in decoding("one-hot", "over_base").items()}
+    slow_hot = {of for of, ratio in hot.items() if ratio < 2}
+    assert slow_hot == {("uniform", 128), ("uniform", 256)}
+    assert {f"{hot[of]:.1f}" for of in slow_hot} == {"1.5"}
+    by_reading = [
+        decoding("one-hot", "over_base")["uniform", count] / reading["uniform", count]
+        for count in (128, 256)
     ]
-    one = [decode["DoRA", "one", count]["over_base"] for count in (32, 64, 128, 256)]
-    assert {f"{decode['DoRA', 'one', count]['bound']:.2f}" for count in (32, 64, 256)} == {"1.02"}
-    now = [over_base_in_tiles("one", count) for count in (32, 64, 128, 256)]
-    other = [over_base_in_tiles("one", count, run=2) for count in (32, 64, 128, 256)]
-    allowed = {
-        of: decode["one-hot", *of]["over_base"] / decode["DoRA", *of]["bound"]
-        for of in (("zipf", 128), ("zipf", 256), ("uniform", 128), ("uniform", 256))
-    }
-    assert {of for of, ratio in allowed.items() if ratio >= 2} == {("zipf", 128)}
-    hot = {
-        (mix, count): decode["one-hot", mix, count]["ms"] / decode["DoRA", mix, count]["ms"]
-        for mix in ("zipf", "uniform", "one")
-        for count in (1, 8, 32, 64, 128, 256)
-    }
-    assert min(ratio for (mix, _), ratio in hot.items() if mix == "one") > 2
+    missed = {of for of, time in dora.items() if time > 1.15}
+    few = {("one", 32), ("one", 128)}
+    many = {(mix, count) for mix in ("zipf", "uniform") for count in COUNTS if count >= 32}
+    assert missed == few | many | {("uniform", 8)}
+    least = min(reading[of] for of in missed - few)
+    over_lora = decoding("DoRA", "over_lora")
+    assert {of for of, ratio in over_lora.items() if f"{ratio:.2f}" > "1.02"} == {("uniform", 128)}
     assert_says(
         PERFORMANCE,
-        f"by the bytes of their adapters alone ({min(beyond):.2f} and more,",
-        f"32 rows take {now[0]:.2f}, 64 take {now[1]:.2f}, 128 take {now[2]:.2f} and 256 take "
-        f"{now[3]:.2f}, where they took {one[0]:.2f}, {one[1]:.2f}, {one[2]:.2f} and {one[3]:.2f}",
-        f"it was {other[0]:.2f}, {other[1]:.2f}, {other[2]:.2f} and {other[3]:.2f}",
-        f"allow {allowed['uniform', 128]:.2f} for 128 rows that choose evenly, and "
-        f"{allowed['zipf', 256]:.3f} and {allowed['uniform', 256]:.2f} for 256 rows",
-        f"with {min(hot[of] for of in hot if of[1] <= 64):.1f} and more",
-        f"128 rows are {hot['zipf', 128]:.1f} times as fast by Zipf's law and "
-        f"{hot['uniform', 128]:.1f} times evenly, 256 rows {hot['zipf', 256]:.1f} and "
-        f"{hot['uniform', 256]:.1f} times",
+        f"32 and 128 rows with one adapter take {dora['one', 32]:.2f} and {dora['one', 128]:.2f}, "
+        "where kernels that only read the adapters and compute nothing take "
+        f"{reading['one', 32]:.2f} and {reading['one', 128]:.2f}.",
+        f"these take {least:.2f} and more, for 8 rows evenly",
+        f"DoRA takes {dora['uniform', 8]:.2f} for 8 rows evenly, and "
+        f"{min(dora[of] for of in many):.2f} and more from 32 rows on",
+        f"for 128 rows that choose evenly {over_lora['uniform', 128]:.2f}, for others up to 1.02",
+        f"would be {by_reading[0]:.1f} and {by_reading[1]:.1f} times as fast",
         f"1 and 8 rows over nf4 reach {of_copy[0]} and {of_copy[1]} % of the copy rate.",
         f"{h100:.3f} of LoRA's time on the same base on an H100 and {h200:.3f} on an H200",
         f"it is {kept[0]:.3f} and {kept[1]:.3f}, in {gibibytes} GiB (goal: 9)",
@@ -362,8 +365,6 @@ def test_what_is_said_of_goals_that_were_missed():
         f"{norm[1]:.1f}, and one that also computes silu(gate)∘up takes {silu[0]:.1f} instead of "
         f"{silu[1]:.1f} for 4096 × 14336",
         f"{min(layers):.1f} to {max(layers):.1f} times over nf4 for up to 64 rows",
-        f"8 rows that choose evenly take {evenly:.2f}, and a kernel that only reads their adapters "
-        f"takes {only:.2f}",
     )
 
 
@@ -395,8 +396,16 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
     as_rows = "each token as a row, kernels at the same time"
     concurrent, by_xla = prompt(256, as_rows), prompt(256, "XLA's products")
     alone = prompt(256, "each token as a row")
-    now = [over_base_in_tiles("one", count) for count in (32, 64, 128, 256)]
-    zipf = [over_base_in_tiles("zipf", count) for count in (64, 128, 256)]
+    dora, reading = decoding("DoRA", "over_base"), only_reading()
+    for count in (32, 64, 128, 256):
+        assert abs(dora["one", count] / reading["one", count] - 1) <= 0.03
+    small = small_blocks("1 slice, 8 stages", 1)
+    served = {
+        (line["kind"], line["decoding_options"]): f"{line['ms']:.2f}"
+        for line in rows(
+            "tried", "h100", what="prefill by a server's runner, 256 tokens, 4 layers", qtype="bf16"
+        )
+    }
     one, eight = (
         row("bank", "h100", task="decode", kind="base", mix="zipf", rows=count)["ms"]
         for count in (1, 8)
@@ -408,8 +417,8 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
         ]
         for count in (1, 4, 16, 64, 256, 1024)
     }
-    ((count, slower),) = (
-        (count, lora / dora) for count, (lora, dora) in grown.items() if lora > 1.01 * dora
+    count, slower = max(
+        ((count, lora / dora) for count, (lora, dora) in grown.items()), key=lambda one: one[1]
     )
     (torch, ours) = (
         Report.committed(name, "h100").header["environment"] for name in ("serve_torch", "serve")
@@ -419,11 +428,13 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
         f"256 tokens of one prompt take {concurrent:.2f} of the base model's time, where XLA's "
         f"products take {by_xla:.2f}",
         f"take {alone:.2f} of the base model's time instead of {concurrent:.2f}",
-        f"32 rows take {now[0]:.2f}, 64 take {now[1]:.2f}, 128 take {now[2]:.2f} and 256 take "
-        f"{now[3]:.2f}; by Zipf's law 64 rows take {zipf[0]:.2f}, 128 take {zipf[1]:.2f} and 256 "
-        f"take {zipf[2]:.2f}",
-        "the base model alone takes longer for 1 row than for 8",
-        f"with {count} adapters LoRA takes {slower:.2f} of DoRA's time",
+        f"they take {small['one', 128]:.2f} (one adapter), {small['zipf', 128]:.2f} (Zipf) and "
+        f"{small['uniform', 128]:.2f} (evenly) on another card",
+        f"DoRA takes {served['DoRA', 'with']} ms with the options and {served['DoRA', 'without']} "
+        f"without them, and the base model {served['base', 'with']} and "
+        f"{served['base', 'without']}",
+        "The base model alone takes longer for 1 row than for 8",
+        f"with {count:,} adapters LoRA takes {slower:.2f} of DoRA's time",
         f"at commit {torch['commit']} with PEFT {torch['peft']}, whereas the server was measured "
         f"at {ours['commit']}.",
     )

@@ -18,4 +18,7 @@ def test_every_figure_is_drawn_and_the_page_names_every_file(tmp_path):
     assert all(f"`{name}`" in page for name in reports())
     assert re.search(r"\| norm 8192×28672 r384 +\| jax mosaic +\| 246.1 +\| 0.48 +\| 89%", page)
     line = row("bank", "h100", task="decode", rows=64, mix="zipf", kind="DoRA")
-    assert f"| DoRA | {line['bound']:.3f} | {line['ms']:.3f} | {line['over_base']:.3f} |" in page
+    assert (
+        f"| DoRA | {line['bytes_over_base']:.3f} | {line['ms']:.3f} | {line['over_base']:.3f} |"
+        in page
+    )

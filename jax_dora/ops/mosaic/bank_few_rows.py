@@ -1,9 +1,10 @@
-"""The same products as `bank_rows`, for up to 16 rows and a maximum rank of up to 64.
+"""The same products as `bank_rows`, for up to 8 rows and a maximum rank of up to 64.
 
 There are two kernels, each for all projections of the same x. A thread block of the first,
 `bank_few_rows_shrink`, multiplies all rows by the A of one slot, over a part of `in`. A thread
 block of the second, `bank_few_rows_expand`, has a strip of columns of the result: it adds the
-partial sums in a fixed order and loops over the slots in use. Each slot is multiplied by all rows,
+partial sums in a fixed order and loops over the slots in use, whose copies it starts all at once.
+Each slot is multiplied by all rows,
 and each row selects the product with its own slot. The result of a row does not depend on the other
 rows.
 
@@ -26,7 +27,7 @@ from jax_dora.ops.mosaic.bank_rows_sizes import Member, prepare
 from jax_dora.ops.mosaic.hopper import TILE_K
 from jax_dora.ops.mosaic.launch import launcher
 
-MOST_ROWS = 16
+MOST_ROWS = 8
 MOST_RANK = 64
 # The number of tiles of `in` of a thread block of the first kernel; more if that would result in
 # more than `MOST_SPLITS` parts.
@@ -40,13 +41,11 @@ class Config:
     Attributes:
       splits: the number of parts of `in`. With more parts the first kernel has more thread blocks,
         and each thread block of the second kernel adds more partial sums.
-      shrink_stages, expand_stages: the number of pipeline stages, one tile of A or B each.
-        `expand_stages` is a multiple of 4.
+      shrink_stages: the number of pipeline stages of the first kernel, one tile of A each.
     """
 
     splits: int
     shrink_stages: int = 4
-    expand_stages: int = 8
 
 
 def refuses(
@@ -96,5 +95,5 @@ def launch(
     """Returns y [rows, out] for each member; the arguments are those of `bank_rows.launch`."""
     call = prepare(x, members, ids, step, slots)
     parts = bank_few_rows_shrink.launch(*call, config)
-    results = bank_few_rows_expand.launch(parts, *call[1:], config)
+    results = bank_few_rows_expand.launch(parts, *call[1:])
     return tuple(y[: x.shape[0]] for y in results)

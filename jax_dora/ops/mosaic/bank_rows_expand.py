@@ -57,7 +57,7 @@ def launch(
                         z_gmem.at[m, rows, pl.ds(i * TILE_K, TILE_K)], z_smem.at[i], rows_ready
                     )
 
-            def copy(slot, rank, _, stage):
+            def copy(slot, rank, stage):
                 plgpu.copy_gmem_to_smem(
                     b_gmem[m].at[slot, sizes.ranks(rank), cols], b_smem.at[stage], ready.at[stage]
                 )
@@ -78,7 +78,7 @@ def launch(
                 return [b_smem.at[stage, pl.ds(i * TILE_K, TILE_K)] for i in range(slices)]
 
             left = [(z_smem[i], smem.get("mask_buffer", z_smem).at[i]) for i in range(slices)]
-            sums = products(plan_gmem[tile, 0], slot_indices, [left], right, ready, free, COLS)
+            sums = products(plan_gmem[tile, 0], slot_indices, left, right, ready, free, COLS)
             # The tensor cores read z from registers, so its memory is free.
             y_smem = z_smem.at[0]
             y_smem[...] = sums.astype(dtype)

@@ -63,15 +63,16 @@ def launch(
                         x_gmem.at[rows, columns(i)], x_smem.at[i], smem["x_ready"]
                     )
 
-            def copy(slot, rank, slice_, stage):
-                plgpu.copy_gmem_to_smem(
-                    a_gmem[m].at[slot, sizes.ranks(rank), columns(slice_)],
-                    a_smem.at[stage],
-                    ready.at[stage],
-                )
+            def copy(slot, rank, stage):
+                for i in range(c.slices):
+                    plgpu.copy_gmem_to_smem(
+                        a_gmem[m].at[slot, sizes.ranks(rank), columns(i)],
+                        a_smem.at[stage * c.slices + i],
+                        ready.at[stage],
+                    )
 
-            first, ranks = first_gmem[m][0], ranks_gmem[m]
-            fetch_slots(warp, tile, plan_gmem, ranks, first, free, sizes, copy, c.slices)
+            first = first_gmem[m][0]
+            fetch_slots(warp, tile, plan_gmem, ranks_gmem[m], first, free, sizes, copy)
 
         @pl.when(warpgroup == 1)
         def _fetch():
@@ -83,9 +84,9 @@ def launch(
             plgpu.barrier_wait(smem["x_ready"])
 
             def right(stage):
-                return [a_smem.at[stage].transpose((1, 0))]
+                return [a_smem.at[stage * c.slices + i].transpose((1, 0)) for i in range(c.slices)]
 
-            left = [[(x_smem[i], smem.get("mask_buffer", x_smem).at[i])] for i in range(c.slices)]
+            left = [(x_smem[i], smem.get("mask_buffer", x_smem).at[i]) for i in range(c.slices)]
             sums = products(plan_gmem[tile, 0], slot_indices, left, right, ready, free, depth)
             # All warps wait until the tensor cores have read the last stage, whose memory `out`
             # reuses.
@@ -106,9 +107,10 @@ def launch(
             "x": tiled((c.slices, TILE_ROWS, TILE_K), dtype),
             "x_ready": plgpu.Barrier(num_arrivals=c.slices),
             "a_or_out": plgpu.RefUnion(
-                tiled((stages, depth, TILE_K), dtype), tiled((TILE_ROWS, depth), jnp.float32)
+                tiled((stages * c.slices, depth, TILE_K), dtype),
+                tiled((TILE_ROWS, depth), jnp.float32),
             ),
-            "ready": plgpu.Barrier(num_barriers=stages),
+            "ready": plgpu.Barrier(num_arrivals=c.slices, num_barriers=stages),
             "free": plgpu.Barrier(num_barriers=stages),
         }
         | mask_buffer((c.slices, TILE_ROWS, TILE_K), dtype),

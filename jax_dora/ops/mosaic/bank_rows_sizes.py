@@ -17,13 +17,6 @@ from jax_dora.ops.mosaic.hopper import ROW_ALIGNMENT, TILE_K, pad
 TILE_ROWS = 64
 # The warps that fetch.
 WARPS = 4
-# Limits that let thread blocks fit on a multiprocessor together with those of the base's product
-# (an H100, the projections of Llama 3 8B's dimensions, 64 slots). With one tile of rows, a thread
-# block of the first kernel has a single slice, so that there are enough of them. With several
-# tiles, there are enough thread blocks of the second kernel to hide the memory's latency with fewer
-# stages.
-MOST_SLICES = 2
-STAGES, EXPAND_STAGES_OF_TILES = 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +26,13 @@ class Config:
     Attributes:
       slices: the number of tiles of `in` that a thread block of the first kernel sums. With more
         slices there are fewer partial sums and fewer thread blocks.
-      shrink_stages, expand_stages: the number of pipeline stages, one tile of A or B each. The
-        stages of the first kernel hold at least two slots.
+      shrink_stages, expand_stages: the number of pipeline stages, multiples of `WARPS`. A stage of
+        the first kernel has `slices` tiles of A, one of the second kernel a tile of B.
     """
 
-    slices: int = 1
-    shrink_stages: int = STAGES
-    expand_stages: int = STAGES
+    slices: int
+    shrink_stages: int
+    expand_stages: int
 
 
 class Sizes(NamedTuple):
@@ -87,16 +80,21 @@ class Sizes(NamedTuple):
 def fastest_config(sizes: Sizes, members: int = 1) -> Config:
     """Returns the config for some sizes and a number of members.
 
-    With several tiles of rows, it has the most slices, up to `MOST_SLICES`, until the thread blocks
-    of the first kernel fit on the multiprocessors at the same time.
+    It was the fastest for the projections of Llama 3 8B's dimensions and 64 slots on an H100. With
+    few tiles of rows, small thread blocks of the first kernel are best, which fit on a
+    multiprocessor beside those of the base's product. With many tiles, it has the most slices, up
+    to 3, until its thread blocks fit on the multiprocessors at the same time.
     """
-    if sizes.tiles == 1:
-        slices, expand_stages = 1, STAGES
+    if sizes.tiles <= 2:
+        slices, shrink_stages = 1, 8 * TILE_K // sizes.depth
     else:
         blocks = sizes.tiles * members * sizes.in_features // TILE_K
-        slices = min(pl.cdiv(blocks, HOPPER_SM_COUNT), MOST_SLICES)
-        expand_stages = EXPAND_STAGES_OF_TILES
-    return Config(slices, STAGES * TILE_K // sizes.depth, expand_stages)
+        # At ranks above 64, the stages of three slices are too large.
+        most = 3 if sizes.depth == TILE_K else 2
+        slices, shrink_stages = min(pl.cdiv(blocks, HOPPER_SM_COUNT), most), 4
+    # With several tiles, there are enough thread blocks of the second kernel to hide the memory's
+    # latency with fewer stages.
+    return Config(slices, shrink_stages, 8 if sizes.tiles == 1 else 4)
 
 
 def plan(ids: jax.Array, slots: int) -> jax.Array:

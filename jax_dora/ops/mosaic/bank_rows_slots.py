@@ -54,10 +54,8 @@ def locate_strip(strip, counts: Sequence[int]) -> tuple[Any, Any]:
     return member, strip - begin
 
 
-def fetch_slots(
-    warp, tile, plan_gmem, rank_gmem, first, free, sizes: Sizes, copy, pieces=1
-) -> None:
-    """Fetches the slots in use in order, each piece into a stage, once the consumers have freed it.
+def fetch_slots(warp, tile, plan_gmem, rank_gmem, first, free, sizes: Sizes, copy) -> None:
+    """Fetches the slots in use in order, each into a stage, as soon as the consumers free it.
 
     It is called by each of the `WARPS` warps. A stage is always filled by the same warp.
 
@@ -67,30 +65,25 @@ def fetch_slots(
       first: the layer's first slot.
       free: the barriers of the stages.
       sizes: the sizes.
-      copy: `copy(slot, rank, piece, stage)` starts the copy of a piece of a slot.
-      pieces: the number of pieces of a slot.
+      copy: `copy(slot, rank, stage)` starts the copy of a slot.
     """
     stages = free.shape[0]
     warps = math.gcd(stages, WARPS)
-
-    def load_slot(index):
-        entry = 1 + lax.div(index, jnp.int32(pieces))
-        return first + plan_gmem[tile, jnp.minimum(entry, sizes.entries - 1)]
 
     def fetch(turn, loaded):
         index = turn * warps + warp
         slot, rank = loaded
         stage = lax.rem(index, jnp.int32(stages))
         # Loaded ahead, so that the next copy does not wait for it.
-        following = load_slot(index + warps)
+        following = first + plan_gmem[tile, jnp.minimum(1 + index + warps, sizes.entries - 1)]
         plgpu.barrier_wait(free.at[stage])
-        copy(slot, rank, lax.rem(index, jnp.int32(pieces)), stage)
+        copy(slot, rank, stage)
         return following, rank_gmem[following]
 
     @pl.when(warp < warps)
     def _fetch():
         # The loads of the number of slots and of the first slot do not wait for each other.
-        count, slot = plan_gmem[tile, 0] * pieces, load_slot(warp)
+        count, slot = plan_gmem[tile, 0], first + plan_gmem[tile, 1 + warp]
         turns = lax.div(count + (warps - 1) - warp, jnp.int32(warps))
         lax.fori_loop(0, turns, fetch, (slot, rank_gmem[slot]))
         # The consumers free every stage once more than it is filled. All arrivals at a barrier must
@@ -114,42 +107,39 @@ def products(count, slot_indices, left, right, ready, free, cols: int) -> jax.Ar
     Args:
       count: the number of slots in use.
       slot_indices: `load_slot_indices` of the tile.
-      left: for each piece of a slot, pairs of a part [rows, 64] of 16 bits, in registers, and a
-        buffer for `mask_rows`.
-      right: a function of a stage that returns the parts [64, cols] of its piece in shared memory.
+      left: pairs of a part [rows, 64] of 16 bits, in registers, and a buffer for `mask_rows`.
+      right: a function of a stage that returns its parts [64, cols] in shared memory.
       ready, free: the barriers of the stages.
       cols: the number of columns.
     """
-    stages, pieces = ready.shape[0], len(left)
+    stages = ready.shape[0]
     lax.fori_loop(0, stages, lambda i, _: plgpu.barrier_arrive(free.at[i]), None)
-
-    def stage_of(index, piece):
-        return lax.rem(index * pieces + piece, jnp.int32(stages))
-
-    def free_slot(index):
-        for piece in range(pieces):
-            plgpu.barrier_arrive(free.at[stage_of(index, piece)])
 
     def multiply(acc_ref):
         def multiply_slot(index, acc_ref):
+            stage = lax.rem(index, stages)
+            plgpu.barrier_wait(ready.at[stage])
+            # The tensor cores may still be reading the registers that `mask_rows` overwrites.
+            plgpu.wgmma_wait(0)
+
+            @pl.when(index > 0)
+            def _free_previous():
+                plgpu.barrier_arrive(free.at[lax.rem(index - 1, stages)])
+
             mask = jnp.where(slot_indices == index, jnp.int32(-1), jnp.int32(0))
-            for piece, parts in enumerate(left):
-                stage = stage_of(index, piece)
-                plgpu.barrier_wait(ready.at[stage])
-                if piece == 0:
-                    # The tensor cores may still be reading the registers that `mask_rows`
-                    # overwrites.
-                    plgpu.wgmma_wait(0)
-                    pl.when(index > 0)(lambda: free_slot(index - 1))
-                for (part, buffer_smem), right_smem in zip(parts, right(stage), strict=True):
-                    plgpu.wgmma(acc_ref, mask_rows(part, mask, buffer_smem), right_smem)
+            for (part, buffer_smem), right_smem in zip(left, right(stage), strict=True):
+                plgpu.wgmma(acc_ref, mask_rows(part, mask, buffer_smem), right_smem)
             return acc_ref
 
         lax.fori_loop(0, count, multiply_slot, acc_ref)
         return acc_ref[...]
 
     sums = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE_ROWS, cols), jnp.float32))
-    pl.when(count > 0)(lambda: free_slot(count - 1))
+
+    @pl.when(count > 0)
+    def _free_last():
+        plgpu.barrier_arrive(free.at[lax.rem(count - 1, stages)])
+
     return sums
 
 
