@@ -1,17 +1,19 @@
 """Loads the base model of --model with the adapter of --adapter, for several commands."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import jax_dora.peft
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, find_adapter_folder, named_in_errors
 from jax_dora.commands.flags import add_formats
+from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.models import CausalLM, load_model
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags --model, --adapter, --dtype and --quantize."""
+def add_model_flags(parser: argparse.ArgumentParser, *, activations: bool = False) -> None:
+    """Adds the flags --model, --adapter, --dtype and --quantize, and --activations if asked to."""
     add = parser.add_argument_group("model").add_argument
     add(
         "--model",
@@ -20,7 +22,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder of the base model; the adapter's base model by default",
     )
     add("--adapter", type=Path, metavar="FOLDER", help="PEFT folder, or output folder of finetune")
-    add_formats(add)
+    add_formats(add, activations=activations)
 
 
 def adapter_folder(folder: Path) -> Path:
@@ -53,8 +55,34 @@ def base_folder(args: argparse.Namespace) -> Path:
 
 
 def adapted_model(args: argparse.Namespace, folder: Path) -> CausalLM:
-    """Returns the model in `folder`, with the adapter of --adapter if it is given."""
-    model = load_model(folder, quantize=args.quantize, dtype=args.dtype)
+    """Returns the model in `folder`, with the adapter of --adapter if it is given.
+
+    Prints a warning if the adapter is from a run over a base in another format.
+    """
+    act_qtype = getattr(args, "activations", None)
+    model = load_model(folder, quantize=args.quantize, act_qtype=act_qtype, dtype=args.dtype)
     if args.adapter is None:
         return model
-    return jax_dora.peft.load_adapter(model, adapter_folder(args.adapter))
+    adapted = jax_dora.peft.load_adapter(model, adapter_folder(args.adapter))
+    trained = _trained_format(args.adapter)
+    if trained not in (None, _named_format(args.quantize)):
+        print(
+            f"Warning: {args.adapter} was trained {trained} and is used "
+            f"{_named_format(args.quantize)}; its magnitudes belong to the weights that it was "
+            "trained on",
+            file=sys.stderr,
+        )
+    return adapted
+
+
+def _trained_format(folder: Path) -> str | None:
+    """Returns the `_named_format` of the run in a folder, or None if it has no whole checkpoint."""
+    checkpoints = Checkpoints(folder / "checkpoints")
+    steps = checkpoints.steps()
+    if not steps or checkpoints.damage(steps[-1]) is not None:
+        return None
+    return _named_format(checkpoints.facts(steps[-1])["settings"]["quantize"])
+
+
+def _named_format(qtype: str | None) -> str:
+    return f"with --quantize {qtype}" if qtype else "without --quantize"

@@ -22,7 +22,7 @@ from jax_dora.models.tokenizer import TextSettings
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command."""
-    add_model_flags(parser)
+    add_model_flags(parser, activations=True)
     add = parser.add_argument_group("text").add_argument
     add("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
     add("--chat", action="store_true", help="format each prompt with the model's chat template")

@@ -18,6 +18,7 @@ import jax_dora.peft
 from dora_common.slots import check_room
 from jax_dora.commands import main
 from jax_dora.commands.flags import UsageError, usage_errors
+from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.models import generate, load_model
 from jax_dora.models.tokenizer import read_tokenizer
 from parity import tolerances
@@ -53,6 +54,32 @@ def test_generate(quantize, is_adapted, model, adapter, capsys):
     tokenizer = read_tokenizer(Path(model))
     (wanted,) = generate(ours, [tokenizer.encode("12+30=").ids], 9, ends=[256])
     assert main(["generate", *flags, "--prompt", "12+30=", "--tokens", "9"]) == 0
+    assert capsys.readouterr().out == f"{tokenizer.decode(wanted)}\n"
+
+
+def test_another_format_than_that_of_the_run_is_warned_of(adapter, tmp_path, capsys):
+    run = shutil.copytree(adapter, tmp_path / "run")
+    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints.save(3, {"step": jnp.zeros(2)}, {"settings": {"quantize": "int8"}})
+    command = ["generate", "--adapter", str(run), "--prompt", "1", "--tokens", "1"]
+    assert main(command) == 0
+    error = capsys.readouterr().err
+    assert "was trained with --quantize int8 and is used without --quantize" in error
+    assert main([*command, "--quantize", "int8"]) == 0
+    assert capsys.readouterr().err == ""
+    (run / "checkpoints" / "3" / "facts.json").write_text("damaged")
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_generate_with_quantised_activations(model, adapter, capsys):
+    formats = {"quantize": "float8_e4m3fn", "act_qtype": "float8_e4m3fn"}
+    ours = jax_dora.peft.load_adapter(load_model(model, **formats), adapter / "adapter")
+    tokenizer = read_tokenizer(Path(model))
+    (wanted,) = generate(ours, [tokenizer.encode("12+30=").ids], 9, ends=[256])
+    flags = ["--quantize", "float8_e4m3fn", "--activations", "float8_e4m3fn", "--tokens", "9"]
+    assert main(["generate", "--adapter", str(adapter), *flags, "--prompt", "12+30="]) == 0
     assert capsys.readouterr().out == f"{tokenizer.decode(wanted)}\n"
 
 
