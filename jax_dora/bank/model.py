@@ -45,7 +45,8 @@ def with_bank[Model: nnx.Module](
     Args:
       model: the plain model that the bank was made for, or another one with the same projections.
       bank: a bank for the model.
-      adapter_ids: integers [batch], each a slot or -1.
+      adapter_ids: integers [batch], each a slot or -1. Pass them to a function under `jax.jit` as
+        int32: JAX truncates int64 arguments to int32 before they can be checked.
       implementation: None, "mosaic" or "xla", as in `jax_dora.ops.dora_linear`.
 
     Raises:

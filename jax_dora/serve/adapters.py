@@ -1,15 +1,16 @@
 """Watches a folder of adapters, and keeps the adapters in it in host memory while a server runs."""
 
+import contextlib
 import dataclasses
 import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dora_common.peft.folder import TENSORS, find_adapter_folder
+from dora_common.peft.folder import CONFIG, PICKLE, TENSORS, find_adapter_folder
 from jax_dora.bank.recently_used import RecentlyUsed
 from jax_dora.serve.metrics import Metrics
 
@@ -52,8 +53,9 @@ class Adapters:
     """The adapters in the subfolders of one folder. An adapter has the name of its subfolder.
 
     A damaged adapter is reported and not served, without an effect on others. If it was valid
-    before, then its previous version is served until its folder is valid again or deleted. Only
-    files below the folder are read: an adapter with a symbolic link to elsewhere counts as damaged.
+    before, then its previous version is served until its folder is valid again or deleted. Tensors
+    without adapter_config.json count as damaged. Only files below the folder are read: an adapter
+    with a symbolic link to elsewhere counts as damaged, too.
 
     Beyond a limit, the least recently used adapters are dropped from host memory, and read again
     when they are needed.
@@ -135,43 +137,52 @@ class Adapters:
     def scan(self, *, settle: bool = True) -> None:
         """Looks for new, changed and deleted adapters.
 
+        An adapter is deleted if two scans in a row have not found it.
+
         Args:
           settle: whether to read a new or changed folder only after two scans have found it in the
             same state, so that an adapter that is just being written does not count as damaged.
+            A folder without adapter_config.json always has to be found twice.
         """
         if self._folder is None:
             return
         with self._scan_lock:
-            folders = self._signatures()
+            try:
+                folders = self._signatures()
+            except OSError as error:
+                self._tell(
+                    f"{self._folder} cannot be read; its known adapters stay in use: {error}"
+                )
+                return
             found = {name: one for name, one in folders.items() if one is not None}
             others = sorted(folders.keys() - found.keys())[:10]
             if others and not settle:
                 names = ", ".join(others)
                 self._tell(f"{self._folder} has folders without an adapter, not served: {names}")
-            for name in sorted(self._read_signatures.keys() - found.keys()):
+            last = self._last_signatures
+            for name in sorted(self._read_signatures.keys() - found.keys() - last.keys()):
                 self._forget(name)
             for name, signature in sorted(found.items()):
                 if signature == self._read_signatures.get(name):
                     continue
-                if not settle or signature == self._last_signatures.get(name):
+                reads_at_once = not settle and any(file == CONFIG for file, *_ in signature)
+                if reads_at_once or signature == last.get(name):
                     self._load(name, signature)
             self._last_signatures = found
             self._metrics.adapters.set(len(self._served))
             self._metrics.damaged.set(len(self._damaged))
 
-    def _signatures(self) -> Mapping[str, Signature | None]:
+    def _signatures(self) -> dict[str, Signature | None]:
         """Returns the signature of each folder by name; None for a folder without an adapter."""
-        try:
-            folders = [one for one in self._folder.iterdir() if one.is_dir()]
-        except OSError as error:
-            self._tell(f"{self._folder} cannot be read; its known adapters stay in use: {error}")
-            return self._last_signatures
+        folders = [one for one in self._folder.iterdir() if one.is_dir()]
         return {one.name: _signature(one) for one in folders if not one.name.startswith(".")}
 
     def _load(self, name: str, signature: Signature) -> None:
         try:
             adapter = self._read_state(name, signature)
         except Exception as error:  # must not affect other adapters
+            if _signature(self._folder / name) != signature:
+                return  # the folder changed meanwhile: a later scan reads it again
             reason = str(error) or type(error).__name__
             self._damaged[name] = _one_line(_without_paths(reason, self._folder / name))
             outcome = "is not replaced" if name in self._served else "is not served"
@@ -234,7 +245,7 @@ class Adapters:
                 raise ValueError(
                     f"{one} links out of the folder of adapters; expected files below it"
                 )
-        found = find_adapter_folder(folder) or folder
+        found = _folder_with_files(folder) or folder
         size = (found / TENSORS).stat().st_size if (found / TENSORS).is_file() else 0
         if self._file_bytes is not None and size > self._file_bytes:
             raise ValueError(
@@ -257,16 +268,25 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:500]
 
 
+def _folder_with_files(folder: Path) -> Path | None:
+    """Returns the folder with an adapter's files, of which adapter_config.json may be missing."""
+    if (found := find_adapter_folder(folder)) is not None:
+        return found
+    tensors = (folder / inner / name for inner in ("", "adapter") for name in (TENSORS, PICKLE))
+    return next((file.parent for file in tensors if file.is_file()), None)
+
+
 def _signature(folder: Path) -> Signature | None:
     """Returns a value that changes with the files of an adapter; None if there is no adapter."""
+    files = []
     try:
-        if (found := find_adapter_folder(folder)) is None:
+        if (found := _folder_with_files(folder)) is None:
             return None
-        entries = [entry for entry in os.scandir(found) if entry.is_file()]
-        return tuple(
-            (entry.name, stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            for entry in sorted(entries, key=lambda entry: entry.name)
-            for stat in [entry.stat()]
-        )
+        for entry in os.scandir(found):
+            with contextlib.suppress(FileNotFoundError):  # the file is being replaced
+                if entry.is_file():
+                    stat = entry.stat()
+                    files.append((entry.name, stat.st_mtime_ns, stat.st_size, stat.st_ino))
     except OSError:  # the folder is being deleted
         return None
+    return tuple(sorted(files))

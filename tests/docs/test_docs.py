@@ -18,6 +18,7 @@ import jax_dora.linen
 import jax_dora.models
 import jax_dora.ops
 import jax_dora.peft
+import jax_dora.serve
 import torch_dora
 import torch_dora.peft
 from benchmarks import results
@@ -214,6 +215,7 @@ def test_functions_called_like_their_modules_stand_by_their_whole_names():
         jax_dora.models,
         jax_dora.ops,
         jax_dora.peft,
+        jax_dora.serve,
         torch_dora,
         torch_dora.ops,
         torch_dora.peft,

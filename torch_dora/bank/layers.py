@@ -140,7 +140,10 @@ def _copy_modules(module: nn.Module, replacements: dict[int, nn.Module]) -> nn.M
 
 
 def _as_ids(bank: AdapterBank, adapter_ids: Any) -> Tensor:
-    """Returns `adapter_ids` as i64[batch], after checking them."""
+    """Returns a copy of `adapter_ids` as i64[batch], after checking them.
+
+    A caller may change its own tensor later, but the rows are grouped by these ids only once.
+    """
     try:
         ids = torch.as_tensor(adapter_ids)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -154,4 +157,4 @@ def _as_ids(bank: AdapterBank, adapter_ids: Any) -> Tensor:
     distinct = set(ids.tolist())
     slots = distinct.intersection(range(bank.slots))
     check_ids(distinct, bank.slots, [slot for slot in slots if bank.is_empty(slot)])
-    return ids.long()
+    return ids.to(torch.int64, copy=True)

@@ -1,10 +1,13 @@
 """The folder of adapters: what comes, changes, goes, is damaged or leads elsewhere."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from dora_common.peft import writing
+from dora_common.peft.config import AdapterConfig
 from jax_dora.serve.adapters import Adapters, UnreadableError
 from jax_dora.serve.metrics import Metrics
 
@@ -21,7 +24,15 @@ class Text(str):
     nbytes = property(len)
 
 
+def overwrite(folder: Path, text: str) -> None:
+    """What `save_adapter` does with an adapter that exists."""
+    config = AdapterConfig(r=1, target_modules=(".*",))
+    writing.write(folder, config, lambda file: file.write_text(text), overwrite=True)
+
+
 def read(folder: Path) -> Text:
+    if not (config := folder / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"{config} is missing")
     text = Text((folder / "adapter_model.safetensors").read_text())
     if text == "damaged":
         raise ValueError("a tensor\nis missing")
@@ -67,6 +78,9 @@ def test_they_come_change_and_go(folder, adapters, told):
     for file in (folder / "two").iterdir():
         file.unlink()
     adapters.scan()
+    # Not yet: it may just be replaced.
+    assert adapters.get("two") is again
+    adapters.scan()
     assert adapters.names() == ["one"]
     assert len(adapters._in_memory) == 1
     assert told == [
@@ -97,6 +111,124 @@ def test_a_damaged_one_is_told_and_the_others_are_served(folder, adapters, told)
     assert adapters.get("good").value == "1"
     assert adapters.damaged().keys() == {"good"}
     assert told[-1] == "adapter 'good' is not replaced: a tensor is missing"
+
+
+def test_one_that_a_single_scan_misses_is_served_on(folder, adapters, told):
+    write(folder / "one")
+    adapters.scan(settle=False)
+    first = adapters.get("one")
+    for _ in range(3):
+        (folder / "one").rename(folder.parent / "away")
+        adapters.scan()
+        (folder.parent / "away").rename(folder / "one")
+        adapters.scan()
+        assert adapters.get("one") is first
+    (folder / "one").rename(folder.parent / "away")
+    adapters.scan()
+    # A scan that finds out nothing counts neither way.
+    folder.rename(folder.parent / "other")
+    adapters.scan()
+    (folder.parent / "other").rename(folder)
+    assert adapters.get("one") is first
+    adapters.scan()
+    assert adapters.get("one") is None
+    assert told[-1] == "adapter 'one' is gone"
+
+
+def test_one_that_is_overwritten_is_never_lost(folder, adapters, told, monkeypatch):
+    """Scans see each state between the steps of `save_adapter`, and none of them as damaged."""
+    write(folder / "one", "0")
+    adapters.scan(settle=False)
+    replace, seen = Path.replace, []
+
+    def scan_and_replace(source: Path, target: Path) -> None:
+        adapters.scan()
+        seen.append((adapters.get("one").value, (folder / "one/adapter_config.json").exists()))
+        replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", scan_and_replace)
+    for at in range(1, 20):
+        overwrite(folder / "one", f"{at}")
+        adapters.scan()
+        assert adapters.get("one").value == f"{at - 1}"
+        adapters.scan()
+        assert adapters.get("one").value == f"{at}"
+    assert seen == [(f"{at // 2}", False) for at in range(38)]
+    assert adapters.damaged() == {}
+    assert told == ["adapter 'one' is served", *["adapter 'one' is replaced"] * 19]
+
+
+def test_one_that_another_thread_overwrites_is_never_lost(folder, adapters, told):
+    write(folder / "one", "0")
+    adapters.scan(settle=False)
+
+    def overwrite_often() -> None:
+        for at in range(1, 101):
+            overwrite(folder / "one", f"{at}")
+
+    thread = threading.Thread(target=overwrite_often)
+    thread.start()
+    while thread.is_alive():
+        adapters.scan()
+        assert adapters.get("one") is not None
+    thread.join()
+    adapters.scan()
+    adapters.scan()
+    assert adapters.get("one").value == "100"
+    assert adapters.damaged() == {}
+    assert "adapter 'one' is gone" not in told
+
+
+@pytest.mark.parametrize("settle", [False, True])
+@pytest.mark.parametrize("tensors", ["adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize("inner", ["", "adapter/"])
+def test_one_without_a_configuration_is_damaged(folder, adapters, told, settle, tensors, inner):
+    (folder / "bad" / inner).mkdir(parents=True)
+    (folder / "bad" / inner / tensors).touch()
+    adapters.scan(settle=settle)
+    # Not yet: its configuration may still be coming.
+    assert (adapters.damaged(), told) == ({}, [])
+    adapters.scan()
+    assert adapters.names() == []
+    assert adapters.damaged() == {"bad": f"{inner}adapter_config.json is missing"}
+    assert adapters._metrics.damaged._value.get() == 1
+    config = folder / "bad" / inner / "adapter_config.json"
+    assert told == [f"adapter 'bad' is not served: {config} is missing"]
+    write(folder / "bad" / inner)
+    adapters.scan()
+    adapters.scan()
+    assert adapters.names() == ["bad"]
+    assert adapters._metrics.damaged._value.get() == 0
+
+
+def test_one_that_loses_its_configuration_is_served_on(folder, adapters, told):
+    write(folder / "one")
+    adapters.scan(settle=False)
+    first = adapters.get("one")
+    (folder / "one" / "adapter_config.json").unlink()
+    for damaged in ([], ["one"], ["one"]):
+        adapters.scan()
+        assert adapters.get("one") is first
+        assert list(adapters.damaged()) == damaged
+    path = folder / "one" / "adapter_config.json"
+    assert told[1:] == [f"adapter 'one' is not replaced: {path} is missing"]
+
+
+def test_one_that_changes_while_it_is_read_is_not_damaged(folder, told):
+    def read_late(one: Path) -> Text:
+        if (one / "adapter_model.safetensors").read_text() == "1":
+            (one / "adapter_config.json").unlink()
+            (one / "adapter_model.safetensors").write_text("22")
+        return read(one)
+
+    adapters = Adapters(folder, read_late, base_name="base", metrics=Metrics(), tell=told.append)
+    write(folder / "one")
+    adapters.scan(settle=False)
+    assert (adapters.names(), adapters.damaged(), told) == ([], {}, [])
+    write(folder / "one", "22")
+    adapters.scan()
+    adapters.scan()
+    assert (adapters.names(), adapters.damaged()) == (["one"], {})
 
 
 def test_clients_are_told_no_paths(folder, told, monkeypatch):
@@ -254,6 +386,7 @@ def test_what_cannot_be_read_again_is_told(small, folder, told):
     adapters.scan()
     assert adapters.get("one").value == "new"
     (folder / "six").rename(folder.parent / "six")
+    adapters.scan()
     adapters.scan()
     assert adapters.get("six") is None
 

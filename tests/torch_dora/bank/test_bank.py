@@ -72,6 +72,19 @@ def test_numbers_may_be_numpy_s():
     assert torch_dora.AdapterBank(nn.Linear(4, 3), np.int64(2), np.int32(3)).slots == 2
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_ids_that_the_caller_changes_later(kind):
+    """A model keeps the ids that it was made with."""
+    base, bank, _ = filled()
+    ids = kind(ROWS)
+    assert str(ids.dtype).endswith("int64")
+    x = torch.randn(len(ROWS), IN, generator=torch.Generator().manual_seed(1))
+    model = torch_dora.with_bank(base, bank, ids)
+    y = model(x)
+    ids[:] = 0
+    assert torch.equal(model(x), y)
+
+
 def test_a_slot_forgets_what_it_held_and_nothing_moves():
     _, bank, alone = filled()
     (tensors,) = bank.tensors.values()
