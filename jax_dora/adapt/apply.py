@@ -94,6 +94,8 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
       For a layer, a DoRA layer that shares the layer's parameters. For any other weight, its new
         `WeightAdapter`, which stores the adapter's arrays in the site's module.
     """
+    with named_in_errors(site.names[0], "adapted"):
+        site.check()
     module, cls = site.found.module, dora_class_of(site.found.module) if site.is_layer else None
     sharding = mesh_sharding(getattr(module, cls.kernel_name if cls else site.param))
     # Flax shards a parameter with sharding metadata when it is created, on the current mesh.

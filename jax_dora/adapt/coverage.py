@@ -133,11 +133,10 @@ def table(sites: Iterable[Site]) -> Coverage:
 
 
 def _row(site: Site) -> CoveredWeight:
-    status = "adapted" if site.is_adapted else "adaptable"
-    if site.refusal and not site.is_adapted:
-        status = "not adaptable"
-    how = site.refusal if status == "not adaptable" else site.how
-    value = site.parameter.get_value()
+    refusal = "" if site.is_adapted else _refusal(site)
+    status = "adapted" if site.is_adapted else "not adaptable" if refusal else "adaptable"
+    how = refusal or site.how
+    value = site.parameter.get_value() if site.is_parameter else None
     if quantised.is_quantised(value):
         how += f"; {quantised.describe(value)}"
         if act_qtype := act_qtype_of(site.found.module):
@@ -150,3 +149,11 @@ def _row(site: Site) -> CoveredWeight:
         site.is_linear,
         4 * math.prod(site.shape) * site.merged,
     )
+
+
+def _refusal(site: Site) -> str:
+    """Returns why `apply_dora` would refuse the weight, whatever the rule, or ""."""
+    try:
+        return site.refusal or site.check() or ""
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return str(error)

@@ -100,7 +100,12 @@ def _sites_of(found: FoundModule, modules: list[FoundModule], traced: ReadLog | 
             names = own_names + names
         site = Site(names, found, param)
         reads = _reads_of(traced, found, param)
-        _describe(site, kind, registered.get(param), reads, modules)
+        if site.is_parameter:
+            _describe(site, kind, registered.get(param), reads, modules)
+        else:
+            site.refusal = site.why_no_parameter()
+            # "all-linear" selects it, so that the refusal is raised.
+            site.is_linear = kind.is_linear(module) if kind else registered[param].linear
         site.is_linear = site.is_linear and site.names[0].rpartition("/")[2] not in OUTPUT_HEADS
         is_unread = kind is None and reads == ()
         site.is_matched = param in main or not site.refusal or is_unread

@@ -64,7 +64,8 @@ def quantize[Model: nnx.Module](
 
     Raises:
       TypeError: `model` is not an nnx module; or `path` matches a module that is not an
-        `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum` or `nnx.Conv`.
+        `nnx.Linear`, `nnx.LinearGeneral`, `nnx.Einsum` or `nnx.Conv`, or whose kernel is a value
+        of `qwix.quantize_model`.
       TypeError: with `act_qtype`, `path` matches a module that is neither an `nnx.Linear` nor an
         `nnx.LinearGeneral` without batch axes.
       ValueError: `qtype` is unknown, `act_qtype` does not go with it, or no layer's path matches.
@@ -158,6 +159,11 @@ def _matched(found: list[Site], path: str) -> list[Site]:
             f"path {path!r} matches no layer; expected a regular expression that matches a whole "
             f"path. The layers with parameters are:{listing(names)}"
         )
+    raise_for_sites(
+        [site for site in matched if site.param and not site.is_parameter],
+        TypeError,
+        "path matches layers that cannot be quantised",
+    )
     raise_for_sites(
         [site for site in matched if not (site.is_layer and isinstance(site.found.module, LAYERS))],
         TypeError,

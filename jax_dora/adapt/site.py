@@ -12,9 +12,11 @@ from jax_dora.adapt.infer_stack import infer_stack
 from jax_dora.adapt.tree import FoundModule
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.layout import Layout
+from jax_dora.layers.quantised import check_kernel
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
+from jax_dora.ops import quantised
 from jax_dora.weights.module import adapters_of
 from jax_dora.weights.registry import class_name
 from jax_dora.weights.weight_adapter import WeightAdapter, layout_of_weight, stack_of_weight
@@ -73,6 +75,41 @@ class Site:
         if self.nested_param is not None:
             return self.nested_param
         return getattr(self.found.module, self.param)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the weight is a parameter, unlike a `WithAux` of `qwix.quantize_model`."""
+        return isinstance(self.parameter, nnx.Variable)
+
+    def check(self) -> None:
+        """Checks that the weight can be adapted, by what `refusal` does not tell.
+
+        Raises:
+          TypeError: it is no parameter, is not of floats, or is quantised and its module does not
+            compute with a quantised array.
+          TypeError, ValueError, NotImplementedError: see `DoRALayer.check`, `check_kernel` and
+            `infer_stack`.
+        """
+        if not self.is_parameter:
+            raise TypeError(self.why_no_parameter())
+        module, value = self.found.module, self.parameter.get_value()
+        if self.is_layer:
+            # The groups of a convolution divide the rank.
+            rank = getattr(module, "feature_group_count", 1)
+            kind_of(module).check(module, DoRARule("", rank, 1.0))
+        elif quantised.is_quantised(value):
+            raise TypeError(
+                f"its {self.param} is quantised as {quantised.describe(value)}, but its module's "
+                "own code reads it; expected a float array: dequantise it with qwix.dequantize"
+            )
+        check_kernel(value, self.layout(1), self.stack)
+
+    def why_no_parameter(self) -> str:
+        """Returns what a weight is that is no parameter, and what to do, for an error message."""
+        return (
+            f"its {self.param} is a {type(self.parameter).__name__}; expected an nnx.Param: "
+            "quantise the float model with jax_dora.quantize instead of qwix.quantize_model"
+        )
 
     @functools.cached_property
     def stack(self) -> Stack:

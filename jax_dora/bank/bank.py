@@ -71,7 +71,8 @@ class AdapterBank:
 
         Raises:
           TypeError: `model` is not an nnx module, or a number is not an integer; or a kernel is
-            quantised to an unsupported format.
+            quantised to an unsupported format, is not of floats, or is a value of
+            `qwix.quantize_model`.
           ValueError: the model has an adapter or is abstract, a number is below 1, or no
             projection matches; or a quantised kernel has scales that are zero or not finite, or
             tiles along its output axis.

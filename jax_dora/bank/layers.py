@@ -15,6 +15,7 @@ from jax_dora.bank.projections import BankProjection
 from jax_dora.layers import DoRALinear
 from jax_dora.layers.base_layer import copy_attributes, new_instance
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
+from jax_dora.layers.quantised import compute_as_stored
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import Projection, bank_linear, bank_linears
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
@@ -65,6 +66,7 @@ class BankLayer(nnx.Module):
         implementation: str | None,
     ) -> None:
         copy_attributes(base, self)
+        compute_as_stored(self)
         for name, array in slots._asdict().items():
             setattr(self, f"bank_{name}", BankArray(array))
         self.bank_implementation = implementation

@@ -18,6 +18,7 @@ from jax_dora.layers.adapter_arrays import (
 from jax_dora.layers.base_layer import check_base, check_has_values, copy_attributes, new_instance
 from jax_dora.layers.call import layer_norm
 from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.quantised import LAYERS, compute_as_stored
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised
@@ -119,6 +120,7 @@ class DoRALayer(nnx.Module):
         self.check(base, rule)
         check_has_values(base, f"jax_dora.{type(self).__name__}")
         copy_attributes(base, self)
+        compute_as_stored(self)
         self.plain_type = type(base)
         self.stack_axis = stack_axis
         self.rank, self.alpha, self.use_rslora = rule.rank, rule.alpha, rule.use_rslora
@@ -159,6 +161,12 @@ class DoRALayer(nnx.Module):
         check_base(base, cls.base_type)
         kernel = getattr(base, cls.kernel_name).get_value()
         if quantised.is_quantised(kernel):
+            if not issubclass(cls.base_type, LAYERS):
+                raise TypeError(
+                    f"its {cls.kernel_name} is quantised as {quantised.describe(kernel)}, with "
+                    f"which no nnx.{cls.base_type.__name__} computes; expected a float array: "
+                    "dequantise it with qwix.dequantize"
+                )
             quantised.check("its kernel", kernel)
         if taken := sorted(vars(base).keys() & _ADAPTER_ATTRIBUTES):
             raise ValueError(

@@ -23,23 +23,25 @@ from jax import lax
 
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.stack import Stack
+from jax_dora.ops import check, quantised, row_wise, weight_only
 from jax_dora.ops import mesh as meshes
-from jax_dora.ops import quantised, row_wise, weight_only
 from jax_dora.ops.reduction import static_precision
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def check_kernel(kernel: Any, layout: Layout, stack: Stack) -> None:
-    """Checks the kernel of a layer, or of a stack of layers, if it is quantised.
+    """Checks the kernel of a layer, or of a stack of layers.
 
     The op checks the matrix [in, out] itself, but cannot see the scales of a stack, which are
     traced, and does not know the layer's name.
 
     Raises:
-      TypeError, ValueError: see `jax_dora.ops.quantised.check_matrix`.
+      TypeError: the kernel has another dtype than fp16, bf16, fp32 and fp64.
+      TypeError, ValueError: for a quantised kernel see `jax_dora.ops.quantised.check_matrix`.
     """
     if not quantised.is_quantised(kernel):
+        check.is_float("kernel", kernel)
         return
     quantised.check("its kernel", kernel)
     layer = jax.tree.map(
@@ -289,6 +291,17 @@ def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
             setattr(layer, name, function)
 
 
+def compute_as_stored(layer: Any) -> None:
+    """Makes a layer whose kernel is quantised, by whomever, compute with it, in place.
+
+    Attributes that differ from Flax's defaults stay as they are.
+    """
+    if isinstance(layer, LAYERS) and quantised.is_quantised(layer.kernel.get_value()):
+        for name, default in _plain_arithmetic(layer).items():
+            if getattr(layer, name) is default:
+                setattr(layer, name, ARITHMETIC[name])
+
+
 def act_qtype_of(layer: Any) -> str | None:
     """Returns the format to which a layer, adapted or not, quantises its activations; None for no
     quantisation."""
@@ -297,8 +310,12 @@ def act_qtype_of(layer: Any) -> str | None:
 
 def compute_plain(layer: Any) -> None:
     """Reverses `compute_quantised`."""
+    for name, default in _plain_arithmetic(layer).items():
+        setattr(layer, name, default)
+
+
+def _plain_arithmetic(layer: Any) -> dict[str, Any]:
+    """Returns Flax's defaults for those attributes of a layer that are in `ARITHMETIC`."""
     base = next(cls for cls in LAYERS if isinstance(layer, cls))
     parameters = inspect.signature(base.__init__).parameters
-    for name in ARITHMETIC:
-        if hasattr(layer, name):
-            setattr(layer, name, parameters[name].default)
+    return {name: parameters[name].default for name in ARITHMETIC if hasattr(layer, name)}

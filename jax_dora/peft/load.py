@@ -91,7 +91,7 @@ def load_adapter[Model: nnx.Module](
         name does not exist.
       ValueError: a file is damaged; or a tensor matches nothing in the model, has a wrong shape, is
         missing or is not finite. The error lists all problems with tensors' places and shapes. Or
-        `model` is abstract.
+        a parameter that the folder stores is quantised in the model. Or `model` is abstract.
       NotImplementedError: the configuration has something that is not supported.
       TypeError: an argument or a field of the configuration has the wrong type.
     """
@@ -108,6 +108,7 @@ def load_adapter[Model: nnx.Module](
         view = torch_view(loaded, names, **options)
         outline = view.outline()
         fit = source.fit(outline)
+        view.check_not_quantised((*fit.parameters, *fit.tokens))
         stacks = _by_site(view, fit)
         rules = {
             site: DoRARule(

@@ -77,8 +77,8 @@ def save_adapter(
     Raises:
       FileExistsError: the folder has an adapter, and `overwrite` is False.
       ValueError: the model is abstract; it has no adapter, or one that the format cannot express;
-        `config` does not match the model; a name matches no module; or a number is not finite, or
-        overflows in `dtype`.
+        `config` does not match the model; a name matches no module; or a parameter to store is
+        quantised; or a number is not finite, or overflows in `dtype`.
       NotImplementedError: an adapted layer has no counterpart in PyTorch, or is a convolution with
         settings that PEFT ignores in adapters; or packed experts have settings that PEFT rejects.
       TypeError: an argument has the wrong type.
@@ -107,6 +107,7 @@ def save_adapter(
             return np.ascontiguousarray(part.to_torch(array), dtype=kind)
 
     def read(name: str) -> np.ndarray:
+        view.check_not_quantised([name])
         one = view.parameters[name]
         return stored(view.modules[one.path], one)
 

@@ -13,6 +13,7 @@ from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import Stack
+from jax_dora.ops import quantised
 from jax_dora.peft.layers import torch_layer
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index, TorchLayer, TorchParameter, parameters_of
@@ -53,6 +54,23 @@ class TorchView:
 
     def variable(self, parameter: TorchParameter) -> nnx.Variable:
         return getattr(self.modules[parameter.path], parameter.attribute)
+
+    def check_not_quantised(self, names: Iterable[str]) -> None:
+        """Checks that a folder can store these parameters of the base model.
+
+        Raises:
+          ValueError: a parameter is quantised.
+        """
+        for name in names:
+            one = self.parameters[name]
+            value = self.variable(one).get_value()
+            if quantised.is_quantised(value):
+                raise ValueError(
+                    f"modules_to_save or trainable_token_indices has {name}, whose layer "
+                    f"{one.path!r} is quantised as {quantised.describe(value)}; expected a float "
+                    "array, the only one that PEFT's format stores: leave the layer out of them, "
+                    "or use the base in 16 bits"
+                )
 
     def outline(self) -> Outline:
         """Returns the outline that a folder is matched to."""

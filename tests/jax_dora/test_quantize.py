@@ -341,6 +341,153 @@ def test_an_unsupported_format(read, done, takes_adapted):
         read(model)
 
 
+def quantised_by_hand(make, qtype=jnp.int8, **how):
+    """A model whose plain layer `one` does not know that its kernel is quantised."""
+    model = nnx.Dict(one=make())
+    kernel = model.one.kernel
+    kernel.set_value(qwix.quantize(kernel.get_value(), qtype, **how))
+    return model
+
+
+BY_HAND = [
+    (lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0)), (1,), (5, 8)),
+    (lambda: nnx.LinearGeneral(8, (2, 3), rngs=nnx.Rngs(0)), (1, 2), (5, 8)),
+    (lambda: nnx.Einsum("bd,nhd->bnh", (2, 3, 8), rngs=nnx.Rngs(0)), (0, 1), (5, 8)),
+    (lambda: nnx.Conv(4, 6, (3,), rngs=nnx.Rngs(0)), (2,), (5, 7, 4)),
+]
+
+
+@pytest.mark.parametrize(("make", "axes", "shape"), BY_HAND)
+def test_a_kernel_that_quantize_did_not_set(make, axes, shape):
+    model = quantised_by_hand(make, channelwise_axes=axes)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+    assert coverage(model).count("adaptable") == 1
+    adapted = train(apply_dora(model, DoRARule("one", 3, 4.0), rngs=nnx.Rngs(1)))
+    close(adapted.one(x), dense(adapted).one(x))
+    again = jax_dora.set_adapter(model, jax_dora.get_adapter(adapted))
+    np.testing.assert_array_equal(again.one(x), adapted.one(x))
+    with jax.numpy_dtype_promotion("standard"):
+        merged = merge_dora(adapted).one(x)
+    close(merged, adapted.one(x), 2e-2)
+    if isinstance(model.one, nnx.Conv):
+        return
+    bank = jax_dora.AdapterBank(model, 1, 3).load(0, jax_dora.get_adapter(adapted))
+    rows = jax_dora.with_bank(model, bank, jnp.array([0, -1, 0, -1, 0], jnp.int32)).one(x)
+    close([rows[::2], rows[1::2]], [adapted.one(x)[::2], dense(model).one(x)[1::2]])
+
+
+def test_a_layer_that_quantises_activations_still_does_after_adapting():
+    base = quantize(
+        nnx.Linear(16, 6, rngs=nnx.Rngs(0)), "float8_e4m3fn", path="", act_qtype="float8_e4m3fn"
+    )
+    adapted = apply_dora(base, DoRARule("", 3, 4.0), rngs=nnx.Rngs(1))
+    assert adapted.dot_general is base.dot_general
+
+
+def quantised_embed():
+    model = nnx.Dict(one=nnx.Embed(8, 6, rngs=nnx.Rngs(0)))
+    table = model.one.embedding
+    table.set_value(qwix.quantize(table.get_value(), jnp.int8, channelwise_axes=(0,)))
+    return model
+
+
+def of_qwix(rngs):
+    """A model with `WithAux` values in place of parameters."""
+    provider = qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
+    return qwix.quantize_model(
+        nnx.Sequential(nnx.Linear(8, 6, rngs=rngs)), provider, jnp.ones((2, 8))
+    )
+
+
+# qwix uses methods of nnx that are deprecated.
+ignore_qwix = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+READ_OF_QWIX = [
+    adapt,
+    make_bank,
+    lambda model: quantize(model, "int8"),
+    lambda model: apply_dora(model, RULES[1:], rngs=nnx.Rngs(1), example=(jnp.ones((2, 8)),)),
+]
+
+
+@ignore_qwix
+@pytest.mark.parametrize("read", READ_OF_QWIX)
+def test_a_model_that_qwix_quantised(read):
+    message = (
+        r"(?s)cannot be .*layers/0 .*WithAux; expected an nnx.Param: .* with jax_dora.quantize"
+    )
+    with pytest.raises(TypeError, match=message):
+        read(of_qwix(nnx.Rngs(0)))
+
+
+@ignore_qwix
+@pytest.mark.parametrize("example", [(), (jnp.ones((2, 8)),)])
+def test_coverage_of_a_model_that_qwix_quantised(example):
+    (row,) = coverage(of_qwix(nnx.Rngs(0)), *example).weights
+    assert row.status == "not adaptable"
+    assert "its kernel is a WithAux" in row.how
+
+
+def in_dtype(dtype):
+    model = nnx.Dict(one=nnx.Linear(8, 6, rngs=nnx.Rngs(0)))
+    model.one.kernel.set_value(model.one.kernel.get_value().astype(dtype))
+    return model
+
+
+REFUSED = [
+    (lambda: in_dtype(jnp.float8_e5m2), "kernel has dtype float8_e5m2; expected float16"),
+    (lambda: in_dtype(jnp.int8), "kernel has dtype int8; expected float16"),
+    (
+        lambda: quantised_by_hand(BY_HAND[0][0], jnp.float8_e5m2, channelwise_axes=(1,)),
+        "its kernel is quantised as float8_e5m2; expected one of nf4",
+    ),
+    (
+        lambda: quantised_by_hand(BY_HAND[0][0], channelwise_axes=(0,)),
+        "its kernel is quantised as int8 along its output axis",
+    ),
+    (quantised_embed, "its embedding is quantised as int8, scales 8×1, with which no nnx.Embed"),
+    (
+        lambda: nnx.Dict(one=nnx.Linear(8, 6, dot_general=jnp.dot, rngs=nnx.Rngs(0))),
+        "the layer's dot_general is ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), REFUSED)
+def test_coverage_gives_the_reason_for_which_apply_dora_refuses(make, reason):
+    model = make()
+    (row,) = coverage(model).weights
+    assert row.status == "not adaptable"
+    assert row.how.startswith(reason)
+    errors = (TypeError, ValueError, NotImplementedError)
+    with pytest.raises(errors, match=f"'one' cannot be adapted: {reason}"):
+        apply_dora(model, DoRARule("one", 3, 4.0), rngs=nnx.Rngs(1))
+
+
+def test_a_bank_refuses_a_kernel_of_another_dtype():
+    message = "'one' cannot be given a place in a bank: kernel has dtype float8_e5m2"
+    with pytest.raises(TypeError, match=message):
+        make_bank(in_dtype(jnp.float8_e5m2))
+
+
+def test_peft_folders_store_no_quantised_layer(tmp_path):
+    plain = nnx.Dict(up=nnx.Linear(8, 6, rngs=nnx.Rngs(0)), down=nnx.Linear(6, 8, rngs=nnx.Rngs(1)))
+    base = quantize(plain, "int8", path="up")
+    model, of_floats = (
+        apply_dora(one, DoRARule("down", 2, 4.0), rngs=nnx.Rngs(2)) for one in (base, plain)
+    )
+    message = "modules_to_save .* has up.weight, whose layer 'up' is quantised as int8, scales 1×6;"
+    with pytest.raises(ValueError, match=message):
+        save_adapter(model, tmp_path / "refused", modules_to_save=["up"])
+    assert not (tmp_path / "refused").exists()
+    save_adapter(of_floats, tmp_path / "floats", modules_to_save=["up"])
+    with pytest.raises(ValueError, match=message):
+        load_adapter(base, tmp_path / "floats")
+    model.up.bias.set_value(jnp.arange(6.0))
+    save_adapter(model, tmp_path / "biases", bias="all")
+    loaded = load_adapter(base, tmp_path / "biases")
+    np.testing.assert_array_equal(loaded.up.bias[...], model.up.bias[...])
+
+
 def test_tiles_are_split_so_that_they_divide_over_devices(optimized):
     """6 tiles over 4 devices; otherwise XLA would send the kernel to every device."""
     layers = [nnx.Linear(24, 16, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)]
