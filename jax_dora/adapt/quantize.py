@@ -197,7 +197,7 @@ def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
     tile = stack.combine((1,) * stack.count, tile)
     half = kernel.dtype == jnp.float16
     rounded = round_to(kernel, qtype, tile, jnp.float32 if half else kernel.dtype)
-    quantised.check("its kernel", rounded)
+    quantised.check_rounded("its kernel", rounded)
     if half and getattr(module, "dtype", None) is None:
         module.dtype = jnp.float16
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
@@ -220,12 +220,14 @@ def _tile(sizes: tuple[int, ...], axes: str, tile_size: int | None) -> tuple[int
         return tuple(size if axis == "i" else 1 for axis, size in zip(axes, sizes, strict=True))
     last = axes.rindex("i")
     if sizes[last] % tile_size:
-        divisors = [size for size in range(1, tile_size + 1) if sizes[last] % size == 0]
+        # A divisor of the tile size divides the other layers' features as well.
+        divisor = math.gcd(sizes[last], tile_size)
         raise ValueError(
             f"its kernel has {sizes[last]} input features along axis {last}, which is not a "
-            f"multiple of the tile size {tile_size}; expected a multiple: pass "
-            f"tile_size={divisors[-1]}, or 0 for one scale over all input features, or narrow path "
-            "so that it does not match this layer"
+            f"multiple of the tile size {tile_size}; expected a multiple: choose int8 or "
+            "float8_e4m3fn, which need no tiles, or load the model without quantize and call "
+            f"jax_dora.quantize with tile_size={divisor}, or 0 for one scale over all input "
+            "features, or with a path that does not match this layer"
         )
     return tuple(tile_size if axis == last else 1 for axis in range(len(sizes)))
 

@@ -94,9 +94,11 @@ class Site:
             raise TypeError(self.why_no_parameter())
         module, value = self.found.module, self.parameter.get_value()
         if self.is_layer:
+            if (kind := kind_of(module)) is None:
+                return  # a linen layer, which is checked when the model is called
             # The groups of a convolution divide the rank.
             rank = getattr(module, "feature_group_count", 1)
-            kind_of(module).check(module, DoRARule("", rank, 1.0))
+            kind.check(module, DoRARule("", rank, 1.0))
         elif quantised.is_quantised(value):
             raise TypeError(
                 f"its {self.param} is quantised as {quantised.describe(value)}, but its module's "

@@ -18,7 +18,7 @@ _FLAGS = {
     r"\bact_qtype\b": "--activations",
     r"\bquantize(?= is |=)": "--quantize",
     r"\bqtype(?= ')": "--quantize",
-    r"pass tile_size=.*": "pass --quantize int8 or float8_e4m3fn, which have no tiles",
+    r"choose (int8 or float8_e4m3fn, which need no tiles).*": r"pass --quantize \1",
     r"pass that qtype and no tile_size": f"pass --quantize {QTYPE}",
     r"\bmax_length(?= is )": "--max-length",
     r"the bank's max_rank: make the bank with": "--max-rank: start the server with",

@@ -286,10 +286,12 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         )
 
 
-def _is_supported_quantization(quantization: Mapping[str, Any] | None) -> bool:
+def _is_supported_quantization(quantization: Any) -> bool:
     """Returns whether `QuantisedTensor` can read weights with this quantization_config."""
     if quantization is None:
         return True
+    if not isinstance(quantization, Mapping):
+        return False
     method = quantization.get("quant_method")
     if method == "bitsandbytes":
         is_nf4 = quantization.get("bnb_4bit_quant_type") == "nf4"

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.layers.quantised import LAYERS, compute_quantised
 from jax_dora.layers.stack import allocate_stack, set_layer
+from jax_dora.models.config import USE_16_BITS
 from jax_dora.models.quantised_weights import QuantisedTensor
 from jax_dora.models.stored_arrays import StoredArray
 from jax_dora.models.weights import StoredTensor
@@ -35,12 +36,21 @@ def use_stored_formats(
         layers = [tensors.get(name) for name in array.names]
         if not any(layers):
             continue
-        formats = {None if one is None else _format(one) for one in layers}
-        if len(formats) > 1 or array.path[-1] != "kernel":
+        if array.path[-1] != "kernel":
             raise ValueError(
-                f"{'/'.join(array.path)} is quantised in {sum(map(bool, layers))} of its "
-                f"{len(layers)} tensors, which begin with {array.names[0]}; expected quantised "
-                "weights of projections only, in the same format in all layers"
+                f"{array.names[0]} is quantised in the folder; expected quantised weights of "
+                f"projections only: {USE_16_BITS}"
+            )
+        formats: dict[str, list[int]] = {}
+        for number, one in enumerate(layers):
+            formats.setdefault(_format(one), []).append(number)
+        if len(formats) > 1:
+            found = ", and ".join(
+                f"layers {_shortened(numbers)} ({name})" for name, numbers in formats.items()
+            )
+            raise ValueError(
+                f"{'/'.join(array.path)} has layers of different formats in the folder: {found}; "
+                f"expected the same format in all layers, which are one array: {USE_16_BITS}"
             )
         module = functools.reduce(getattr, array.path[:-1], model)
         kernel = layers[0].abstract if layers[0] is not None else None
@@ -69,14 +79,21 @@ def quantise_activations(model: Any, act_qtype: str) -> None:
         compute_quantised(module, act_qtype)
 
 
-def _format(tensor: QuantisedTensor) -> Any:
-    """Returns the shapes and dtypes that all layers of a stack must have in common."""
-    parts = [
-        (name, part.shape, part.dtype)
-        for name, part in tensor.parts.items()
+def _format(tensor: QuantisedTensor | None) -> str:
+    """Describes the shapes and dtypes that all layers of a stack must have in common."""
+    if tensor is None:
+        return "not quantised"
+    parts = ", ".join(
+        f"{name.lstrip('._')} {part.dtype} {part.shape}"
+        for name, part in sorted(tensor.parts.items())
         if "quant_state" not in name
-    ]
-    return tensor.weight.dtype, tensor.shape, tuple(sorted(parts, key=str))
+    )
+    return f"{tensor.weight.dtype} {tensor.shape} with {parts}"
+
+
+def _shortened(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return f"{', '.join(map(str, numbers[:5]))}{more}"
 
 
 def load_quantised(
@@ -105,7 +122,7 @@ def load_quantised(
             shape, scales = like.shape, like.scale.shape
             tile = tuple(n // m for n, m in zip(shape, scales, strict=True))[-layer.ndim :]
             layer = round_to(layer, quantised.qtype_name(like), tile, like.scale.dtype)
-            quantised.check(name, layer)
+            quantised.check_rounded(name, layer)
             layer = shard_kernel(layer, layer_sharding)
         if not array.stacked:
             return layer

@@ -7,18 +7,21 @@ bitsandbytes NF4:
     be stored as another dtype (bnb_4bit_quant_storage).
   weight.absmax: one scale for each block of 64 inputs; 0 for a block of zeros. With double
     quantisation, absmax is U8 and scale = nested_quant_map[absmax]·nested_absmax + nested_offset.
-  weight.quant_state.bitsandbytes__nf4: JSON with the shape and the block sizes.
+  weight.quant_state.bitsandbytes__nf4: JSON with the shape, the block sizes and the offset.
 
 FP8, where value = weight · scale:
-  weight: F8_E4M3 [out, in].
-  weight_scale: one scale for the tensor, [] or [1], or one per output feature, [out] or [out, 1].
-  weight_scale_inv: instead of weight_scale, one scale for each block of 128 x 128,
-    [⌈out / 128⌉, ⌈in / 128⌉]. Despite the name, it is multiplied by as well.
+  weight: F8_E4M3 [out, in], without its codes of NaN.
+  weight_scale: one scale for the tensor, [] or [1], or one per output feature, [out] or [out, 1];
+    or, with strategy "block" of compressed-tensors, one for each block, as in weight_scale_inv.
+  weight_scale_inv: instead of weight_scale, one scale for each block of 128 x 128, or of the size
+    in config.json: [⌈out / 128⌉, ⌈in / 128⌉]. Despite the name, it is multiplied by as well.
 """
 
 import functools
+import itertools
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
@@ -43,13 +46,13 @@ class QuantisedTensor(NamedTuple):
       parts: the tensors with its scales and metadata. Keys are the part of the tensor's name that
         follows the weight's name, such as ".absmax" or "_scale".
       shape: the shape of the weight, (out, in).
-      block: the numbers of rows and columns that share an element of `weight_scale_inv`.
+      block: the numbers of rows and columns of a block, if scales of blocks are possible.
     """
 
     weight: StoredTensor
     parts: dict[str, StoredTensor]
     shape: tuple[int, int]
-    block: tuple[int, int] = (BLOCK, BLOCK)
+    block: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -84,13 +87,9 @@ class QuantisedTensor(NamedTuple):
                 f"{sorted(parts) or 'no scales'}; expected [out, in] with either weight_scale "
                 f"or weight_scale_inv: {USE_16_BITS}"
             )
-        settings = config.get("quantization_config") or {}
-        block = tuple(settings.get("weight_block_size") or (BLOCK, BLOCK))
-        if len(block) != 2 or not all(isinstance(width, int) and width > 0 for width in block):
-            raise ValueError(
-                f"config.json has weight_block_size {[*block]}; expected two positive integers, "
-                f"the numbers of rows and columns of {name} that share a scale: {USE_16_BITS}"
-            )
+        block = _block(name, _object(config.get("quantization_config")))
+        if block is None and "_scale_inv" in parts:
+            block = BLOCK, BLOCK
         tensor = cls(weight, parts, (weight.shape[0], weight.shape[1]), block)
         tensor._fp8_scales()  # raises an error if the scales are not valid
         return tensor
@@ -105,10 +104,10 @@ class QuantisedTensor(NamedTuple):
                 f"{USE_16_BITS}"
             )
         state = _state(parts)
-        out, in_features = state["shape"]
-        if state["blocksize"] != 64 or in_features % 64:
+        out, in_features = state.shape
+        if state.blocksize != 64 or in_features % 64:
             raise NotImplementedError(
-                f"{name} in {weight.file} has blocks of {state['blocksize']} along {in_features} "
+                f"{name} in {weight.file} has blocks of {state.blocksize} along {in_features} "
                 "input features; expected blocks of 64 and a multiple of 64 features: "
                 f"{USE_16_BITS}"
             )
@@ -116,12 +115,12 @@ class QuantisedTensor(NamedTuple):
         if size * 2 != out * in_features:
             raise ValueError(
                 f"{name} in {weight.file} has {size} bytes; expected "
-                f"{out * in_features // 2} for its shape {[out, in_features]}"
+                f"{out * in_features // 2} for its shape {[out, in_features]}: {USE_16_BITS}"
             )
         blocks = out * in_features // 64
         shapes = {".absmax": blocks, ".quant_map": len(NF4)}
         if parts[".absmax"].dtype == np.uint8:
-            groups = -(-blocks // state["nested_blocksize"])
+            groups = -(-blocks // state.nested_blocksize)
             shapes |= {".nested_absmax": groups, ".nested_quant_map": 256}
         for part, count in shapes.items():
             if part not in parts:
@@ -162,13 +161,17 @@ class QuantisedTensor(NamedTuple):
         """Returns the `qwix.QArray` [in, out] on the default device.
 
         The host holds the whole tensor while it is read.
+
+        Raises:
+          ValueError: a scale is not valid, or a code is that of NaN.
         """
         if self.is_nf4:
             packed = self.weight.read().reshape(-1).view(np.uint8)
             codes, scale = _unpack_nf4(packed, self._absmax(), self.shape)
             return make(codes, scale, "nf4")
-        qvalue = jnp.asarray(self.weight.read()).T
-        return make(qvalue, jnp.asarray(self._fp8_scales().T), "float8_e4m3fn")
+        weight = self.weight.read()
+        _check_fp8(self.weight, weight)
+        return make(jnp.asarray(weight).T, jnp.asarray(self._fp8_scales().T), "float8_e4m3fn")
 
     def _absmax(self) -> np.ndarray:
         part = self.parts[".absmax"]
@@ -176,9 +179,11 @@ class QuantisedTensor(NamedTuple):
         if absmax.dtype == np.uint8:
             state = _state(self.parts)
             scales = self.parts[".nested_absmax"].read().reshape(-1)
-            scales = np.repeat(scales, state["nested_blocksize"])[: absmax.size]
+            # A block can be larger than the weight, and then has no need of its size in memory.
+            size = min(state.nested_blocksize, absmax.size)
+            scales = np.repeat(scales, size)[: absmax.size]
             levels = self.parts[".nested_quant_map"].read().reshape(-1)[absmax]
-            absmax = levels * scales + np.float32(state["nested_offset"])
+            absmax = levels * scales + np.float32(state.nested_offset)
         # Scales are not always positive: blocks of zeros have scale 0, and with double quantisation
         # a small number of either sign.
         _check_scales(part, np.isfinite(absmax), absmax, "finite numbers")
@@ -186,23 +191,22 @@ class QuantisedTensor(NamedTuple):
 
     def _fp8_scales(self) -> np.ndarray:
         """Returns f32 scales of a shape that divides [out, in], one for each tile."""
-        out, in_features = self.shape
+        out, _ = self.shape
+        part = self.parts.get("_scale") or self.parts["_scale_inv"]
+        grid, expected = None, {}
         if "_scale" in self.parts:
-            part = self.parts["_scale"]
             # A shape such as [1, in] means one scale for each input feature.
             shapes = [(), (1,), (1, 1), (out,), (out, 1)]
-            reason = f"one scale, or one for each output feature of a weight {self.shape}"
-            _check_shape(part, shapes, reason)
-            return self._positive(part).reshape(-1, 1)
-        part = self.parts["_scale_inv"]
-        expected = tuple(
-            -(-size // width) for size, width in zip(self.shape, self.block, strict=True)
-        )
-        _check_shape(
-            part, [expected], f"for blocks of {self.block} in a weight of shape {self.shape}"
-        )
+            expected["one scale, or one for each output feature"] = shapes
+        if self.block is not None:
+            grid = tuple(-(-n // width) for n, width in zip(self.shape, self.block, strict=True))
+            expected[f"for blocks of {self.block}"] = [grid]
+        reason = f"{', or '.join(expected)}, of a weight of shape {self.shape}"
+        _check_shape(part, list(itertools.chain(*expected.values())), reason)
         scales = self._positive(part)
-        for axis, (size, width) in enumerate(zip((out, in_features), self.block, strict=True)):
+        if self.block is None or part.shape != grid:
+            return scales.reshape(-1, 1)
+        for axis, (size, width) in enumerate(zip(self.shape, self.block, strict=True)):
             # A block can extend beyond the edge of the weight. Blocks are split into tiles that
             # divide the weight.
             tile = math.gcd(size, width)
@@ -234,6 +238,18 @@ def _check_scales(part: StoredTensor, valid: np.ndarray, scales: np.ndarray, exp
         )
 
 
+def _check_fp8(part: StoredTensor, codes: np.ndarray) -> None:
+    """Raises ValueError if a code of a weight is NaN."""
+    # NaN is 0x7F, the largest int8, or 0xFF, the largest uint8. Two maxima need no memory and much
+    # less time than the reading does.
+    if codes.view(np.int8).max() == 0x7F or codes.view(np.uint8).max() == 0xFF:
+        raise ValueError(
+            f"{part.name} in {part.file} has {np.count_nonzero(np.isnan(codes))} of {codes.size} "
+            "codes that are NaN, 0x7F or 0xFF; expected finite numbers: copy the folder again, or "
+            "quantise the model again"
+        )
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def _unpack_nf4(
     packed: jax.Array, absmax: jax.Array, shape: tuple[int, int]
@@ -249,5 +265,85 @@ def _unpack_nf4(
     return codes.reshape(shape).T, scales.reshape(shape[0], -1).T
 
 
-def _state(parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    return json.loads(bytes(parts[f"{STATE}nf4"].read()))
+def _block(name: str, settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block in a quantization_config, or None if it has none."""
+    field = "weight_block_size"
+    found: list[Any] = [settings[field]] if settings.get(field) is not None else []
+    if settings.get("quant_method") == "compressed-tensors":
+        field = "block_structure"
+        groups = _object(settings.get("config_groups")).values()
+        weights = [_object(_object(group).get("weights")) for group in groups]
+        found = [one.get(field) for one in weights if one.get("strategy") == "block"]
+    for block in found:
+        if not _is_pair(block):
+            raise ValueError(
+                f"config.json has {field} {reprlib.repr(block)}; expected two positive integers, "
+                f"the numbers of rows and columns of {name} that share a scale: {USE_16_BITS}"
+            )
+    if any(block != found[0] for block in found):
+        raise NotImplementedError(
+            f"config.json has {field} {' and '.join(map(str, found))}; expected the same in all "
+            f"groups of layers: {USE_16_BITS}"
+        )
+    return (found[0][0], found[0][1]) if found else None
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_positive, value))
+
+
+class _State(NamedTuple):
+    """The fields of a `quant_state`. Without double quantisation, the nested ones are not used."""
+
+    shape: tuple[int, int]
+    blocksize: int
+    nested_blocksize: int = 1
+    nested_offset: float = 0.0
+
+
+def _is_float32(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= float(jnp.finfo(jnp.float32).max)
+
+
+# What is expected of each field of a `quant_state`.
+_FIELDS = {
+    "shape": ("two positive integers, [out, in]", _is_pair),
+    "blocksize": ("a positive integer", _is_positive),
+    "nested_blocksize": ("a positive integer", _is_positive),
+    "nested_offset": ("a finite number in the range of float32", _is_float32),
+}
+
+
+def _state(parts: Mapping[str, StoredTensor]) -> _State:
+    """Returns the `quant_state` of an NF4 weight.
+
+    Raises:
+      ValueError: it is not a JSON object, or a field is missing or has an unexpected value.
+    """
+    part = parts[f"{STATE}nf4"]
+    found, wanted = f"{part.name} in {part.file}", "a JSON object with the weight's shape"
+    try:
+        state = json.loads(part.read().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{found} is not JSON: {error}; expected {wanted}: {USE_16_BITS}"
+        ) from error
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"{found} holds a {type(state).__name__}; expected {wanted}: {USE_16_BITS}"
+        )
+    names = list(_FIELDS) if parts[".absmax"].dtype == np.uint8 else ["shape", "blocksize"]
+    for name in names:
+        expected, is_valid = _FIELDS[name]
+        if not is_valid(state.get(name)):
+            has = f"{name} {reprlib.repr(state[name])}" if name in state else f"no {name}"
+            raise ValueError(f"{found} has {has}; expected {expected}: {USE_16_BITS}")
+    return _State(**{name: state[name] for name in names})

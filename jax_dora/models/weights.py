@@ -53,7 +53,7 @@ class StoredTensor:
         least one row. The rows of a vector are its elements.
         """
         row_elements = math.prod(self.shape[1:])
-        step = max(1, block_bytes // (row_elements * self.dtype.itemsize))
+        step = max(1, block_bytes // max(1, row_elements * self.dtype.itemsize))
         with self.file.open("rb") as file:
             for start in range(rows.start, rows.stop, step):
                 stop = min(start + step, rows.stop)

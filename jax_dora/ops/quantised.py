@@ -154,27 +154,46 @@ def check_matrix(name: str, kernel: Any) -> None:
         )
 
 
+def check_rounded(name: str, kernel: Any) -> None:
+    """Raises ValueError if the weights that `round_to` made a kernel of are not finite.
+
+    `round_to` gives finite weights finite scales. Traced scales are not checked.
+    """
+    scales = _invalid_scales(kernel.scale)
+    if scales is not None:
+        raise ValueError(
+            f"{name} has weights that are not finite, in {np.count_nonzero(~np.isfinite(scales))} "
+            f"of its {scales.size} tiles; expected finite numbers: replace the NaN and infinite "
+            "weights, or copy or train the model again"
+        )
+
+
 def _check_scales(found: str, scale: Any) -> None:
     """Raises ValueError if a scale is zero, infinite or NaN. Traced scales pass.
 
     Scales may be negative: bitsandbytes' double quantisation makes such scales.
     """
-    if isinstance(scale, Tracer) or not isinstance(scale, jax.Array | np.ndarray):
+    values = _invalid_scales(scale)
+    if values is None:
         return
-    if isinstance(scale, jax.Array) and not scale.is_fully_addressable:
-        return
-    # The scales may be a constant inside a traced function.
-    with jax.ensure_compile_time_eval():
-        if bool(_are_valid(scale)):
-            return
-        # NumPy's minimum of NaN and numbers is NaN; XLA's is a number on some CPUs.
-        values = np.asarray(scale, np.float64)
-        least, most, zeros = values.min(), values.max(), np.count_nonzero(values == 0)
+    # NumPy's minimum of NaN and numbers is NaN; XLA's is a number on some CPUs.
+    least, most, zeros = values.min(), values.max(), np.count_nonzero(values == 0)
     raise ValueError(
         f"{found} with scales from {least} to {most}, of which {zeros} are 0; expected finite "
         "numbers other than 0: give a tile of zeros the scale 1, or quantise the kernel again from "
         "weights that are finite"
     )
+
+
+def _invalid_scales(scale: Any) -> np.ndarray | None:
+    """Returns the scales in fp64 if one is zero, infinite or NaN, else None, as if traced."""
+    if isinstance(scale, Tracer) or not isinstance(scale, jax.Array | np.ndarray):
+        return None
+    if isinstance(scale, jax.Array) and not scale.is_fully_addressable:
+        return None
+    # The scales may be a constant inside a traced function.
+    with jax.ensure_compile_time_eval():
+        return None if bool(_are_valid(scale)) else np.asarray(scale, np.float64)
 
 
 @jax.jit

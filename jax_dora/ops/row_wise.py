@@ -48,15 +48,19 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
     check_format(act_qtype)
     if act_qtype is None:
         return
-    found = "is not quantised"
+    found, fix = "is not quantised", "quantise it that way with jax_dora.quantize"
     if quantised.is_quantised(kernel):
         per_column = kernel.scale.shape[-2] == 1 and kernel.zero_point is None
         if per_column and quantised.qtype_name(kernel) == QTYPE:
             return
         found = f"is quantised as {quantised.describe(kernel)}"
+        fix = (
+            f"quantise the weights in 16 bits that way, with quantize={QTYPE!r} for a model's "
+            "folder (save_model writes a quantised model in floats)"
+        )
     raise ValueError(
         f"act_qtype is {act_qtype!r} and {name} {found}; expected {QTYPE} with scales [1, out]: "
-        "quantise it that way with jax_dora.quantize, or leave act_qtype out"
+        f"{fix}, or leave act_qtype out"
     )
 
 

@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jax_dora
+from jax_dora.commands.flags import with_flag_names
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.models import abstract_model, load_model, make_model, read_config, save_model
 from jax_dora.models.config import DecoderConfig
@@ -41,12 +42,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def rewritten(folder, to, change, settings):
+def rewritten(folder, to, change, settings, suffix="_proj.weight"):
     """A copy of a folder whose projections `change(name, weight)` has turned into other tensors."""
     to.mkdir()
     tensors = {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        is_projection = name.endswith("_proj.weight")
+        is_projection = name.endswith(suffix)
         tensors |= change(name, weight) if is_projection else {name: weight}
     save_file(tensors, to / "model.safetensors")
     config = read_config(folder) | {"quantization_config": settings}
@@ -103,6 +104,47 @@ def test_activations_are_quantised_too(folder, tmp_path, is_quantised):
 def test_activations_need_their_format(folder, quantize, message):
     with pytest.raises(ValueError, match=message):
         abstract_model(folder, quantize=quantize, act_qtype=FP8)
+
+
+def test_activations_over_a_folder_of_blocks(folder, tmp_path):
+    """The error's remedy works: the weights as floats, quantised while they are loaded."""
+    blocks = rewritten(folder, tmp_path / "blocks", *FORMATS["fp8 blocks"])
+    message = r"_proj is quantised as .*expected .* \[1, out\]: .* in 16 bits .* quantize='float8"
+    with pytest.raises(ValueError, match=message):
+        abstract_model(blocks, act_qtype=FP8)
+    save_model(load_model(blocks), tmp_path / "floats", read_config(blocks))
+    model = abstract_model(tmp_path / "floats", quantize=FP8, act_qtype=FP8)
+    assert act_qtype_of(model.model.layers.mlp.down_proj) == FP8
+
+
+def test_features_that_tiles_do_not_divide(tmp_path):
+    """The error's remedies work for `load_model`, which takes no tile size, and for commands."""
+    config = CONFIG | {"intermediate_size": 48}
+    save_model(make_model(DecoderConfig.from_hf(config)), tmp_path / "model", config)
+    message = (
+        "down_proj' cannot .* 48 input features .* choose int8 or float8_e4m3fn.* or load the "
+        r"model without quantize and call jax_dora\.quantize with tile_size=16, or 0"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
+        load_model(tmp_path / "model", quantize="nf4")
+    assert with_flag_names(str(raised.value)).endswith(
+        "expected a multiple: pass --quantize int8 or float8_e4m3fn, which need no tiles"
+    )
+    abstract_model(tmp_path / "model", quantize="int8")
+    for tile_size in (16, 0):
+        jax_dora.quantize(load_model(tmp_path / "model"), "nf4", tile_size=tile_size)
+
+
+def test_weights_that_are_not_finite(folder, tmp_path):
+    def with_nan(name, weight):
+        if name == Q_PROJ:
+            weight[3, 1] = np.nan
+        return {name: weight}
+
+    folder = rewritten(folder, tmp_path / "model", with_nan, None)
+    message = r"q_proj\.weight has weights that are not finite, in 1 of its 64 tiles; expected"
+    with pytest.raises(ValueError, match=message):
+        load_model(folder, quantize="nf4")
 
 
 def place(path, shape):
@@ -166,12 +208,30 @@ def fp8(name, weight, *, scales):
     return {name: values, part: top.astype(np.float32)}
 
 
+def compressed_blocks(name, weight):
+    """As compressed-tensors stores FP8 in blocks of 48: with scales named as those of a tensor."""
+    scales = name.replace("weight", "weight_scale")
+    tensors = fp8(name, weight, scales="blocks")
+    return {name: tensors[name], scales: tensors[f"{scales}_inv"]}
+
+
 def with_a_block_of_zeros(name, weight):
     """As bitsandbytes stores a block of zeros: with the scale 0."""
     tensors = nf4(name, weight, nested=False)
     tensors[f"{name}.absmax"][1] = 0
     MEANT[name].reshape(-1, 64)[1] = 0
     return tensors
+
+
+def compressed(*structures):
+    """The quantization_config of compressed-tensors, with a group for each block structure."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block"}
+    groups = {
+        f"group_{number}": {"targets": ["Linear"], "weights": weights | {"block_structure": one}}
+        for number, one in enumerate(structures)
+    }
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return settings | {"config_groups": groups}
 
 
 MEANT = {}
@@ -187,10 +247,11 @@ FORMATS = {
         lambda *a: fp8(*a, scales="blocks"),
         {"quant_method": "fp8", "weight_block_size": [48, 48]},
     ),
+    "compressed blocks": (compressed_blocks, compressed([48, 48])),
 }
 
 
-@pytest.mark.parametrize("name", thinned(FORMATS, ["nf4"]))
+@pytest.mark.parametrize("name", thinned(FORMATS, ["nf4", "compressed blocks"]))
 def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
     model = load_model(rewritten(folder, tmp_path / "model", *FORMATS[name]))
     layers = model.model.layers
@@ -230,6 +291,31 @@ def without(part, *, nested=False):
     def change(name, weight):
         tensors = nf4(name, weight, nested=nested)
         return {one: value for one, value in tensors.items() if not one.endswith(part)}
+
+    return change
+
+
+def with_a_state(**changes):
+    """As bitsandbytes with double quantisation, with changes of `quant_state`; None removes."""
+
+    def change(name, weight):
+        tensors = nf4(name, weight, nested=True)
+        part = f"{name}.quant_state.bitsandbytes__nf4"
+        state = json.loads(bytes(tensors[part])) | changes
+        state = {field: value for field, value in state.items() if value is not None}
+        return tensors | {part: np.frombuffer(json.dumps(state).encode(), np.uint8)}
+
+    return change
+
+
+def with_a_code(code):
+    """As FP8 with one scale, with one code of the second layer replaced."""
+
+    def change(name, weight):
+        tensors = fp8(name, weight, scales="one")
+        if name == Q_PROJ.replace("0", "1"):
+            tensors[name].view(np.uint8)[5, 3] = code
+        return tensors
 
     return change
 
@@ -321,7 +407,45 @@ def test_scales_of_another_shape(folder, tmp_path, format, part, shape, expected
             {"quant_method": "fp8", "weight_block_size": [48, 0]},
             *(ValueError, r"weight_block_size \[48, 0\]; expected two positive integers"),
         ),
-        (only_the_first, NF4, ValueError, "is quantised in 1 of its 2 tensors"),
+        (
+            FORMATS["fp8 blocks"][0],
+            {"quant_method": "fp8", "weight_block_size": 48},
+            *(ValueError, r"weight_block_size 48; expected two positive integers"),
+        ),
+        (
+            compressed_blocks,
+            compressed("48x48"),
+            *(ValueError, r"block_structure '48x48'; expected two positive integers"),
+        ),
+        (
+            compressed_blocks,
+            compressed([48, 48], [64, 48]),
+            *(NotImplementedError, r"block_structure \[48, 48\] and \[64, 48\]; expected the same"),
+        ),
+        (
+            compressed_blocks,
+            compressed([32, 48]),
+            *(ValueError, r"\(128, 1\) or \(4, 2\), one scale.* blocks of \(32, 48\)"),
+        ),
+        (
+            with_a_code(0x7F),
+            {"quant_method": "fp8"},
+            *(ValueError, r"layers\.1\.self_attn\.q_proj.* 1 of 4096 codes that are"),
+        ),
+        (
+            with_a_code(0xFF),
+            *({"quant_method": "fp8"}, ValueError, "0x7F or 0xFF; expected finite.*: copy the"),
+        ),
+        (
+            only_the_first,
+            NF4,
+            *(ValueError, r"q_proj/kernel .*layers 0 \(uint8 .*layers 1 \(not quantised\); .* use"),
+        ),
+        (
+            lambda n, w: fp8(n, w, scales="rows" if n == Q_PROJ else "one"),
+            {"quant_method": "fp8"},
+            *(ValueError, r"layers 0 .*scale float32 \(64, 1\)\), and layers 1 .*scale float32 \("),
+        ),
         (
             lambda n, w: {n: w.astype(ml_dtypes.float8_e4m3fn)},
             None,
@@ -338,3 +462,80 @@ def test_scales_of_another_shape(folder, tmp_path, format, part, shape, expected
 def test_other_ways_are_refused(folder, tmp_path, change, settings, error, message):
     with pytest.raises(error, match=message):
         load_model(rewritten(folder, tmp_path / "model", change, settings))
+
+
+def test_a_quantised_embedding_is_refused(folder, tmp_path):
+    folder = rewritten(folder, tmp_path / "model", *FORMATS["fp8"], suffix="embed_tokens.weight")
+    message = r"embed_tokens\.weight is quantised .* projections only: use .* in 16 bits"
+    with pytest.raises(ValueError, match=message):
+        abstract_model(folder)
+
+
+def test_layers_that_stayed_in_16_bits(tmp_path):
+    """The error names them, and shortens the list of the others."""
+    config = CONFIG | {"num_hidden_layers": 8}
+    save_model(make_model(DecoderConfig.from_hf(config)), tmp_path / "floats", config)
+
+    def change(name, weight):
+        return {name: weight} if ".layers.1." in name else fp8(name, weight, scales="rows")
+
+    settings = {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.1"]}
+    folder = rewritten(tmp_path / "floats", tmp_path / "model", change, settings)
+    message = (
+        r"_proj/kernel .* layers 0, 2, 3, 4, 5 and 2 more \(float8_e4m3fn .*\), and layers 1 "
+        r"\(not quantised\); expected the same format .*: use .* in 16 bits, with quantize="
+    )
+    with pytest.raises(ValueError, match=message):
+        abstract_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": None}, "has no shape; expected two positive integers"),
+        ({"shape": [64, 64, 1]}, r"has shape \[64, 64, 1\]; expected two positive integers"),
+        ({"shape": 64}, "has shape 64; expected two positive integers"),
+        ({"shape": [64, 0]}, r"has shape \[64, 0\]; expected two"),
+        ({"blocksize": None}, "has no blocksize; expected a positive integer"),
+        ({"blocksize": "64"}, "has blocksize '64'; expected a positive integer"),
+        ({"nested_blocksize": None}, "has no nested_blocksize; expected a positive integer"),
+        ({"nested_blocksize": 0}, "has nested_blocksize 0; expected a positive integer"),
+        ({"nested_offset": None}, "has no nested_offset; expected a finite number"),
+        ({"nested_offset": float("nan")}, "has nested_offset nan; expected a finite number"),
+        ({"nested_offset": 10**400}, r"has nested_offset 10*\.\.\.0*; expected a finite number"),
+    ],
+)
+def test_a_damaged_state_is_refused(folder, tmp_path, changes, message):
+    folder = rewritten(folder, tmp_path / "model", with_a_state(**changes), NF4)
+    found = rf"_proj.*__nf4 in .*model\.safetensors {message}.*: use .* in 16 bits"
+    with pytest.raises(ValueError, match=found):
+        abstract_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"shape": "\xff"}', "is not JSON: 'utf-8' codec"),
+        (b'{"shape": [', "is not JSON: Expecting value"),
+        (b"", "is not JSON: Expecting value"),
+        (b"[64, 64]", "holds a list"),
+    ],
+)
+def test_a_state_that_is_no_object_is_refused(folder, tmp_path, content, message):
+    def change(name, weight):
+        text = np.frombuffer(content, np.uint8)
+        tensors = nf4(name, weight, nested=False)
+        return tensors | {f"{name}.quant_state.bitsandbytes__nf4": text}
+
+    folder = rewritten(folder, tmp_path / "model", change, NF4)
+    found = rf"_proj.*__nf4 in .* {message}.*; expected a JSON object.*: use .* in 16 bits"
+    with pytest.raises(ValueError, match=found):
+        abstract_model(folder)
+
+
+def test_a_nested_block_larger_than_the_weight(folder, tmp_path):
+    """Its size allocates nothing."""
+    change = with_a_state(nested_blocksize=1 << 50)
+    model = load_model(rewritten(folder, tmp_path / "model", change, NF4))
+    found = kernels.meant(model.model.layers.self_attn.q_proj.kernel[...])[0]
+    np.testing.assert_allclose(found, MEANT[Q_PROJ].T, rtol=2e-6)
