@@ -157,7 +157,7 @@ def test_what_the_end_needs_is_asked_for_at_the_start(
         (
             "config.json",
             {"quantization_config": "x"},
-            "config.json has a field of an unexpected type",
+            "quantization_config 'x', a format that cannot be read",
         ),
         (
             "config.json",
