@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import Rule, listing
 from jax_dora.adapt.find_sites import find_sites
-from jax_dora.adapt.site import Site, raise_for_sites
+from jax_dora.adapt.site import Site, raise_for_no_parameters, raise_for_sites
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, pad_axes, set_and_verify
@@ -159,11 +159,7 @@ def _matched(found: list[Site], path: str) -> list[Site]:
             f"path {path!r} matches no layer; expected a regular expression that matches a whole "
             f"path. The layers with parameters are:{listing(names)}"
         )
-    raise_for_sites(
-        [site for site in matched if site.param and not site.is_parameter],
-        TypeError,
-        "path matches layers that cannot be quantised",
-    )
+    raise_for_no_parameters(matched, "path matches layers that cannot be quantised")
     raise_for_sites(
         [site for site in matched if not (site.is_layer and isinstance(site.found.module, LAYERS))],
         TypeError,

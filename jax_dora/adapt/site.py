@@ -155,3 +155,9 @@ def raise_for_sites(sites: Iterable[Site], error: type[Exception], message: str)
     """Raises `error` with the message and the list of sites, if there are any."""
     if described := [site.described() for site in sites]:
         raise error(f"{message}:{listing(described)}")
+
+
+def raise_for_no_parameters(sites: Iterable[Site], message: str) -> None:
+    """Raises TypeError with the message and the sites whose weight is no parameter, if any."""
+    found = [site for site in sites if site.param and not site.is_parameter]
+    raise_for_sites(found, TypeError, message)

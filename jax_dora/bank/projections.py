@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dora_common.rules import listing
 from dora_common.slots import check_plain
 from jax_dora.adapt.find_sites import find_sites
-from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
+from jax_dora.adapt.site import Site, assign_rules, raise_for_no_parameters
 from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import pad_axes
@@ -103,11 +103,7 @@ def projections(model: nnx.Module, path: str) -> dict[BankProjection, nnx.Variab
             find_sites(model, stack_axis=0), [DoRARule(path, rank=1, alpha=1)]
         )
     ]
-    raise_for_sites(
-        [site for site in matched if site.param and not site.is_parameter],
-        TypeError,
-        "path matches layers that cannot be given a place in a bank",
-    )
+    raise_for_no_parameters(matched, "path matches layers that cannot be given a place in a bank")
     made = dict(_projection(site) for site in matched if rejection_reason(site) is None)
     if not made:
         reasons = (f"{site.names[0]}: {rejection_reason(site)}" for site in matched)

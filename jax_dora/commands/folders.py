@@ -76,12 +76,15 @@ def adapted_model(args: argparse.Namespace, folder: Path) -> CausalLM:
 
 
 def _trained_format(folder: Path) -> str | None:
-    """Returns the `_named_format` of the run in a folder, or None if it has no whole checkpoint."""
+    """Returns the `_named_format` of the run in a folder, or None if it is not known.
+
+    Only the facts of the last checkpoint are read, not its arrays.
+    """
     checkpoints = Checkpoints(folder / "checkpoints")
-    steps = checkpoints.steps()
-    if not steps or checkpoints.damage(steps[-1]) is not None:
+    try:
+        return _named_format(checkpoints.facts(checkpoints.steps()[-1])["settings"]["quantize"])
+    except (OSError, ValueError, LookupError):  # no checkpoint, or a damaged one
         return None
-    return _named_format(checkpoints.facts(steps[-1])["settings"]["quantize"])
 
 
 def _named_format(qtype: str | None) -> str:

@@ -14,6 +14,7 @@ from jax_dora import AdapterBank, ops, with_bank
 from tests import quantised
 from tests.jax_dora.bank.adapters import drawn
 from tests.jax_dora.meshes import automatic, mesh_of
+from tests.jax_dora.ops.test_several_gpus import assert_near
 
 pytestmark = pytest.mark.gpus
 
@@ -21,13 +22,6 @@ IN, OUT, RANK, SCALE = 4096, 8192, 16, 0.7
 COLUMNS, ROWS = P(None, "x"), P("x", None)
 # A row of scales for each 64 rows of the kernel, or one for all of them.
 TILES = {"nf4": (IN // 64, OUT), "int8": (1, OUT), "float8_e4m3fn": (1, OUT)}
-
-
-def assert_near(found, wanted):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        one, other = (np.asarray(array, np.float32) for array in (one, other))
-        # Both are rounded to bf16 several times; a missing or doubled part gives an error of 0.1.
-        assert np.linalg.norm(one - other) <= 2.0**-6 * np.linalg.norm(other)
 
 
 @functools.cache

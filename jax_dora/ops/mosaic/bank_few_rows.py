@@ -3,8 +3,7 @@
 There are two kernels, each for all projections of the same x. A thread block of the first,
 `bank_few_rows_shrink`, multiplies all rows by the A of one slot, over a part of `in`. A thread
 block of the second, `bank_few_rows_expand`, has a strip of columns of the result: it adds the
-partial sums in a fixed order and loops over the slots in use, whose copies it starts all at once.
-Each slot is multiplied by all rows,
+partial sums in a fixed order and loops over the slots in use. Each slot is multiplied by all rows,
 and each row selects the product with its own slot. The result of a row does not depend on the other
 rows.
 
@@ -41,11 +40,13 @@ class Config:
     Attributes:
       splits: the number of parts of `in`. With more parts the first kernel has more thread blocks,
         and each thread block of the second kernel adds more partial sums.
-      shrink_stages: the number of pipeline stages of the first kernel, one tile of A each.
+      shrink_stages, expand_stages: the number of pipeline stages, one tile of A or B each.
+        `expand_stages` is a multiple of 4.
     """
 
     splits: int
     shrink_stages: int = 4
+    expand_stages: int = 8
 
 
 def refuses(
@@ -95,5 +96,5 @@ def launch(
     """Returns y [rows, out] for each member; the arguments are those of `bank_rows.launch`."""
     call = prepare(x, members, ids, step, slots)
     parts = bank_few_rows_shrink.launch(*call, config)
-    results = bank_few_rows_expand.launch(parts, *call[1:])
+    results = bank_few_rows_expand.launch(parts, *call[1:], config)
     return tuple(y[: x.shape[0]] for y in results)

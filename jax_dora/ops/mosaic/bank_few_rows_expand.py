@@ -3,12 +3,12 @@
     parts  f32[splits, members, rows, 64], Σ_splits parts = x A of each row's slot
     B  [slots, r, out]     y  [rows, out]  bf16 or fp16     of each member
 
-A thread block has 64 columns of one member. It starts to fetch the B of all slots in use, and loops
-over them.
+A thread block has 64 columns of one member and loops over the slots in use.
 """
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,17 @@ DEPTH = 64
 
 
 def launch(
-    parts: jax.Array, members: Sequence[Member], plan: jax.Array, sizes: Sizes
+    parts: jax.Array, members: Sequence[Member], plan: jax.Array, sizes: Sizes, config: Any
 ) -> Sequence[jax.Array]:
     """Returns y of each member, for the padded rows of the parts.
 
     Args:
       parts: the result of `bank_few_rows_shrink`.
       members, plan, sizes: see `bank_rows_sizes.Call`.
+      config: a `bank_few_rows.Config`.
     """
     dtype = members[0].lora_b.dtype
-    copies = pl.cdiv(sizes.in_use, WARPS)
+    stages = min(config.expand_stages, pl.cdiv(sizes.in_use, WARPS) * WARPS)
     splits, count, rows, _ = parts.shape
     strips = [m.lora_b.shape[2] // COLS for m in members]
     layout = few_rows_layout.layout(COLS)
@@ -47,26 +48,28 @@ def launch(
         member, strip = locate_strip(lax.axis_index("strip"), strips)
         cols = pl.ds(strip * COLS, COLS)
 
-        def fetch(warp):
+        def fetch(indices):
+            """Fetches the B of the slots in use with the given indices."""
+
             def fetch_b(m):
-                indices = [warp + copy * WARPS for copy in range(copies)]
                 # These loads are all issued before the first of them is waited for.
                 slots = [plan_gmem[0, 1 + index] + first_gmem[m][0] for index in indices]
                 ranks = [rank_gmem[m][slot] for slot in slots]
                 for index, slot, rank in zip(indices, slots, ranks, strict=True):
+                    stage = lax.rem(index, jnp.int32(stages))
 
                     @pl.when(index < in_use)
-                    def _copy(index=index, slot=slot, rank=rank):
+                    def _copy(slot=slot, rank=rank, stage=stage):
                         plgpu.copy_gmem_to_smem(
                             b_gmem[m].at[slot, sizes.ranks(rank), cols],
-                            smem["b"].at[index],
-                            ready.at[index],
+                            smem["b"].at[stage],
+                            ready.at[stage],
                         )
 
             for_member(member, count, fetch_b)
 
         in_use = plan_gmem[0, 0]
-        plgpu.warp_map(fetch)
+        plgpu.warp_map(lambda warp: fetch([warp + turn * WARPS for turn in range(stages // WARPS)]))
         slot_indices = plgpu.load(
             plan_gmem.at[0, pl.ds(sizes.entries, rows)], layout=layout.reduce(1), optimized=False
         )
@@ -79,8 +82,13 @@ def launch(
         plgpu.commit_smem()
 
         def multiply_slot(index, sums):
-            plgpu.barrier_wait(ready.at[index])
-            product = few_rows_tile.accumulate(zero, smem["z"], smem["b"].at[index])
+            stage = lax.rem(index, jnp.int32(stages))
+            plgpu.barrier_wait(ready.at[stage])
+            product = few_rows_tile.accumulate(zero, smem["z"], smem["b"].at[stage])
+            # This fence keeps the next TMA copy from overwriting the tile while lanes still read
+            # it.
+            plgpu.commit_smem()
+            pl.when(index + stages < in_use)(lambda: fetch([index + stages]))
             return jnp.where(slot_indices == index, product, sums)
 
         sums = lax.fori_loop(0, in_use, multiply_slot, zero)
@@ -101,10 +109,10 @@ def launch(
         scratch_types={
             "smem": {
                 "z": plgpu.SMEM((rows, PITCH), dtype),
-                "b": few_rows_tile.swizzled((copies * WARPS, DEPTH, COLS), dtype),
+                "b": few_rows_tile.swizzled((stages, DEPTH, COLS), dtype),
                 "y": plgpu.SMEM((rows, COLS), dtype),
             },
-            "ready": plgpu.Barrier(num_barriers=copies * WARPS),
+            "ready": plgpu.Barrier(num_barriers=stages),
         },
         kernel_name="dora_bank_few_rows_expand",
     )(parts, plan, *itertools.chain(*operands))
