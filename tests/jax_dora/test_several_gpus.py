@@ -98,8 +98,17 @@ def test_a_layer_with_codes_on_both_sides(spec):
 
 @pytest.mark.parametrize("time", [1, 16, 512])
 @pytest.mark.parametrize("spec", [ROWS, COLUMNS])
-def test_rows_with_adapters_of_a_bank(spec, time):
-    plain = nnx.Linear(IN, OUT, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_rows_with_adapters_of_a_bank(use_bias, spec, time):
+    plain = nnx.Linear(
+        IN,
+        OUT,
+        use_bias=use_bias,
+        param_dtype=jnp.bfloat16,
+        dtype=jnp.bfloat16,
+        bias_init=nnx.initializers.normal(1.0),
+        rngs=nnx.Rngs(0),
+    )
     # Drawn for one GPU, and loaded into both banks.
     bank = AdapterBank(plain, 3, 64)
     held = [drawn(bank, {"": rank}, rank) for rank in (8, 64)]
@@ -116,11 +125,16 @@ def test_rows_with_adapters_of_a_bank(spec, time):
     mesh = automatic(x=2)
     sharded = nnx.clone(plain)
     sharded.kernel.set_value(jax.device_put(plain.kernel[...], NamedSharding(mesh, spec)))
-    sharded.bias.set_value(jax.device_put(plain.bias[...], NamedSharding(mesh, P(spec[1]))))
+    if use_bias:
+        bias = jax.device_put(plain.bias[...], NamedSharding(mesh, P(spec[1])))
+        sharded.bias.set_value(bias)
     with jax.set_mesh(mesh):
         whole = jax.device_put(x, NamedSharding(mesh, P()))
         found = nnx.jit(call)(sharded, filled(AdapterBank(sharded, 3, 64)), ids, whole)
         base = nnx.jit(lambda model, x: model(x))(sharded, whole)
     assert_near(found, wanted)
     if spec == COLUMNS:
-        np.testing.assert_array_equal(np.asarray(found)[ids < 0], np.asarray(base)[ids < 0])
+        # XLA times several algorithms for each product of a program, so these rows may differ from
+        # those of a program without a bank by the order of a sum.
+        pair = (np.asarray(y, np.float32)[ids < 0] for y in (found, base))
+        np.testing.assert_allclose(*pair, rtol=2.0**-7, atol=1e-5)

@@ -40,13 +40,11 @@ class Config:
     Attributes:
       splits: the number of parts of `in`. With more parts the first kernel has more thread blocks,
         and each thread block of the second kernel adds more partial sums.
-      shrink_stages, expand_stages: the number of pipeline stages, one tile of A or B each.
-        `expand_stages` is a multiple of 4.
+      shrink_stages: the number of pipeline stages of the first kernel, one tile of A each.
     """
 
     splits: int
     shrink_stages: int = 4
-    expand_stages: int = 8
 
 
 def refuses(
@@ -96,5 +94,5 @@ def launch(
     """Returns y [rows, out] for each member; the arguments are those of `bank_rows.launch`."""
     call = prepare(x, members, ids, step, slots)
     parts = bank_few_rows_shrink.launch(*call, config)
-    results = bank_few_rows_expand.launch(parts, *call[1:], config)
+    results = bank_few_rows_expand.launch(parts, *call[1:])
     return tuple(y[: x.shape[0]] for y in results)

@@ -6,9 +6,9 @@
 A thread block has 64 columns of one member and loops over the slots in use.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,17 @@ DEPTH = 64
 
 
 def launch(
-    parts: jax.Array, members: Sequence[Member], plan: jax.Array, sizes: Sizes, config: Any
+    parts: jax.Array, members: Sequence[Member], plan: jax.Array, sizes: Sizes
 ) -> Sequence[jax.Array]:
     """Returns y of each member, for the padded rows of the parts.
 
     Args:
       parts: the result of `bank_few_rows_shrink`.
       members, plan, sizes: see `bank_rows_sizes.Call`.
-      config: a `bank_few_rows.Config`.
     """
     dtype = members[0].lora_b.dtype
-    stages = min(config.expand_stages, pl.cdiv(sizes.in_use, WARPS) * WARPS)
+    # Every slot in use has a stage of its own.
+    turns = pl.cdiv(sizes.in_use, WARPS)
     splits, count, rows, _ = parts.shape
     strips = [m.lora_b.shape[2] // COLS for m in members]
     layout = few_rows_layout.layout(COLS)
@@ -48,28 +48,24 @@ def launch(
         member, strip = locate_strip(lax.axis_index("strip"), strips)
         cols = pl.ds(strip * COLS, COLS)
 
-        def fetch(indices):
-            """Fetches the B of the slots in use with the given indices."""
+        def fetch(warp, m):
+            """Fetches the B of every `WARPS`-th slot in use."""
+            indices = [warp + turn * WARPS for turn in range(turns)]
+            # These loads are all issued before the first of them is waited for.
+            slots = [plan_gmem[0, 1 + index] + first_gmem[m][0] for index in indices]
+            ranks = [rank_gmem[m][slot] for slot in slots]
+            for index, slot, rank in zip(indices, slots, ranks, strict=True):
 
-            def fetch_b(m):
-                # These loads are all issued before the first of them is waited for.
-                slots = [plan_gmem[0, 1 + index] + first_gmem[m][0] for index in indices]
-                ranks = [rank_gmem[m][slot] for slot in slots]
-                for index, slot, rank in zip(indices, slots, ranks, strict=True):
-                    stage = lax.rem(index, jnp.int32(stages))
-
-                    @pl.when(index < in_use)
-                    def _copy(slot=slot, rank=rank, stage=stage):
-                        plgpu.copy_gmem_to_smem(
-                            b_gmem[m].at[slot, sizes.ranks(rank), cols],
-                            smem["b"].at[stage],
-                            ready.at[stage],
-                        )
-
-            for_member(member, count, fetch_b)
+                @pl.when(index < in_use)
+                def _copy(index=index, slot=slot, rank=rank):
+                    plgpu.copy_gmem_to_smem(
+                        b_gmem[m].at[slot, sizes.ranks(rank), cols],
+                        smem["b"].at[index],
+                        ready.at[index],
+                    )
 
         in_use = plan_gmem[0, 0]
-        plgpu.warp_map(lambda warp: fetch([warp + turn * WARPS for turn in range(stages // WARPS)]))
+        plgpu.warp_map(lambda warp: for_member(member, count, functools.partial(fetch, warp)))
         slot_indices = plgpu.load(
             plan_gmem.at[0, pl.ds(sizes.entries, rows)], layout=layout.reduce(1), optimized=False
         )
@@ -82,13 +78,8 @@ def launch(
         plgpu.commit_smem()
 
         def multiply_slot(index, sums):
-            stage = lax.rem(index, jnp.int32(stages))
-            plgpu.barrier_wait(ready.at[stage])
-            product = few_rows_tile.accumulate(zero, smem["z"], smem["b"].at[stage])
-            # This fence keeps the next TMA copy from overwriting the tile while lanes still read
-            # it.
-            plgpu.commit_smem()
-            pl.when(index + stages < in_use)(lambda: fetch([index + stages]))
+            plgpu.barrier_wait(ready.at[index])
+            product = few_rows_tile.accumulate(zero, smem["z"], smem["b"].at[index])
             return jnp.where(slot_indices == index, product, sums)
 
         sums = lax.fori_loop(0, in_use, multiply_slot, zero)
@@ -109,10 +100,10 @@ def launch(
         scratch_types={
             "smem": {
                 "z": plgpu.SMEM((rows, PITCH), dtype),
-                "b": few_rows_tile.swizzled((stages, DEPTH, COLS), dtype),
+                "b": few_rows_tile.swizzled((turns * WARPS, DEPTH, COLS), dtype),
                 "y": plgpu.SMEM((rows, COLS), dtype),
             },
-            "ready": plgpu.Barrier(num_barriers=stages),
+            "ready": plgpu.Barrier(num_barriers=turns * WARPS),
         },
         kernel_name="dora_bank_few_rows_expand",
     )(parts, plan, *itertools.chain(*operands))
