@@ -365,7 +365,7 @@ TABLE = (
     _rows_of_a_bank(
         bank_few_rows,
         (2, 8),
-        [bank_few_rows.Config(splits, 4, stages) for splits in (8, 16) for stages in (4, 8)],
+        [bank_few_rows.Config(splits, stages) for splits in (8, 16) for stages in (4, 8)],
     ),
     _rows_of_a_bank(
         bank_rows,

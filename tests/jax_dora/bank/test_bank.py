@@ -15,6 +15,7 @@ from flax import nnx
 
 from jax_dora import AdapterBank, DoRARule, apply_dora, get_adapter, with_bank
 from jax_dora.bank import projections
+from jax_dora.bank.host import CachedG
 from tests.jax_dora.bank.adapters import compilations, drawn
 from tests.jax_dora.small_models import LAYERS, WIDTH, Block, Mixed, Stacked
 
@@ -108,6 +109,68 @@ def test_a_load_sends_everything_before_it_launches_a_program(monkeypatch):
     with jax.transfer_guard_host_to_device("disallow"):
         assert bank.load(0, second).arrays["linear"].rank.tolist() == [11, 0]
     assert launched
+
+
+def test_what_was_transferred_is_loaded_without_another_transfer(monkeypatch):
+    model = Stacked(nnx.Rngs(0))
+    bank, other = AdapterBank(model, 2, 16), AdapterBank(model, 2, 16)
+    first, second = (bank.read(drawn(bank, {"blocks/linear": 11}, seed)) for seed in (0, 1))
+    bank, sent = bank.load(0, first), []
+    transferred = bank.transfer(second)
+    assert len(jax.tree.leaves(transferred.pieces)) == 2 * len(bank.paths)
+    jax.block_until_ready(transferred.pieces)
+    assert transferred.is_ready
+    device_put = jax.device_put
+    with monkeypatch.context() as patch, compilations() as compiled:
+        patch.setattr(jax, "device_put", lambda *given: sent.append(0) or device_put(*given))
+        bank = bank.load(1, transferred)
+    assert not compiled
+    # The slot's number twice, and a vector of facts for each group.
+    assert len(sent) == 2 + len(bank._programs.groups)
+    wanted = other.load(0, first).load(1, second)
+    for one, another in zip(jax.tree.leaves(bank), jax.tree.leaves(wanted), strict=True):
+        assert jnp.array_equal(one, another)
+    with pytest.raises(ValueError, match=r"transferred for another bank.*call transfer again"):
+        wanted.load(0, transferred)
+    with pytest.raises(ValueError, match="another model"):
+        AdapterBank(Block(nnx.Rngs(0)), 2, 16).transfer(second)
+
+
+@pytest.mark.parametrize("is_first_dora", [False, True])
+def test_norms_are_computed_for_adapters_with_magnitudes_alone(is_first_dora):
+    """Whichever is loaded first, later loads of the other kind compile nothing."""
+    bank = AdapterBank(Block(nnx.Rngs(0)), 3, 8)
+    dora = bank.read(drawn(bank, {"linear": 8, "heads": 3}))
+    facts = {
+        path: one._replace(
+            magnitude=np.ones_like(one.magnitude), is_dora=np.zeros_like(one.is_dora)
+        )
+        for path, one in dora.facts.items()
+    }
+    lora = dataclasses.replace(dora, facts=facts, cached_g=CachedG())
+    bank, launched = bank.load(0, dora if is_first_dora else lora), []
+
+    def recorded(name, program):
+        return lambda *given: launched.append(name) or program(*given)
+
+    bank._programs.groups = [
+        dataclasses.replace(
+            group,
+            finish=recorded("known", group.finish),
+            finish_dora=recorded("computed", group.finish_dora),
+        )
+        for group in bank._programs.groups
+    ]
+    dora = dataclasses.replace(dora, cached_g=CachedG())
+    with compilations() as compiled:
+        bank = bank.load(1, lora).load(2, dora).load(2, dora)
+    assert not compiled
+    assert launched == ["known", "computed", "known"]
+    for array in bank.arrays.values():
+        assert (array.g[1] == 1).all()
+        assert jnp.array_equal(array.g[0], array.g[2 if is_first_dora else 1])
+    g = bank.arrays["linear"].g
+    assert not np.isclose(g[1], g[2], rtol=1e-3).any()
 
 
 def test_under_x64():
