@@ -4,6 +4,5 @@ from jax_dora.bank.bank import AdapterBank as AdapterBank
 from jax_dora.bank.host import HostAdapter as HostAdapter
 from jax_dora.bank.model import DECODING_OPTIONS as DECODING_OPTIONS
 from jax_dora.bank.model import with_bank as with_bank
-from jax_dora.bank.programs import TransferredAdapter as TransferredAdapter
 from jax_dora.bank.store import AdapterStore as AdapterStore
 from jax_dora.bank.store import SlotsBusy as SlotsBusy

@@ -16,7 +16,7 @@ from dora_common.slots import check_ids, check_ids_array, check_room, check_size
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
 from jax_dora.bank.host import HostAdapter, piece_shape, read_adapter, read_folder
-from jax_dora.bank.programs import Arrays, BankPrograms, BaseModel, TransferredAdapter
+from jax_dora.bank.programs import Arrays, BankPrograms, BaseModel
 from jax_dora.bank.projections import BankProjection, projections
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.ops.bank_slots import checked_ids
@@ -166,27 +166,10 @@ class AdapterBank:
         self._check_rank(read)
         return read
 
-    def transfer(self, adapter: HostAdapter) -> TransferredAdapter:
-        """Starts the transfer of an adapter to the bank's devices.
-
-        `load` of the result does not wait for the transfer. In the meantime the devices can run
-        programs that are launched after it.
-
-        Args:
-          adapter: a result of `read`.
-
-        Raises:
-          ValueError: the adapter was read by the bank of another model, or its rank exceeds
-            max_rank.
-        """
-        self._check_fits(adapter)
-        self._check_rank(adapter)
-        return self._programs.transfer(adapter)
-
     def load(
         self,
         slot: int,
-        adapter: Adapter | HostAdapter | TransferredAdapter | str | os.PathLike[str],
+        adapter: Adapter | HostAdapter | str | os.PathLike[str],
         *,
         name: str | None = None,
         names: Names | None = None,
@@ -198,7 +181,7 @@ class AdapterBank:
 
         Args:
           slot: a slot from 0 to slots - 1.
-          adapter: an `Adapter`, a PEFT folder, or a result of `read` or of `transfer`.
+          adapter: an `Adapter`, a PEFT folder, or a result of `read`.
           name, names: the same as for `read`.
 
         Raises:
@@ -214,18 +197,13 @@ class AdapterBank:
                 "load is called in a function that JAX traces; expected a call outside: load first "
                 "and pass the bank to the function as an argument, which does not recompile it"
             )
-        if isinstance(adapter, TransferredAdapter):
-            if adapter.programs is not self._programs:
-                raise ValueError(
-                    "adapter was transferred for another bank; expected one that this bank has "
-                    "transferred: call transfer again, with the result of read"
-                )
-        elif isinstance(adapter, HostAdapter):
+        if isinstance(adapter, HostAdapter):
             self._check_fits(adapter)
             self._check_rank(adapter)
+            host = adapter
         else:
-            adapter = self.read(adapter, name=name, names=names)
-        loaded = self._programs.load(self.arrays, adapter, self.kernels(), int(number))
+            host = self.read(adapter, name=name, names=names)
+        loaded = self._programs.load(self.arrays, host, self.kernels(), int(number))
         return self.tree_unflatten(self._programs, (loaded,))
 
     def evict(self, slot: int) -> "AdapterBank":

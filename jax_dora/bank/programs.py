@@ -40,26 +40,6 @@ class BaseModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class TransferredAdapter:
-    """An adapter whose matrices are in the memory of a bank's devices, or on their way there.
-
-    Attributes:
-      host: the adapter.
-      pieces: its pieces on the devices, for each of the bank's groups.
-      programs: the programs of the bank.
-    """
-
-    host: HostAdapter
-    pieces: list[list[Piece]]
-    programs: "BankPrograms"
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether everything has arrived."""
-        return all(array.is_ready() for array in jax.tree.leaves(self.pieces))
-
-
-@dataclasses.dataclass(frozen=True)
 class Group:
     """Projections whose adapters are transferred together, and the programs for them.
 
@@ -138,33 +118,19 @@ class BankPrograms:
             rank=jnp.zeros(lead, jnp.int32),
         )
 
-    def transfer(self, host: HostAdapter) -> TransferredAdapter:
-        """Starts the transfer of an adapter's matrices, in the order of their use."""
-        pieces = [
-            [
-                {path: self._transfer(path, piece.get(path)) for path in group.paths}
-                for piece in host.pieces
-            ]
-            for group in self.groups
-        ]
-        return TransferredAdapter(host, pieces, self)
-
     def load(
-        self,
-        arrays: Arrays,
-        adapter: HostAdapter | TransferredAdapter,
-        kernels: Mapping[str, Any],
-        slot: int,
+        self, arrays: Arrays, host: HostAdapter, kernels: Mapping[str, Any], slot: int
     ) -> Arrays:
         """Returns the arrays, which are donated, with an adapter in a slot.
 
-        All transfers are started before any program is launched. A GPU has one queue for transfers
-        from the host, where a transfer waits for the programs that were launched before it.
+        All transfers are started before any program is launched, in the order of their use. A GPU
+        has one queue for transfers from the host, where a transfer waits for the programs that were
+        launched before it.
 
-        The host knows whether g has to be computed, and launches the program for that. The first
-        load launches both, so that later loads compile nothing.
+        The host knows whether g has to be computed, and launches the program for that: the host
+        would wait at a condition in a program. The first load launches both programs, so that later
+        loads compile nothing.
         """
-        host = adapter if isinstance(adapter, HostAdapter) else adapter.host
         facts = host.facts_for(kernels)
         is_dora = any(one.is_dora.any() for one in facts.values())
         number = self._number(slot)
@@ -172,19 +138,17 @@ class BankPrograms:
         starts = [
             self._number(self._held_rank - (index + 1) * RANKS) for index in range(len(host.pieces))
         ]
-        packed = [self._transfer_facts(group, facts) for group in self.groups]
-        if isinstance(adapter, HostAdapter):
-            adapter = self.transfer(adapter)
+        transfers = [self._transfer_group(group, host, facts) for group in self.groups]
         arrays, g = self.clear(arrays, number), {}
-        for group, pieces, group_facts in zip(self.groups, adapter.pieces, packed, strict=True):
+        for group, (pieces, packed) in zip(self.groups, transfers, strict=True):
             part, group_g = {path: arrays[path] for path in group.paths}, {}
             for start, piece in zip(starts, pieces, strict=True):
                 part = group.write(part, piece, number, start)
             if not (is_dora and self._has_loaded):
-                part, group_g = group.finish(part, group_facts, number)
+                part, group_g = group.finish(part, packed, number)
             if is_dora or not self._has_loaded:
                 group_kernels = {path: kernels[path] for path in group.paths}
-                part, group_g = group.finish_dora(part, group_facts, number, group_kernels)
+                part, group_g = group.finish_dora(part, packed, number, group_kernels)
             arrays |= part
             g |= group_g
         self._has_loaded = True
@@ -202,9 +166,19 @@ class BankPrograms:
             self._numbers[number] = jax.device_put(np.int32(number))
         return self._numbers[number]
 
-    def _transfer_facts(self, group: Group, facts: Mapping[str, Facts]) -> Any:
-        """Transfers the facts of a group's paths as one vector, since each array takes extra time
-        (0.1 ms on an H100)."""
+    def _transfer_group(
+        self, group: Group, host: HostAdapter, facts: Mapping[str, Facts]
+    ) -> tuple[list[Piece], Any]:
+        """Transfers a group's part of an adapter to the bank's devices: its pieces and its facts.
+
+        On a mesh, a piece has lora_a and lora_b at each path. On one device it has both as one
+        array, since each array takes extra time (about 0.1 ms on an H100). For the same reason the
+        facts of all paths are one vector.
+        """
+        pieces = [
+            {path: self._transfer(path, piece.get(path)) for path in group.paths}
+            for piece in host.pieces
+        ]
         ordered = [facts[path] for path in sorted(group.paths)]
         packed = np.concatenate(
             [np.ravel(array) for one in ordered for array in one],
@@ -212,14 +186,10 @@ class BankPrograms:
             casting="unsafe",
         )
         # On a mesh the program sends it to all devices.
-        return packed if self._is_on_mesh else jax.device_put(packed, self._device)
+        return pieces, packed if self._is_on_mesh else jax.device_put(packed, self._device)
 
     def _transfer(self, path: str, piece: np.ndarray | None) -> tuple[jax.Array, ...]:
-        """Transfers the matrices at one path of a piece; zeros if the piece lacks the path.
-
-        On a mesh these are lora_a and lora_b. On one device both are one array, since each array
-        takes extra time.
-        """
+        """Transfers the array at one path of a piece; zeros if the piece lacks the path."""
         projection, sharding = self.projections[path], self.shardings[path]
         if piece is None:
             if path not in self._zeros:

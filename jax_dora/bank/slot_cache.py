@@ -1,14 +1,10 @@
 """A least-recently-used cache of adapters in the slots of a bank, with pinning."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Container, Hashable
+from collections.abc import Hashable
 
 from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
-from jax_dora.bank.programs import TransferredAdapter
-
-# The adapters that are on their way to the devices at the same time, and so the memory for them.
-MOST_TRANSFERS = 2
 
 
 class SlotCache[Key: Hashable]:
@@ -29,25 +25,6 @@ class SlotCache[Key: Hashable]:
         self.slots: OrderedDict[Key, int] = OrderedDict()
         self._free = list(range(bank.slots - 1, -1, -1))
         self._pins: Counter[Key] = Counter()
-        self._transfers: dict[Key, TransferredAdapter] = {}
-
-    def has_arrived(self, key: Key, adapter: HostAdapter) -> bool:
-        """Returns whether `pin` finds an adapter on the devices, and starts its transfer if not.
-
-        Programs that are launched until it arrives do not wait for it.
-        """
-        if key in self.slots:
-            return True
-        if key not in self._transfers:
-            if len(self._transfers) >= MOST_TRANSFERS:
-                return False
-            self._transfers[key] = self.bank.transfer(adapter)
-        return self._transfers[key].is_ready
-
-    def forget_transfers(self, used: Container[Key]) -> None:
-        """Frees the memory of transferred adapters that are not in `used`."""
-        for key in [one for one in self._transfers if one not in used]:
-            del self._transfers[key]
 
     def has_room(self, key: Key) -> bool:
         """Returns whether an adapter has a slot, or `pin` can give it one."""
@@ -77,10 +54,9 @@ class SlotCache[Key: Hashable]:
             return None
         if key not in self.slots:
             slot = self._free_slot()
-            transferred = self._transfers.pop(key, adapter)
-            assert transferred is not None
+            assert adapter is not None
             try:
-                self.bank = self.bank.load(slot, transferred)
+                self.bank = self.bank.load(slot, adapter)
             except BaseException:
                 self._free.append(slot)
                 raise

@@ -151,8 +151,7 @@ class Engine:
     def _admit(self) -> None:
         """Gives free rows to waiting requests, in the order of their arrival.
 
-        A request whose adapter is being transferred to the devices keeps a row free until then. A
-        request whose adapter finds no free slot in the bank keeps waiting, and later requests may
+        A request whose adapter finds no free slot in the bank keeps waiting, and later requests may
         overtake it, at most as many times as there are rows.
         """
         free = [row for row, one in enumerate(self._rows) if one is None]
@@ -165,9 +164,6 @@ class Engine:
         for answer in waiting:
             if not free or any(one.overtaken >= len(self._rows) for one in blocked):
                 break
-            if not self._has_arrived(answer):
-                free.pop()
-                continue
             slot = self._pin_adapter(answer)
             if slot is None:
                 blocked.append(answer)
@@ -184,24 +180,6 @@ class Engine:
         with self._changed:
             for answer in admitted:
                 self._waiting.remove(answer)
-            adapters = {one.request.adapter for one in self._waiting}
-        if self._bank is not None:
-            self._bank.forget_transfers(adapters)
-
-    def _has_arrived(self, answer: Answer) -> bool:
-        """Returns whether a request's adapter can be pinned without a wait for its transfer.
-
-        Without running requests nothing else would be done meanwhile.
-        """
-        adapter = answer.request.adapter
-        if adapter is None or self._bank is None or not self._launched:
-            return True
-        if not self._bank.has_room(adapter):
-            return True  # `pin` does not load it
-        try:
-            return self._bank.has_arrived(adapter, adapter.value)
-        except Exception:
-            return True  # `pin` raises the same error
 
     def _pin_adapter(self, answer: Answer) -> int | None:
         """Pins a request's adapter, and returns its slot: -1 for none, None if all are in use.

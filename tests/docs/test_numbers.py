@@ -334,8 +334,7 @@ def test_what_is_said_of_goals_that_were_missed():
     dora, reading = decoding("DoRA", "over_base"), only_reading()
     hot = {of: time / dora[of] for of, time in decoding("one-hot", "over_base").items()}
     slow_hot = {of for of, ratio in hot.items() if ratio < 2}
-    assert slow_hot == {("uniform", 128), ("uniform", 256)}
-    assert {f"{hot[of]:.1f}" for of in slow_hot} == {"1.5"}
+    assert slow_hot == {("uniform", 128), ("uniform", 256), ("zipf", 256)}
     by_reading = [
         decoding("one-hot", "over_base")["uniform", count] / reading["uniform", count]
         for count in (128, 256)
@@ -346,7 +345,12 @@ def test_what_is_said_of_goals_that_were_missed():
     assert missed == few | many | {("uniform", 8)}
     least = min(reading[of] for of in missed - few)
     over_lora = decoding("DoRA", "over_lora")
-    assert {of for of, ratio in over_lora.items() if f"{ratio:.2f}" > "1.02"} == {("uniform", 128)}
+    assert max(over_lora, key=over_lora.__getitem__) == ("uniform", 64)
+    layer, free = (
+        row("tried", "h100", what="FP8 codes in a decoder layer", variant=variant)["us"]
+        for variant in ("as it is", "codes for free")
+    )
+    residual = 1e-6 * 2 * 4096 * 4096 / rate
     assert_says(
         PERFORMANCE,
         f"32 and 128 rows with one adapter take {dora['one', 32]:.2f} and {dora['one', 128]:.2f}, "
@@ -355,14 +359,19 @@ def test_what_is_said_of_goals_that_were_missed():
         f"these take {least:.2f} and more, for 8 rows evenly",
         f"DoRA takes {dora['uniform', 8]:.2f} for 8 rows evenly, and "
         f"{min(dora[of] for of in many):.2f} and more from 32 rows on",
-        f"for 128 rows that choose evenly {over_lora['uniform', 128]:.2f}, for others up to 1.02",
-        f"would be {by_reading[0]:.1f} and {by_reading[1]:.1f} times as fast",
+        f"at most {over_lora['uniform', 64]:.3f}, for 64 rows that choose evenly",
+        f"by Zipf's law, which are {hot['zipf', 256]:.2f} times as fast, and for 128 and 256 rows "
+        f"that choose evenly, {hot['uniform', 128]:.2f} and {hot['uniform', 256]:.2f} times",
+        f"would be {by_reading[0]:.2f} and {by_reading[1]:.2f} times as fast",
         f"1 and 8 rows over nf4 reach {of_copy[0]} and {of_copy[1]} % of the copy rate.",
         f"{h100:.3f} of LoRA's time on the same base on an H100 and {h200:.3f} on an H200",
         f"it is {kept[0]:.3f} and {kept[1]:.3f}, in {gibibytes} GiB (goal: 9)",
-        f"takes {norm[0]:.1f} µs for 4096 × 4096, where XLA's norm and the pass after it take "
-        f"{norm[1]:.1f}, and one that also computes silu(gate)∘up takes {silu[0]:.1f} instead of "
-        f"{silu[1]:.1f} for 4096 × 14336",
+        f"takes {layer:.0f} µs on an H100, and {free:.0f} if codes cost nothing, "
+        f"{100 * (1 - free / layer):.1f} % less",
+        f"silu(gate)∘up takes {silu[0]:.1f} µs for 4096 × 14336, where XLA's pass and the one after "
+        f"it take {silu[1]:.1f}: {100 * (silu[1] - silu[0]) / layer:.1f} % of the layer",
+        f"takes {norm[0]:.1f} instead of {norm[1]:.1f} for 4096 × 4096",
+        f"would save {100 * residual / layer:.1f} % of the layer by its bytes",
         f"{min(layers):.1f} to {max(layers):.1f} times over nf4 for up to 64 rows",
     )
 
@@ -377,11 +386,21 @@ def test_what_is_said_of_serving_over_nf4_and_in_pytorch():
     faster = [nf4["tokens_per_s"] / bf16["tokens_per_s"] for nf4, bf16 in (bases, banks)]
     first = [f"{line['first_token_ms']:.1f}" for line in bases]
     over_lora = max(line["over_lora"] for line in rows("bank_torch", "h100", kind="DoRA"))
+    plain, coded = (
+        row("serve_whole", "h200", qtype=qtype, kind="base")["tokens_per_s"]
+        for qtype in ("bf16", "nf4")
+    )
+    of_base = [
+        f"{row('serve_whole', 'h200', kind='DoRA', adapters=count)['of_base']:.2f}"
+        for count in (8, 64, 256)
+    ]
     assert_says(
         "docs/serving.md",
         f"the server is {faster[0]:.2f} times as fast as in bf16 without a bank, and "
         f"{faster[1]:.2f} times with 8 adapters",
         f"comes after {first[0]} ms instead of {first[1]} without a bank",
+        f"{plain:,.0f} tokens/s in bf16, and DoRA {of_base[0]}, {of_base[1]} and {of_base[2]} of that",
+        f"over nf4 gives {coded:,.0f}",
         f"at most {over_lora:.3f} of LoRA's time (goal: 1.05)",
     )
 
@@ -397,8 +416,8 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
     alone = prompt(256, "each token as a row")
     dora, reading = decoding("DoRA", "over_base"), only_reading()
     for count in (32, 64, 128, 256):
-        assert abs(dora["one", count] / reading["one", count] - 1) <= 0.03
-    small = small_blocks("1 slice, 8 stages", 1)
+        assert abs(dora["one", count] / reading["one", count] - 1) <= 0.05
+    small = small_blocks("1 slice, 8 stages", 2)
     served = {
         (line["kind"], line["decoding_options"]): f"{line['ms']:.2f}"
         for line in rows(
@@ -427,8 +446,7 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
         f"256 tokens of one prompt take {concurrent:.2f} of the base model's time, where XLA's "
         f"products take {by_xla:.2f}",
         f"take {alone:.2f} of the base model's time instead of {concurrent:.2f}",
-        f"they take {small['one', 128]:.2f} (one adapter), {small['zipf', 128]:.2f} (Zipf) and "
-        f"{small['uniform', 128]:.2f} (evenly) on another card",
+        f"32 rows that choose evenly took {small['uniform', 32]:.2f} on the card",
         f"DoRA takes {served['DoRA', 'with']} ms with the options and {served['DoRA', 'without']} "
         f"without them, and the base model {served['base', 'with']} and "
         f"{served['base', 'without']}",

@@ -133,7 +133,8 @@ def test_rows_with_adapters_of_a_bank(use_bias, spec, time):
         found = nnx.jit(call)(sharded, filled(AdapterBank(sharded, 3, 64)), ids, whole)
         base = nnx.jit(lambda model, x: model(x))(sharded, whole)
     assert_near(found, wanted)
-    if spec == COLUMNS:
+    # XLA can add a bias before it rounds the product, in either program.
+    if spec == COLUMNS and not use_bias:
         # XLA times several algorithms for each product of a program, so these rows may differ from
         # those of a program without a bank by the order of a sum.
         pair = (np.asarray(y, np.float32)[ids < 0] for y in (found, base))

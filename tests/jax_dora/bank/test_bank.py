@@ -111,31 +111,6 @@ def test_a_load_sends_everything_before_it_launches_a_program(monkeypatch):
     assert launched
 
 
-def test_what_was_transferred_is_loaded_without_another_transfer(monkeypatch):
-    model = Stacked(nnx.Rngs(0))
-    bank, other = AdapterBank(model, 2, 16), AdapterBank(model, 2, 16)
-    first, second = (bank.read(drawn(bank, {"blocks/linear": 11}, seed)) for seed in (0, 1))
-    bank, sent = bank.load(0, first), []
-    transferred = bank.transfer(second)
-    assert len(jax.tree.leaves(transferred.pieces)) == 2 * len(bank.paths)
-    jax.block_until_ready(transferred.pieces)
-    assert transferred.is_ready
-    device_put = jax.device_put
-    with monkeypatch.context() as patch, compilations() as compiled:
-        patch.setattr(jax, "device_put", lambda *given: sent.append(0) or device_put(*given))
-        bank = bank.load(1, transferred)
-    assert not compiled
-    # The slot's number twice, and a vector of facts for each group.
-    assert len(sent) == 2 + len(bank._programs.groups)
-    wanted = other.load(0, first).load(1, second)
-    for one, another in zip(jax.tree.leaves(bank), jax.tree.leaves(wanted), strict=True):
-        assert jnp.array_equal(one, another)
-    with pytest.raises(ValueError, match=r"transferred for another bank.*call transfer again"):
-        wanted.load(0, transferred)
-    with pytest.raises(ValueError, match="another model"):
-        AdapterBank(Block(nnx.Rngs(0)), 2, 16).transfer(second)
-
-
 @pytest.mark.parametrize("is_first_dora", [False, True])
 def test_norms_are_computed_for_adapters_with_magnitudes_alone(is_first_dora):
     """Whichever is loaded first, later loads of the other kind compile nothing."""

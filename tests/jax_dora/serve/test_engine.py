@@ -217,15 +217,6 @@ class OneSlot:
     def __contains__(self, adapter):
         return adapter is self.inside
 
-    def has_room(self, adapter):
-        return adapter is self.inside or not self.pins
-
-    def has_arrived(self, adapter, value):
-        return True
-
-    def forget_transfers(self, used):
-        pass
-
     def pin(self, adapter, value):
         if adapter.name == "bad":
             raise ValueError("no place")
@@ -272,50 +263,6 @@ def test_who_waits_for_a_slot_is_overtaken_as_often_as_there_are_rows(fake):
     assert all(pieces[-1].finish == "length" for _, pieces in asked)
     assert bank.pins == 0
     assert engine.free_rows == 2
-
-
-def test_others_decode_while_an_adapter_is_transferred(fake, monkeypatch):
-    """Its request begins when it has arrived, in a row that no later request has taken."""
-    engine, runner, bank = fake
-    asked, left = [], [3]
-
-    def has_arrived(adapter, value):
-        asked.append(adapter.name)
-        left[0] -= 1
-        return not left[0]
-
-    monkeypatch.setattr(bank, "has_arrived", has_arrived)
-    ask(engine, "a", 2)  # nothing runs, so that nobody waits for its transfer
-    engine.turn()
-    assert not asked
-    run(engine)
-    ask(engine, None, 20)
-    engine.turn()
-    _, pieces = ask(engine, "b")
-    _, later = ask(engine, None, 3)
-    for turn in (1, 2):
-        engine.turn()
-        assert (asked, runner.taken[-1]) == (["b"] * turn, (None, -1))
-    engine.turn()
-    assert runner.taken[-1] == ("b", 0)
-    run(engine)
-    assert [one[-1].finish for one in (pieces, later)] == ["length", "length"]
-    assert runner.taken[-1] == (None, -1)
-
-
-def test_a_transfer_that_fails_costs_its_request_alone(fake, monkeypatch):
-    engine, _, bank = fake
-
-    def fail(adapter, value):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(bank, "has_arrived", fail)
-    _, running = ask(engine, None, 5)
-    engine.turn()
-    _, pieces = ask(engine, "bad")
-    run(engine)
-    assert pieces[-1].error == "the adapter cannot be loaded: no place"
-    assert running[-1].finish == "length"
 
 
 def test_an_adapter_that_cannot_be_loaded_costs_its_request_alone(fake):
