@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # The size and the alignment of the paper's chunks over `in` (arXiv 2603.22276, section 3).
 PAPER_CHUNK_BYTES = 256 * 2**20
@@ -49,11 +49,8 @@ def peft_norm(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> T
     through the adapter, and sums in the weight's dtype."""
     from peft.tuners.lora.dora import DoraLinearLayer
 
-    def linear(matrix: Tensor) -> nn.Linear:
-        layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
-        layer.weight = nn.Parameter(matrix, requires_grad=False)
-        return layer
+    from parity.sides.torch.peft_layer import frozen_linear
 
     layer = DoraLinearLayer(fan_in_fan_out=False)
-    product = layer.get_lora_weight(lora_A=linear(lora_a), lora_B=linear(lora_b)).to(weight.dtype)
-    return layer.get_weight_norm(weight, product, scale)
+    product = layer.get_lora_weight(lora_A=frozen_linear(lora_a), lora_B=frozen_linear(lora_b))
+    return layer.get_weight_norm(weight, product.to(weight.dtype), scale)

@@ -89,7 +89,9 @@ def merge_dora(
         where g is the adapter's magnitude divided by its norm over the base W alone. So each
         adapter also scales those merged before it, and the order matters. The cast to the kernel's
         dtype is done once, after the last.
-      requantize: return quantised kernels in the same format and tiles instead of bf16.
+      requantize: return quantised kernels in the same format and tiles instead of bf16, with new
+        scales and without zero points. New scales of int4 and int8 round even an unchanged kernel
+        again; the report counts that as rounding.
       return_report: also return a `dora_common.merge_report.MergeReport`.
 
     Returns:
@@ -99,7 +101,8 @@ def merge_dora(
       TypeError: `model` is not an nnx module.
       ValueError: there is no adapter to merge, or one of `adapters` does not fit the model; or
         `requantize` is True without `return_report`; or `model` is abstract, outside
-        `nnx.eval_shape`; or the scales of a quantised kernel are zero or not finite.
+        `nnx.eval_shape`; or the scales of a quantised kernel are zero or not finite, before or
+        after the merge.
       NotImplementedError: a kernel's variable returns another value than was set.
     """
     if requantize and not return_report:
@@ -194,6 +197,8 @@ def _merge_layer(
     elif quantised.is_quantised(kernel):
         compute_plain(base)
     with named_in_errors(path, "merged"):
+        if quantised.is_quantised(merged):
+            quantised.check_rounded("its merged kernel", merged)
         set_and_verify(parameter, merged)
     return report_entry(path, kernel, change, merged) if report else None
 
@@ -217,7 +222,8 @@ def report_entry(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -
         path,
         quantised.qtype_name(merged) if is_quantised else str(merged.dtype),
         **{name: float(jnp.linalg.norm(array)) for name, array in arrays.items()},
-        max_abs=float(jnp.max(jnp.abs(error), initial=0)),
+        # XLA's maximum of NaN and numbers is a number on some CPUs.
+        max_abs=float(jnp.where(jnp.isnan(error).any(), jnp.nan, jnp.abs(error).max(initial=0))),
     )
 
 

@@ -1,6 +1,7 @@
 """`quantize`: replaces a model's kernels by quantised ones, in layers that keep their class."""
 
 import math
+import numbers
 from typing import Any
 
 import jax
@@ -125,11 +126,12 @@ def _tile_size(qtype: Any, tile_size: Any) -> int | None:
         )
     if tile_size is None:
         return TILE_SIZES[qtype]
-    if isinstance(tile_size, bool) or not isinstance(tile_size, int) or tile_size < 0:
+    is_number = isinstance(tile_size, numbers.Integral) and not isinstance(tile_size, bool)
+    if not is_number or tile_size < 0:
         raise ValueError(
             f"tile_size is {tile_size!r}; expected a number of input features, or 0 for all of them"
         )
-    return tile_size or None
+    return int(tile_size) or None
 
 
 def _check_act_qtype(act_qtype: Any, qtype: str, tile_size: int | None) -> None:
@@ -188,6 +190,11 @@ def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
         )
     if kernel.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         raise ValueError(f"its kernel has dtype {kernel.dtype}; expected a float dtype")
+    if 0 in kernel.shape:
+        raise ValueError(
+            f"its kernel has shape {kernel.shape}, without elements; expected at least one: narrow "
+            "path so that it does not match this layer"
+        )
     stack = site.stack
     tile = _tile(stack.layer_part(kernel.shape), cls.kernel_axes(module), tile_size)
     tile = stack.combine((1,) * stack.count, tile)

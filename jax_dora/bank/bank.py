@@ -129,7 +129,7 @@ class AdapterBank:
 
     def read(
         self,
-        adapter: Adapter | str | os.PathLike[str],
+        adapter: Adapter | HostAdapter | str | os.PathLike[str],
         *,
         name: str | None = None,
         names: Names | None = None,
@@ -139,7 +139,7 @@ class AdapterBank:
         Use this for an adapter that is loaded more than once.
 
         Args:
-          adapter: an `Adapter`, or a PEFT folder.
+          adapter: an `Adapter`, or a PEFT folder; a result of `read` is only checked.
           name: the adapter's name if the folder has several, as in `jax_dora.peft.load_adapter`.
           names: translates the model's paths to PyTorch's names; `Names()` by default.
 
@@ -153,7 +153,10 @@ class AdapterBank:
             that is not supported.
         """
         model, projections = self._base_model().model, list(self.projections.values())
-        if isinstance(adapter, Adapter):
+        if isinstance(adapter, HostAdapter):
+            self._check_fits(adapter)
+            read = adapter
+        elif isinstance(adapter, Adapter):
             check_has_values(adapter.arrays, "AdapterBank.load", name="adapter", can_trace=False)
             read = read_adapter(model, projections, adapter)
         elif isinstance(adapter, str | os.PathLike):
@@ -176,8 +179,8 @@ class AdapterBank:
     ) -> "AdapterBank":
         """Returns the bank with an adapter in a slot, which replaces the slot's previous adapter.
 
-        The result takes over this bank's arrays. If an error is raised, nothing has changed and
-        this bank remains usable.
+        The result takes over this bank's arrays. If one of the errors below is raised, nothing has
+        changed and this bank remains usable.
 
         Args:
           slot: a slot from 0 to slots - 1.
@@ -187,7 +190,8 @@ class AdapterBank:
         Raises:
           TypeError, ValueError, FileNotFoundError, NotADirectoryError, NotImplementedError: the
             same errors as `read`; or `slot` is not a slot. TypeError also if `load` is called in a
-            function that JAX traces.
+            function that JAX traces. ValueError also if a kernel of the model was deleted, or has
+            another shape or other devices than when the bank was made.
         """
         number = self._slot(slot)
         # In a traced function, even a number from the host becomes a tracer.
@@ -197,13 +201,9 @@ class AdapterBank:
                 "load is called in a function that JAX traces; expected a call outside: load first "
                 "and pass the bank to the function as an argument, which does not recompile it"
             )
-        if isinstance(adapter, HostAdapter):
-            self._check_fits(adapter)
-            self._check_rank(adapter)
-            host = adapter
-        else:
-            host = self.read(adapter, name=name, names=names)
-        loaded = self._programs.load(self.arrays, host, self.kernels(), int(number))
+        host, kernels = self.read(adapter, name=name, names=names), self.kernels()
+        self._programs.check_kernels(kernels)
+        loaded = self._programs.load(self.arrays, host, kernels, int(number))
         return self.tree_unflatten(self._programs, (loaded,))
 
     def evict(self, slot: int) -> "AdapterBank":

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,8 +105,10 @@ class CachedG:
     """
 
     def __init__(self) -> None:
-        self._kernels: list[weakref.ref[Any]] = []
-        self._g: Mapping[str, Any] = {}
+        # The kernels and g are replaced together, since several threads may load an adapter into
+        # the banks of different models.
+        self._entry: tuple[list[weakref.ref[Any]], Mapping[str, Any]] = [], {}
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type["CachedG"], tuple[()]]:
         """Copies and pickles nothing of the cache, which belongs to arrays of this process."""
@@ -113,23 +116,28 @@ class CachedG:
 
     def get(self, kernels: Any) -> Mapping[str, np.ndarray] | None:
         """Returns g by path, or None if it is not cached for exactly these arrays."""
-        known, arrays = [one() for one in self._kernels], jax.tree.leaves(kernels)
+        references, g = self._entry
+        known, arrays = [one() for one in references], jax.tree.leaves(kernels)
         if len(known) != len(arrays) or any(a is not b for a, b in zip(known, arrays, strict=True)):
             return None
-        return {path: np.asarray(g) for path, g in self._g.items()}
+        return {path: np.asarray(one) for path, one in g.items()}
 
     def store(self, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Stores g for these kernels, and starts its transfer to the host."""
         for one in g.values():
             one.copy_to_host_async()
-        self._g = g
-        self._kernels = [weakref.ref(array) for array in jax.tree.leaves(kernels)]
+        with self._lock:
+            self._entry = [weakref.ref(array) for array in jax.tree.leaves(kernels)], g
 
     def has_transferred(self) -> bool:
         """Returns whether g has arrived in host memory; if so, frees it on the device."""
-        if not all(getattr(one, "is_ready", lambda: True)() for one in self._g.values()):
+        entry = references, g = self._entry
+        if not all(getattr(one, "is_ready", lambda: True)() for one in g.values()):
             return False
-        self._g = {path: np.asarray(one) for path, one in self._g.items()}
+        on_host = {path: np.asarray(one) for path, one in g.items()}
+        with self._lock:
+            if self._entry is entry:
+                self._entry = references, on_host
         return True
 
 

@@ -198,8 +198,7 @@ def _can_apply_together(layers: Sequence[Any], x: jax.Array) -> bool:
         return False
 
     def kind(layer: Any) -> tuple[Any, ...]:
-        has = layer.bias is None, layer.bank_g.get_value() is None
-        return layer.dtype, layer.kernel.dtype, str(layer.precision), *has
+        return layer.dtype, layer.kernel.dtype, str(layer.precision)
 
     return len({kind(layer) for layer in layers}) == 1
 

@@ -1,5 +1,6 @@
 """Transfers adapters to the device, and compiles the programs that change a bank's slots."""
 
+import contextlib
 import dataclasses
 import math
 import weakref
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from jax_dora import ops
 from jax_dora.bank.host import CachedG, Facts, HostAdapter, piece_shape
@@ -88,7 +89,8 @@ class BankPrograms:
             if is_explicit:
                 out_sharding = jax.tree.map(_over_explicit_axes, out_shardings)
                 function = cast(Any, jax.sharding.auto_axes(function, out_sharding=out_sharding))
-            return _allow_nans(jax.jit(function, donate_argnums=0, out_shardings=out_shardings))
+            jitted = jax.jit(function, donate_argnums=0, out_shardings=out_shardings)
+            return self._in_any_context(jitted)
 
         def make_group(paths: list[str]) -> Group:
             arrays = {path: shardings[path] for path in paths}
@@ -100,9 +102,47 @@ class BankPrograms:
         self._is_on_mesh = bool(meshes)
         self._device = None if meshes else _device_of(base)
         is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
-        self.make = _allow_nans(jax.jit(self._make, out_shardings=self._device or shardings))
+        self._devices = {device for mesh in meshes for device in mesh.devices.flat}
+        if self._device is not None:
+            self._devices = self._device.device_set
+        make = jax.jit(self._make, out_shardings=self._device or shardings)
+        self.make = self._in_any_context(make)
         self.clear = jit(_clear, shardings)
         self.groups = [make_group(paths) for paths in groups(self.projections.values())]
+
+    def _in_any_context(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that disables `jax.debug_nans`, since empty slots contain NaN, and
+        without a mesh of its own also a mesh that the caller has set."""
+
+        def wrapper(*arguments: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(jax.debug_nans(False))
+                if not (self._is_on_mesh or jax.sharding.get_abstract_mesh().empty):
+                    stack.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
+                return function(*arguments)
+
+        return wrapper
+
+    def check_kernels(self, kernels: Mapping[str, Any]) -> None:
+        """Raises ValueError if a kernel does not fit the bank's programs, which would fail after
+        the bank's arrays are donated."""
+        for path, kernel in kernels.items():
+            expected = self.projections[path].shape
+            found = f"has shape {kernel.shape}; expected {expected}"
+            arrays = [one for one in jax.tree.leaves(kernel) if isinstance(one, jax.Array)]
+            if any(one.is_deleted() for one in arrays):
+                found = "was deleted, perhaps donated to a function; expected a valid array"
+            elif kernel.shape == expected:
+                others = {d for one in arrays if one.committed for d in one.devices()}
+                if not self._devices or others <= self._devices:
+                    continue
+                found = (
+                    f"is on {sorted(map(str, others))}; expected {sorted(map(str, self._devices))}"
+                )
+            raise ValueError(
+                f"the model's kernel at {path!r} {found}, as when the bank was made: assign one to "
+                "the model (nnx.update), or make a new AdapterBank"
+            )
 
     def _make(self) -> Arrays:
         return {path: self._empty(projection) for path, projection in self.projections.items()}
@@ -260,16 +300,6 @@ def _device_of(base: BaseModel) -> jax.sharding.SingleDeviceSharding | None:
     committed = [one for one in kernels if isinstance(one, jax.Array) and one.committed]
     devices = {device for one in committed for device in one.devices()}
     return jax.sharding.SingleDeviceSharding(devices.pop()) if len(devices) == 1 else None
-
-
-def _allow_nans(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disables `jax.debug_nans` in a function, since empty slots contain NaN."""
-
-    def wrapper(*arguments: Any) -> Any:
-        with jax.debug_nans(False):
-            return function(*arguments)
-
-    return wrapper
 
 
 def _over_explicit_axes(sharding: jax.NamedSharding) -> jax.NamedSharding:

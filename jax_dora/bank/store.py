@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import numbers
 import os
 import threading
 
@@ -69,10 +70,16 @@ class AdapterStore:
           names: translates the model's paths to PyTorch's names, as in `AdapterBank.read`.
 
         Raises:
-          ValueError: host_bytes is negative.
+          TypeError: bank is not an `AdapterBank`.
+          ValueError: host_bytes is neither a whole number of at least 0 nor None.
         """
-        if host_bytes is not None and (isinstance(host_bytes, bool) or host_bytes < 0):
-            raise ValueError(f"host_bytes is {host_bytes!r}; expected at least 0, or None")
+        if not isinstance(bank, AdapterBank):
+            raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
+        is_number = isinstance(host_bytes, numbers.Integral) and not isinstance(host_bytes, bool)
+        if host_bytes is not None and not (is_number and host_bytes >= 0):
+            raise ValueError(
+                f"host_bytes is {host_bytes!r}; expected a whole number of at least 0, or None"
+            )
         self.lock = threading.RLock()
         self._slot_cache: SlotCache[_Entry] = SlotCache(bank)
         self._pytorch_names = names
@@ -126,11 +133,8 @@ class AdapterStore:
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"name is {name!r}; expected a string that is not empty")
-        if isinstance(adapter, HostAdapter):
-            source, host = None, adapter
-        else:
-            source = None if isinstance(adapter, Adapter) else adapter
-            host = self.bank.read(adapter, names=self._pytorch_names)
+        source = None if isinstance(adapter, Adapter | HostAdapter) else adapter
+        host = self.bank.read(adapter, names=self._pytorch_names)
         with self.lock:
             if name in self._by_name:
                 self.remove(name)
@@ -199,7 +203,7 @@ class AdapterStore:
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._by_name:
-            near = difflib.get_close_matches(name, self._by_name, n=3, cutoff=0.4)
+            near = difflib.get_close_matches(str(name), self._by_name, n=3, cutoff=0.4)
             hint = f"; the nearest are {', '.join(near)}" if near else ""
             raise KeyError(f"there is no adapter {name!r}{hint}")
         return self._by_name[name]

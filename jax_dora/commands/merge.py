@@ -3,7 +3,7 @@
     jax-dora merge --adapter RUN --output MERGED
 
 Each merged kernel is W + ((g-1)∘W + g∘(s·A B)), computed in fp32 and rounded once to the model's
-dtype. The rounding errors are printed.
+dtype, or with --quantize to bf16. The rounding errors are printed.
 """
 
 import argparse

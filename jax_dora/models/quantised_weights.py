@@ -203,7 +203,9 @@ class QuantisedTensor(NamedTuple):
             expected[f"for blocks of {self.block}"] = [grid]
         reason = f"{', or '.join(expected)}, of a weight of shape {self.shape}"
         _check_shape(part, list(itertools.chain(*expected.values())), reason)
-        scales = self._positive(part)
+        scales = part.read().astype(np.float32)
+        valid = np.isfinite(scales) & (scales > 0)
+        _check_scales(part, valid, scales, "positive finite numbers")
         if self.block is None or part.shape != grid:
             return scales.reshape(-1, 1)
         for axis, (size, width) in enumerate(zip(self.shape, self.block, strict=True)):
@@ -212,13 +214,6 @@ class QuantisedTensor(NamedTuple):
             tile = math.gcd(size, width)
             scales = np.repeat(scales, width // tile, axis)
             scales = np.take(scales, range(size // tile), axis)
-        return scales
-
-    @staticmethod
-    def _positive(part: StoredTensor) -> np.ndarray:
-        scales = part.read().astype(np.float32)
-        valid = np.isfinite(scales) & (scales > 0)
-        _check_scales(part, valid, scales, "positive finite numbers")
         return scales
 
 

@@ -109,8 +109,7 @@ def bank_linears(
 
     Args:
       x, ids, step, precision, implementation: see `bank_linear`.
-      projections: projections with the same number of slots and the same maximum rank. All or none
-        have g; all or none have a bias.
+      projections: projections with the same number of slots and the same maximum rank.
     """
     batch, time, _ = x.shape
     static = Static("bank_linear", implementation, static_precision(precision))

@@ -129,6 +129,13 @@ def check(name: str, kernel: Any) -> None:
             "do not divide it; expected scales with as many axes, each of a size that divides its "
             f"axis: {fix} and a tile_size that divides its input features"
         )
+    if kernel.zero_point is not None and not jnp.isdtype(
+        kernel.zero_point.dtype, ("integral", "real floating")
+    ):
+        raise TypeError(
+            f"{found} with zero points of {kernel.zero_point.dtype}; expected integers or real "
+            f"numbers: {fix}"
+        )
     if kernel.zero_point is not None and kernel.zero_point.shape != tiles:
         raise ValueError(
             f"{found} with zero points of shape {tuple(kernel.zero_point.shape)}; expected the "

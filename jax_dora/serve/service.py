@@ -128,8 +128,9 @@ class Service:
         if max_tokens > room:
             raise ApiError(
                 400,
-                f"The prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together "
-                f"{len(prompt) + max_tokens}; this server's maximum is {capacity}",
+                f"The prompt has {len(prompt)} tokens and the answer up to {max_tokens} "
+                f"(max_tokens), together {len(prompt) + max_tokens}; this server's maximum is "
+                f"{capacity}",
                 param="max_tokens" if room > 0 else "prompt",
                 code="context_length_exceeded",
             )

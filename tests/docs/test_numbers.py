@@ -368,8 +368,8 @@ def test_what_is_said_of_goals_that_were_missed():
         f"it is {kept[0]:.3f} and {kept[1]:.3f}, in {gibibytes} GiB (goal: 9)",
         f"takes {layer:.0f} µs on an H100, and {free:.0f} if codes cost nothing, "
         f"{100 * (1 - free / layer):.1f} % less",
-        f"silu(gate)∘up takes {silu[0]:.1f} µs for 4096 × 14336, where XLA's pass and the one after "
-        f"it take {silu[1]:.1f}: {100 * (silu[1] - silu[0]) / layer:.1f} % of the layer",
+        f"silu(gate)∘up takes {silu[0]:.1f} µs for 4096 × 14336, where XLA's pass and the one "
+        f"after it take {silu[1]:.1f}: {100 * (silu[1] - silu[0]) / layer:.1f} % of the layer",
         f"takes {norm[0]:.1f} instead of {norm[1]:.1f} for 4096 × 4096",
         f"would save {100 * residual / layer:.1f} % of the layer by its bytes",
         f"{min(layers):.1f} to {max(layers):.1f} times over nf4 for up to 64 rows",
@@ -399,7 +399,8 @@ def test_what_is_said_of_serving_over_nf4_and_in_pytorch():
         f"the server is {faster[0]:.2f} times as fast as in bf16 without a bank, and "
         f"{faster[1]:.2f} times with 8 adapters",
         f"comes after {first[0]} ms instead of {first[1]} without a bank",
-        f"{plain:,.0f} tokens/s in bf16, and DoRA {of_base[0]}, {of_base[1]} and {of_base[2]} of that",
+        f"{plain:,.0f} tokens/s in bf16, and DoRA {of_base[0]}, {of_base[1]} and {of_base[2]} of "
+        "that",
         f"over nf4 gives {coded:,.0f}",
         f"at most {over_lora:.3f} of LoRA's time (goal: 1.05)",
     )

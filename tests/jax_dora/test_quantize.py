@@ -254,6 +254,11 @@ def not_finite():
         (Mixed, "int8", {"path": "nowhere"}, ValueError, "'nowhere' matches no layer"),
         (Mixed, "int8", {"path": "embed|conv"}, TypeError, r"(?s)cannot be quantised.*embed \(nnx"),
         (Mixed, "int8", {"tile_size": -1}, ValueError, "tile_size is -1"),
+        (Mixed, "int8", {"tile_size": 8.0}, ValueError, "tile_size is 8.0"),
+        (
+            lambda rngs: nnx.Dict(one=nnx.Linear(0, 3, rngs=rngs)),
+            *("int8", {}, ValueError, r"'one' cannot .* has shape \(0, 3\), without elements"),
+        ),
         (Mixed, "nf4", {}, ValueError, r"'again' cannot .* the tile size 64.* tile_size=8"),
         (lambda _: not_finite(), "int8", {"path": "one"}, ValueError, "'one' cannot .*not finite"),
         (
@@ -304,6 +309,41 @@ def test_scales_of_a_stack_are_checked(read, done, takes_adapted, value):
     message = rf"'blocks/linear' cannot be {done}: its kernel .* nf4 with scales .*: give a tile"
     with pytest.raises(ValueError, match=message):
         read(model)
+
+
+@pytest.mark.parametrize("part", ["codes", "zero points"])
+def test_codes_that_are_not_numbers_are_refused(part):
+    model = nnx.Dict(one=nnx.Linear(8, 6, rngs=nnx.Rngs(0)))
+    good = quantize(model, "float8_e4m3fn").one.kernel.get_value()
+    codes, zeros = good.qvalue, jnp.zeros((1, 6))
+    if part == "codes":
+        codes = codes.at[3, 2].set(jnp.nan)
+    else:
+        zeros = zeros.at[0, 2].set(jnp.nan)
+    model = quantize(model, "float8_e4m3fn")
+    model.one.kernel.set_value(qwix.QArray(codes, good.scale, zeros, good.qtype))
+    with pytest.raises(ValueError, match=r"'one' cannot be adapted: .* NaN; .* quantise it again"):
+        adapt(model)
+    model.one.kernel.set_value(
+        qwix.QArray(good.qvalue, good.scale, zeros.astype(jnp.complex64), good.qtype)
+    )
+    with pytest.raises(TypeError, match="zero points of complex64; expected integers or real"):
+        adapt(model)
+
+
+def test_a_merge_that_is_not_finite_is_reported_or_refused():
+    model = adapt(quantize(nnx.Dict(one=nnx.Linear(128, 32, rngs=nnx.Rngs(0))), "int8"))
+    magnitude = model.one.magnitude
+    magnitude.set_value(magnitude[...].at[3].set(jnp.nan))
+    (row,) = merge_dora(model, return_report=True)[1].layers
+    assert np.isnan([row.change, row.max_abs]).all()
+    with pytest.raises(ValueError, match=r"'one' cannot be merged: .* kernel .* not finite"):
+        merge_and_requantise(model)
+
+
+def test_a_numpy_number_is_a_tile_size():
+    kernel = quantize(nnx.Linear(64, 3, rngs=nnx.Rngs(0)), "nf4", tile_size=np.int64(32)).kernel
+    assert kernel.get_value().scale.shape == (2, 3)
 
 
 LAYERS = [

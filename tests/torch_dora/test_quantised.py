@@ -198,6 +198,13 @@ def test_scales_that_make_no_numbers_are_refused(kind, value):
         torch_dora.apply_dora(nn.Sequential(layer), torch_dora.DoRARule("0", 4, 8))
 
 
+def test_codes_that_are_not_numbers_are_refused():
+    layer = linear("float8")
+    layer.weight.qdata.view(torch.uint8)[1, 2] = 0x7F
+    with pytest.raises(ValueError, match=r"'0' cannot .* codes .* NaN; .* quantise it again"):
+        torch_dora.apply_dora(nn.Sequential(layer), torch_dora.DoRARule("0", 4, 8))
+
+
 def test_what_a_quantised_layer_does_to_its_input_is_refused():
     base = nn.Sequential(nn.Linear(SHAPE[1], SHAPE[0]))
     quantize_(base, Int8DynamicActivationInt8WeightConfig())

@@ -154,8 +154,8 @@ class DoRALayer(nn.Module):
         placement.refuse_customised_base(base)
         if quantised.is_quantised(base.weight):
             quantised.check("base.weight", base.weight)
-            quantised.check_activations("base.weight", base.weight)
-            quantised.check_scales("base.weight", base.weight)
+            quantised.check_activations(base.weight)
+            quantised.check_scales(base.weight)
         else:
             check.is_float("weight", base.weight)
 
@@ -241,6 +241,7 @@ class DoRALayer(nn.Module):
         shards.initialize(self.lora_a, lambda lora_a: nn.init.uniform_(lora_a, -bound, bound))
         nn.init.zeros_(self.lora_b)
         self.reset_magnitude()
+        quantised.check_norm(self.weight, self.magnitude)
 
     @torch.no_grad()
     def reset_magnitude(self) -> None:

@@ -146,18 +146,18 @@ def check(name: str, weight: Any) -> None:
     )
 
 
-def check_activations(name: str, weight: Any) -> None:
+def check_activations(weight: Any) -> None:
     """Raises TypeError if a layer with ``weight`` quantises its input: an adapted layer would
     not."""
     if getattr(weight, "act_quant_kwargs", None) is not None:
         raise TypeError(
-            f"{name} is torchao's {type(weight).__name__} with act_quant_kwargs, by which its "
+            f"base.weight is torchao's {type(weight).__name__} with act_quant_kwargs, by which its "
             "layer quantises its input, and an adapted layer would not; expected weight-only "
             "quantisation, as from Int8WeightOnlyConfig or Float8WeightOnlyConfig"
         )
 
 
-def check_scales(name: str, weight: Any) -> None:
+def check_scales(weight: Any) -> None:
     """Raises ValueError if scales of a quantised weight are infinite or NaN, or not positive in a
     format where even zeros have a positive scale."""
     is_blockwise = type(weight).__name__ in _BLOCKWISE
@@ -170,8 +170,18 @@ def check_scales(name: str, weight: Any) -> None:
     if not are_right.all():
         expected = "positive finite numbers" if is_blockwise else "finite numbers"
         raise ValueError(
-            f"{name} is a {type(weight).__name__} with scales from {scales.min()} to "
+            f"base.weight is a {type(weight).__name__} with scales from {scales.min()} to "
             f"{scales.max()}; expected {expected}: quantise it again, from finite weights"
+        )
+
+
+def check_norm(weight: Any, norm: Tensor) -> None:
+    """Raises ValueError if the norm of a quantised weight is NaN."""
+    # Its scales have been checked.
+    if is_quantised(weight) and not norm.is_meta and norm.isnan().any():
+        raise ValueError(
+            f"base.weight is a {type(weight).__name__} with codes or zero points that are NaN; "
+            "expected numbers: quantise it again, from finite weights"
         )
 
 

@@ -4,7 +4,7 @@
 
     x  [groups, time, in]    W  [layers, in, out]    z  [groups, time, r]    B  [slots, r, out]
     layer  i32[]             slot  i32[groups]
-    g  f32[groups, out] (optional)                   bias  [out] (optional)
+    g  f32[groups, out]      bias  [out] (optional)
 
 x, W, z and B are all bf16 or all fp16; z contains s. base is never stored. B is read from the bank,
 and W from the stack of layers, without a copy; XLA's product copies a layer's W out of the stack.
@@ -62,7 +62,7 @@ def launch(
     z: jax.Array,
     lora_b: jax.Array,
     slot: jax.Array,
-    g: jax.Array | None = None,
+    g: jax.Array,
     bias: jax.Array | None = None,
     *,
     config: Config,
@@ -70,12 +70,7 @@ def launch(
 ) -> jax.Array:
     """Returns y [groups, time, out]."""
     (groups, time, in_features), (rank, out) = x.shape, lora_b.shape[1:]
-    vectors = [] if g is None else [g]
-    if bias is not None:
-        vectors = [
-            jnp.ones((groups, out)) if g is None else g,
-            jnp.broadcast_to(bias, (groups, out)),
-        ]
+    vectors = [g] if bias is None else [g, jnp.broadcast_to(bias, (groups, out))]
     z = z.reshape(-1, rank)
     (y,) = sum_of_products(
         (x.reshape(-1, in_features), hopper.pad(z, z.shape[0], hopper.padded_rank(rank))),

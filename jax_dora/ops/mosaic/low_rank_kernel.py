@@ -1,4 +1,4 @@
-"""The kernel that iterates over tiles of a low-rank product, shared by norm and expand_compose.
+"""The kernel that iterates over tiles of a low-rank product, for norms and compositions.
 
 Each consumer is a warpgroup. The consumers process the tiles of a run in turn: while one of them
 processes its accumulators, the others keep the tensor cores busy. Each has its own ring of slices

@@ -1,7 +1,7 @@
-"""Divides the work of the kernels norm, stationary_norm and expand_compose.
+"""Divides the work of kernels for norms, compositions and few rows.
 
-These compute tiles of `left @ right`, [rows, k] @ [k, out] with a short k (the rank), and combine
-each with a tile of a large [rows, out] matrix:
+Most of these compute tiles of `left @ right`, [rows, k] @ [k, out] with a short k (the rank), and
+combine each with a tile of a large [rows, out] matrix:
 
 - The matrix is cut into strips of `tile_cols` columns, and a strip into `splits` runs of whole
   tiles. A run is a thread block's unit of work. During a run, the strip of `right`, [k, tile_cols],
@@ -9,7 +9,7 @@ each with a tile of a large [rows, out] matrix:
   level-2 cache.
 - Past the last row, column or rank, TMA reads zeros and writes nothing.
 
-`low_rank_kernel` iterates over the tiles for norm and expand_compose.
+`low_rank_kernel` iterates over the tiles for norms and compositions.
 """
 
 import dataclasses

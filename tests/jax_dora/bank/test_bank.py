@@ -148,6 +148,70 @@ def test_norms_are_computed_for_adapters_with_magnitudes_alone(is_first_dora):
     assert not np.isclose(g[1], g[2], rtol=1e-3).any()
 
 
+def test_a_kernel_that_does_not_fit_is_refused_and_changes_nothing():
+    model = nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(0))
+    bank = AdapterBank(model, 2, 8)
+    read = bank.read(drawn(bank, {"": 3}))
+    bank = bank.load(0, read)
+    before, kernel = jax.tree.map(np.asarray, bank.arrays), model.kernel.get_value()
+    deleted = jnp.zeros_like(kernel)
+    deleted.delete()
+    for wrong, message in (
+        (jnp.zeros((WIDTH, 4)), rf"kernel at '' has shape \({WIDTH}, 4\); expected \({WIDTH}, 3\)"),
+        (deleted, "was deleted, perhaps donated .*: assign one to the model"),
+    ):
+        model.kernel.set_value(wrong)
+        with pytest.raises(ValueError, match=message):
+            bank.load(1, read)
+    model.kernel.set_value(kernel)
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(bank.arrays), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert bank.load(1, read).arrays[""].rank.tolist() == [3, 3]
+
+    first, second = jax.devices()[:2]
+    nnx.update(model, jax.device_put(nnx.state(model), first))
+    bank = AdapterBank(model, 2, 8)
+    model.kernel.set_value(jax.device_put(kernel, second))
+    with pytest.raises(ValueError, match=r"is on \['\S+1'\]; expected \['\S+0'\]"):
+        bank.load(1, read)
+
+
+def test_a_bank_without_a_mesh_changes_while_one_is_set():
+    bank = AdapterBank(Block(nnx.Rngs(0)), 2, 8)
+    first, second = (bank.read(drawn(bank, {"linear": 8}, seed)) for seed in (0, 1))
+    bank = bank.load(0, first)
+    with jax.set_mesh(jax.make_mesh((2,), ("x",))), compilations() as compiled:
+        bank = bank.load(1, second).evict(0).load(0, second)
+    assert not compiled
+    for array in jax.tree.leaves(bank.arrays):
+        assert jnp.array_equal(array[0], array[1])
+
+
+def test_g_that_two_models_share_a_cache_for():
+    """Neither finds the other's, even if the other one stores its own while it reads."""
+    cached, models = CachedG(), [nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
+    kernels = [{"": model.kernel.get_value()} for model in models]
+    g = [{"": jnp.full(3, float(seed))} for seed in (0, 1)]
+
+    def store_other():
+        cached.store(kernels[1], g[1])
+        return kernels[0][""]
+
+    cached._entry = [store_other], g[0]
+    assert cached.get(kernels[0])[""][0] == 0
+    assert cached.get(kernels[1])[""][0] == 1
+
+    class Slow(dict):
+        def items(self):
+            cached.store(kernels[1], g[1])
+            return super().items()
+
+    cached._entry = [weakref.ref(kernels[0][""])], Slow(g[0])
+    assert cached.has_transferred()
+    assert cached.get(kernels[0]) is None
+    assert cached.get(kernels[1])[""][0] == 1
+
+
 def test_under_x64():
     with jax.enable_x64(True):
         bank = AdapterBank(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), 2, 8)

@@ -1,5 +1,6 @@
 """Adapters behind slots: who keeps one, who loses it, and what is refused."""
 
+import math
 import os
 import shutil
 
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jax_dora import AdapterBank, set_adapter, with_bank
-from jax_dora.bank import AdapterStore, SlotsBusy
+from jax_dora.bank import AdapterStore, HostAdapter, SlotsBusy
 from jax_dora.peft import save_adapter
 from tests.jax_dora.bank.adapters import drawn, merged
 from tests.jax_dora.small_models import Block
@@ -111,8 +112,16 @@ def test_what_is_wrong_is_told(store):
         store.add("", adapter(0))
     with pytest.raises(FileNotFoundError):
         store.add("french", "no-such-folder")
-    with pytest.raises(ValueError, match="host_bytes is -1"):
-        AdapterStore(store.bank, host_bytes=-1)
+    with pytest.raises(KeyError, match="no adapter 3"):
+        store.acquire(3)
+    for host_bytes in (-1, math.nan, 1.5, True, "1"):
+        with pytest.raises(ValueError, match=f"host_bytes is {host_bytes!r}; expected a whole"):
+            AdapterStore(store.bank, host_bytes=host_bytes)
+    with pytest.raises(TypeError, match="bank is a Block; expected an AdapterBank"):
+        AdapterStore(MODEL)
+    other = AdapterBank(nnx.Dict(other=nnx.Linear(3, 3, rngs=nnx.Rngs(0))), 1, 8)
+    with pytest.raises(ValueError, match="read by the bank of another model"):
+        store.add("french", other.read(drawn(other, {"other": 2})))
     assert serves(store, store.acquire("french"), 0)
 
 
@@ -173,14 +182,14 @@ def test_no_folder_is_read_where_no_slot_is_free(store, tmp_path, monkeypatch):
     reads = []
     read = AdapterBank.read
     monkeypatch.setattr(
-        AdapterBank, "read", lambda *args, **names: reads.append(args) or read(*args, **names)
+        AdapterBank, "read", lambda *args, **names: reads.append(args[1]) or read(*args, **names)
     )
     with pytest.raises(SlotsBusy, match="all 2 slots"):
         small.acquire("c")
     assert not reads
     small.release("a")
     assert serves(small, small.acquire("c"), 2)
-    assert len(reads) == 1
+    assert sum(not isinstance(one, HostAdapter) for one in reads) == 1
     assert sum(entry.host is not None for entry in small._by_name.values()) == 1
 
 

@@ -52,7 +52,8 @@ def operands(kernel, shape, dtype):
 def launched(x, kernel, lora_a, lora_b, g, bias, sm_count):
     """Returns the kernels' result for a call that they support."""
     form = format_of(kernel) if is_quantised(kernel) else None
-    call = (x.size // x.shape[-1], *kernel.shape, lora_b.shape[0], form, x.dtype)
+    rank = 0 if lora_b is None else lora_b.shape[0]
+    call = (x.size // x.shape[-1], *kernel.shape, rank, form, x.dtype)
     assert refuses(*call) is None
     w, scales = (kernel.qvalue, kernel.scale) if is_quantised(kernel) else (kernel, None)
     knobs: dict[str, Any] = {"config": few_rows.config(*call), "sm_count": sm_count}
@@ -61,12 +62,7 @@ def launched(x, kernel, lora_a, lora_b, g, bias, sm_count):
 
 def multiplied(x, kernel, sm_count):
     """Returns the kernels' product of x and a kernel, without an adapter."""
-    form = format_of(kernel) if is_quantised(kernel) else None
-    call = (x.size // x.shape[-1], *kernel.shape, 0, form, x.dtype)
-    assert refuses(*call) is None
-    w, scales = (kernel.qvalue, kernel.scale) if is_quantised(kernel) else (kernel, None)
-    knobs: dict[str, Any] = {"config": few_rows.config(*call), "sm_count": sm_count}
-    return few_rows.launch(x, w, scales, None, None, None, jnp.float32(1), **knobs)
+    return launched(x, kernel, None, None, None, None, sm_count)
 
 
 def check(x, kernel, lora_a, lora_b, g, bias, found):

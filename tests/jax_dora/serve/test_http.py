@@ -78,8 +78,9 @@ def test_too_long_is_told_in_numbers(served):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="x" * 90, max_tokens=7)
     assert caught.value.code == "context_length_exceeded"
-    assert "90 tokens and max_tokens is 7, together 97; this server's maximum is 96" in str(
-        caught.value
+    assert (
+        "90 tokens and the answer up to 7 (max_tokens), together 97; this server's maximum is 96"
+        in str(caught.value)
     )
     answer = client.completions.create(model="tiny", prompt="x" * 90, max_tokens=6, temperature=0)
     assert answer.usage.total_tokens == 96
@@ -141,6 +142,11 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("completions", {"logprobs": 21}, "logprobs is 21"),
         ("completions", {"stream": 1}, "stream is 1; expected true or false"),
         ("completions", {"stream_options": {"x": 1}}, "stream_options is"),
+        (
+            "completions",
+            {"stream": True, "stream_options": {"include_obfuscation": 5}},
+            "include_obfuscation is 5; expected true or false",
+        ),
         ("chat/completions", {"messages": []}, "messages is []"),
         ("chat/completions", {"messages": ["x"]}, "objects with role and content"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "content that is a text"),
