@@ -89,7 +89,8 @@ def compose_delta(base, lora, g, scale: float) -> Array:
 
 @dataclass(frozen=True)
 class ComposeGrads:
-    """Cotangents of `compose`: `d_base` and `d_lora` shaped like `base`, `d_g [out]`."""
+    """Cotangents of `compose` or `compose_delta`: `d_base` and `d_lora` shaped like `base`, `d_g
+    [out]`."""
 
     d_base: Array
     d_lora: Array
@@ -103,6 +104,13 @@ def compose_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
     features = dy.shape[-1]
     d_g = (dy * inner).reshape(-1, features).sum(0)
     return ComposeGrads(d_base=dy * g, d_lora=dy * (g * scale), d_g=d_g)
+
+
+def compose_delta_grads(dy, base, lora, g, scale: float) -> ComposeGrads:
+    """Returns the gradients of `sum(dy ∘ compose_delta(base, lora, g, scale))`: those of `compose`,
+    with `dy` subtracted from `d_base`."""
+    grads = compose_grads(dy, base, lora, g, scale)
+    return ComposeGrads(d_base=grads.d_base - fp64(dy), d_lora=grads.d_lora, d_g=grads.d_g)
 
 
 def dora_linear(

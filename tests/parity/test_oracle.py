@@ -45,7 +45,11 @@ def test_layer_agrees_with_autograd_through_the_dense_weight(layer):
         )
 
 
-def test_compose_gradients_agree_with_central_differences():
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [(oracle.compose, oracle.compose_grads), (oracle.compose_delta, oracle.compose_delta_grads)],
+)
+def test_compose_gradients_agree_with_central_differences(forward, backward):
     rng = np.random.default_rng(1)
     operands = {
         "base": rng.normal(size=(3, 4)),
@@ -53,12 +57,12 @@ def test_compose_gradients_agree_with_central_differences():
         "g": 1 + 0.1 * rng.normal(size=4),
     }
     dy = rng.normal(size=(3, 4))
-    grads = oracle.compose_grads(dy, *operands.values(), SCALE)
+    grads = backward(dy, *operands.values(), SCALE)
     for name, value in operands.items():
         step = rng.normal(size=value.shape) * 1e-3
         up, down = operands | {name: value + step}, operands | {name: value - step}
         # Both are linear in each operand: central differences are exact but for rounding.
-        change = oracle.compose(**up, scale=SCALE) - oracle.compose(**down, scale=SCALE)
+        change = forward(**up, scale=SCALE) - forward(**down, scale=SCALE)
         predicted = 2 * (getattr(grads, f"d_{name}") * step).sum()
         np.testing.assert_allclose((dy * change).sum(), predicted, rtol=1e-9)
 
