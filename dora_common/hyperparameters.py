@@ -36,9 +36,14 @@ def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
     return scale
 
 
+def is_integer(value: Any) -> bool:
+    """Returns whether a value is a Python or NumPy integer, not a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_rank(rank: Any) -> None:
     """Raises TypeError or ValueError unless ``rank`` is an integer of at least 1."""
-    if isinstance(rank, bool) or not isinstance(rank, numbers.Integral):
+    if not is_integer(rank):
         raise TypeError(
             f"rank is {rank!r}, a {type(rank).__name__}; expected an integer of at least 1: "
             "pass a Python int"

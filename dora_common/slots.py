@@ -1,16 +1,16 @@
 """Checks that both packages make for a bank: its slots, the ids of a batch, and the base model."""
 
-import numbers
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from dora_common.hyperparameters import is_integer
 from dora_common.rules import listing
 
 
 def check_sizes(slots: Any, max_rank: Any) -> None:
     """Raises TypeError or ValueError unless both are integers of at least 1."""
     for name, size in {"slots": slots, "max_rank": max_rank}.items():
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        if not is_integer(size):
             raise TypeError(f"{name} is {size!r}; expected an integer of at least 1")
         if int(size) < 1:
             raise ValueError(f"{name} is {size}; expected at least 1")
@@ -18,7 +18,7 @@ def check_sizes(slots: Any, max_rank: Any) -> None:
 
 def check_slot(slot: Any, slots: int) -> None:
     """Raises TypeError or ValueError unless ``slot`` is an integer from 0 to ``slots - 1``."""
-    if isinstance(slot, bool) or not isinstance(slot, numbers.Integral):
+    if not is_integer(slot):
         raise TypeError(f"slot is {slot!r}, a {type(slot).__name__}; expected an integer")
     if not 0 <= int(slot) < slots:
         raise ValueError(f"slot is {slot}; expected 0 to {slots - 1}")

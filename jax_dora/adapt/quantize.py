@@ -1,7 +1,6 @@
 """`quantize`: replaces a model's kernels by quantised ones, in layers that keep their class."""
 
 import math
-import numbers
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dora_common.hyperparameters import is_integer
 from dora_common.rules import Rule, listing
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site, raise_for_no_parameters, raise_for_sites
@@ -126,8 +126,7 @@ def _tile_size(qtype: Any, tile_size: Any) -> int | None:
         )
     if tile_size is None:
         return TILE_SIZES[qtype]
-    is_number = isinstance(tile_size, numbers.Integral) and not isinstance(tile_size, bool)
-    if not is_number or tile_size < 0:
+    if not is_integer(tile_size) or tile_size < 0:
         raise ValueError(
             f"tile_size is {tile_size!r}; expected a number of input features, or 0 for all of them"
         )

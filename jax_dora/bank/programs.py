@@ -102,17 +102,17 @@ class BankPrograms:
         self._is_on_mesh = bool(meshes)
         self._device = None if meshes else _device_of(base)
         is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
-        self._devices = {device for mesh in meshes for device in mesh.devices.flat}
-        if self._device is not None:
-            self._devices = self._device.device_set
+        on_meshes = {device for mesh in meshes for device in mesh.devices.flat}
+        # Those that the bank's arrays are committed to.
+        self._devices = self._device.device_set if self._device else on_meshes
         make = jax.jit(self._make, out_shardings=self._device or shardings)
         self.make = self._in_any_context(make)
         self.clear = jit(_clear, shardings)
         self.groups = [make_group(paths) for paths in groups(self.projections.values())]
 
     def _in_any_context(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that disables `jax.debug_nans`, since empty slots contain NaN, and
-        without a mesh of its own also a mesh that the caller has set."""
+        """Returns a function for which two settings of its caller are off: `jax.debug_nans`, since
+        empty slots contain NaN, and `jax.set_mesh`, unless the bank is on a mesh."""
 
         def wrapper(*arguments: Any) -> Any:
             with contextlib.ExitStack() as stack:
@@ -127,22 +127,11 @@ class BankPrograms:
         """Raises ValueError if a kernel does not fit the bank's programs, which would fail after
         the bank's arrays are donated."""
         for path, kernel in kernels.items():
-            expected = self.projections[path].shape
-            found = f"has shape {kernel.shape}; expected {expected}"
-            arrays = [one for one in jax.tree.leaves(kernel) if isinstance(one, jax.Array)]
-            if any(one.is_deleted() for one in arrays):
-                found = "was deleted, perhaps donated to a function; expected a valid array"
-            elif kernel.shape == expected:
-                others = {d for one in arrays if one.committed for d in one.devices()}
-                if not self._devices or others <= self._devices:
-                    continue
-                found = (
-                    f"is on {sorted(map(str, others))}; expected {sorted(map(str, self._devices))}"
+            if misfit := _misfit(kernel, self.projections[path].shape, self._devices):
+                raise ValueError(
+                    f"the model's kernel at {path!r} {misfit}, as when the bank was made: assign "
+                    "one to the model (nnx.update), or make a new AdapterBank"
                 )
-            raise ValueError(
-                f"the model's kernel at {path!r} {found}, as when the bank was made: assign one to "
-                "the model (nnx.update), or make a new AdapterBank"
-            )
 
     def _make(self) -> Arrays:
         return {path: self._empty(projection) for path, projection in self.projections.items()}
@@ -167,9 +156,9 @@ class BankPrograms:
         has one queue for transfers from the host, where a transfer waits for the programs that were
         launched before it.
 
-        The host knows whether g has to be computed, and launches the program for that: the host
-        would wait at a condition in a program. The first load launches both programs, so that later
-        loads compile nothing.
+        One program computes g, and another one writes a g that is known. The host knows which one
+        is needed; in a single program it would wait for a condition. The first load launches both,
+        so that later loads compile nothing.
         """
         facts = host.facts_for(kernels)
         is_dora = any(one.is_dora.any() for one in facts.values())
@@ -300,6 +289,20 @@ def _device_of(base: BaseModel) -> jax.sharding.SingleDeviceSharding | None:
     committed = [one for one in kernels if isinstance(one, jax.Array) and one.committed]
     devices = {device for one in committed for device in one.devices()}
     return jax.sharding.SingleDeviceSharding(devices.pop()) if len(devices) == 1 else None
+
+
+def _misfit(kernel: Any, shape: tuple[int, ...], devices: Any) -> str:
+    """Returns what a kernel is and what is expected, or "" if it has the shape and is on none but
+    the given devices; with no devices given, on any."""
+    arrays = [one for one in jax.tree.leaves(kernel) if isinstance(one, jax.Array)]
+    if any(one.is_deleted() for one in arrays):
+        return "was deleted, perhaps donated to a function; expected a valid array"
+    if kernel.shape != shape:
+        return f"has shape {kernel.shape}; expected {shape}"
+    found = {device for one in arrays if one.committed for device in one.devices()}
+    if not devices or found <= devices:
+        return ""
+    return f"is on {sorted(map(str, found))}; expected {sorted(map(str, devices))}"
 
 
 def _over_explicit_axes(sharding: jax.NamedSharding) -> jax.NamedSharding:

@@ -2,10 +2,10 @@
 
 import dataclasses
 import difflib
-import numbers
 import os
 import threading
 
+from dora_common.hyperparameters import is_integer
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
@@ -75,8 +75,7 @@ class AdapterStore:
         """
         if not isinstance(bank, AdapterBank):
             raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
-        is_number = isinstance(host_bytes, numbers.Integral) and not isinstance(host_bytes, bool)
-        if host_bytes is not None and not (is_number and host_bytes >= 0):
+        if host_bytes is not None and not (is_integer(host_bytes) and host_bytes >= 0):
             raise ValueError(
                 f"host_bytes is {host_bytes!r}; expected a whole number of at least 0, or None"
             )

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
-from jax.core import Tracer
 
 from jax_dora.layers.base_layer import axis_names, sharded_like
 from jax_dora.layers.call import fresh_magnitude
@@ -87,22 +85,11 @@ def make_adapter(
         set_parameter(name, nnx.LoRAParam, value)
     if arrays is None:
         magnitude = fresh_magnitude(layer)
-        _check_norm(kernel.get_value(), magnitude)
+        quantised.check_norm("its kernel", kernel.get_value(), magnitude)
     else:
         magnitude = _check_shape("magnitude", arrays["magnitude"], layout.magnitude.stored)
     set_parameter("magnitude", DoRAParam, magnitude)
     return dropouts
-
-
-def _check_norm(kernel: Any, norm: jax.Array) -> None:
-    """Raises ValueError if the norm of a quantised kernel is NaN. Traced norms are not checked."""
-    is_known = quantised.is_quantised(kernel) and not isinstance(norm, Tracer)
-    if is_known and jnp.isnan(norm).any():
-        # Its scales have been checked.
-        raise ValueError(
-            f"its kernel is quantised as {quantised.describe(kernel)}, with codes or zero points "
-            "that are NaN; expected numbers: quantise it again, from weights that are finite"
-        )
 
 
 def _check_streams(rngs: Any, **needed: bool) -> None:

@@ -129,18 +129,17 @@ def check(name: str, kernel: Any) -> None:
             "do not divide it; expected scales with as many axes, each of a size that divides its "
             f"axis: {fix} and a tile_size that divides its input features"
         )
-    if kernel.zero_point is not None and not jnp.isdtype(
-        kernel.zero_point.dtype, ("integral", "real floating")
-    ):
-        raise TypeError(
-            f"{found} with zero points of {kernel.zero_point.dtype}; expected integers or real "
-            f"numbers: {fix}"
-        )
-    if kernel.zero_point is not None and kernel.zero_point.shape != tiles:
-        raise ValueError(
-            f"{found} with zero points of shape {tuple(kernel.zero_point.shape)}; expected the "
-            f"scales' {tuple(tiles)}: {fix}"
-        )
+    if (zeros := kernel.zero_point) is not None:
+        if not jnp.isdtype(zeros.dtype, ("integral", "real floating")):
+            raise TypeError(
+                f"{found} with zero points of {zeros.dtype}; expected integers or real numbers: "
+                f"{fix}"
+            )
+        if zeros.shape != tiles:
+            raise ValueError(
+                f"{found} with zero points of shape {tuple(zeros.shape)}; expected the scales' "
+                f"{tuple(tiles)}: {fix}"
+            )
     _check_scales(found, kernel.scale)
 
 
@@ -175,6 +174,20 @@ def check_rounded(name: str, kernel: Any) -> None:
         )
 
 
+def check_norm(name: str, kernel: Any, norm: Any) -> None:
+    """Raises ValueError if the norm of a quantised kernel is NaN, though its scales have been
+    checked. A traced norm is not checked."""
+    if not (is_quantised(kernel) and _is_known(norm)):
+        return
+    with jax.ensure_compile_time_eval():
+        is_nan = bool(jnp.isnan(norm).any())
+    if is_nan:
+        raise ValueError(
+            f"{name} is quantised as {describe(kernel)}, with codes or zero points that are NaN; "
+            "expected numbers: quantise it again, from weights that are finite"
+        )
+
+
 def _check_scales(found: str, scale: Any) -> None:
     """Raises ValueError if a scale is zero, infinite or NaN. Traced scales pass.
 
@@ -194,13 +207,19 @@ def _check_scales(found: str, scale: Any) -> None:
 
 def _invalid_scales(scale: Any) -> np.ndarray | None:
     """Returns the scales in fp64 if one is zero, infinite or NaN, else None, as if traced."""
-    if isinstance(scale, Tracer) or not isinstance(scale, jax.Array | np.ndarray):
-        return None
-    if isinstance(scale, jax.Array) and not scale.is_fully_addressable:
+    if not _is_known(scale):
         return None
     # The scales may be a constant inside a traced function.
     with jax.ensure_compile_time_eval():
         return None if bool(_are_valid(scale)) else np.asarray(scale, np.float64)
+
+
+def _is_known(array: Any) -> bool:
+    """Returns whether this process can read the values of an array: it is not traced, and is on no
+    other process's devices."""
+    if isinstance(array, Tracer) or not isinstance(array, jax.Array | np.ndarray):
+        return False
+    return isinstance(array, np.ndarray) or array.is_fully_addressable
 
 
 @jax.jit

@@ -94,9 +94,9 @@ def _fields(
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise invalid_field("stream_options", options, "an object with include_usage")
     options = _without_nulls(options)
-    _boolean(dict(options), "include_obfuscation")  # which has no effect
     if options and not stream:
         raise invalid_field("stream_options", options, "no such field unless stream is true")
+    _boolean(options, "include_obfuscation")  # which has no effect
     seed = _integer(body, "seed", -(2**63), 2**63 - 1)
     fields = Fields(
         model=model,

@@ -13,7 +13,9 @@ from tests.tables import thinned
 from tools.measured import PAGES, TABLES, updated
 from tools.performance_tables import NO_TRITON, ROOT
 
-TEXT = {name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md")}
+TEXT = {
+    name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md", "docs/fidelity.md")
+}
 PERFORMANCE, SERVING, SEVERAL, STEP, README, _ = PAGES
 KINDS = ("LoRA", "DoRA")
 QWEN_STEP = {"task": "step", "model": "qwen3", "rank": 64}
@@ -455,6 +457,18 @@ def test_what_is_said_of_prompts_and_of_the_runs_of_a_bank():
         f"with {count:,} adapters LoRA takes {slower:.2f} of DoRA's time",
         f"at commit {torch['commit']} with PEFT {torch['peft']}, whereas the server was measured "
         f"at {ours['commit']}.",
+    )
+
+
+def test_what_is_said_of_rows_of_the_base_on_two_gpus():
+    few, more = sorted(
+        rows("tried", "h200x2", what="rows of the base in a bank"), key=lambda line: line["numbers"]
+    )
+    most = max(line["max_difference"] for line in (few, more))
+    assert_says(
+        "docs/fidelity.md",
+        f"in {few['differ']} of {few['numbers']:,} and in {more['differ']} of "
+        f"{more['numbers']:,} numbers, by {most:.1e} at most",
     )
 
 
