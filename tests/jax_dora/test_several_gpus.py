@@ -128,14 +128,22 @@ def test_rows_with_adapters_of_a_bank(use_bias, spec, time):
     if use_bias:
         bias = jax.device_put(plain.bias[...], NamedSharding(mesh, P(spec[1])))
         sharded.bias.set_value(bias)
+    # XLA chooses the algorithm of a product by timing it, in each program anew. Without those whose
+    # results depend on that choice, a row has the same bits in two programs (docs/fidelity.md).
+    jit = functools.partial(
+        jax.jit, compiler_options={"xla_gpu_exclude_nondeterministic_ops": "True"}
+    )
+    graph, state = nnx.split(sharded)
     with jax.set_mesh(mesh):
         whole = jax.device_put(x, NamedSharding(mesh, P()))
-        found = nnx.jit(call)(sharded, filled(AdapterBank(sharded, 3, 64)), ids, whole)
-        base = nnx.jit(lambda model, x: model(x))(sharded, whole)
+        bank = filled(AdapterBank(sharded, 3, 64))
+        found = jit(lambda state, *rest: call(nnx.merge(graph, state), *rest))(
+            state, bank, ids, whole
+        )
+        base = jit(lambda state, x: nnx.merge(graph, state)(x))(state, whole)
     assert_near(found, wanted)
-    # XLA can add a bias before it rounds the product, in either program.
+    # XLA can add a bias before it rounds the product, in either program. If two GPUs add parts of a
+    # product, then it can add the adapters' products before them.
     if spec == COLUMNS and not use_bias:
-        # On two GPUs a few of these numbers have differed from those of the program without a bank
-        # (docs/fidelity.md), as by the order of a sum.
-        pair = (np.asarray(y, np.float32)[ids < 0] for y in (found, base))
-        np.testing.assert_allclose(*pair, rtol=2.0**-7, atol=1e-5)
+        rows = (np.asarray(y, np.float32)[ids < 0] for y in (found, base))
+        np.testing.assert_array_equal(*rows)
