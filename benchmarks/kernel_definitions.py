@@ -42,6 +42,12 @@ def row_codes(x):
     return (wide / scale[:, None]).astype("float8_e4m3fn"), scale
 
 
+def swiglu_codes(gate, up, gate_g, up_g):
+    y_1, y_2 = gate_g * gate.astype(jnp.float32), up_g * up.astype(jnp.float32)
+    h = (y_1 * lax.logistic(y_1) * y_2).astype(gate.dtype)
+    return h, *row_codes(h)
+
+
 def compose(base, lora, g):
     return (g * (base.astype(jnp.float32) + lora)).astype(base.dtype)
 

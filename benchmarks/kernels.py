@@ -30,6 +30,7 @@ from jax_dora.ops.mosaic import (
     product_tiling,
     quantised_product,
     row_codes,
+    swiglu_codes,
 )
 from jax_dora.ops.mosaic.bank_rows_sizes import Member
 from jax_dora.ops.quantised import Format, bits
@@ -275,6 +276,14 @@ TABLE = (
         "rows out",
         _grid(rows=(1024, 4096), out=(1024, 4096, 8192)),
         [row_codes.Config(stages=s, blocks_per_sm=b) for s, b in ((3, 3), (4, 2), (2, 3))],
+    ),
+    Kernel(
+        "swiglu_codes",
+        "rows out",
+        "rows out, rows out, out, out",
+        _grid(rows=(1024, 4096), out=(4096, 8192, 14336)),
+        [swiglu_codes.Config(stages=s, blocks_per_sm=b) for s, b in ((2, 2), (3, 3), (4, 2))],
+        kinds=(BF16, 2),
     ),
     Kernel(
         "compose",

@@ -113,7 +113,7 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
             sizes = ALIGNED  # The tiles of the tensor cores have no ragged columns.
         elif name.startswith("bank"):
             sizes = FEW if name == "bank_few_rows" else GROUPED
-        elif name in ("row_codes", "stationary_norm"):
+        elif name in ("row_codes", "stationary_norm", "swiglu_codes"):
             sizes = WHOLE
         return lambda: kernel.launch(*kernel.draw(sizes))
 

@@ -20,6 +20,7 @@ from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import Projection, bank_linear, bank_linears
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.row_wise import CodedRows
 
 _BANK_ATTRIBUTES = frozenset(
     f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation", "kernel")
@@ -105,12 +106,13 @@ class BankLayer(nnx.Module):
         step = self.bank_step.get_value()
         return None if step is None else step.reshape(-1, *step.shape[-2:])[0]
 
-    def _promoted(self, inputs: jax.Array) -> tuple[jax.Array, Any, Any]:
-        """Returns inputs, kernel and bias (or None) in the dtype of the products."""
+    def _promoted(self, inputs: Any) -> tuple[jax.Array, Any, Any]:
+        """Returns inputs, without codes, kernel and bias (or None) in the dtype of the products."""
         bias = None if self.bias is None else self.bias[...]
-        return self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        x = inputs.x if isinstance(inputs, CodedRows) else inputs
+        return self.promote_dtype((x, self.kernel[...], bias), dtype=self.dtype)
 
-    def _projection(self, inputs: jax.Array) -> Projection:
+    def _projection(self, inputs: Any) -> Projection:
         slots, _, part = self._slots()
         return Projection(self._unbiased()(inputs), slots, part, self._promoted(inputs)[2])
 
@@ -121,7 +123,7 @@ class BankLayer(nnx.Module):
         base.bias, base.use_bias = nnx.data(None), False
         return base
 
-    def _call(self, inputs: jax.Array, **settings: Any) -> jax.Array:
+    def _call(self, inputs: Any, **settings: Any) -> jax.Array:
         """Returns the layer's result; `settings` are passed to the base layer."""
         x, _, bias = self._promoted(inputs)
         base = self._unbiased()(inputs, **settings)
@@ -165,8 +167,8 @@ class BankLayer(nnx.Module):
         return meshes.with_auto_axes(apply_adapters, mesh, jax.P(*meshes.spec(base)))(operands)
 
 
-def apply_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
-    """Returns the results of several layers for the same x.
+def apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array]:
+    """Returns the results of several layers for the same x, an array or `CodedRows`.
 
     If all are similar layers of a bank, they are computed together. With few tokens, this takes as
     many launches of the bank's kernels as a single layer.
@@ -190,11 +192,11 @@ def apply_together(layers: Sequence[Any], x: jax.Array) -> list[jax.Array]:
     )
 
 
-def _can_apply_together(layers: Sequence[Any], x: jax.Array) -> bool:
+def _can_apply_together(layers: Sequence[Any], x: Any) -> bool:
     """Returns whether layers are of a bank and can be computed together."""
     if not all(isinstance(layer, BankLinear) for layer in layers) or x.ndim != 3:
         return False
-    if meshes.explicit(x, *jax.tree.leaves([nnx.state(layer) for layer in layers])) is not None:
+    if meshes.explicit(*jax.tree.leaves([x, *map(nnx.state, layers)])) is not None:
         return False
 
     def kind(layer: Any) -> tuple[Any, ...]:
@@ -223,6 +225,7 @@ class BankLinear(BankLayer, nnx.Linear):
     """
 
     base_type = nnx.Linear
+    can_take_codes = True
 
     def __init__(self, base: Any, projection: BankProjection, *others: Any) -> None:
         super().__init__(base, projection, *others)
@@ -234,12 +237,12 @@ class BankLinear(BankLayer, nnx.Linear):
         rows = "abcdefghijklmnopqrstuvw"[: ndim - 1]
         return Equation(f"{rows}x", "xy", f"{rows}y")
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         if out_sharding is None and self._takes_whole_projection(inputs):
             return _apply_to_prompts([self], inputs)[0]
         return self._call(inputs, out_sharding=out_sharding)
 
-    def _takes_whole_projection(self, inputs: jax.Array) -> bool:
+    def _takes_whole_projection(self, inputs: Any) -> bool:
         """Returns whether one kernel may compute the base's product and the adapters' together.
 
         This requires inputs with several tokens per row, and a base layer that multiplies by the

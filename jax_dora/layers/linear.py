@@ -25,6 +25,7 @@ class DoRALinear(DoRAProduct, nnx.Linear):
 
     base_type = nnx.Linear
     takes = frozenset({"keep_inner"})
+    can_take_codes = True
 
     def __init__(
         self,

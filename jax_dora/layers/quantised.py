@@ -26,6 +26,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised, row_wise, weight_only
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.reduction import static_precision
+from jax_dora.ops.row_wise import CodedRows
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
@@ -55,16 +56,23 @@ def check_kernel(kernel: Any, layout: Layout, stack: Stack) -> None:
 
 
 def dtype_carrier(array: Any) -> Any:
-    """Returns the array whose dtype takes part in promotion: the scales of a quantised array, or
-    the array itself."""
+    """Returns the array whose dtype takes part in promotion: the scales of a quantised array, x of
+    `CodedRows`, or the array itself."""
+    if isinstance(array, CodedRows):
+        return array.x
     return array.scale if quantised.is_quantised(array) else array
 
 
 def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
     """Returns the arrays cast to one dtype by Flax's rules. Quantised arrays are not cast."""
     promoted = dtypes.promote_dtype(tuple(map(dtype_carrier, args)), dtype=dtype, inexact=inexact)
+
+    def is_kept(one: Any, cast: Any) -> bool:
+        has_codes = isinstance(one, CodedRows) and one.dtype == cast.dtype
+        return has_codes or quantised.is_quantised(one)
+
     pairs = zip(args, promoted, strict=True)
-    return tuple(one if quantised.is_quantised(one) else cast for one, cast in pairs)
+    return tuple(one if is_kept(one, cast) else cast for one, cast in pairs)
 
 
 def dot_general(
@@ -126,14 +134,14 @@ def _has_few_rows(lhs: jax.Array, rhs: Any, dimension_numbers: Any) -> bool:
 
 
 def dot_general_by_rows(
-    lhs: jax.Array,
+    lhs: Any,
     rhs: Any,
     dimension_numbers: Any,
     precision: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
     """Returns `dot_general` without batch axes. For a quantised kernel [*in, *out] it is an FP8
-    product by `row_wise`."""
+    product by `row_wise`; lhs can then be `CodedRows` [..., in]."""
     if not quantised.is_quantised(rhs):
         options = {"precision": precision, "out_sharding": out_sharding}
         return lax.dot_general(lhs, rhs, dimension_numbers, **options)
@@ -147,7 +155,7 @@ def dot_general_by_rows(
 
 def _by_matrix(
     multiply: Callable[[row_wise.Product], jax.Array],
-    lhs: jax.Array,
+    lhs: Any,
     rhs: Any,
     dimension_numbers: Any,
     out_sharding: Any,
@@ -173,19 +181,21 @@ def _by_matrix(
 
     def multiply_matrix(operands: row_wise.Product) -> jax.Array:
         x, kernel = operands
+        if isinstance(x, CodedRows):
+            return multiply(operands)
         x = x.transpose(*rows, *x_contracted)
         lead, out = x.shape[: len(rows)], [kernel.shape[axis] for axis in columns]
         matrix = quantised.as_matrices(kernel, kernel.shape, groups)
         y = multiply(row_wise.Product(x.reshape(*lead, matrix.shape[0]), matrix))
         return y.reshape(*lead, *out)
 
-    operands = row_wise.Product(lhs, rhs)
-    mesh = meshes.explicit(lhs, rhs.qvalue)
+    operands, x = row_wise.Product(lhs, rhs), dtype_carrier(lhs)
+    mesh = meshes.explicit(x, rhs.qvalue)
     if mesh is None:
         return multiply_matrix(operands)
     if out_sharding is None:
-        x, kernel = meshes.spec(lhs), meshes.spec(rhs.qvalue)
-        out_sharding = jax.P(*(x[axis] for axis in rows), *(kernel[axis] for axis in columns))
+        of_x, of_kernel = meshes.spec(x), meshes.spec(rhs.qvalue)
+        out_sharding = jax.P(*(of_x[axis] for axis in rows), *(of_kernel[axis] for axis in columns))
     spec = getattr(out_sharding, "spec", out_sharding)
     return meshes.with_auto_axes(multiply_matrix, mesh, spec)(operands)
 
@@ -306,6 +316,13 @@ def act_qtype_of(layer: Any) -> str | None:
     """Returns the format to which a layer, adapted or not, quantises its activations; None for no
     quantisation."""
     return row_wise.QTYPE if getattr(layer, "dot_general", None) is dot_general_by_rows else None
+
+
+def takes_codes(layer: Any) -> bool:
+    """Returns whether a layer quantises its inputs and can be called with `CodedRows`."""
+    # A subclass may compute something else with its inputs.
+    can_take = type(layer) is nnx.Linear or vars(type(layer)).get("can_take_codes", False)
+    return can_take and act_qtype_of(layer) is not None
 
 
 def compute_plain(layer: Any) -> None:

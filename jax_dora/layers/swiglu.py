@@ -14,7 +14,7 @@ from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import dropout_of_call, operands_of_call
 from jax_dora.layers.linear import DoRALinear
-from jax_dora.layers.quantised import act_qtype_of, dtype_carrier
+from jax_dora.layers.quantised import act_qtype_of, dtype_carrier, takes_codes
 from jax_dora.ops.projection import RESULT_NAME
 
 
@@ -58,8 +58,7 @@ def swiglu(
     Raises:
       ValueError: the two layers' results differ in shape.
     """
-    is_fused = _can_fuse(gate) and _can_fuse(up) and _dtype(gate, inputs) == _dtype(up, inputs)
-    if out_sharding is not None or not is_fused:
+    if out_sharding is not None or not _is_fused(gate, up, inputs):
         options = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
         options = {name: value for name, value in options.items() if value is not None}
         gate_result, up_result = (_call(layer, inputs, options) for layer in (gate, up))
@@ -69,9 +68,18 @@ def swiglu(
                 "both layers need the same number of output features"
             )
         return jax.nn.silu(gate_result) * up_result
-    gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
-    up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
-    return ops.swiglu(gate_inner, up_inner, gate_g, up_g, gate_bias=gate_bias, up_bias=up_bias)
+    return _fused(gate, up, inputs, deterministic, rngs)
+
+
+def swiglu_into(layer: Any, gate: Any, up: Any, inputs: Any) -> Any:
+    """Returns `swiglu(gate, up, inputs)` for a call of `layer`: if the layer takes them, with codes
+    that are made in the same pass.
+
+    inputs can be `CodedRows` if gate and up take them.
+    """
+    if takes_codes(layer) and _is_fused(gate, up, inputs):
+        return _fused(gate, up, inputs, with_codes=True)
+    return swiglu(gate, up, inputs)
 
 
 def _call(layer: Any, inputs: jax.Array, options: dict[str, Any]) -> jax.Array:
@@ -91,6 +99,25 @@ def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in unsupported}
 
 
+def _is_fused(gate: Any, up: Any, inputs: Any) -> bool:
+    return _can_fuse(gate) and _can_fuse(up) and _dtype(gate, inputs) == _dtype(up, inputs)
+
+
+def _fused(
+    gate: DoRALinear,
+    up: DoRALinear,
+    inputs: Any,
+    deterministic: bool | None = None,
+    rngs: Any = None,
+    *,
+    with_codes: bool = False,
+) -> Any:
+    gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
+    up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias}
+    return ops.swiglu(gate_inner, up_inner, gate_g, up_g, **biases, with_codes=with_codes)
+
+
 def _can_fuse(layer: Any) -> bool:
     if not isinstance(layer, DoRALinear) or type(layer).__call__ is not DoRALinear.__call__:
         return False
@@ -98,15 +125,14 @@ def _can_fuse(layer: Any) -> bool:
     return layer.implementation is None and not drops_whole_input
 
 
-def _dtype(layer: DoRALinear, inputs: jax.Array) -> Any:
+def _dtype(layer: DoRALinear, inputs: Any) -> Any:
     """Returns the dtype of the layer's result, by the promotion of `operands_of_call`."""
     bias = None if layer.bias is None else layer.bias[...]
-    return jnp.dtype(
-        canonicalize_dtype(inputs, dtype_carrier(layer.kernel[...]), bias, dtype=layer.dtype)
-    )
+    x, kernel = map(dtype_carrier, (inputs, layer.kernel[...]))
+    return jnp.dtype(canonicalize_dtype(x, kernel, bias, dtype=layer.dtype))
 
 
-def _parts(layer: DoRALinear, inputs: jax.Array, deterministic, rngs):
+def _parts(layer: DoRALinear, inputs: Any, deterministic, rngs):
     """Returns (inner, g, bias) of a call."""
     operands = operands_of_call(layer, inputs)
     dropout = dropout_of_call(layer, deterministic, rngs)

@@ -1,5 +1,6 @@
 """One layer of the decoder: attention and a gated MLP, each with a norm and a residual."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
 from jax_dora.bank.layers import BankLayer, apply_together
+from jax_dora.layers.quantised import takes_codes
+from jax_dora.layers.swiglu import swiglu_into
 from jax_dora.models import activations, rope
 from jax_dora.models.attention import Segments, attend, attend_segments
 from jax_dora.models.cache import LayerCache
 from jax_dora.models.config import DecoderConfig
 from jax_dora.ops.projection import RESULT_NAME
+from jax_dora.ops.row_wise import CodedRows, coded_by
 
 # Makes a projection: nnx.Linear, or a callable with its arguments that returns an adapted layer.
 MakeLinear = Callable[..., Any]
@@ -34,6 +38,18 @@ class RMSNorm(nnx.Module):
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         normed = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
         return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+    def coded(self, x: jax.Array) -> CodedRows:
+        """Returns the result with its FP8 codes, which XLA computes in the passes of the norm.
+
+        Each row's scale is that of its largest result before rounding, so it is known when the
+        mean is.
+        """
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1)
+        scale = self.scale[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        largest = jnp.max(jnp.abs(wide * scale), axis=-1)
+        return coded_by(largest * lax.rsqrt(mean_square + self.epsilon), self(x))
 
 
 class Attention(nnx.Module):
@@ -56,7 +72,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Any,
         angles: tuple[jax.Array, jax.Array],
         mask: jax.Array | Segments | None,
         cache: LayerCache | None = None,
@@ -92,14 +108,14 @@ class MLP(nnx.Module):
         self.up_proj = linear(hidden, intermediate, **options)
         self.down_proj = linear(intermediate, hidden, **options)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Any) -> jax.Array:
         layers = self.gate_proj, self.up_proj
         if isinstance(self.gate_proj, BankLayer):
             gate, up = apply_together(layers, x)
             gated = nnx.silu(gate) * up
         else:
-            gated = jax_dora.swiglu(*layers, x)
-        gated = checkpoint_name(gated, activations.GATED)
+            gated = swiglu_into(self.down_proj, *layers, x)
+        gated = _on_x(functools.partial(checkpoint_name, name=activations.GATED), gated)
         return _named(self.down_proj, self.down_proj(gated))
 
 
@@ -121,16 +137,29 @@ class DecoderLayer(nnx.Module):
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Returns the result [batch, time, hidden], and the keys and values of x's tokens."""
-        normed = checkpoint_name(self._sharded(self.input_layernorm(x)), activations.NORMED)
-        attended, keys_and_values = self.self_attn(normed, angles, mask, cache)
+        attention, mlp = self.self_attn, self.mlp
+        qkv = attention.q_proj, attention.k_proj, attention.v_proj
+        normed = self._normed(self.input_layernorm, x, *qkv)
+        attended, keys_and_values = attention(normed, angles, mask, cache)
         x = self._sharded(x + attended)
-        normed = self._sharded(self.post_attention_layernorm(x))
-        normed = checkpoint_name(normed, activations.NORMED)
-        return self._sharded(x + self.mlp(normed)), keys_and_values
+        normed = self._normed(self.post_attention_layernorm, x, mlp.gate_proj, mlp.up_proj)
+        return self._sharded(x + mlp(normed)), keys_and_values
+
+    def _normed(self, norm: RMSNorm, x: jax.Array, *layers: Any) -> Any:
+        """Returns norm(x) for `layers`; with its codes if all of them take codes."""
+        normed = norm.coded(x) if all(map(takes_codes, layers)) else norm(x)
+        return _on_x(lambda y: checkpoint_name(self._sharded(y), activations.NORMED), normed)
 
     def _sharded(self, x: jax.Array) -> jax.Array:
         # Without the constraint XLA may gather activations instead of the sharded weights.
         return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
+
+
+def _on_x(function: Callable[[jax.Array], jax.Array], rows: Any) -> Any:
+    """Returns `function` of an array, or of the x of `CodedRows`."""
+    if isinstance(rows, CodedRows):
+        return rows._replace(x=function(rows.x))
+    return function(rows)
 
 
 def _named(layer: Any, y: jax.Array) -> jax.Array:

@@ -119,9 +119,13 @@ def scaled_linear(
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g.
 
     Args:
-      operands: the operands, without seed and z. g has any float dtype; None means ones.
+      operands: the operands, without seed, z and codes. g has any float dtype; None means ones. x
+        can be `row_wise.CodedRows`, of act_qtype.
       dropout, implementation, precision, keep_inner, act_qtype: see `dora_linear`.
     """
+    if isinstance(operands.x, row_wise.CodedRows):
+        x, codes, row_scales = operands.x
+        operands = operands._replace(x=x, codes=codes, row_scales=row_scales)
     x, kernel, lora_a, lora_b, g, scale, bias, *_ = operands
     _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
     for name, vector in (("g", g), ("bias", bias)):
@@ -212,6 +216,9 @@ def _without_explicit_axes(static: Static, operands: Projection) -> jax.Array:
     if not quantised.is_quantised(kernel):
         kernel = kernel.astype(dtype)
     operands = operands._replace(x=x.astype(dtype), kernel=kernel)
+    if static.act_qtype is not None and operands.codes is None:
+        rows = row_wise.coded(operands.x, static.implementation)
+        operands = operands._replace(codes=rows.codes, row_scales=rows.scales)
     if static.rate and static.mode == "input":
         return _with_dropped_input(static, operands)
     if static.implementation == "eager":
@@ -221,7 +228,7 @@ def _without_explicit_axes(static: Static, operands: Projection) -> jax.Array:
 
 def _with_dropped_input(static: Static, operands: Projection) -> jax.Array:
     """Returns the result of dropout mode "input": base of x plus ΔY of the dropped x."""
-    x, kernel, lora_a, lora_b, g, scale, bias, seed, _ = operands
+    x, kernel, lora_a, lora_b, g, scale, bias, seed, *_ = operands
     assert g is not None
     assert seed is not None
     dot = functools.partial(dot_general, static.precision, axes=(-1, 0))

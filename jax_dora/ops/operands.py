@@ -55,6 +55,8 @@ class Projection(NamedTuple):
       seed: uint32[2], the seed of x's dropout.
       z: [..., r], drop(x) (scale·lora_a), once it has been computed. lora_a is then None if z must
         not be recomputed from it.
+      codes, row_scales: those of `row_wise.CodedRows`, if x is quantised for the product with the
+        kernel.
     """
 
     x: Any
@@ -66,6 +68,8 @@ class Projection(NamedTuple):
     bias: Any = None
     seed: Any = None
     z: Any = None
+    codes: Any = None
+    row_scales: Any = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -91,6 +95,7 @@ class Gating(NamedTuple):
       gate_g, up_g: f32[out].
       gate_bias, up_bias: [out].
       dh: [..., out], the gradient of the result; only for the backward pass.
+      h: [..., out], the result, if it has been computed.
     """
 
     gate: Any
@@ -100,6 +105,7 @@ class Gating(NamedTuple):
     up_g: Any
     up_bias: Any
     dh: Any = None
+    h: Any = None
 
 
 class AdaptedKernel(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_dora.ops import choose, quantised, row_wise, weight_only
 from jax_dora.ops.compose import accumulator, forward
@@ -48,7 +49,7 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
         return _forward_with_quantised_rows(static, shard, operands)
     if shard.summed:
         return _forward_with_sharded_inputs(static, shard, operands)
-    x, kernel, lora_a, lora_b, g, scale, bias, _, z = operands
+    x, kernel, lora_a, lora_b, g, scale, bias, _, z, *_ = operands
     dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
@@ -98,7 +99,7 @@ def _forward_with_sharded_inputs(
     static: Static, shard: Shard, operands: Projection
 ) -> tuple[Any, Any]:
     """Returns (y, inner or None), summed over the devices that share the input features."""
-    x, _, lora_a, _, g, scale, bias, _, z = operands
+    x, _, lora_a, _, g, scale, bias, _, z, *_ = operands
     if lora_a is None:
         z = shard.on_first_device(z)
     else:
@@ -122,10 +123,10 @@ def _forward_with_quantised_rows(
 
     The adapter's products, g and the bias have the same dtypes as without quantised activations.
     """
-    x, kernel, _, lora_b, g, _, bias, _, z = operands
+    x, kernel, _, lora_b, g, _, bias, _, z, *codes = operands
     one, options = jnp.float32(1), {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
-    base = row_wise.sums(x, kernel, shard, static.implementation)
+    base = row_wise.sums(row_wise.CodedRows(x, *codes), kernel, shard)
     out, rank = kernel.shape[1], z.shape[-1]
     call = (base.total.size // max(out, 1), rank, out, base.total.dtype)
     choice = choose.choose(static.op, static.implementation, (expand_compose, call))
@@ -133,15 +134,20 @@ def _forward_with_quantised_rows(
         g = jnp.ones(out, jnp.float32) if g is None else g
         scales = base.rows, base.columns
         return choice.launch(base.total, z, lora_b, g, one, bias, scales, **options)
-    lora = dot_general(static.precision, z, lora_b, (-1, 0))
-    y, inner = forward(None, base.scaled, lora, g, one, bias, **options)
+    dot = functools.partial(dot_general, static.precision, axes=(-1, 0))
+    scaled, lora = base.scaled, dot(z, lora_b)
+    if static.implementation == "eager":
+        # JAX differentiates this, and the rounding of x has no gradient.
+        exact = quantised.apply_dense(dot, x, kernel).astype(scaled.dtype)
+        scaled = exact + lax.stop_gradient(scaled - exact)
+    y, inner = forward(None, scaled, lora, g, one, bias, **options)
     return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
 
 
 FORWARD = Op(
     "project",
     _forward,
-    Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "t r"),
+    Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "t r", "t i", "t"),
     ("t o", "t o"),
     contracted="i",
     is_projection=True,

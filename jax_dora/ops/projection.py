@@ -104,7 +104,8 @@ def _projection_fwd(
         y = jnp.asarray(checkpoint_name(y, RESULT_NAME))
         inner = jnp.asarray(checkpoint_name(inner, name))
     # The bias stays, because it determines whether `inner` holds inner or y.
-    kept = operands._replace(x=operands.x if wanted.lora_a or wanted.kernel else None)
+    x = operands.x if wanted.lora_a or wanted.kernel else None
+    kept = operands._replace(x=x, codes=None, row_scales=None)
     z = forward.z if wanted.lora_b else None
     return y, (kept, wanted, z, inner, scaled if wanted.x else None)
 

@@ -15,12 +15,13 @@ from jax import lax
 from jax.core import Tracer
 from jax.experimental.layout import Format, Layout
 
-from jax_dora.ops import check, choose, quantised, residuals
+from jax_dora.ops import check, choose, primitive, quantised, residuals
 from jax_dora.ops.compose import per_feature
 from jax_dora.ops.mosaic import row_codes
+from jax_dora.ops.operands import Static
 from jax_dora.ops.reduction import dot_general
 from jax_dora.ops.rounding import bound
-from jax_dora.ops.shard import Shard
+from jax_dora.ops.shard import Op, Shard
 
 QTYPE = row_codes.QTYPE
 
@@ -64,6 +65,83 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
     )
 
 
+class CodedRows(NamedTuple):
+    """Rows and their FP8 codes, x ≈ codes ∘ scales.
+
+    A layer for which `jax_dora.layers.quantised.takes_codes` is true can be called with it instead
+    of with x.
+
+    Attributes:
+      x: [..., in].
+      codes: x̂, float8_e4m3fn[..., in].
+      scales: s_x, f32[...].
+    """
+
+    x: Any
+    codes: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.x.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.x.dtype
+
+
+def coded(x: Any, implementation: str | None = None) -> CodedRows:
+    """Returns x [..., in] with its codes, which have no gradient.
+
+    With implementation None or "mosaic", a Mosaic kernel may make them, if each row is on a single
+    device. A row that several devices share has a single scale.
+    """
+    call = (x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype)
+    if implementation == "mosaic" and row_codes.refuses(*call):
+        implementation = None
+    static = Static("row_codes", implementation)
+    return CodedRows(x, *primitive.call(ROW_CODES, static, _Rows(lax.stop_gradient(x))))
+
+
+def coded_by(largest: jax.Array, x: jax.Array) -> CodedRows:
+    """Returns x [..., in] with its codes, which have no gradient, by XLA.
+
+    Args:
+      largest: f32[...], max |x| of each row, up to an error of 3 %, with which no code overflows.
+      x: [..., in].
+    """
+    largest, constant = lax.stop_gradient((largest, x))
+    # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum propagates NaN.
+    scales = jnp.maximum(largest * (1 / bound(QTYPE)), row_codes.LEAST)
+    return CodedRows(x, (constant.astype(jnp.float32) / scales[..., None]).astype(QTYPE), scales)
+
+
+class _Rows(NamedTuple):
+    """The operands of `ROW_CODES`: x [..., in]."""
+
+    x: Any
+
+
+def _run_codes(static: Static, shard: Shard, operands: _Rows) -> tuple[jax.Array, jax.Array]:
+    (x,) = operands
+    choice = None
+    if not shard.summed:
+        call = (x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype)
+        choice = choose.choose(static.op, static.implementation, (row_codes, call), optional=True)
+    if choice is not None:
+        return choice.launch(x)
+    largest = shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32))
+    _, codes, scales = coded_by(largest, x)
+    return codes, scales
+
+
+ROW_CODES = Op("row_codes", _run_codes, _Rows("t i"), ("t i", "t"), contracted="i")
+
+
 class Sums(NamedTuple):
     """A product before its scales are applied, and the scales.
 
@@ -84,35 +162,16 @@ class Sums(NamedTuple):
         return total * per_feature(self.columns, total)
 
 
-def sums(x: jax.Array, kernel: Any, shard: Shard, implementation: str | None) -> Sums:
+def sums(rows: CodedRows, kernel: Any, shard: Shard) -> Sums:
     """Returns x W with quantised rows of x, before the scales are applied.
 
     Args:
-      x: [..., in].
+      rows: x [..., in] and its codes.
       kernel: [in, out], which `check_act_qtype` accepts.
-      shard: how the call is sharded. A row that several devices share has a single scale.
-      implementation: with None or "mosaic", a Mosaic kernel may quantise the rows, if each row is
-        on a single device.
+      shard: how the call is sharded.
     """
-    choice = None
-    if not shard.summed:
-        call = (x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype)
-        choice = choose.choose("row_codes", implementation, (row_codes, call), optional=True)
-    if choice is not None:
-        codes, rows = choice.launch(x)
-    else:
-        largest = shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32))
-        # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum propagates NaN.
-        rows = jnp.maximum(largest * (1 / bound(QTYPE)), row_codes.LEAST)
-        codes = (x.astype(jnp.float32) / rows[..., None]).astype(QTYPE)
-    total = shard.sum(_multiplied(codes, kernel.qvalue, x.dtype))
-    return Sums(total, rows, quantised.repeated(kernel.scale, 1, kernel.shape[1])[0])
-
-
-def product(x: jax.Array, kernel: Any) -> jax.Array:
-    """Returns x W with quantised rows of x, f32[..., out], for x [..., in] and kernel [in, out]."""
-    # XLA could not partition a Mosaic kernel over devices.
-    return sums(x, kernel, Shard(), "xla").scaled
+    total = shard.sum(_multiplied(rows.codes, kernel.qvalue, rows.dtype))
+    return Sums(total, rows.scales, quantised.repeated(kernel.scale, 1, kernel.shape[1])[0])
 
 
 def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:
@@ -128,28 +187,46 @@ def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:
 
 
 class Product(NamedTuple):
-    """The operands of a product: x [..., in], kernel [in, out]."""
+    """The operands of a product: x [..., in], or its `CodedRows`, and kernel [in, out]."""
 
     x: Any
     kernel: Any
 
 
-def _linear(precision: Any, operands: Product) -> jax.Array:
-    return product(*operands).astype(operands.x.dtype)
+def linear(precision: Any, operands: Product) -> jax.Array:
+    """Returns x W with quantised rows of x, in x's dtype; `precision` is that of x's gradient."""
+    x, kernel = operands
+    rows = x if isinstance(x, CodedRows) else coded(x)
+    return _linear(precision, _CodedProduct(*rows, kernel))
 
 
-def _linear_fwd(precision: Any, operands: Product, wanted: Product) -> tuple[jax.Array, Any]:
+class _CodedProduct(NamedTuple):
+    """The operands of a product: those of `CodedRows`, and kernel [in, out]."""
+
+    x: Any
+    codes: Any
+    scales: Any
+    kernel: Any
+
+
+def _define(precision: Any, operands: _CodedProduct) -> jax.Array:
+    *rows, kernel = operands
+    return sums(CodedRows(*rows), kernel, Shard()).scaled.astype(operands.x.dtype)
+
+
+def _linear_fwd(
+    precision: Any, operands: _CodedProduct, wanted: _CodedProduct
+) -> tuple[jax.Array, Any]:
     if wanted.kernel:
         check.refuse_kernel_gradient(operands.kernel)
-    return _linear(precision, operands), operands.kernel
+    return _define(precision, operands), operands.kernel
 
 
 def _linear_bwd(precision: Any, kernel: Any, dy: jax.Array) -> dict[str, jax.Array]:
     return {"x": dot_general(precision, dy, quantised.dense(kernel, dy.dtype), (-1, 1))}
 
 
-linear = residuals.with_gradient(Product, _linear, _linear_fwd, _linear_bwd)
-"""`(precision, operands) -> product` in x's dtype; `precision` is used for x's gradient."""
+_linear = residuals.with_gradient(_CodedProduct, _define, _linear_fwd, _linear_bwd)
 
 
 def with_contiguous_columns(kernel: Any) -> Any:

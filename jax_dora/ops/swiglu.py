@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jax_dora.ops import check, choose, primitive, residuals
+from jax_dora.ops import check, choose, primitive, residuals, row_wise
 from jax_dora.ops import mesh as meshes
 from jax_dora.ops.choose import Choice
 from jax_dora.ops.compose import accumulator, per_feature
 from jax_dora.ops.mosaic import swiglu_backward as kernel_backward
+from jax_dora.ops.mosaic import swiglu_codes as kernel_with_codes
 from jax_dora.ops.operands import Gating, Static
 from jax_dora.ops.shard import Op, Shard
 
@@ -34,7 +36,8 @@ def swiglu(
     gate_bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+    with_codes: bool = False,
+) -> Any:
     """Returns silu(gate_g∘gate + gate_bias)∘(up_g∘up + up_bias), computed in fp32, rounded once.
 
     Args:
@@ -43,10 +46,12 @@ def swiglu(
       gate_bias, up_bias: [out].
       implementation: the gradient's implementation: None, "mosaic", "xla" or "eager", as in
         `dora_linear`; a named one runs or raises. "mosaic" is one pass over dh, gate and up. The
-        result itself is always computed by XLA, which fuses it into one pass.
+        result itself is computed by XLA, which fuses it into one pass.
+      with_codes: quantise the result's rows in the pass that computes it, except on a mesh with
+        explicit axes. With implementation None or "mosaic" this may be a Mosaic kernel.
 
     Returns:
-      [..., out] in gate's dtype.
+      [..., out] in gate's dtype; with codes a `row_wise.CodedRows` of it.
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
@@ -71,7 +76,10 @@ def swiglu(
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Gating(gate, up, gate_g, gate_bias, up_g, up_bias)
-    function = functools.partial(_without_explicit_axes, Static("swiglu", implementation))
+    static = Static("swiglu", implementation)
+    if with_codes and meshes.explicit(gate, up) is None:
+        return _with_codes(static, meshes.vary_alike(operands))
+    function = functools.partial(_without_explicit_axes, static)
     return meshes.elementwise(function, gate, up)(operands)
 
 
@@ -83,8 +91,18 @@ def _without_explicit_axes(static: Static, operands: Gating) -> jax.Array:
     return meshes.differentiable(_swiglu)(static, meshes.vary_alike(operands))
 
 
+def _with_codes(static: Static, operands: Gating) -> row_wise.CodedRows:
+    constants = jax.tree.map(lax.stop_gradient, operands)
+    h, codes, scales = primitive.call(SWIGLU_CODES, static, constants)
+    if static.implementation != "eager":
+        operands = operands._replace(h=h)
+    return row_wise.CodedRows(_without_explicit_axes(static, operands), codes, scales)
+
+
 def define(operands: Gating) -> jax.Array:
-    """Returns the result, by its definition."""
+    """Returns the result, by its definition unless it has been computed."""
+    if operands.h is not None:
+        return operands.h
     (y1, y2), _ = _composed(operands)
     return (y1 * jax.nn.sigmoid(y1) * y2).astype(operands.gate.dtype)
 
@@ -110,7 +128,7 @@ def define_backward(dh: jax.Array, operands: Gating) -> Gating:
 
 def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Returns ((y₁, y₂), (g₁, g₂)) in the accumulator's dtype."""
-    gate, up, gate_g, gate_bias, up_g, up_bias, _ = operands
+    gate, up, gate_g, gate_bias, up_g, up_bias, *_ = operands
 
     def composed(inner, g, bias):
         wide = inner.astype(accumulator(inner.dtype))
@@ -123,7 +141,7 @@ def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]:
     """Returns the gradient of every operand; None for the biases unless `want_bias`."""
-    gate, up, gate_g, gate_bias, up_g, up_bias, dh = operands
+    gate, up, gate_g, gate_bias, up_g, up_bias, dh, _ = operands
     choice = _choose(static, gate)
     if choice is None:
         gradients = define_backward(dh, operands)
@@ -156,8 +174,28 @@ SWIGLU_BACKWARD = Op(
 )
 
 
+def _run_codes(static: Static, shard: Shard, operands: Gating) -> tuple[jax.Array, ...]:
+    """Returns h, its codes and their scales."""
+    gate, up, gate_g, gate_bias, up_g, up_bias, *_ = operands
+    choice = None
+    if not shard.summed:
+        rows, vectors = gate.size // max(gate.shape[-1], 1), 2 if gate_bias is up_bias else 4
+        candidate = (kernel_with_codes, (rows, gate.shape[-1], gate.dtype, vectors))
+        choice = choose.choose(static.op, static.implementation, candidate, optional=True)
+    if choice is not None:
+        return choice.launch(gate, up, gate_g, up_g, gate_bias, up_bias)
+    h = define(operands)
+    largest = shard.max(jnp.max(jnp.abs(h), axis=-1).astype(jnp.float32))
+    return tuple(row_wise.coded_by(largest, h))
+
+
+SWIGLU_CODES = Op(
+    "swiglu_codes", _run_codes, Gating(*_RESULTS), ("t o", "t o", "t"), contracted="o"
+)
+
+
 def _swiglu_fwd(static: Static, operands: Gating, wanted: Gating) -> tuple[jax.Array, Any]:
-    return define(operands), (operands, wanted)
+    return define(operands), (operands._replace(h=None), wanted)
 
 
 def _swiglu_bwd(static: Static, kept: Any, dh: jax.Array) -> dict[str, Any]:

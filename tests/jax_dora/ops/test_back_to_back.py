@@ -99,6 +99,12 @@ def by_quantised_rows(rows: int, n_in: int, out: int) -> tuple[Callable[..., Any
     return call, operands[:-1]
 
 
+def swiglu_with_codes(rows: int, out: int) -> tuple[Callable[..., Any], Any]:
+    vectors = (1 + normal(seed, out, dtype=jnp.float32, deviation=0.1) for seed in (4, 5))
+    call = functools.partial(ops.swiglu, implementation="mosaic", with_codes=True)
+    return call, (normal(1, rows, out), normal(2, rows, out), *vectors)
+
+
 def swiglu(rows: int, out: int) -> tuple[Callable[..., Any], Any]:
     def call(dh: jax.Array, *operands: jax.Array) -> Any:
         h, pull = jax.vjp(functools.partial(ops.swiglu, implementation="mosaic"), *operands)
@@ -147,6 +153,7 @@ CASES = {
     "FP8 on both sides": (by_quantised_rows, 1029, 2048, 1024),
     "dropout": (linear, 512, 2048, 2048, 64, True),
     "swiglu": (swiglu, 517, 8200),
+    "SwiGLU with codes": (swiglu_with_codes, 517, 14336),
     "bank, 8 rows": (bank, 8, 1, 4096, 4096),
     "bank, 64 rows": (bank, 64, 1, 4096, 4096),
     "bank, 33 rows": (bank, 33, 1, 2048, 8192),
@@ -158,7 +165,7 @@ def differing(call: Callable[..., Any], operands: Any, launches: int) -> int:
     """Returns the number of launches whose result differs in a bit from the first's."""
 
     def bits(tree: Any) -> list[jax.Array]:
-        of_size = {2: jnp.uint16, 4: jnp.uint32}
+        of_size = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
         leaves = jax.tree.leaves(tree)
         return [lax.bitcast_convert_type(leaf, of_size[leaf.dtype.itemsize]) for leaf in leaves]
 

@@ -48,6 +48,10 @@ def test_projection_and_gradients(dtype, with_bias):
     check_projection(dtype, with_bias, None)
 
 
+def test_jax_differentiates_the_definition():
+    check_projection(jnp.float32, True, "eager")
+
+
 def test_the_kernels_that_round_rows_and_scale_sums(on_mosaic):
     with on_mosaic():
         check_projection(jnp.bfloat16, True, "mosaic", (128, 24))
@@ -154,7 +158,7 @@ def test_vmap_scan_and_lora_linear():
 def test_zeros_nan_and_small_rows():
     kernel = kernel_of()
     x = jnp.ones((4, 96)).at[0].set(0).at[1, 3].set(jnp.nan).at[2].multiply(1e-30)
-    y = row_wise.product(x, kernel)
+    y = row_wise.linear(None, row_wise.Product(x, kernel))
     assert not y[0].any()
     assert jnp.isnan(y[1]).all()
     near(y[2] * 1e30, y[3])

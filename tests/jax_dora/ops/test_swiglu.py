@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_dora.ops import swiglu
+from jax_dora.ops.mosaic import swiglu_codes
 from jax_dora.ops.mosaic.swiglu_backward import config, launch
+from jax_dora.ops.row_wise import CodedRows
 from parity import oracle, tolerances
+from tests.jax_dora.ops.test_mosaic_row_codes import check as check_codes
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import slow
 
@@ -30,22 +33,29 @@ def knobs(like):
     return {"config": config(*like.shape, like.dtype), "sm_count": 1}
 
 
-def check(dh, values, implementation=None, train_biases=True):
-    """Compares result and gradients with the oracle, within the derived bounds."""
+def check(dh, values, implementation=None, train_biases=True, *, with_codes=False):
+    """Compares result and gradients with the oracle, within the derived bounds, and codes with
+    NumPy's of the result itself."""
     names = ("gate", "up", "gate_g", "up_g", *BIASES)[: len(values)]
     count = len(values) if train_biases else 4
 
     def call(*moving):
         gate, up, gate_g, up_g, *biases = (*moving, *values[count:])
         given = dict(zip(BIASES, biases, strict=False))
-        return swiglu(gate, up, gate_g, up_g, implementation=implementation, **given)
+        options = {"implementation": implementation, "with_codes": with_codes}
+        return swiglu(gate, up, gate_g, up_g, **options, **given)
 
     @jax.jit
     def both(dh, *values):
         h, pull = jax.vjp(call, *values)
+        if with_codes:
+            return h, pull(CodedRows(dh, jnp.ones_like(h.codes), jnp.ones_like(h.scales)))
         return h, pull(dh)
 
     h, found = both(dh, *values[:count])
+    if with_codes:
+        check_codes(h.x, *map(np.asarray, h[1:]))
+        h = h.x
     dtype = values[0].dtype
     bounds = tolerances.swiglu(
         *(dh, *values[:4], dtype), **dict(zip(BIASES, values[4:], strict=False))
@@ -106,6 +116,68 @@ def test_mosaic_agrees_with_the_oracle(on_mosaic, rows, out, spread, dtype, bias
         check(dh, values, "mosaic", train_biases=train_biases)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "biased", "implementation"),
+    [
+        ((2, 3, 17), jnp.bfloat16, True, None),
+        ((7, 40), jnp.float32, False, "eager"),
+        slow((0, 128), jnp.bfloat16, False, "xla"),
+    ],
+)
+def test_with_codes(shape, dtype, biased, implementation):
+    check(*operands(0, shape, dtype, biased), implementation, with_codes=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "biased"),
+    [
+        ((2, 3, 384), jnp.bfloat16, True),
+        slow((7, 3584), jnp.float16, False),
+        slow((1, 128), jnp.bfloat16, False),
+    ],
+)
+def test_with_codes_by_mosaic(on_mosaic, shape, dtype, biased):
+    with on_mosaic():
+        check(*operands(2, shape, dtype, biased), "mosaic", with_codes=True)
+
+
+def test_tiles_of_codes(on_mosaic):
+    """Tiles of several rows, of which the last is ragged, and a bias of one layer only."""
+    _, (gate, up, *vectors) = operands(2, (5, 1024), jnp.bfloat16, biased=True)
+    vectors[3] = None
+    with on_mosaic():
+        config = swiglu_codes.Config(tile_rows=2, stages=2)
+        h, *codes = map(
+            np.asarray, swiglu_codes.launch(gate, up, *vectors, config=config, sm_count=1)
+        )
+    check_codes(jnp.asarray(h), *codes)
+    vectors[3] = jnp.zeros_like(vectors[2])
+    exact = oracle.swiglu(gate, up, *vectors)
+    bound = tolerances.swiglu(
+        *(gate, gate, up, *vectors[:2], jnp.bfloat16), **dict(zip(BIASES, vectors[2:], strict=True))
+    )
+    assert np.all(np.abs(h.astype(np.float64) - exact) <= bound.h)
+
+
+def test_zeros_and_nan_with_codes(on_mosaic):
+    _, (gate, up, *vectors) = operands(2, (3, 256), jnp.bfloat16)
+    gate = gate.at[0].set(0).at[1, 3].set(jnp.nan)
+    with on_mosaic():
+        h = swiglu(gate, up, *vectors, implementation="mosaic", with_codes=True)
+    h, codes, scales = (np.asarray(one, np.float32) for one in h)
+    assert not codes[0].any()
+    assert np.isnan(codes[1]).all()
+    assert np.isnan(scales[1])
+    check_codes(jnp.asarray(h[2:]), codes[2:], scales[2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(("rows", "out"), [(1031, 14336), (517, 16384), (2049, 384)])
+def test_with_codes_at_full_size(rows, out, dtype):
+    check(*operands(3, (rows, out), dtype, biased=rows == 517), "mosaic", with_codes=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize(("rows", "out"), [(4096, 12288), (2049, 8192), (517, 8200)])
@@ -131,6 +203,14 @@ def test_lowers_for_cuda_without_a_gpu(biased):
     text = for_cuda(forward_and_backward, *arrays)
     assert "dora_swiglu_backward" in text
     assert text.count("custom_call @mosaic_gpu") == 1
+    options = {"implementation": "mosaic", "with_codes": True}
+    gate, up, *vectors = arrays[1:]
+
+    def forward(gate, up, *vectors):
+        names = ("gate_g", "up_g", *BIASES)[: len(vectors)]
+        return swiglu(gate, up, **dict(zip(names, vectors, strict=True)), **options)
+
+    assert "dora_swiglu_codes" in for_cuda(forward, gate, up, *vectors)
 
 
 @pytest.mark.parametrize("value", [200.0, slow(-200.0), slow(1e38), -1e38])
