@@ -50,7 +50,8 @@ def refuses(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> s
 
 
 def wins(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> bool:
-    """Returns whether the kernel is expected to be faster than XLA and `row_codes`."""
+    """Returns whether the kernel is expected to be faster than XLA and `row_codes` (H100,
+    `h100/tried.jsonl`, "SwiGLU with FP8 codes")."""
     is_large = rows * out >= 2**23 and (out >= 8192 or rows >= 4096)
     return row_codes.wins(rows, out, dtype) and is_large and (vectors == 2 or out <= 8192)
 
