@@ -378,7 +378,7 @@ def test_what_is_said_of_fp8_on_both_sides():
     )
     assert_says(
         PERFORMANCE,
-        f"on an H100, the base alone takes {base:.0f} µs and DoRA {dora:.0f}",
+        f"On an H100, the base alone takes {base:.0f} µs and DoRA {dora:.0f}",
         f"then takes {fused:.0f} µs on an H100, and {apart:.0f} with codes in passes of their own",
     )
 
