@@ -79,10 +79,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Returns the result [batch, time, hidden], and the keys and values of x's tokens."""
         config = self.config
-        per_head = (*x.shape[:2], -1, config.head_dim)
-        layers = self.q_proj, self.k_proj, self.v_proj
+        layers, size = (self.q_proj, self.k_proj, self.v_proj), config.head_dim
         q, k, v = (
-            _named(layer, y).reshape(per_head)
+            _named(layer, y).reshape(*x.shape[:2], y.shape[-1] // size, size)
             for layer, y in zip(layers, apply_together(layers, x), strict=True)
         )
         if config.qk_norm:
@@ -94,7 +93,7 @@ class Attention(nnx.Module):
             attended = attend_segments(q, k, v, mask)
         else:
             attended = attend(q, k, v, mask=mask, is_causal=True, implementation=config.attention)
-        attended = attended.reshape(*x.shape[:2], -1)
+        attended = attended.reshape(*x.shape[:2], config.num_attention_heads * size)
         return _named(self.o_proj, self.o_proj(attended)), (k, v)
 
 

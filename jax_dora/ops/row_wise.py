@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.experimental.layout import Format, Layout
+from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 from jax_dora.ops import check, choose, primitive, quantised, residuals
 from jax_dora.ops.compose import per_feature
@@ -94,6 +95,14 @@ class CodedRows(NamedTuple):
         return self.x.dtype
 
 
+# `nnx.tabulate` requires that tuples among a layer's inputs have numbers as keys.
+register_pytree_with_keys(
+    CodedRows,
+    lambda rows: (tuple((SequenceKey(i), one) for i, one in enumerate(rows)), None),
+    lambda _, children: CodedRows(*children),
+)
+
+
 def coded(x: Any, implementation: str | None = None) -> CodedRows:
     """Returns x [..., in] with its codes, which have no gradient.
 
@@ -111,13 +120,15 @@ def coded_by(largest: jax.Array, x: jax.Array) -> CodedRows:
     """Returns x [..., in] with its codes, which have no gradient, by XLA.
 
     Args:
-      largest: f32[...], max |x| of each row, up to an error of 3 %, with which no code overflows.
+      largest: f32[...], max |x| of each row, or nearly so; larger numbers are clipped.
       x: [..., in].
     """
     largest, constant = lax.stop_gradient((largest, x))
-    # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum propagates NaN.
-    scales = jnp.maximum(largest * (1 / bound(QTYPE)), row_codes.LEAST)
-    return CodedRows(x, (constant.astype(jnp.float32) / scales[..., None]).astype(QTYPE), scales)
+    most = bound(QTYPE)
+    # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum and jnp.clip propagate NaN.
+    scales = jnp.maximum(largest * (1 / most), row_codes.LEAST)
+    quotients = constant.astype(jnp.float32) / scales[..., None]
+    return CodedRows(x, jnp.clip(quotients, -most, most).astype(QTYPE), scales)
 
 
 class _Rows(NamedTuple):
@@ -232,13 +243,15 @@ _linear = residuals.with_gradient(_CodedProduct, _define, _linear_fwd, _linear_b
 def with_contiguous_columns(kernel: Any) -> Any:
     """Returns a quantised kernel [..., in, out] whose columns are contiguous in memory.
 
-    Shape, sharding and values do not change. An argument of a jitted function keeps this layout; a
-    result has JAX's default layout again. A traced or abstract kernel is returned unchanged.
+    Shape, sharding and values do not change; codes are committed to their devices. An argument of a
+    jitted function keeps this layout; a result has JAX's default layout again. A traced or abstract
+    kernel is returned unchanged.
     """
     qvalue = kernel.qvalue
     if isinstance(qvalue, Tracer) or not isinstance(qvalue, jax.Array):
         return kernel
     *lead, rows, columns = range(qvalue.ndim)
+    # This commits it to its devices: jax.jit reads an uncommitted array in the default layout.
     layout = Format(Layout((*lead, columns, rows)), qvalue.sharding)
     qvalue = jax.device_put(qvalue, layout)
     return type(kernel)(qvalue, kernel.scale, kernel.zero_point, kernel.qtype)

@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, merge_dora, quantize
 from jax_dora.layers.quantised import act_qtype_of
 from jax_dora.ops import row_wise
+from tests.jax_dora.meshes import automatic
 from tests.jax_dora.small_models import Mixed, train
 
 FP8 = "float8_e4m3fn"
@@ -98,6 +101,17 @@ def test_columns_lie_in_one_piece():
     assert order(nnx.merge(graphdef, back)) == (0, 1)
     compute = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
     np.testing.assert_array_equal(compute(back, x), compute(state, x))
+
+
+def test_a_model_that_is_placed_on_a_mesh():
+    mesh, x = automatic(x=2), inputs()
+    model = quantize(Block(nnx.Rngs(0)), FP8, act_qtype=FP8)
+    wanted = model.up(x)
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+    assert model.up.kernel[...].qvalue.format.layout.major_to_minor == (1, 0)
+    np.testing.assert_allclose(model.up(x), wanted, rtol=1e-6)
+    sharded = jax.device_put(x, NamedSharding(mesh, P(None, "x")))
+    np.testing.assert_allclose(model.up(sharded), wanted, rtol=1e-5)
 
 
 @pytest.mark.slow

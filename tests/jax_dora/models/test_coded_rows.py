@@ -80,6 +80,17 @@ def test_codes_of_a_norm_are_those_of_its_result():
     assert np.all(np.abs(codes * scales[:, None] - y) <= bound)
 
 
+def test_codes_of_a_norm_in_small_numbers():
+    """Where fp16 rounds by more than the codes' range allows, codes are the largest."""
+    norm = RMSNorm(64, dataclasses.replace(SMALL, dtype=jnp.float16))
+    norm.scale[...] = jnp.full(64, 1e-4, jnp.float16)
+    x = (1e-6 * jax.random.normal(jax.random.key(1), (200, 64))).astype(jnp.float16)
+    rows = norm.coded(x)
+    assert np.all(np.isfinite(np.asarray(rows.codes, np.float32)))
+    largest = np.abs(np.asarray(rows.x, np.float32)).max(-1)
+    assert np.any(np.asarray(rows.scales) * 464 < largest)
+
+
 @pytest.mark.parametrize("make", [base, adapted])
 def test_layers_take_the_codes_that_are_made_before(make):
     """Codes are made for o_proj, by SwiGLU for down_proj if it is fused, and by the norms."""
@@ -153,6 +164,14 @@ def test_on_two_devices(axis):
         found = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))(sharded, tokens)
     found, wanted = np.asarray(found), np.asarray(logits_of(model))
     assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
+
+
+def test_a_table_of_the_model():
+    assert "mlp/down_proj" in nnx.tabulate(base(), TOKENS, console_kwargs={"width": 400})
+
+
+def test_an_empty_batch():
+    assert logits_of(adapted(), TOKENS[:0]).shape == (0, 9, 97)
 
 
 def test_a_layer_takes_codes_or_says_that_it_does_not():
