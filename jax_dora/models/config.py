@@ -109,6 +109,9 @@ class DecoderConfig:
         few percent faster and generation much faster, but compile time grows with the number of
         layers.
       sharding: the sharding of arrays and activations on several devices; None leaves it to XLA.
+
+    Raises:
+      ValueError: a size does not divide over the devices of `sharding`.
     """
 
     vocab_size: int
@@ -133,6 +136,10 @@ class DecoderConfig:
     unroll: bool = False
     sharding: DecoderSharding | None = None
 
+    def __post_init__(self) -> None:
+        if self.sharding is not None:
+            self.sharding.check(self)
+
     @property
     def row_shards(self) -> int:
         """The number of parts that the rows of a batch are split into."""
@@ -153,7 +160,8 @@ class DecoderConfig:
 
         Raises:
           NotImplementedError: the model family or a feature of the model is not supported.
-          ValueError: a size is missing, or a field has an unexpected type.
+          ValueError: a size is missing or does not divide over the devices of `sharding`, or a
+            field has an unexpected type.
           TypeError: a name in `changes` is not a field.
         """
         try:

@@ -197,7 +197,7 @@ def save_model(
       model: a model without adapters; merge them first. Quantised kernels are written as floats.
       folder: the folder to create. It must not exist, or be empty.
       config: the contents of config.json, as returned by `read_config`. Its dtype is replaced with
-        the model's.
+        the model's, and so is whether the head is tied, which an adapter's folder can change.
       tokenizer_from: a folder to copy all other files from, such as the tokenizer, the generation
         settings and the chat template.
       max_file_bytes: the maximum size of a safetensors file, unless a single tensor is larger. The
@@ -243,9 +243,11 @@ def save_model(
             write_files(partial, tensors, max_file_bytes)
         if tokenizer_from is not None:
             _copy_other_files(Path(tokenizer_from), partial)
-        dtype_names = config.keys() & {"dtype", "torch_dtype"} or {"dtype"}
+        changes = dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype.name)
+        if model.config.tie_word_embeddings and model.lm_head is not None:
+            changes["tie_word_embeddings"] = False
         config = {name: value for name, value in config.items() if name != "quantization_config"}
-        text = json.dumps(config | dict.fromkeys(dtype_names, dtype.name), indent=2, sort_keys=True)
+        text = json.dumps(config | changes, indent=2, sort_keys=True)
         config_file = partial / "config.json"
         config_file.write_text(text + "\n")
         # Temporary folders and safetensors files are created with private permissions.

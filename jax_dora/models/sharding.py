@@ -134,8 +134,8 @@ class DecoderSharding:
 
         return jax.tree.map(place, tree)
 
-    def check(self, config: "DecoderConfig", batch: int) -> None:
-        """Checks that a model and batches of `batch` rows divide over the mesh.
+    def check(self, config: "DecoderConfig", batch: int = 0) -> None:
+        """Checks that a model, and batches of `batch` rows, divide over the mesh.
 
         Raises:
           ValueError: a size does not divide; the message names the size.

@@ -109,6 +109,10 @@ def load_adapter[Model: nnx.Module](
         outline = view.outline()
         fit = source.fit(outline)
         view.check_not_quantised((*fit.parameters, *fit.tokens))
+        loaded = untie(loaded, view, fit, source.config)
+        view = torch_view(loaded, names, **options)
+        # Before the adapters, since the layers of a stack that have none keep the kernels' norms.
+        _set_parameters(source, view, fit)
         stacks = _by_site(view, fit)
         rules = {
             site: DoRARule(
@@ -132,9 +136,7 @@ def load_adapter[Model: nnx.Module](
             layer.eval()
             is_exact = adapter_dtype is None
             _set_magnitude(source, layer.magnitude, site.stack, stacks[site], is_exact)
-        loaded = untie(loaded, view, fit, source.config)
         loaded = replace_modules(loaded, replacements)
-        _set_parameters(source, torch_view(loaded, names, **options), fit)
         source.warn_about_replaced(fit, outline)
     return loaded
 

@@ -271,6 +271,21 @@ def test_some_layers_of_many(name: str, stacked: bool, tmp_path: Path) -> None:
     assert_same(tensors_of(tmp_path / "again"), tensors_of(tmp_path))
 
 
+@pytest.mark.parametrize("use_dora", [True, False])
+def test_a_layer_of_a_stack_that_is_saved_whole(use_dora: bool, tmp_path: Path) -> None:
+    """It has no adapter in PEFT; here its norm is that of the kernel in the folder."""
+    saved = {"modules_to_save": ["layers.1.q_proj"]}
+    fields = {"target_modules": ["q_proj", "o_proj"], "use_dora": use_dora} | saved
+    folder, expected = peft_folder(tmp_path / "theirs", **fields)
+    model = load_adapter(flax_model(stacked=True), folder)
+    np.testing.assert_allclose(outputs(model), expected, atol=1e-5, rtol=0)
+    save_adapter(model, tmp_path / "ours", **saved)
+    again = peft.PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
+    with torch.no_grad():
+        found = again(torch.from_numpy(IDS)).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("stacked", thinned([False, True], [True]))
 def test_peft_computes_what_a_model_adapted_here_does(stacked: bool, tmp_path: Path) -> None:
     path = r"layers/q_proj" if stacked else r"layers/\d/q_proj"

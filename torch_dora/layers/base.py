@@ -19,6 +19,12 @@ from torch_dora.ops.products import product
 from torch_dora.ops.quantised import dense
 
 
+def computes_like(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Returns whether a call of ``module`` computes what one of a plain ``kind`` does."""
+    names = ("forward", "__call__", "_call_impl")
+    return all(getattr(type(module), name) is getattr(kind, name) for name in names)
+
+
 def parameter_aliases(module: nn.Module) -> dict[int, Any]:
     """Returns, by the ids of a module's parameters, other parameters in the same memory.
 
@@ -69,7 +75,7 @@ class DoRALayer(nn.Module):
     """
 
     BASES: ClassVar[tuple[type[nn.Module], ...]] = ()
-    """The layers that this class adapts, including subclasses that do not override ``forward``."""
+    """The layers that this class adapts, including subclasses for which ``computes_like`` holds."""
     BASES_NAMED: ClassVar[str] = ""  # BASES in words, for error messages
     SHARDED_AXES: ClassVar[Mapping[str, int]] = {}
     """The axis of lora_a, lora_b and magnitude that is sharded like the same axis of the weight
@@ -140,7 +146,7 @@ class DoRALayer(nn.Module):
     def adapts(cls, module: nn.Module) -> bool:
         """Returns whether this class adapts ``module``."""
         kind = next((kind for kind in cls.BASES if isinstance(module, kind)), None)
-        return kind is not None and type(module).forward is kind.forward
+        return kind is not None and computes_like(module, kind)
 
     @classmethod
     def check_base(cls, base: Any, rank: int, dropout: float) -> None:
@@ -149,7 +155,7 @@ class DoRALayer(nn.Module):
         if not isinstance(base, nn.Module) or not cls.adapts(base):
             raise TypeError(
                 f"base is a {type(base).__name__}; {cls.__name__} adapts {cls.BASES_NAMED}, and "
-                "subclasses that do not override forward"
+                "subclasses that do not override forward or the call"
             )
         placement.refuse_customised_base(base)
         if quantised.is_quantised(base.weight):

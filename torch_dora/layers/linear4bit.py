@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dora.layers import placement
-from torch_dora.layers.base import parameter_alias
+from torch_dora.layers.base import computes_like, parameter_alias
 from torch_dora.layers.linear import DoRALinear
 from torch_dora.ops import quantised
 from torch_dora.ops.shards import is_sharded
@@ -31,7 +31,7 @@ class DoRALinear4bit(DoRALinear):
         return (
             kind is not None
             and kind.__module__.startswith("bitsandbytes.")
-            and type(module).forward is kind.forward
+            and computes_like(module, kind)
         )
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

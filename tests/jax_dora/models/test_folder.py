@@ -19,12 +19,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import jax_dora
 import jax_dora.models as decoder
 from jax_dora.models import rope, stored_arrays
 from jax_dora.models.weights import stored_tensors
+from jax_dora.peft import load_adapter
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.models.conftest import LLAMA3
+from tests.jax_dora.peft_folders import peft_model
 from tests.tables import thinned
 
 ROOT = Path(__file__).parents[3]
@@ -106,6 +109,13 @@ def test_sharded(make_folder, tokens, monkeypatch):
         rtol=0,
         atol=1e-4,
     )
+
+
+def test_a_mesh_over_which_the_heads_do_not_divide(make_folder):
+    sharding = decoder.DecoderSharding.over(tp=4, devices=jax.devices()[:4])
+    message = "num_attention_heads is 6, but tp of the mesh is 4; expected a multiple of 4"
+    with pytest.raises(ValueError, match=message):
+        decoder.load_model(make_folder("llama"), sharding=sharding)
 
 
 def test_one_sharding_for_all(make_folder):
@@ -289,6 +299,30 @@ def test_index_and_files_disagree(make_folder, tmp_path):
     file.write_text(json.dumps({"weight_map": {NAME: "../elsewhere.safetensors"}}))
     with pytest.raises(FileNotFoundError, match="not a file in"):
         decoder.load_model(folder)
+
+
+def test_a_head_that_an_adapter_s_folder_unties(make_folder, make_torch_model, tmp_path, recwarn):
+    """Every program reads the folder of the merged model with both weights."""
+    theirs = peft_model(
+        make_torch_model("qwen3-tied"), target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
+    with torch.no_grad():
+        theirs.get_output_embeddings().weight.mul_(1.5)
+    theirs.save_pretrained(tmp_path / "adapter")
+    folder = make_folder("qwen3-tied")
+    adapted = load_adapter(decoder.load_model(folder), tmp_path / "adapter")
+    config = decoder.read_config(folder)
+    decoder.save_model(jax_dora.merge_dora(adapted), tmp_path / "merged", config)
+    assert decoder.read_config(tmp_path / "merged")["tie_word_embeddings"] is False
+    assert config["tie_word_embeddings"] is True
+    tokens = np.arange(7)[None]
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        found = read(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(found, expected, atol=OPERATOR_FP32_MAX_ABS)
+    ours = decoder.load_model(tmp_path / "merged")(jnp.asarray(tokens))
+    np.testing.assert_allclose(ours, expected, atol=OPERATOR_FP32_MAX_ABS)
 
 
 def test_tied_head_stored_as_well(make_folder, tmp_path):

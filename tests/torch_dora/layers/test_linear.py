@@ -229,7 +229,12 @@ class Squared(nn.Linear):
         return super().forward(input) ** 2
 
 
-@pytest.mark.parametrize("layer", [nn.Conv1d(3, 4, 1), Squared(3, 4), nn.ReLU])
+class Doubled(nn.Linear):
+    def __call__(self, input):
+        return 2 * super().__call__(input)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(3, 4, 1), Squared(3, 4), Doubled(3, 4), nn.ReLU])
 def test_from_linear_takes_a_linear_layer_only(layer):
     with pytest.raises(TypeError, match=r"base is a .*; DoRALinear adapts torch\.nn\.Linear, and"):
         DoRALinear.from_linear(layer, rank=4, alpha=8)
