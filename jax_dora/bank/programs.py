@@ -385,6 +385,10 @@ def _g(
         norm = ops.factored_norm(kernel, lora_a.T, lora_b, facts.scale)
         norm = bounded_norm(norm, projection.dtype)
         g = ops.magnitude_scale(facts.magnitude, norm, projection.dtype)
+        # If the norm's squares overflow, as in diverged adapters, no result must be finite. NaN is
+        # the g of empty slots.
+        most = jnp.finfo(norm.dtype).max
+        g = jnp.where((norm == most) & (facts.magnitude != most), jnp.inf, g)
         return jnp.where(facts.is_dora, g.astype(facts.magnitude.dtype), facts.magnitude)
 
     if projection.stack.axis or not isinstance(kernel, jax.Array):

@@ -40,6 +40,8 @@ class TextStream:
         self._window = list(before[-_WINDOW:])
         text = tokenizer.decode(self._window)
         self._emitted = _complete_part(text)  # the part of the window's text that was emitted
+        # What follows in the text is part of `before`, unless a token completes a character there.
+        self._of_before = text[len(self._emitted) :]
         # Lengths of prefixes of the window that ended with a complete character.
         self._boundaries = [len(self._window)] if self._emitted == text else []
         self._withheld = ""  # text that may be the beginning of a stop string
@@ -52,6 +54,7 @@ class TextStream:
             # The decoder has changed text that was emitted before. Start over after that text.
             start = self._boundaries[-1] if self._boundaries else len(self._window) - 1
             self._window, self._boundaries, self._emitted = self._window[start:], [], ""
+            self._of_before = ""
             text = self._tokenizer.decode(self._window)
         complete = _complete_part(text)
         new = complete[len(self._emitted) :]
@@ -59,7 +62,13 @@ class TextStream:
         if self._emitted == text:
             self._boundaries.append(len(self._window))
         self._shorten_window(is_complete=self._emitted == text)
-        return self._cut_at_stop(new)
+        return self._cut_at_stop(self._without_before(new))
+
+    def _without_before(self, new: str) -> str:
+        """Returns the text without its beginning that belongs to `before`."""
+        if new:
+            new, self._of_before = new.removeprefix(self._of_before), ""
+        return new
 
     def _shorten_window(self, *, is_complete: bool) -> None:
         """Removes the beginning of a long window, at a boundary between two characters."""
@@ -80,7 +89,7 @@ class TextStream:
             return ""
         new = self._tokenizer.decode(self._window)[len(self._emitted) :]
         self._window, self._emitted = [], ""
-        text = self._cut_at_stop(new)
+        text = self._cut_at_stop(self._without_before(new))
         if not self.stopped:
             text, self._withheld = text + self._withheld, ""
         return text

@@ -256,7 +256,8 @@ def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
         variable = getattr(view.modules[path], attribute)
         old = variable.get_value()
         value = _zeros(old.shape, old.dtype)
-        if sum(rows is None for _, _, rows in parts) < math.prod(view.stacks[path].shape):
+        whole = {view.parameters[name].at for name, _, rows in parts if rows is None}
+        if len(whole) < math.prod(view.stacks[path].shape):
             value[...] = jax.device_get(old)
         for name, keys, rows in parts:
             one, matrix = view.parameters[name], source.read_parameter(name, keys)

@@ -42,7 +42,7 @@ def of_lora_in_jax(facts):
 
 def of_lora_in_torch(g):
     """Returns g, which for LoRA is not 1."""
-    return lambda layer, entry: g(layer, entry) * (1.001 if entry.magnitude is None else 1)
+    return lambda *of: g(*of) * (1.001 if of[-1].magnitude is None else 1)
 
 
 # What is wrong, where, and what fails.

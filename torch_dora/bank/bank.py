@@ -104,7 +104,8 @@ class AdapterBank:
             TypeError: ``slot`` is not an integer, or ``adapter`` is neither a folder nor a model.
             ValueError: there is no such slot; the adapter's rank exceeds max_rank; the adapter has
                 a layer that the bank does not cover, such as an embedding or a convolution; a
-                tensor has another shape or is not finite; a folder does not fit the model.
+                tensor has another shape or is not finite; a norm is not finite; a folder does not
+                fit the model.
             FileNotFoundError, NotADirectoryError: there is no such folder, or a file is missing.
             NotImplementedError: a folder replaces parameters of the base model.
         """
@@ -121,7 +122,7 @@ class AdapterBank:
             )
         for path, entry in entries.items():
             self._check_entry(path, entry)
-        g = {path: _g(self.layers[path], entry) for path, entry in entries.items()}
+        g = {path: _g(path, self.layers[path], entry) for path, entry in entries.items()}
         self.evict(slot)
         with torch.no_grad():
             for path, tensors in self.tensors.items():
@@ -233,13 +234,18 @@ def _matrix(layer: Any) -> Tensor:
     return layer.weight.T if is_conv1d(layer) else as_matrix(layer.weight)
 
 
-def _g(layer: Any, entry: LayerAdapter) -> Tensor | float:
+def _g(path: str, layer: Any, entry: LayerAdapter) -> Tensor | float:
     if entry.magnitude is None:
         return 1.0
     weight = _matrix(layer)
     matrices = (entry.lora_a, entry.lora_b, entry.magnitude)
     lora_a, lora_b, magnitude = (tensor.detach().to(weight.device) for tensor in matrices)
     norm = factored_norm(weight.detach(), lora_a, lora_b, entry.scale)
+    if not bool(norm.isfinite().all()):
+        raise ValueError(
+            f"the norm of {path!r} with its adapter holds NaN or infinity; expected finite "
+            "numbers: use an earlier checkpoint of its training"
+        )
     return magnitude_scale(magnitude, norm, weight.dtype)
 
 

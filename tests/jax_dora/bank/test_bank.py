@@ -324,6 +324,27 @@ def put(value):
 MODEL = Mixed(nnx.Rngs(0))
 
 
+def test_rows_of_an_adapter_whose_norm_overflows_are_not_finite():
+    """Its g would be 0, and so would all that the projection computes."""
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    bank = AdapterBank(model, 2, 4)
+    adapter = drawn(bank, {"": 2})
+    arrays = {name: array.copy() for name, array in adapter.arrays[""].items()}
+    arrays["lora_a"] *= 1e12
+    arrays["lora_b"] *= 1e12
+    bank = bank.load(0, adapter).load(1, dataclasses.replace(adapter, arrays={"": arrays}))
+    y = with_bank(model, bank, np.array([0, 1, -1]))(jnp.ones((3, 8)))
+    assert np.isfinite(y[::2]).all()
+    assert not np.isfinite(y[1]).any()
+    # A fresh adapter over a kernel whose norm overflows has g = 1.
+    model.kernel[...] *= 1e25
+    fresh = get_adapter(apply_dora(model, DoRARule("", 2, 4.0), rngs=nnx.Rngs(1)))
+    bank = AdapterBank(model, 1, 4).load(0, fresh)
+    x = 1e-20 * jnp.ones((2, 8))
+    y = with_bank(model, bank, np.array([0, -1]))(x)
+    np.testing.assert_allclose(y[0], y[1], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("path", "rank", "change", "message"),
     [

@@ -19,7 +19,18 @@ def byte_fallback_tokenizer():
     return tokenizer
 
 
+# The characters that stand for bytes in byte-level tokens.
+PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTED]
+BYTES = {byte: chr(byte) for byte in PRINTED} | {b: chr(256 + n) for n, b in enumerate(OTHERS)}
 TOKENIZERS = {"bytes": byte_level_tokenizer(), "fallback": byte_fallback_tokenizer()}
+
+
+def as_ids(name, text):
+    """Returns the tokens of single bytes; that of a word for b."""
+    if name == "fallback":
+        return [257 if byte == ord("b") else byte for byte in text]
+    return [TOKENIZERS["bytes"].token_to_id(BYTES[byte]) for byte in text]
 
 
 def said(tokenizer, tokens, stops=()):
@@ -86,6 +97,33 @@ def test_it_ends_before_the_first_stop_string(text, stops):
     found += stream.end()
     begins = [text.find(stop) for stop in stops if stop in text[: min(ends, default=0)]]
     assert found == (text[: min(begins)] if begins else text)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    ("before", "tokens", "text"),
+    [
+        ("b\ufffd".encode(), b"bb", "bb"),
+        ("b\ufffd\ufffd".encode(), b"b", "b"),
+        ("b\ufffdb".encode(), "中b".encode(), "中b"),
+        (b"b\xe4", b"\xb8\xadb", "中b"),
+        (b"b\xe4", b"bb", "bb"),
+        (b"b\xe4", b"", ""),
+        ("b\ufffd".encode(), b"b\xe4", "b\ufffd"),
+    ],
+)
+def test_the_end_of_what_a_text_goes_on_from_is_not_said_again(name, before, tokens, text):
+    """It may be a part of a character, which the tokens complete or not."""
+    tokenizer = TOKENIZERS[name]
+    stream = TextStream(tokenizer, before=as_ids(name, before))
+    assert "".join([*map(stream.add, as_ids(name, tokens)), stream.end()]) == text
+
+
+def test_a_stop_string_is_not_found_in_what_a_text_goes_on_from():
+    before = as_ids("bytes", "b\ufffd".encode())
+    stream = TextStream(TOKENIZERS["bytes"], ["\ufffd"], before=before)
+    assert "".join([*map(stream.add, as_ids("bytes", b"xy")), stream.end()]) == "xy"
+    assert not stream.stopped
 
 
 def test_a_letter_waits_for_its_last_byte():

@@ -85,6 +85,21 @@ def test_ids_that_the_caller_changes_later(kind):
     assert torch.equal(model(x), y)
 
 
+def test_an_adapter_whose_norm_overflows_is_refused():
+    """Its g would be 0, and so would all that the projection computes."""
+    _, bank, alone = filled()
+    before = [tensor.clone() for tensors in bank.tensors.values() for tensor in tensors]
+    with torch.no_grad():
+        alone[0].lora_a *= 1e12
+        alone[0].lora_b *= 1e12
+    with pytest.raises(ValueError, match="the norm of '' with its adapter holds NaN or infinity"):
+        bank.load(0, alone[0])
+    after = [tensor for tensors in bank.tensors.values() for tensor in tensors]
+    assert all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, after, strict=True)
+    )
+
+
 def test_a_slot_forgets_what_it_held_and_nothing_moves():
     _, bank, alone = filled()
     (tensors,) = bank.tensors.values()
