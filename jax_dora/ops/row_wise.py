@@ -109,8 +109,7 @@ def coded(x: Any, implementation: str | None = None) -> CodedRows:
     With implementation None or "mosaic", a Mosaic kernel may make them, if each row is on a single
     device. A row that several devices share has a single scale.
     """
-    call = (x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype)
-    if implementation == "mosaic" and row_codes.refuses(*call):
+    if implementation == "mosaic" and row_codes.refuses(*_call(x)):
         implementation = None
     static = Static("row_codes", implementation)
     return CodedRows(x, *primitive.call(ROW_CODES, static, _Rows(lax.stop_gradient(x))))
@@ -131,22 +130,30 @@ def coded_by(largest: jax.Array, x: jax.Array) -> CodedRows:
     return CodedRows(x, jnp.clip(quotients, -most, most).astype(QTYPE), scales)
 
 
+def coded_by_xla(x: jax.Array, shard: Shard) -> CodedRows:
+    """Returns x [..., in], of which a device may hold a part of each row, with its codes."""
+    return coded_by(shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)), x)
+
+
 class _Rows(NamedTuple):
     """The operands of `ROW_CODES`: x [..., in]."""
 
     x: Any
 
 
+def _call(x: jax.Array) -> tuple[int, int, Any]:
+    return x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype
+
+
 def _run_codes(static: Static, shard: Shard, operands: _Rows) -> tuple[jax.Array, jax.Array]:
     (x,) = operands
     choice = None
     if not shard.summed:
-        call = (x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype)
-        choice = choose.choose(static.op, static.implementation, (row_codes, call), optional=True)
+        candidate = (row_codes, _call(x))
+        choice = choose.choose(static.op, static.implementation, candidate, optional=True)
     if choice is not None:
         return choice.launch(x)
-    largest = shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32))
-    _, codes, scales = coded_by(largest, x)
+    _, codes, scales = coded_by_xla(x, shard)
     return codes, scales
 
 

@@ -47,11 +47,12 @@ def swiglu(
       implementation: the gradient's implementation: None, "mosaic", "xla" or "eager", as in
         `dora_linear`; a named one runs or raises. "mosaic" is one pass over dh, gate and up. The
         result itself is computed by XLA, which fuses it into one pass.
-      with_codes: quantise the result's rows in the pass that computes it, except on a mesh with
-        explicit axes. With implementation None or "mosaic" this may be a Mosaic kernel.
+      with_codes: quantise the result's rows in the pass that computes it. With implementation None
+        or "mosaic" this may be a Mosaic kernel.
 
     Returns:
-      [..., out] in gate's dtype; with codes a `row_wise.CodedRows` of it.
+      [..., out] in gate's dtype; with codes a `row_wise.CodedRows` of it, except on a mesh with
+      explicit axes.
 
     Raises:
       TypeError, ValueError: an argument's dtype or shape does not fit; unknown implementation.
@@ -184,9 +185,7 @@ def _run_codes(static: Static, shard: Shard, operands: Gating) -> tuple[jax.Arra
         choice = choose.choose(static.op, static.implementation, candidate, optional=True)
     if choice is not None:
         return choice.launch(gate, up, gate_g, up_g, gate_bias, up_bias)
-    h = define(operands)
-    largest = shard.max(jnp.max(jnp.abs(h), axis=-1).astype(jnp.float32))
-    return tuple(row_wise.coded_by(largest, h))
+    return tuple(row_wise.coded_by_xla(define(operands), shard))
 
 
 SWIGLU_CODES = Op(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_common.hyperparameters import ADAPTER_NAMES, adapter_scale
-from dora_common.peft.folder import open_folder
+from dora_common.peft.folder import check_finite, open_folder
 from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_sizes, check_slot
 from torch_dora.adapt.apply import WRAPPERS, check_model, modules_with_names, output_head
@@ -241,11 +241,7 @@ def _g(path: str, layer: Any, entry: LayerAdapter) -> Tensor | float:
     matrices = (entry.lora_a, entry.lora_b, entry.magnitude)
     lora_a, lora_b, magnitude = (tensor.detach().to(weight.device) for tensor in matrices)
     norm = factored_norm(weight.detach(), lora_a, lora_b, entry.scale)
-    if not bool(norm.isfinite().all()):
-        raise ValueError(
-            f"the norm of {path!r} with its adapter holds NaN or infinity; expected finite "
-            "numbers: use an earlier checkpoint of its training"
-        )
+    check_finite(f"the norm of {path!r} with its adapter", norm)
     return magnitude_scale(magnitude, norm, weight.dtype)
 
 

@@ -4,12 +4,12 @@
     h = silu(g₁∘gate + b₁)∘(g₂∘up + b₂)      [rows, out]  gate's dtype
     ĥ = round(h / s)  [rows, out]  float8_e4m3fn      s = max |h| / 448 per row, f32[rows]
 
-A tile has a few rows. It is computed in chunks of the features, and h stays in shared memory until
-the rows' maxima are known. `row_codes` is the same for rows that exist already; sigmoid is computed
+A row is computed in chunks of its features, and h stays in shared memory until the row's maximum is
+known. `row_codes` is the same for rows that exist already; sigmoid is computed
 as in `swiglu_backward`.
 
-Bytes: 4 · rows · out read, 3 · rows · out written; the floor is bytes / copy rate. Each tile also
-reads the vectors from the L2 cache.
+Bytes: 4 · rows · out read, 3 · rows · out written; the floor is bytes / copy rate. For each row the
+vectors are also read from the L2 cache.
 """
 
 import dataclasses
@@ -33,13 +33,11 @@ class Config:
     """The tuning parameters.
 
     Attributes:
-      tile_rows: the rows of a tile.
       stages: the number of pipeline stages.
       blocks_per_sm: the number of thread blocks per multiprocessor: one computes while another
         waits for memory.
     """
 
-    tile_rows: int = 1
     stages: int = 2
     blocks_per_sm: int = 3
 
@@ -79,12 +77,12 @@ def launch(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (h [..., out], ĥ [..., out], s f32[...]) for gate, up [..., out]."""
     *lead, out = gate.shape
-    dtype, tile_rows = gate.dtype, config.tile_rows
-    rows, lane = gate.size // out, math.gcd(out, MAX_SIDE)
+    dtype, rows = gate.dtype, gate.size // out
+    lane = math.gcd(out, MAX_SIDE)
     width, chunk = out // lane, math.gcd(out, MAX_CHUNK) // lane
-    chunks, row_tiles = width // chunk, pl.cdiv(rows, tile_rows)
-    blocks = min(row_tiles, sm_count * config.blocks_per_sm)
-    steps = pl.cdiv(row_tiles, blocks)
+    chunks = width // chunk
+    blocks = min(rows, sm_count * config.blocks_per_sm)
+    steps = pl.cdiv(rows, blocks)
     vectors = [gate_g, up_g]
     if gate_bias is not None or up_bias is not None:
         zeros = jnp.zeros_like(gate_g)
@@ -92,66 +90,63 @@ def launch(
     inverse_bound = 1 / bound(QTYPE)
 
     # gate_gmem, up_gmem, h_gmem, codes_gmem [rows, width, lane]; vectors_gmem [vectors, width,
-    # lane]; scales_gmem [all tiles' rows]
+    # lane]; scales_gmem [steps · blocks]; h_smem, codes_smem [1, width, lane]
     def kernel(
         gate_gmem, up_gmem, vectors_gmem, h_gmem, codes_gmem, scales_gmem, h_smem, codes_smem
     ):
-        def tile_step(index, carry):
-            tile = lax.axis_index("block") + index * blocks
-            at_rows = pl.ds(tile * tile_rows, tile_rows)
+        def row_step(index, carry):
+            row = lax.axis_index("block") + index * blocks
 
-            # gate_smem, up_smem [tile_rows, chunk, lane]; vectors_smem [vectors, chunk, lane]
+            # gate_smem, up_smem [1, chunk, lane]; vectors_smem [vectors, chunk, lane]
             def chunk_step(indices, gate_smem, up_smem, vectors_smem, largest):
                 g1, g2, *biases = (vectors_smem[i] for i in range(len(vectors)))
-                features, maxima = pl.ds(indices[0] * chunk, chunk), []
-                for row in range(tile_rows):
-                    y1 = g1 * gate_smem[row].astype(jnp.float32)
-                    y2 = g2 * up_smem[row].astype(jnp.float32)
-                    if biases:
-                        y1, y2 = y1 + biases[0], y2 + biases[1]
-                    root = lax.rsqrt(1.0 + jnp.exp(-y1))
-                    h = (y1 * (root * root) * y2).astype(dtype)
-                    h_smem[row, features] = h
-                    maxima.append(jnp.maximum(largest[row], jnp.abs(h.astype(jnp.float32))))
+                features = pl.ds(indices[0] * chunk, chunk)
+                y1 = g1 * gate_smem[0].astype(jnp.float32)
+                y2 = g2 * up_smem[0].astype(jnp.float32)
+                if biases:
+                    y1, y2 = y1 + biases[0], y2 + biases[1]
+                root = lax.rsqrt(1.0 + jnp.exp(-y1))
+                h = (y1 * (root * root) * y2).astype(dtype)
+                h_smem[0, features] = h
+                largest = jnp.maximum(largest, jnp.abs(h.astype(jnp.float32)))
                 plgpu.commit_smem()  # TMA must not refill a buffer that is still being read.
-                return tuple(maxima)
+                return largest
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            in_rows = plgpu.BlockSpec((tile_rows, chunk, lane), lambda i: (tile, i, 0))
+            in_row = plgpu.BlockSpec((1, chunk, lane), lambda i: (row, i, 0))
             in_vectors = plgpu.BlockSpec((len(vectors), chunk, lane), lambda i: (0, i, 0))
             largest = plgpu.emit_pipeline(
                 chunk_step,
                 grid=(chunks,),
-                in_specs=[in_rows, in_rows, in_vectors],
+                in_specs=[in_row, in_row, in_vectors],
                 max_concurrent_steps=config.stages,
-                init_carry=(jnp.zeros((chunk, lane), jnp.float32),) * tile_rows,
+                init_carry=jnp.zeros((chunk, lane), jnp.float32),
             )(gate_gmem, up_gmem, vectors_gmem)
-            plgpu.copy_smem_to_gmem(h_smem, h_gmem.at[at_rows])
-            for row in range(tile_rows):
-                scale = jnp.maximum(jnp.max(largest[row]) * inverse_bound, LEAST)
-                for i in range(chunks):
-                    features = pl.ds(i * chunk, chunk)
-                    codes = h_smem[row, features].astype(jnp.float32) / scale
-                    codes_smem[row, features] = codes.astype(QTYPE)
-                scales_gmem[tile * tile_rows + row] = scale
+            plgpu.copy_smem_to_gmem(h_smem, h_gmem.at[pl.ds(row, 1)])
+            scale = jnp.maximum(jnp.max(largest) * inverse_bound, LEAST)
+            for i in range(chunks):
+                features = pl.ds(i * chunk, chunk)
+                codes = h_smem[0, features].astype(jnp.float32) / scale
+                codes_smem[0, features] = codes.astype(QTYPE)
+            scales_gmem[row] = scale
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(codes_smem, codes_gmem.at[at_rows])
+            plgpu.copy_smem_to_gmem(codes_smem, codes_gmem.at[pl.ds(row, 1)])
             return carry
 
-        lax.fori_loop(0, steps, tile_step, None)
+        lax.fori_loop(0, steps, row_step, None)
         plgpu.wait_smem_to_gmem(0)
 
-    view, tile = (rows, width, lane), (tile_rows, width, lane)
+    view, whole_row = (rows, width, lane), (1, width, lane)
     h, codes, scales = plgpu.kernel(
         kernel,
         out_type=[
             jax.ShapeDtypeStruct(view, dtype),
             jax.ShapeDtypeStruct(view, QTYPE),
-            jax.ShapeDtypeStruct((steps * blocks * tile_rows,), jnp.float32),
+            jax.ShapeDtypeStruct((steps * blocks,), jnp.float32),
         ],
         grid=(blocks,),
         grid_names=("block",),
-        scratch_types=[plgpu.SMEM(tile, dtype), plgpu.SMEM(tile, QTYPE)],
+        scratch_types=[plgpu.SMEM(whole_row, dtype), plgpu.SMEM(whole_row, QTYPE)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="dora_swiglu_codes",
     )(

@@ -141,12 +141,12 @@ def test_with_codes_by_mosaic(on_mosaic, shape, dtype, biased):
         check(*operands(2, shape, dtype, biased), "mosaic", with_codes=True)
 
 
-def test_tiles_of_codes(on_mosaic):
-    """Tiles of several rows, of which the last is ragged, and a bias of one layer only."""
+def test_codes_of_rows_in_several_steps(on_mosaic):
+    """The thread blocks have no row left in the last step, and one layer only has a bias."""
     _, (gate, up, *vectors) = operands(2, (5, 1024), jnp.bfloat16, biased=True)
     vectors[3] = None
     with on_mosaic():
-        config = swiglu_codes.Config(tile_rows=2, stages=2)
+        config = swiglu_codes.Config(blocks_per_sm=2)
         h, *codes = map(
             np.asarray, swiglu_codes.launch(gate, up, *vectors, config=config, sm_count=1)
         )
