@@ -12,8 +12,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from jax_dora.models.config import read_json_object
 from jax_dora.models.folder import EXTRA_TEMPLATES
+from jax_dora.models.special_tokens import CONFIG, SpecialTokens, read_optional
 
 Messages = Sequence[dict[str, Any]]
 
@@ -62,8 +62,7 @@ class ChatTemplate:
     @classmethod
     def of(cls, folder: Path) -> Self | None:
         """Returns the template in a model's folder, or None if the folder has none."""
-        settings = _read(folder / "tokenizer_config.json")
-        sources = _sources(folder, settings)
+        sources = _sources(folder, read_optional(folder / CONFIG))
         if not sources:
             return None
         if "default" not in sources:
@@ -75,12 +74,8 @@ class ChatTemplate:
                 f"{folder} has the chat template {str(odd[0])[:100]}; expected a string, or a list "
                 "of objects with a name and a template"
             )
-        special = _read(folder / "special_tokens_map.json") | settings
-        tokens = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in special.items()
-            if name.endswith("_token") and isinstance(value, str | dict)
-        }
+        named = SpecialTokens.of(folder).named
+        tokens = {name: token.content for name, token in named.items()}
         return cls(sources["default"], tokens, with_tools=sources.get("tool_use"))
 
     def render(self, messages: Messages, *, reply: bool = False, **more: Any) -> str:
@@ -161,10 +156,6 @@ def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         return {str(entry.get("name")): entry.get("template") for entry in template}
     return {} if template is None else {"default": template}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_json_object(file) if file.is_file() else {}
 
 
 def _to_json(

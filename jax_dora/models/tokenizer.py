@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from jax_dora.models.chat import ChatTemplate
 from jax_dora.models.config import max_positions, read_json_object
+from jax_dora.models.special_tokens import SpecialTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,14 @@ class TextSettings:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Returns the tokenizer of a model's folder, without truncation and padding."""
+    """Returns the tokenizer of a model's folder, without truncation and padding.
+
+    It has all tokens that the folder names, as transformers' tokenizer of the folder.
+
+    Raises:
+      FileNotFoundError, ValueError: a file is missing or invalid, or two files contradict each
+        other.
+    """
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; expected a fast tokenizer there")
@@ -65,6 +73,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ValueError(f"{file} is not a valid tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    SpecialTokens.of(folder).add_to(tokenizer)
     return tokenizer
 
 
