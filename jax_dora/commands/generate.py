@@ -17,7 +17,7 @@ from jax_dora.commands.flags import integer, not_negative, share, usage_errors
 from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
 from jax_dora.models import Sampling, generate, generate_steps, read_config
 from jax_dora.models.text import TextStream
-from jax_dora.models.tokenizer import TextSettings
+from jax_dora.models.tokenizer import TextSettings, prompt_tokens
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +109,7 @@ def _tokens(args: argparse.Namespace, texts: TextSettings, prompt: str) -> list[
     except UnicodeEncodeError as error:
         raise ValueError(f"--prompt {prompt!r} is not valid text: {error}") from error
     if not args.chat:
-        return texts.tokenizer.encode(prompt).ids
+        return prompt_tokens(texts.tokenizer, prompt)
     if texts.template is None:
         raise ValueError(f"--chat is given, but {texts.folder} has no chat template")
     messages = [{"role": "user", "content": prompt}]

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from jax_dora.finetune.packing import Example
 from jax_dora.finetune.records import Record
 from jax_dora.models.chat import CONTENT, ChatTemplate, text_of
+from jax_dora.models.tokenizer import prompt_tokens
 
 FORMS = (
     'a list "messages", strings "prompt" and "completion", strings "instruction" and "output" '
@@ -28,14 +29,15 @@ class Encoder:
     """Turns records into examples for one model.
 
     Attributes:
-      tokenizer: the model's tokenizer. Its special tokens, such as the one that begins a text, are
-        put before a prompt.
-      end: the token that ends a completion. Chat templates write their own end token.
+      tokenizer: the model's tokenizer. The special tokens that it puts before a text begin a
+        prompt.
+      ends: the tokens that end a text. A completion that ends in none of them gets the first. Chat
+        templates write their own end token.
       template: the chat template for records with "messages"; None if the model has none.
     """
 
     tokenizer: Tokenizer
-    end: int
+    ends: Sequence[int]
     template: ChatTemplate | None
 
     def examples(self, records: Iterable[Record]) -> Iterator[Example]:
@@ -51,9 +53,9 @@ class Encoder:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{where}: {error}") from error
 
-    def _tokens(self, text: str, *, special: bool = False) -> list[int]:
+    def _tokens(self, text: str) -> list[int]:
         text.encode()  # raises a clear error for unpaired surrogates; tokenizers does not
-        return self.tokenizer.encode(text, add_special_tokens=special).ids
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _examples(self, fields: dict[str, Any]) -> Iterator[Example]:
         match fields:
@@ -95,9 +97,13 @@ class Encoder:
         return next(matching, candidates[0])
 
     def _answer(self, prompt: str, completion: str) -> Example:
-        before, after = self._tokens(prompt, special=True), self._following(prompt, completion)
-        learned = [False] * len(before) + [True] * (len(after) + 1)
-        return Example([*before, *after, self.end], learned)
+        after = self._following(prompt, completion)
+        before = prompt_tokens(self.tokenizer, prompt)
+        if not prompt and after[: len(before)] == before:
+            after = after[len(before) :]
+        if not after or after[-1] not in self.ends:
+            after = [*after, self.ends[0]]
+        return Example([*before, *after], [False] * len(before) + [True] * len(after))
 
     def _chat(self, messages: Sequence[Any], tools: Any) -> Iterator[Example]:
         if self.template is None:

@@ -90,7 +90,7 @@ class Plan:
         _check_output(args.output, self.folder)
         config = read_config(self.folder)
         self.texts = TextSettings.of(self.folder, config)
-        self.encoder = Encoder(self.texts.tokenizer, self.texts.end_tokens[0], self.texts.template)
+        self.encoder = Encoder(self.texts.tokenizer, self.texts.end_tokens, self.texts.template)
         self.changes: dict[str, Any] = {"dtype": args.dtype, "memory": "auto"}
         self.changes["unroll"] = args.unroll
         self.config = DecoderConfig.from_hf(config, **self.changes)

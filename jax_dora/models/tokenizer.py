@@ -77,6 +77,23 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def begin_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Returns the special tokens that a tokenizer puts before every text."""
+    encoding = tokenizer.encode("a")
+    marks = encoding.special_tokens_mask  # 1 for tokens that are not of the text
+    return encoding.ids[: marks.index(0) if 0 in marks else len(marks)]
+
+
+def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the tokens of a text that a model continues.
+
+    They begin with the tokenizer's special tokens, once, even if the text has them itself. Special
+    tokens that the tokenizer puts behind a text are left out, since the text goes on.
+    """
+    begin, tokens = begin_tokens(tokenizer), tokenizer.encode(text, add_special_tokens=False).ids
+    return tokens if tokens[: len(begin)] == begin else [*begin, *tokens]
+
+
 def read_end_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
     """Returns the tokens that end a text: first config.json's, then generation_config.json's."""
     file = folder / "generation_config.json"

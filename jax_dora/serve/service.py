@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.tokenizer import prompt_tokens
 from jax_dora.serve.adapters import Adapters, ServedAdapter, UnreadableError
 from jax_dora.serve.body import Fields, check_unicode
 from jax_dora.serve.engine import Engine, QueueFullError
@@ -76,7 +77,7 @@ class Service:
     def text_tokens(self, prompt: str | list[int]) -> list[int]:
         """Returns the tokens of a prompt."""
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(check_unicode("prompt", prompt)).ids
+            prompt = prompt_tokens(self.tokenizer, check_unicode("prompt", prompt))
         return self._check_tokens("prompt", prompt)
 
     def chat_tokens(self, messages: list[dict[str, Any]]) -> list[int]:

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from jax_dora.finetune import tiny
 from jax_dora.finetune.encoding import Encoder
@@ -48,7 +48,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer):
-    return Encoder(tokenizer, END, None)
+    return Encoder(tokenizer, [END], None)
 
 
 def lines(records):
@@ -173,7 +173,7 @@ def spaced(normalizer, decoder, merges=()):
 )
 def test_the_spaces_between_pieces_are_those_of_the_data(tokenizer, completion):
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
-    encoder = Encoder(tokenizer, 0, template)
+    encoder = Encoder(tokenizer, [0], template)
     [example] = encoder.examples([("here", {"prompt": "a:", "completion": completion})])
     assert tokenizer.decode(example.tokens[:-1]) == f"a:{completion}"
     talk = [{"role": "user", "content": "a:"}, {"role": "assistant", "content": completion}]
@@ -185,7 +185,7 @@ def test_the_spaces_between_pieces_are_those_of_the_data(tokenizer, completion):
 def test_a_completion_that_goes_on_with_the_prompt_s_last_token_gets_no_space(prompt, completion):
     merges = [("a", "b"), ("▁", "ab"), ("▁", "▁")]
     strip = [decoders.Strip(" ", 1, 0)]
-    encoder = Encoder(spaced(normalizers.Prepend("▁"), strip, merges), 0, None)
+    encoder = Encoder(spaced(normalizers.Prepend("▁"), strip, merges), [0], None)
     [example] = encoder.examples([("here", {"prompt": prompt, "completion": completion})])
     assert encoder.tokenizer.decode(example.tokens[:-1]) == prompt + completion
 
@@ -197,6 +197,45 @@ def test_alpaca(encoder):
         text, learned = shown(encoder, example)
         assert text.endswith(f"\n\n### Instruction:\nAdd.\n\n{told}### Response:\n3<|end|>")
         assert learned == "3<|end|>"
+
+
+def with_ends(begin):
+    """A tokenizer that puts `begin` before a text and </s> behind it."""
+    tokenizer = tiny.byte_level_tokenizer()
+    tokenizer.add_special_tokens(["<s>", "</s>", *begin])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{' '.join(begin)} $A </s>",
+        pair=f"{' '.join(begin)} $A </s> $B </s>",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in {*begin, "</s>"}],
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("begin", [["<s>"], ["<m>", "<s>"]])
+@pytest.mark.parametrize(
+    ("record", "learned"),
+    [
+        ({"prompt": "a b", "completion": " c"}, " c</s>"),
+        ({"prompt": "BEGINa b", "completion": " c</s>"}, " c</s>"),
+        ({"prompt": "a b", "completion": " c<|end|>"}, " c<|end|>"),
+        ({"prompt": "a b", "completion": ""}, "</s>"),
+        ({"text": "a b"}, "a b</s>"),
+        ({"text": "BEGINa b</s>"}, "a b</s>"),
+        ({"text": ""}, "</s>"),
+    ],
+)
+def test_texts_begin_and_end_once(begin, record, learned):
+    """The ids of the pieces, by the tokenizer alone."""
+    tokenizer = with_ends(begin)
+    record = {name: text.replace("BEGIN", "".join(begin)) for name, text in record.items()}
+    encoder = Encoder(tokenizer, [tokenizer.token_to_id("</s>"), END], None)
+    [example] = encoder.examples([("here", record)])
+    start = "".join(begin) + record.get("prompt", "").removeprefix("".join(begin))
+    before, after = (
+        tokenizer.encode(text, add_special_tokens=False).ids for text in (start, learned)
+    )
+    assert example.tokens == before + after
+    assert example.learned == [False] * len(before) + [True] * len(after)
 
 
 def folder_of(tmp_path, tokenizer, **settings):
@@ -249,13 +288,13 @@ def test_tools_and_fields_of_messages_render_as_by_transformers(where, tmp_path,
 
 
 def test_tools_are_objects(tokenizer):
-    encoder = Encoder(tokenizer, END, ChatTemplate(CHATML, {}))
+    encoder = Encoder(tokenizer, [END], ChatTemplate(CHATML, {}))
     with pytest.raises(ValueError, match=r'"tools" is .*; expected a list of objects'):
         list(encoder.examples([("here", {"messages": TALK, "tools": '[{"type": "function"}]'})]))
 
 
 def test_replies_are_learned(tokenizer):
-    encoder = Encoder(tokenizer, END, ChatTemplate(CHATML, {}))
+    encoder = Encoder(tokenizer, [END], ChatTemplate(CHATML, {}))
     talk = [one | {"weight": None} for one in TALK]  # as if it were not given
     [example] = encoder.examples([("here", {"messages": talk})])
     text, learned = shown(encoder, example)
@@ -264,7 +303,7 @@ def test_replies_are_learned(tokenizer):
 
 
 def test_a_template_that_rewrites_replies_gives_one_text_each(tokenizer):
-    encoder = Encoder(tokenizer, END, ChatTemplate(THINKING, {"eos_token": tiny.END}))
+    encoder = Encoder(tokenizer, [END], ChatTemplate(THINKING, {"eos_token": tiny.END}))
     examples = list(encoder.examples([("here", {"messages": TALK})]))
     begin = "<system> S <|end|><user>hi<|end|><assistant>"
     assert [shown(encoder, one) for one in examples] == [
@@ -290,13 +329,13 @@ def test_a_template_that_rewrites_replies_gives_one_text_each(tokenizer):
     ],
 )
 def test_bad_conversations(template, messages, message, tokenizer):
-    encoder = Encoder(tokenizer, END, ChatTemplate(template, {}))
+    encoder = Encoder(tokenizer, [END], ChatTemplate(template, {}))
     with pytest.raises(ValueError, match=message):
         list(encoder.examples([("here", {"messages": messages})]))
 
 
 def test_contents_in_parts_are_joined(tokenizer):
-    encoder = Encoder(tokenizer, END, ChatTemplate(CHATML, {}))
+    encoder = Encoder(tokenizer, [END], ChatTemplate(CHATML, {}))
     whole, parts = (
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
         for content in ("bcd", [{"type": "text", "text": "b"}, {"type": "text", "text": "cd"}])

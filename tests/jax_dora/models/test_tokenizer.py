@@ -1,13 +1,18 @@
 """Tokenizers of folders, held to transformers' AutoTokenizer."""
 
+import argparse
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jax_dora.commands import generate
 from jax_dora.models.chat import ChatTemplate
-from jax_dora.models.tokenizer import read_tokenizer
+from jax_dora.models.tokenizer import TextSettings, prompt_tokens, read_tokenizer
+from jax_dora.serve.service import Service
 
 END = "<|end|>"
 TEXT = f"<a> b <c>{END}<b>  x<d> <img> Ab ab<a>"
@@ -109,6 +114,26 @@ def test_tokens_are_those_of_transformers(name, tmp_path):
     for skip in (False, True):
         expected = theirs.backend_tokenizer.decode(ids, skip_special_tokens=skip)
         assert ours.decode(ids, skip_special_tokens=skip) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a b", "<s>a", "<s>a</s>", "a<s>"])
+@pytest.mark.parametrize(("begin", "end"), [("", ""), ("<s>", ""), ("<s>", "</s>"), ("", "</s>")])
+def test_a_prompt_begins_once_and_does_not_end(begin, end, text):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}".strip(),
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")],
+    )
+    whole = text if text.startswith("<s>") else begin + text
+    expected = tokenizer.encode(whole, add_special_tokens=False).ids
+    assert prompt_tokens(tokenizer, text) == expected
+    none: Any = None
+    service = Service("base", none, none, tokenizer, None, tokenizer.get_vocab_size())
+    texts = TextSettings(Path(), tokenizer, [0], None)
+    assert generate._tokens(argparse.Namespace(chat=False), texts, text) == expected
+    if expected:
+        assert service.text_tokens(text) == expected
 
 
 @pytest.mark.parametrize("name", FOLDERS)
