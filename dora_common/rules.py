@@ -13,6 +13,9 @@ ALL_LINEAR = "all-linear"
 OUTPUT_HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
 """A layer is an output head for "all-linear" if its path ends in one of these names."""
 
+SELECTORS = ("path", "exclude")
+"""The attributes of a rule that select layers; the others describe their adapters."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -30,10 +33,12 @@ class Rule:
             inputs are tokens and not activations.
         dropout_mode: "adapter" drops inputs of lora_a only, "input" drops inputs of the whole
             correction.
+        exclude: a regular expression for the whole paths of layers that the rule leaves out; a
+            shared layer is left out if it matches one of the layer's paths. None leaves out none.
 
     Raises:
-        TypeError, ValueError: an attribute is out of range, or ``path`` is not a valid regular
-            expression.
+        TypeError, ValueError: an attribute is out of range, or ``path`` or ``exclude`` is not a
+            valid regular expression.
     """
 
     path: str
@@ -42,17 +47,12 @@ class Rule:
     use_rslora: bool = False
     dropout: float = 0.0
     dropout_mode: DropoutMode = dataclasses.field(default="adapter", kw_only=True)
+    exclude: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str):
-            raise TypeError(f"path is {self.path!r}; expected a regular expression as a string")
-        try:
-            re.compile(self.path)
-        except re.error as error:
-            raise ValueError(
-                f"path is {self.path!r}, which is not a valid regular expression ({error}); put a "
-                "backslash before a '.' or '*' that stands for itself"
-            ) from error
+        _check_expression("path", self.path)
+        if self.exclude is not None:
+            _check_expression("exclude", self.exclude)
         adapter_scale(self.rank, self.alpha, self.use_rslora)
         check_dropout(self.dropout, self.dropout_mode)
 
@@ -68,16 +68,34 @@ class Rule:
             path: the whole path of the layer.
             linear: whether the layer is a linear projection other than the model's output head.
         """
+        if self.excludes(path):
+            return False
         if self.path == ALL_LINEAR:
             return linear and re.split(r"[./]", path)[-1] not in OUTPUT_HEADS
         return re.fullmatch(self.path, path) is not None
 
+    def excludes(self, path: str) -> bool:
+        """Returns whether the rule leaves out the layer at ``path``, whatever its own path."""
+        return self.exclude is not None and re.fullmatch(self.exclude, path) is not None
+
     def options(self) -> dict[str, Any]:
-        """Returns the keyword arguments for a DoRA layer: all attributes except ``path`` and those
-        that are None."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del values["path"]
+        """Returns the keyword arguments for a DoRA layer: all attributes except those that select
+        layers and those that are None."""
+        names = (field.name for field in dataclasses.fields(self))
+        values = {name: getattr(self, name) for name in names if name not in SELECTORS}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_expression(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; expected a regular expression as a string")
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(
+            f"{name} is {value!r}, which is not a valid regular expression ({error}); put a "
+            "backslash before a '.' or '*' that stands for itself"
+        ) from error
 
 
 def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
@@ -113,26 +131,38 @@ def assign[R: Rule](
         linear: the argument of :meth:`Rule.matches`, for each layer.
 
     Raises:
-        ValueError: a rule applies to no layer.
+        ValueError: a rule applies to no layer, or its ``exclude`` matches none.
     """
 
     def matched(rule: R, index: int) -> bool:
-        return any(rule.matches(path, linear=linear[index]) for path in paths[index])
+        names = paths[index]
+        if any(rule.excludes(path) for path in names):
+            return False
+        return any(rule.matches(path, linear=linear[index]) for path in names)
 
     layers = range(len(paths))
     chosen = [next((rule for rule in rules if matched(rule, at)), None) for at in layers]
+    every_path = {path for names in paths for path in names}
     for index, rule in enumerate(rules):
-        if any(rule is one for one in chosen):
+        if rule.exclude is not None and not any(map(rule.excludes, every_path)):
+            problem = f"exclude {rule.exclude!r}, matches no layer; exclude"
+        elif any(rule is one for one in chosen):
             continue
-        reason = (
-            "matches only layers that earlier rules take (the first match wins)"
-            if any(matched(rule, at) for at in layers)
-            else "matches no layer"
-        )
+        elif any(matched(rule, at) for at in layers):
+            problem = (
+                f"path {rule.path!r}, matches only layers that earlier rules take (the first match "
+                "wins); a rule's path"
+            )
+        elif rule.exclude is None:
+            problem = f"path {rule.path!r}, matches no layer; a rule's path"
+        else:
+            problem = (
+                f"path {rule.path!r}, matches no layer that exclude {rule.exclude!r} leaves; a "
+                "rule's path"
+            )
         raise ValueError(
-            f"rules[{index}], path {rule.path!r}, {reason}; a rule's path has to match the whole "
-            "path of a layer. The layers with parameters are:"
-            f"{listing({path for names in paths for path in names})}"
+            f"rules[{index}], {problem} has to match the whole path of a layer. The layers with "
+            f"parameters are:{listing(every_path)}"
         )
     return chosen
 

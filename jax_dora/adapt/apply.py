@@ -104,9 +104,9 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
         if cls is None:
             assert site.reader is not None
             name = "" if site.names[0] in site.found.paths else site.param
-            # Initializers are not stored, so that models with and without them have the same
-            # structure.
-            settings = dataclasses.replace(rule, path="", lora_a_init=None, lora_b_init=None)
+            # These are not stored, so that models with and without them have the same structure.
+            unstored = dict.fromkeys(("exclude", "lora_a_init", "lora_b_init"))
+            settings = dataclasses.replace(rule, path="", **unstored)
             spec = AdapterSpec(site.param, site.axes, name, settings, site.is_lookup)
             adapted = add_adapter(module, spec, *site.reader)
             adapted.create_arrays(rule, rngs)

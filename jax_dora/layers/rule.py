@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from dora_common.rules import Rule
+from dora_common.rules import SELECTORS, Rule
 from jax_dora.ops import check, choose
 
 
@@ -41,9 +41,13 @@ class DoRARule(Rule):
         multiplies by the adapted embedding. With None or True it does, as after merging. With False
         the head uses the base embedding, as in PEFT.
       implementation: see `jax_dora.ops.dora_linear`.
+      exclude: a regular expression for the whole paths of layers that the rule leaves out, as in
+        DoRARule("all-linear", 16, 32, exclude=r".*/router"). It must match a layer; a shared layer
+        is left out if it matches one of the layer's paths.
 
     Raises:
-      TypeError, ValueError: an attribute is out of range, or `path` is not a regular expression.
+      TypeError, ValueError: an attribute is out of range, or `path` or `exclude` is not a regular
+        expression.
     """
 
     keep_inner: bool = False
@@ -77,8 +81,8 @@ class DoRARule(Rule):
 
 type Rules = DoRARule | Sequence[DoRARule]
 
-# The options of a DoRA layer: all attributes of a rule but the path.
-OPTIONS = tuple(field.name for field in dataclasses.fields(DoRARule) if field.name != "path")
+# The options of a DoRA layer: all attributes of a rule but those that select layers.
+OPTIONS = tuple(field.name for field in dataclasses.fields(DoRARule) if field.name not in SELECTORS)
 
 
 def layer_rule(**options: object) -> DoRARule:

@@ -81,8 +81,8 @@ def apply_dora(
 def _assign_weights(
     model: nn.Module, rules: tuple[DoRARule, ...], example: Example
 ) -> tuple[tuple[LinenWeight, ...], tuple[str, ...]]:
-    """Returns the parameters that rules adapt outside layers with a DoRA class, and the paths of
-    the layers that "all-linear" does not select."""
+    """Returns the parameters that rules adapt outside layers with a DoRA class, and the paths that
+    :attr:`DoRA.left_out` holds."""
     sites = [site for site in find_linen_sites(model, example) if site.is_matched]
     matched = assign_rules(sites, rules)
     raise_for_sites(
@@ -95,5 +95,12 @@ def _assign_weights(
         site.is_adapted = True
     log_summary(sites)
     weights = tuple(LinenWeight.of(site, rule) for site, rule in matched if not site.is_layer)
-    left_out = (site.names[0] for site in sites if site.is_layer and not site.is_linear)
+    left_out = [site.names[0] for site in sites if site.is_layer and not site.is_linear]
+    left_out += [
+        name
+        for site in sites
+        if not site.is_layer
+        for name in site.names
+        if any(rule.excludes(name) for rule in rules)
+    ]
     return weights, tuple(left_out)

@@ -35,7 +35,7 @@ class DoRA(nn.Module):
       deterministic: True turns dropout off.
       weights: the parameters that are adapted outside layers with a DoRA class.
       left_out: the paths of layers that "all-linear" does not select, although their class and name
-        would allow it.
+        would allow it, and of parameters outside such layers that a rule excludes.
     """
 
     held: HiddenModule
@@ -104,6 +104,9 @@ class DoRA(nn.Module):
             result = self._run_adapted(calls, run, *args, **kwargs)
         linear = dict.fromkeys(adapted_modules(self.variables.get("params", {})), True)
         linear |= calls.linear
+        # A call does not show which parameters outside layers it reads.
+        excluded = [p for p in self.left_out if any(rule.excludes(p) for rule in self.rules)]
+        linear = dict.fromkeys(excluded, False) | linear
         names = {(path,): is_linear for path, is_linear in linear.items()}
         names |= {weight.names: weight.is_linear for weight in self.weights}
         paths = sorted(names)

@@ -60,8 +60,34 @@ def test_a_rule_that_adapts_nothing_lists_the_paths():
         chosen(".*", "again")
 
 
+class TestExclude:
+    def chosen(self, *rules):
+        return [rule and rule.rank for rule in assign(rules, PATHS, LINEAR)]
+
+    def test_what_it_matches_is_left_to_other_rules(self):
+        rule = Rule("all-linear", 1, 1.0, exclude=r".*q_proj")
+        assert self.chosen(rule) == [None, None, None, 1]
+        assert self.chosen(rule, Rule(r"model\..*", 2, 1.0)) == [2, 2, None, 1]
+        assert not rule.matches("model.q_proj", linear=True)
+        assert rule.matches("model.q_projection", linear=True)
+
+    def test_every_path_of_a_shared_layer_counts(self):
+        assert self.chosen(Rule(".*", 1, 1.0, exclude="again")) == [1, 1, 1, None]
+
+    @pytest.mark.parametrize(
+        ("path", "exclude", "message"),
+        [
+            ("all-linear", "q_proj", r"\[0\], exclude 'q_proj', matches no layer; exclude has"),
+            ("again", ".*up", r"'again', matches no layer that exclude '\.\*up' leaves; a rule"),
+        ],
+    )
+    def test_what_leaves_out_nothing_or_everything_is_refused(self, path, exclude, message):
+        with pytest.raises(ValueError, match=message + r"(.|\n)*:\n  again\n  blocks/0/up\n"):
+            self.chosen(Rule(path, 1, 1.0, exclude=exclude))
+
+
 def test_rules_may_be_one_or_several_of_the_packages_class():
-    rule = Special("a", 2, 4.0, False, 0.1, True, dropout_mode="input")
+    rule = Special("a", 2, 4.0, False, 0.1, True, dropout_mode="input", exclude="b")
     assert as_rules(Special, rule) == as_rules(Special, [rule]) == (rule,)
     assert rule.keep
     assert rule.options() == {
@@ -83,6 +109,8 @@ def test_rules_may_be_one_or_several_of_the_packages_class():
     [
         ({"path": "("}, ValueError, r"path is '\(', which is not a valid regular expression"),
         ({"path": 3}, TypeError, "path is 3; expected a regular expression"),
+        ({"exclude": "("}, ValueError, r"exclude is '\(', which is not a valid regular expression"),
+        ({"exclude": ("a",)}, TypeError, r"exclude is \('a',\); expected a regular expression"),
         ({"rank": 0}, ValueError, "rank is 0; expected at least 1"),
         ({"rank": -3}, ValueError, "rank is -3"),
         ({"rank": 2.0}, TypeError, "rank is 2.0, a float; expected an integer"),

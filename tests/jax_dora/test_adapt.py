@@ -143,6 +143,16 @@ def test_all_linear_adapts_every_projection_but_the_output_head():
         apply_dora(nnx.Dict(head=LINEAR["linear"](rngs)), DoRARule("all-linear", 2, 4), rngs=rngs)
 
 
+def test_exclude_leaves_layers_out():
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict({name: make(rngs) for name, make in LINEAR.items()})
+    rule = DoRARule("all-linear", 2, 4, exclude="lin.*")
+    adapted = apply_dora(model, rule, rngs=rngs)
+    assert get_adapter(adapted).arrays.keys() == {n for n in LINEAR if not n.startswith("lin")}
+    with pytest.raises(ValueError, match=r"exclude 'lin', matches no layer"):
+        apply_dora(model, DoRARule(".*", 2, 4, exclude="lin"), rngs=rngs)
+
+
 @pytest.mark.parametrize("base", LINEAR.values(), ids=LINEAR)
 def test_keep_inner_goes_with_the_adapter(base):
     model = nnx.Dict(layer=base(nnx.Rngs(0)))

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, traverse_util
 
+from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora import DoRARule
 from jax_dora.linen import (
     adapter_labels,
@@ -111,6 +112,18 @@ def test_a_fresh_adapter_changes_nothing(adapted, base, fresh):
 def test_init_makes_everything(adapted, fresh):
     made = jax.eval_shape(adapted.init, KEY, IDS)
     assert jax.tree.structure(made) == jax.tree.structure(fresh)
+
+
+def test_exclude_leaves_weights_and_layers_out(base):
+    rule = DoRARule("all-linear", 2, 3.0, exclude=r"experts/up|layers/.*|plain")
+    adapted = apply_dora(MODEL, rule, example=(IDS,))
+    variables = jax.eval_shape(adapted.init, KEY, IDS)
+    names = {"/".join(path) for path in traverse_util.flatten_dict(variables["params"])}
+    weights = {"experts/down_", "mlp/gating_einsum_", "mlp/linear_"}
+    added = names - {"/".join(path) for path in traverse_util.flatten_dict(base["params"])}
+    assert added == {f"{weight}{name}" for weight in weights for name in ADAPTER_NAMES}
+    with pytest.raises(ValueError, match=r"exclude 'experts/u', matches no layer"):
+        apply_dora(MODEL, DoRARule("all-linear", 2, 3.0, exclude="experts/u"), example=(IDS,))
 
 
 def test_a_trained_adapter_computes_what_its_merged_model_does(adapted, base, trained):

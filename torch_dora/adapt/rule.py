@@ -20,10 +20,13 @@ class DoRARule(Rule):
             head, score or classifier.
         rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation: as in
             :class:`~torch_dora.DoRALinear`. For embeddings dropout must be 0.
+        exclude: a regular expression for the full names of layers that the rule leaves out, as in
+            DoRARule("all-linear", 16, 32, exclude=r".*\\.gate"). It must match a layer; a shared
+            layer is left out if it matches one of the layer's names.
 
     Raises:
-        TypeError, ValueError: an attribute is out of range, or ``path`` is not a regular
-            expression.
+        TypeError, ValueError: an attribute is out of range, or ``path`` or ``exclude`` is not a
+            regular expression.
     """
 
     adapter_dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
