@@ -5,7 +5,8 @@
 
 The model is a Hugging Face folder with config.json, safetensors files and tokenizer.json. The data
 is JSON Lines, a JSON list, parquet, or a folder written by datasets. A record is {"messages": ...},
-{"prompt": ..., "completion": ...}, {"instruction": ..., "output": ...} or {"text": ...}.
+{"prompt": ..., "completion": ...}, {"instruction": ..., "output": ...} or {"text": ...}. Several
+files, as in --data A B or --data A --data B, are read one after the other.
 
 RUN gets checkpoints, metrics.jsonl, a figure of the losses and, at the end, the adapter as a PEFT
 folder. With --eval-data it also gets the adapter with the lowest evaluation loss. --merge also
@@ -20,6 +21,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -49,8 +51,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model and data").add_argument
     add("--model", type=Path, metavar="FOLDER", help="Hugging Face folder of the base model")
     add("--tiny", action="store_true", help="make a tiny model, and its data without --data")
-    add("--data", type=Path, metavar="FILE", help="examples to train on")
-    add("--eval-data", type=Path, metavar="FILE", help="examples to evaluate on")
+    files: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "metavar": "FILE"}
+    add("--data", **files, help="examples to train on, in one or more files")
+    add("--eval-data", **files, help="examples to evaluate on, in one or more files")
     output = Path("finetuned")
     add("--output", type=folder, default=output, metavar="FOLDER", help="folder of the run")
     length = integer(1, 2**24)
@@ -166,9 +169,7 @@ def run(args: argparse.Namespace) -> int:
             # Paths can differ between processes.
             own = ("run", "coordinator", "process")
             flags = {name: value for name, value in vars(args).items() if name not in own}
-            processes.check_equal(
-                {name: isinstance(value, Path) or value for name, value in flags.items()}
-            )
+            processes.check_equal({name: _without_paths(value) for name, value in flags.items()})
         with usage_errors(), _tiny_inputs(args):
             plan = Plan(args, console)
             console.print(report(plan))
@@ -182,6 +183,12 @@ def run(args: argparse.Namespace) -> int:
         except (Exception, KeyboardInterrupt) as error:
             error.add_note(finetuning.how_to_resume())
             raise
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    return isinstance(value, Path) or value
 
 
 @contextlib.contextmanager

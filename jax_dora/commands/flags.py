@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from dora_common.hyperparameters import LARGEST, LEAST
 from jax_dora.ops.quantised import FORMATS
@@ -36,10 +36,40 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print the usage and exit."""
+    """Raises UsageError where argparse would print the usage and exit.
+
+    It also raises it for a flag that is given twice, of which argparse would use the last value.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.given: set[str] = set()
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        self.given.clear()
+        return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+class _StoreOnce(argparse.Action):
+    """Stores the value of a flag that can be given once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        if self.dest in parser.given:
+            raise argparse.ArgumentError(self, "it is given twice; expected one value")
+        parser.given.add(self.dest)
+        setattr(namespace, self.dest, values)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

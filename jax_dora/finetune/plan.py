@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -86,7 +87,7 @@ class Plan:
         for name, extra in {"matplotlib": "finetune", "tensorboardX": "tensorboard"}.items():
             if (extra == "finetune" or args.tensorboard) and find_spec(name) is None:
                 raise ImportError(f"{name} is not installed; run: pip install 'jax-dora[{extra}]'")
-        self.folder, file = self._inputs()
+        self.folder, files = self._inputs()
         _check_output(args.output, self.folder)
         config = read_config(self.folder)
         self.texts = TextSettings.of(self.folder, config)
@@ -94,7 +95,7 @@ class Plan:
         self.changes: dict[str, Any] = {"dtype": args.dtype, "memory": "auto"}
         self.changes["unroll"] = args.unroll
         self.config = DecoderConfig.from_hf(config, **self.changes)
-        self.rows, examples = self._read(file)
+        self.rows, examples = self._read(files)
         self.eval_rows = None
         if args.eval_data is not None:
             self.eval_rows, examples = self._read(args.eval_data)
@@ -184,24 +185,26 @@ class Plan:
         sharding.check(self.config, self.args.batch)
         return sharding
 
-    def _inputs(self) -> tuple[Path, Path]:
-        """Returns the folder of the model and the file of the data."""
+    def _inputs(self) -> tuple[Path, list[Path]]:
+        """Returns the folder of the model and the files of the data."""
         args = self.args
-        folder, file = args.model, args.data
+        folder, files = args.model, args.data
         if args.tiny:
             if folder is not None:
                 raise ValueError("--model and --tiny are both given; expected one of them")
-            folder, file = args.output / tiny.MODEL, file or args.output / tiny.DATA
-        if folder is None or file is None:
+            folder, files = args.output / tiny.MODEL, files or [args.output / tiny.DATA]
+        if folder is None or files is None:
             raise ValueError("--model or --data is missing; pass both, or --tiny, which makes them")
-        for name, value in (("data", file), ("eval-data", args.eval_data)):
-            if value is not None and not value.exists():
-                raise FileNotFoundError(f"--{name} {value} does not exist")
-        return folder, file
+        for name, value in (("data", files), ("eval-data", args.eval_data or [])):
+            if missing := [file for file in value if not file.exists()]:
+                raise FileNotFoundError(f"--{name} {missing[0]} does not exist")
+        return folder, files
 
-    def _read(self, file: Path) -> tuple[packing.Rows, list[packing.Example]]:
-        """Returns the rows of a data file, and its examples that fit into a row."""
-        examples = list(self.encoder.examples(read_records(file)))
+    def _read(self, files: list[Path]) -> tuple[packing.Rows, list[packing.Example]]:
+        """Returns the rows of data files, and their examples that fit into a row."""
+        records = itertools.chain.from_iterable(map(read_records, files))
+        examples = list(self.encoder.examples(records))
+        names = ", ".join(map(str, files))
         packed = packing.pack(examples, self.args.length)
         largest = max(max(example.tokens) for example in examples if example.tokens)
         if largest >= self.config.vocab_size:
@@ -212,12 +215,12 @@ class Plan:
         longest = int(packed.rows.positions.max()) + 1
         self.texts.check_length(
             longest,
-            f"{file} has an example of {longest} tokens",
+            f"{names} has an example of {longest} tokens",
             f": pass --length {self.texts.max_tokens} to truncate it",
         )
         full = (packed.rows.segment_ids > 0).mean()
         self.console.print(
-            f"{file}: {packed.examples} examples in {len(packed.rows.tokens)} rows, {full:.0%} "
+            f"{names}: {packed.examples} examples in {len(packed.rows.tokens)} rows, {full:.0%} "
             f"full; {packed.truncated} truncated to {self.args.length} tokens, {packed.dropped} "
             "dropped because nothing to learn was left",
             soft_wrap=True,

@@ -22,6 +22,7 @@ from unittest import mock
 
 from dora_common import start
 from jax_dora.finetune import packing
+from tests.jax_dora.finetune.runs import last_of
 
 WRITING = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate")
 
@@ -87,7 +88,7 @@ class Command:
         with (
             contextlib.redirect_stdout(printed),
             contextlib.redirect_stderr(printed),
-            mock.patch.object(sys, "argv", ["jax-dora", *arguments]),
+            mock.patch.object(sys, "argv", ["jax-dora", *last_of(arguments)]),
             mock.patch.object(os, "_exit", self._stop),
         ):
             before = signal.getsignal(signal.SIGINT)

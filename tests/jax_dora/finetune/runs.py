@@ -21,7 +21,18 @@ OPTIONS = (
 
 
 def finetune(options):
-    return main(["finetune", *options])
+    return main(["finetune", *last_of(options)])
+
+
+def last_of(options):
+    """The options without those that later ones replace. The command refuses to take both."""
+    found, name = {None: []}, None
+    for option in options:
+        if option.startswith("--"):
+            name = option.partition("=")[0]
+            found[name] = []
+        found[name].append(option)
+    return [word for words in found.values() for word in words]
 
 
 def told(capsys):

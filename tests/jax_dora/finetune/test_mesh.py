@@ -20,7 +20,7 @@ from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.run import Run
 from jax_dora.models import DecoderSharding, load_model, read_config, save_model
 from parity import tolerances
-from tests.jax_dora.finetune.runs import assert_one_line, metrics
+from tests.jax_dora.finetune.runs import assert_one_line, last_of, metrics
 
 OPTIONS = (
     *("--rank", "3", "--alpha", "5", "--dropout", "0.1", "--length", "24", "--batch", "4"),
@@ -165,7 +165,8 @@ def test_where_a_decoder_lies():
 
 
 def finetune(inputs, output, *options):
-    assert main(["finetune", *inputs, *OPTIONS, *options, "--output", str(output)]) == 0
+    command = ["finetune", *inputs, *OPTIONS, *options, "--output", str(output)]
+    assert main(last_of(command)) == 0
     return [line["loss"] for line in metrics(output)]
 
 
@@ -226,8 +227,8 @@ def test_a_run_goes_on_on_other_devices(inputs, four, tmp_path):
     ],
 )
 def test_meshes_that_do_not_fit(options, message, inputs, four, tmp_path, capsys):
-    command = [*inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")]
-    assert main(["finetune", *command]) == 2
+    command = ["finetune", *inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")]
+    assert main(last_of(command)) == 2
     assert_one_line(capsys, message)
 
 
@@ -243,7 +244,7 @@ def test_a_small_model_is_whole_on_every_device(inputs, four, tmp_path, monkeypa
 
 def plan_of(inputs, tmp_path, *options):
     given = ["finetune", *inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")]
-    return Plan(parser().parse_args(given), Console(quiet=True))
+    return Plan(parser().parse_args(last_of(given)), Console(quiet=True))
 
 
 def test_the_estimate_knows_the_mesh(inputs, four, tmp_path):

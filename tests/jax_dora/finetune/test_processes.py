@@ -12,8 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_dora.commands import main
-from tests.jax_dora.finetune.runs import assert_one_line, metrics
+from tests.jax_dora.finetune.runs import assert_one_line, finetune, last_of, metrics
 
 ROOT = Path(__file__).parents[3]
 ON_CPU = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -43,7 +42,7 @@ def started(command, environments, last=()):
     each[-1] += last
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "jax_dora", "finetune", *flags],
+            [sys.executable, "-m", "jax_dora", "finetune", *last_of(flags)],
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -74,7 +73,7 @@ def assert_one_run(finished, command, tmp_path, environment):
     assert "adapter" not in other_told
     run = tmp_path / "run"
     assert sorted(one.name for one in (run / "checkpoints").iterdir()) == ["2"]
-    assert main(["finetune", *command, "--steps", "3", "--resume"]) == 0
+    assert finetune([*command, "--steps", "3", "--resume"]) == 0
     command[command.index("--output") + 1] = str(tmp_path / "alone")
     # In a process of its own, where no test draws for JAX.
     assert start([*command, "--steps", "3"], [environment])[0][0] == 0
@@ -145,7 +144,7 @@ def test_when_one_process_is_killed_the_other_says_so_and_the_run_goes_on(inputs
     assert losses(run) == losses(whole)
     adapters = [one / "adapter" / "adapter_model.safetensors" for one in (run, whole)]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
-    assert main(["finetune", *flags, str(alone), "--resume"]) == 0
+    assert finetune([*flags, str(alone), "--resume"]) == 0
     np.testing.assert_allclose(losses(alone), losses(whole), rtol=1e-5)
 
 
@@ -203,6 +202,6 @@ def test_slurm_says_who_takes_part():
     ],
 )
 def test_processes_that_cannot_meet(options, message, inputs, tmp_path, capsys):
-    assert main(["finetune", *inputs, *options, "--output", str(tmp_path / "run")]) == 2
+    assert finetune([*inputs, *options, "--output", str(tmp_path / "run")]) == 2
     assert_one_line(capsys, message)
     assert jax.process_count() == 1

@@ -16,6 +16,7 @@ import transformers
 import jax_dora
 import jax_dora.models as decoder
 import jax_dora.peft
+from jax_dora.commands import main
 from jax_dora.commands.flags import positive
 from jax_dora.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
@@ -94,6 +95,29 @@ def test_bad_options(options, message, inputs, tmp_path, capsys):
     assert finetune([*options, "--output", str(run)]) == 2
     assert_one_line(capsys, message)
     assert not run.exists() or not list(run.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        *(("finetune --tiny", flag) for flag in ("--rank 4", "--output x", "--target x")),
+        *(("generate --prompt x", flag) for flag in ("--adapter x", "--model x", "--seed 0")),
+        ("merge", "--adapter x"),
+        ("inspect x", "--quantize nf4"),
+        ("serve --model x", "--adapters x"),
+    ],
+)
+def test_a_flag_that_is_given_twice(command, flag, capsys):
+    """Even with the same value, since a flag may be one of which several were meant."""
+    assert main([*command.split(), *flag.split(), *flag.split()]) == 2
+    assert_one_line(capsys, f"argument {flag.split()[0]}: it is given twice; expected one value")
+
+
+@pytest.mark.parametrize("missing", ["--data", "--eval-data"])
+def test_one_of_several_files_that_is_missing(missing, inputs, tmp_path, capsys):
+    command = [*inputs, missing, inputs[3], "missing.jsonl", "--output", str(tmp_path / "run")]
+    assert finetune(command) == 2
+    assert_one_line(capsys, f"{missing} missing.jsonl does not exist")
 
 
 @pytest.mark.parametrize("name", ["adapter", "best", "../run/checkpoints"])

@@ -33,6 +33,7 @@ from tests.jax_dora.finetune.runs import (
     OPTIONS,
     STEPS,
     finetune,
+    last_of,
     metrics,
     same_adapter,
     told,
@@ -134,8 +135,29 @@ def test_samples_are_of_prompts_that_fit_into_a_row(inputs, tmp_path):
     records = [{"prompt": "x" * 1000, "completion": "y"}, short]
     long.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = ["finetune", *inputs, *OPTIONS, "--data", str(long), "--output", str(tmp_path)]
-    plan = Plan(parser().parse_args(command), Console(quiet=True))
+    plan = Plan(parser().parse_args(last_of(command)), Console(quiet=True))
     assert [len(one.tokens) for one in plan.examples_to_show] == [6]
+
+
+@pytest.mark.parametrize("flags", ["--data A B", "--data A --data B"])
+def test_several_files_are_read_as_one(flags, inputs, tmp_path):
+    """As the file that holds the lines of both."""
+    lines = Path(inputs[3]).read_text().splitlines(keepends=True)
+    texts = {"A": lines[:30], "B": lines[30:70], "BOTH": lines[:70]}
+    files = {name: str(tmp_path / name) for name in texts}
+    for name, text in texts.items():
+        Path(files[name]).write_text("".join(text))
+    plans = []
+    for data in (flags, "--data BOTH"):
+        words = [files.get(word, word) for word in data.split()]
+        flags_of_eval = ["--eval-data" if word == "--data" else word for word in words]
+        command = ["finetune", *inputs[:2], *words, *flags_of_eval, *OPTIONS]
+        args = parser().parse_args([*command, "--output", str(tmp_path / "run")])
+        plans.append(Plan(args, Console(quiet=True)))
+    ours, theirs = plans
+    jax.tree.map(np.testing.assert_array_equal, ours.rows, theirs.rows)
+    jax.tree.map(np.testing.assert_array_equal, ours.eval_rows, theirs.eval_rows)
+    assert ours.settings == theirs.settings
 
 
 def test_dry_run(inputs, tmp_path, capsys):
