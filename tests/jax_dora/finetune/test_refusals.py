@@ -100,7 +100,7 @@ def test_bad_options(options, message, inputs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("command", "flag"),
     [
-        *(("finetune --tiny", flag) for flag in ("--rank 4", "--output x", "--target x")),
+        *(("finetune --tiny", flag) for flag in ("--rank 4", "--length 8", "--target x")),
         *(("generate --prompt x", flag) for flag in ("--adapter x", "--model x", "--seed 0")),
         ("merge", "--adapter x"),
         ("inspect x", "--quantize nf4"),
