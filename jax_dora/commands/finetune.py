@@ -58,6 +58,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", type=folder, default=output, metavar="FOLDER", help="folder of the run")
     length = integer(1, 2**24)
     add("--length", type=length, default=1024, metavar="N", help="tokens in a packed row")
+    add(
+        "--split",
+        choices=("text", "all", "none"),
+        nargs="?",
+        const="all",
+        default="text",
+        help="records that continue in further rows if they are longer than a row: those with "
+        '"text", all, or none; others are truncated',
+    )
     add_formats(add, activations=True)
 
     add = parser.add_argument_group("devices").add_argument

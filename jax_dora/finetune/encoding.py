@@ -74,7 +74,7 @@ class Encoder:
                 )
                 yield self._answer(prompt, output)
             case {"text": str(text)}:
-                yield self._answer("", text)
+                yield self._answer("", text)._replace(is_text=True)
             case _:
                 found = [f"{name} ({type(value).__name__})" for name, value in fields.items()]
                 raise ValueError(f"it has {', '.join(found) or 'no fields'}; expected {FORMS}")

@@ -15,6 +15,7 @@ class Example(NamedTuple):
 
     tokens: list[int]
     learned: list[bool]  # whether the loss of predicting each token counts
+    is_text: bool = False  # whether it is a plain text, without a prompt
 
 
 class Rows(NamedTuple):
@@ -42,6 +43,17 @@ class Packed(NamedTuple):
     examples: int  # number of packed examples
     truncated: int  # number of examples whose end was cut off
     dropped: int  # number of examples without any token to learn
+
+
+def split(example: Example, length: int) -> list[Example]:
+    """Returns the parts of an example for rows of `length` tokens.
+
+    A part begins with the last token of the one before, so every token is predicted in one part.
+    """
+    tokens, learned, is_text = example
+    starts = range(0, max(1, len(tokens) - 1), length)
+    spans = [slice(start, start + length + 1) for start in starts]
+    return [Example(tokens[span], learned[span], is_text) for span in spans]
 
 
 def pack(examples: Sequence[Example], length: int) -> Packed:

@@ -205,7 +205,10 @@ class Plan:
         records = itertools.chain.from_iterable(map(read_records, files))
         examples = list(self.encoder.examples(records))
         names = ", ".join(map(str, files))
-        packed = packing.pack(examples, self.args.length)
+        length, kind = self.args.length, self.args.split
+        splits = {"text": lambda one: one.is_text, "all": lambda _: True, "none": lambda _: False}
+        parts = [packing.split(one, length) if splits[kind](one) else [one] for one in examples]
+        packed = packing.pack([*itertools.chain.from_iterable(parts)], length)
         largest = max(max(example.tokens) for example in examples if example.tokens)
         if largest >= self.config.vocab_size:
             raise ValueError(
@@ -216,18 +219,19 @@ class Plan:
         self.texts.check_length(
             longest,
             f"{names} has an example of {longest} tokens",
-            f": pass --length {self.texts.max_tokens} to truncate it",
+            f": pass --length {self.texts.max_tokens} to split or truncate it",
         )
         full = (packed.rows.segment_ids > 0).mean()
         self.console.print(
             f"{names}: {packed.examples} examples in {len(packed.rows.tokens)} rows, {full:.0%} "
-            f"full; {packed.truncated} truncated to {self.args.length} tokens, {packed.dropped} "
-            "dropped because nothing to learn was left",
+            f"full; {sum(len(one) > 1 for one in parts)} split into rows, {packed.truncated} "
+            f"truncated to {length} tokens, {packed.dropped} dropped because nothing to learn was "
+            "left",
             soft_wrap=True,
             markup=False,
         )
         # Generating from a prompt longer than a row could need more memory than training.
-        fitting = [example for example in examples if len(example.tokens) <= self.args.length + 1]
+        fitting = [example for example in examples if len(example.tokens) <= length + 1]
         return packed.rows, fitting
 
     def _rules(self) -> list[jax_dora.DoRARule]:

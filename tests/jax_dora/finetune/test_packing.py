@@ -1,5 +1,7 @@
 """Packing and the order of rows."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -69,6 +71,17 @@ def test_long_examples_are_cut_and_counted():
     assert unpack(packed.rows) == [(list(range(11)), 3), ([1, 2, 3], 1)]
     with pytest.raises(ValueError, match="none of 3 examples has a completion within 0 tokens"):
         packing.pack(examples, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 10, 11, 12, 21, 22, 45])
+def test_parts_predict_every_token_once(size):
+    tokens = np.random.default_rng(size).integers(0, 99, size).tolist()
+    learned = [number % 3 > 0 for number in range(size)]
+    parts = packing.split(packing.Example(tokens, learned, is_text=True), 10)
+    assert all(len(part.tokens) <= 11 and part.is_text for part in parts)
+    pairs = [pair for part in parts for pair in itertools.pairwise(part.tokens)]
+    assert pairs == list(itertools.pairwise(tokens))
+    assert [counts for part in parts for counts in part.learned[1:]] == learned[1:]
 
 
 def test_order_is_a_permutation_of_each_epoch():

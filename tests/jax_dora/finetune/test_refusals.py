@@ -107,8 +107,9 @@ def test_bad_options(options, message, inputs, tmp_path, capsys):
         ("serve --model x", "--adapters x"),
     ],
 )
-def test_a_flag_that_is_given_twice(command, flag, capsys):
+def test_a_flag_that_is_given_twice(command, flag, tmp_path, monkeypatch, capsys):
     """Even with the same value, since a flag may be one of which several were meant."""
+    monkeypatch.chdir(tmp_path)
     assert main([*command.split(), *flag.split(), *flag.split()]) == 2
     assert_one_line(capsys, f"argument {flag.split()[0]}: it is given twice; expected one value")
 
@@ -220,7 +221,9 @@ def test_an_example_longer_than_the_model_s_positions(flag, inputs, tmp_path, ca
         assert finetune([*command, "--dry-run"]) == status
     assert "an example of 513 tokens; expected at most config.json's" in told(capsys)
     assert finetune([*command, "--length", "512", "--dry-run"]) == 0
-    assert "1 truncated to 512 tokens" in told(capsys)
+    assert "1 split into rows, 0 truncated to 512 tokens" in told(capsys)
+    assert finetune([*command, "--length", "512", "--dry-run", "--split", "none"]) == 0
+    assert "0 split into rows, 1 truncated to 512 tokens" in told(capsys)
 
 
 @pytest.mark.slow

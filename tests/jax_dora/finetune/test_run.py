@@ -160,6 +160,19 @@ def test_several_files_are_read_as_one(flags, inputs, tmp_path):
     assert ours.settings == theirs.settings
 
 
+@pytest.mark.parametrize(
+    ("flags", "learned"), [([], 101 + 26), (["--split"], 101 + 82), (["--split", "none"], 32 + 26)]
+)
+def test_what_is_longer_than_a_row(flags, learned, inputs, tmp_path):
+    """A text of 101 tokens and its end, and a prompt of 6 whose completion has 81 and its end."""
+    data = tmp_path / "data.jsonl"
+    records = [{"text": "x" * 101}, {"prompt": "y" * 6 + "=", "completion": "z" * 81}]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["finetune", *inputs[:2], "--data", str(data), *OPTIONS, *flags]
+    args = parser().parse_args([*command, "--output", str(tmp_path / "run")])
+    assert Plan(args, Console(quiet=True)).rows.weights.sum() == learned
+
+
 def test_dry_run(inputs, tmp_path, capsys):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run"), "--dry-run"]
     assert finetune(command) == 0
