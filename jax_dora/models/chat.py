@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -16,6 +17,10 @@ from jax_dora.models.folder import EXTRA_TEMPLATES
 from jax_dora.models.special_tokens import CONFIG, SpecialTokens, read_optional
 
 Messages = Sequence[dict[str, Any]]
+
+_LOG = logging.getLogger(__name__)
+# The content of a message that shows what a template renders around a content.
+_MARK = "content-of-the-reply"
 
 # Describes the content of a message, for error messages.
 CONTENT = 'a text, or parts of the form {"type": "text", "text": …}'
@@ -58,6 +63,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid jinja2: {error}") from error
         self._special_tokens = special_tokens
+        self._warnings: set[str] = set()
 
     @classmethod
     def of(cls, folder: Path) -> Self | None:
@@ -100,26 +106,86 @@ class ChatTemplate:
         If the template renders a message the same way whatever follows, one text holds all replies
         of the assistant. Some templates do not: Qwen3's omits the reasoning of earlier replies.
         Then there is one text for each reply, which ends with that reply.
+
+        A text always holds the prompt that the template renders for a reply, and the content of the
+        reply, even if the template renders a conversation with the reply in another way.
+
+        Raises:
+          ValueError: the template failed, or does not render the content of replies.
         """
         texts: list[list[tuple[str, bool]]] = []
         for end, message in enumerate(messages, 1):
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[: end - 1], reply=True, **more)
-            whole = self.render(messages[:end], **more)
-            if not whole.startswith(before):
-                raise ValueError(
-                    f"the chat template renders message {end} without the prompt that it renders "
-                    "for a reply; expected the message to begin with that prompt, since the rest "
-                    "is learned"
-                )
-            reply = (whole[len(before) :], True)
+            reply = (self._reply(before, messages[:end], more), True)
+            parts = {"reasoning of replies": _plain(message).get("reasoning_content")}
+            if message.get("tool_calls"):
+                parts["content of replies that call tools"] = message.get("content")
+            for name, part in parts.items():
+                if not _contains(reply[0], text_of(part) or ""):
+                    self._warn(f"The chat template leaves out the {name}: it is not learned")
             previous = "".join(piece for piece, _ in texts[-1]) if texts else ""
             if texts and before.startswith(previous):
                 texts[-1] += [(before[len(previous) :], False), reply]
             else:
                 texts.append([(before, False), reply])
         return texts
+
+    def _warn(self, text: str) -> None:
+        """Logs a warning, once."""
+        if text not in self._warnings:
+            self._warnings.add(text)
+            _LOG.warning(text)
+
+    def _reply(self, prompt: str, messages: Messages, more: dict[str, Any]) -> str:
+        """Returns what a model should write after `prompt`: the last message, and its end.
+
+        That is what the template renders after the prompt, if this has all of the content. Some
+        templates render a reply that is part of the conversation in another way than one to come:
+        DeepSeek-R1's begins a thought in the prompt and removes thoughts from messages, and
+        Mistral's writes the system message only if no reply follows. Then it is the content of the
+        message, between what the template renders around it.
+        """
+        message = messages[-1]
+        whole = self.render(messages, **more)
+        # Some templates render calls of tools in place of the content.
+        has_calls = bool(message.get("tool_calls"))
+        content = "" if has_calls else text_of(message.get("content")) or ""
+        if whole.startswith(prompt) and _contains(whole[len(prompt) :], content):
+            return whole[len(prompt) :]
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        marked = self.render([*messages[:-1], plain | {"content": _MARK}], **more)
+        header, found, end = marked.rpartition(_MARK)
+        start = header.rstrip()
+        if not found or not whole.startswith(start):
+            raise ValueError(
+                f"the chat template renders message {len(messages)} without the prompt that it "
+                "renders for a reply; expected the message to begin with that prompt, since the "
+                "rest is learned"
+            )
+        self._warn(
+            "The chat template renders replies in another way than it asks for them, such as "
+            "without their thoughts, or without the system message; they are learned after the "
+            "prompt that asks for a reply, with their whole content"
+        )
+        # What is between the header and the content, unless the prompt has it already.
+        space, opening = header[len(start) :], ""
+        if header.startswith(prompt):
+            space = header[len(prompt) :]
+        elif prompt.startswith(header):
+            space, opening = "", prompt[len(header) :].strip()
+        elif prompt[-1:].isspace():
+            space = ""
+        if whole.startswith(header):
+            reply = whole[len(header) :]
+        else:  # a message without content, such as a tool call, without the space before one
+            reply, space = whole[len(start) :], ""
+        if not _contains(reply, content):
+            reply = content + end
+        if opening and reply.lstrip().startswith(opening):
+            reply = reply.lstrip()[len(opening) :].removeprefix(prompt[len(prompt.rstrip()) :])
+        return space + reply
 
 
 class _Generation(Extension):
@@ -143,6 +209,11 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
         if name in message:
             return {"thinking": message[name]} | message | {"reasoning_content": message[name]}
     return message
+
+
+def _contains(text: str, content: str) -> bool:
+    """Returns whether a text has a content. Templates may change the spaces in it."""
+    return "".join(content.split()) in "".join(text.split())
 
 
 def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

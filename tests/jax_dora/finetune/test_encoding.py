@@ -6,39 +6,17 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from jax_dora.finetune import tiny
 from jax_dora.finetune.encoding import Encoder
 from jax_dora.finetune.records import read_records
 from jax_dora.models.chat import ChatTemplate
+from tests.jax_dora.chat_templates import CHATML, TALK, THINKING
 
 END = 256
 SUM = {"prompt": "ab", "completion": "c"}
 RECORDS = [SUM, {"text": "de"}]
-CHATML = (
-    "{%- for m in messages %}"
-    "{{- '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-# As Qwen3's: an empty thought before the last reply only.
-THINKING = (
-    "{%- for m in messages %}"
-    "{{- '<' + m.role + '>' }}"
-    "{%- if m.role == 'assistant' and loop.last %}{{- '[thought]' }}{%- endif %}"
-    "{{- m.content + eos_token }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"
-)
-TALK = [
-    {"role": "system", "content": " S "},
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "yes"},
-    {"role": "user", "content": "so?"},
-    {"role": "assistant", "content": "no"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -238,55 +216,6 @@ def test_texts_begin_and_end_once(begin, record, learned):
     assert example.learned == [False] * len(before) + [True] * len(after)
 
 
-def folder_of(tmp_path, tokenizer, **settings):
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tiny.END}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return tmp_path
-
-
-@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja", "a list"])
-@pytest.mark.parametrize("template", [CHATML, THINKING, tiny.CHAT_TEMPLATE])
-def test_templates_render_as_by_transformers(where, template, tmp_path, tokenizer):
-    settings = {"chat_template": template}
-    if where == "a list":
-        settings = {"chat_template": [{"name": "default", "template": template}]}
-    folder = folder_of(tmp_path, tokenizer, **({} if where.endswith("jinja") else settings))
-    if where.endswith("jinja"):
-        (folder / where).write_text(template)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = ChatTemplate.of(folder)
-    for reply in (False, True):
-        expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=reply)
-        assert ours.render(TALK, reply=reply) == expected
-
-
-@pytest.mark.parametrize("where", ["files", "a list"])
-def test_tools_and_fields_of_messages_render_as_by_transformers(where, tmp_path, tokenizer):
-    sources = {
-        "default": "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
-        "{% if tools is not none or documents is not none %}undefined{% endif %}",
-        "tool_use": "{{ tools | tojson(ensure_ascii=False) }}{{ tools | tojson(indent=1) }}",
-    }
-    if where == "files":
-        folder = folder_of(tmp_path, tokenizer)
-        (folder / "chat_template.jinja").write_text(sources["default"])
-        (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
-    else:
-        named = [{"name": name, "template": source} for name, source in sources.items()]
-        folder = folder_of(tmp_path, tokenizer, chat_template=named)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = ChatTemplate.of(folder)
-    talk = [
-        {"role": "user", "content": "a", "reasoning_content": None},
-        {"role": "assistant", "content": None, "reasoning": "so"},
-    ]
-    for tools in (None, [{"type": "function", "function": {"name": "ü"}}]):
-        expected = theirs.apply_chat_template(talk, tools=tools, tokenize=False)
-        assert ours.render(talk, tools=tools) == expected
-
-
 def test_tools_are_objects(tokenizer):
     encoder = Encoder(tokenizer, [END], ChatTemplate(CHATML, {}))
     with pytest.raises(ValueError, match=r'"tools" is .*; expected a list of objects'):
@@ -342,11 +271,3 @@ def test_contents_in_parts_are_joined(tokenizer):
     )
     one, other = encoder.examples([("x", {"messages": whole}), ("y", {"messages": parts})])
     assert (one.tokens, one.learned) == (other.tokens, other.learned)
-
-
-def test_marks_of_generation_say_nothing():
-    template = "{% generation %}{{ messages[0].content }}{% endgeneration %}{% break %}"
-    with pytest.raises(ValueError, match="is not valid jinja2"):
-        ChatTemplate("{% if %}", {})
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
-    assert ChatTemplate(template + "{% break %}{% endfor %}", {}).render(TALK) == " S "
