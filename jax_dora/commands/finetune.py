@@ -29,6 +29,7 @@ from dora_common.disk import locked
 from jax_dora.commands.flags import (
     AXES,
     UsageError,
+    add_end_token,
     add_formats,
     folder,
     integer,
@@ -68,6 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         '"text", all, or none; others are truncated',
     )
     add_formats(add, activations=True)
+    add_end_token(add, more="; completions end with the first")
 
     add = parser.add_argument_group("devices").add_argument
     add(

@@ -21,6 +21,7 @@ _FLAGS = {
     r"choose (int8 or float8_e4m3fn, which need no tiles).*": r"pass --quantize \1",
     r"pass that qtype and no tile_size": f"pass --quantize {QTYPE}",
     r"\bmax_length(?= is )": "--max-length",
+    r"\bend_tokens\b": "--end-token",
     r"the bank's max_rank: make the bank with": "--max-rank: start the server with",
     r"rules\[\d+\], path(?= ')": "--target",
     r"name the contracted axes.*narrow the rules' paths so that they do not match": (
@@ -144,6 +145,16 @@ def add_formats(add: Callable[..., object], *, activations: bool = False) -> Non
             choices=(QTYPE,),
             help="also quantize the inputs of projections; needs weights in the same format",
         )
+
+
+def add_end_token(add: Callable[..., object], *, more: str = "") -> None:
+    """Adds the flag --end-token, with `more` at the end of its help."""
+    add(
+        "--end-token",
+        action="append",
+        metavar="TOKEN",
+        help="text or id of a further token that ends an answer; can be repeated" + more,
+    )
 
 
 def folder(text: str) -> Path:

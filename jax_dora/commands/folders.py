@@ -9,7 +9,8 @@ from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, find_adapter_folder, named_in_errors
 from jax_dora.commands.flags import add_formats
 from jax_dora.finetune.checkpoints import Checkpoints
-from jax_dora.models import CausalLM, load_model
+from jax_dora.models import CausalLM, load_model, read_config
+from jax_dora.models.tokenizer import TextSettings
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, activations: bool = False) -> None:
@@ -52,6 +53,14 @@ def base_folder(args: argparse.Namespace) -> Path:
             f"{args.adapter} was trained on {folder!r}, which is not a folder here; pass --model"
         )
     return Path(folder)
+
+
+def text_settings(args: argparse.Namespace, folder: Path) -> TextSettings:
+    """Returns the text settings of the model in `folder` with the adapter of --adapter."""
+    adapter = None if args.adapter is None else adapter_folder(args.adapter)
+    return TextSettings.of(
+        folder, read_config(folder), adapter=adapter, end_tokens=args.end_token or ()
+    )
 
 
 def adapted_model(args: argparse.Namespace, folder: Path) -> CausalLM:

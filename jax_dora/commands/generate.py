@@ -13,9 +13,9 @@ import json
 import sys
 
 import jax_dora
-from jax_dora.commands.flags import integer, not_negative, share, usage_errors
-from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
-from jax_dora.models import Sampling, generate, generate_steps, read_config
+from jax_dora.commands.flags import add_end_token, integer, not_negative, share, usage_errors
+from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder, text_settings
+from jax_dora.models import Sampling, generate, generate_steps
 from jax_dora.models.text import TextStream
 from jax_dora.models.tokenizer import TextSettings, prompt_tokens
 
@@ -29,6 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="system message; needs --chat")
     tokens = integer(1, 2**24)
     add("--tokens", type=tokens, default=128, metavar="N", help="maximum number of new tokens")
+    add_end_token(add)
 
     add = parser.add_argument_group("sampling").add_argument
     add(
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                     f"--{flag} is given without --temperature; expected a temperature above 0"
                 )
         folder = base_folder(args)
-        texts = TextSettings.of(folder, read_config(folder))
+        texts = text_settings(args, folder)
         prompts = args.prompt or [sys.stdin.read()]
         tokens = [_tokens(args, texts, prompt) for prompt in prompts]
         if not all(tokens):

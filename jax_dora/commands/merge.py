@@ -11,14 +11,16 @@ import argparse
 import jax_dora
 from dora_common.disk import check_can_create
 from jax_dora.commands import flags
-from jax_dora.commands.flags import usage_errors
-from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder
+from jax_dora.commands.flags import add_end_token, usage_errors
+from jax_dora.commands.folders import adapted_model, add_model_flags, base_folder, text_settings
 from jax_dora.models import read_config, save_model
+from jax_dora.models.tokenizer import TOKENIZER
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command."""
     add_model_flags(parser)
+    add_end_token(parser.add_argument)
     parser.add_argument(
         "--output", type=flags.folder, required=True, metavar="FOLDER", help="folder to create"
     )
@@ -35,6 +37,10 @@ def run(args: argparse.Namespace) -> int:
             raise FileExistsError(f"--output {args.output} exists already; expected a new folder")
         check_can_create(args.output, "--output")
         folder = base_folder(args)
+        config = read_config(folder)
+        # A folder of weights alone has nothing to say about text.
+        has_texts = (folder / TOKENIZER).is_file() or args.end_token
+        files = text_settings(args, folder).files(config) if has_texts else {}
         model = adapted_model(args, folder)
         if model.lm_head is None and isinstance(model.model.embed_tokens, jax_dora.DoRALayer):
             raise NotImplementedError(
@@ -43,6 +49,6 @@ def run(args: argparse.Namespace) -> int:
                 "folder has one array for both"
             )
         merged, report = jax_dora.merge_dora(model, return_report=True)
-        save_model(merged, args.output, read_config(folder), tokenizer_from=folder)
+        save_model(merged, args.output, config, tokenizer_from=folder, files=files)
     print(f"Saved the merged model to {args.output}. Rounding errors of merging:\n{report}")
     return 0

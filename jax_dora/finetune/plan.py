@@ -25,6 +25,7 @@ from jax_dora.finetune import estimate, packing, processes, tiny
 from jax_dora.finetune.checkpoints import Checkpoints
 from jax_dora.finetune.encoding import Encoder
 from jax_dora.finetune.records import read_records
+from jax_dora.finetune.reply_ends import learned_ends
 from jax_dora.models import (
     CausalLM,
     DecoderConfig,
@@ -50,7 +51,8 @@ class Plan:
 
     Attributes:
       folder: the folder of the base model.
-      texts: the text settings of the base model.
+      texts: the text settings of the adapted model: the base model's, and the tokens that end the
+        learned replies.
       encoder: turns records into examples.
       config: the config of the decoder.
       changes: the fields of `config` that are not taken from config.json, except the sharding.
@@ -90,7 +92,7 @@ class Plan:
         self.folder, files = self._inputs()
         _check_output(args.output, self.folder)
         config = read_config(self.folder)
-        self.texts = TextSettings.of(self.folder, config)
+        self.texts = TextSettings.of(self.folder, config, end_tokens=args.end_token or ())
         self.encoder = Encoder(self.texts.tokenizer, self.texts.end_tokens, self.texts.template)
         self.changes: dict[str, Any] = {"dtype": args.dtype, "memory": "auto"}
         self.changes["unroll"] = args.unroll
@@ -205,6 +207,7 @@ class Plan:
         records = itertools.chain.from_iterable(map(read_records, files))
         examples = list(self.encoder.examples(records))
         names = ", ".join(map(str, files))
+        self._add_learned_ends(names, examples)
         length, kind = self.args.length, self.args.split
         splits = {"text": lambda one: one.is_text, "all": lambda _: True, "none": lambda _: False}
         parts = [packing.split(one, length) if splits[kind](one) else [one] for one in examples]
@@ -222,17 +225,39 @@ class Plan:
             f": pass --length {self.texts.max_tokens} to split or truncate it",
         )
         full = (packed.rows.segment_ids > 0).mean()
-        self.console.print(
+        self._print(
             f"{names}: {packed.examples} examples in {len(packed.rows.tokens)} rows, {full:.0%} "
             f"full; {sum(len(one) > 1 for one in parts)} split into rows, {packed.truncated} "
             f"truncated to {length} tokens, {packed.dropped} dropped because nothing to learn was "
-            "left",
-            soft_wrap=True,
-            markup=False,
+            "left"
         )
         # Generating from a prompt longer than a row could need more memory than training.
         fitting = [example for example in examples if len(example.tokens) <= length + 1]
         return packed.rows, fitting
+
+    def _add_learned_ends(self, names: str, examples: list[packing.Example]) -> None:
+        """Adds the tokens that end the learned replies to those that end a text.
+
+        Warns about replies that end in no such token.
+        """
+        texts = self.texts
+        special, others = learned_ends(examples, texts.tokenizer, texts.end_tokens)
+        self.texts = texts.with_end_tokens([*texts.end_tokens, *special])
+        if special:
+            shown = ", ".join(f"{texts.tokenizer.id_to_token(one)!r} ({one})" for one in special)
+            self._print(f"{names}: replies end in {shown}, which therefore ends answers, too")
+        if others:
+            [(token, _)] = others.most_common(1)
+            shown = texts.tokenizer.decode([token], skip_special_tokens=False)
+            self._print(
+                f"Warning: {others.total()} learned replies of {names} end in no token that ends "
+                f"an answer, most of them in {shown!r} ({token}), so answers may not end; expected "
+                "a chat template that writes such a token after every reply, or --end-token with "
+                "the one that it writes"
+            )
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False)
 
     def _rules(self) -> list[jax_dora.DoRARule]:
         """Returns the rule of --target, and a separate rule for the embedding if --target matches

@@ -220,7 +220,9 @@ class Run:
             self._print(f"Saved the best adapter (evaluation loss {self.best:.4f}) to {best}")
         if args.merge is not None:
             merged, report = jax_dora.merge_dora(model, return_report=True)
-            save_model(merged, args.merge, read_config(folder), tokenizer_from=folder)
+            config = read_config(folder)
+            files = self.plan.texts.files(config)
+            save_model(merged, args.merge, config, tokenizer_from=folder, files=files)
             self._print(f"Saved the merged model to {args.merge}. Rounding errors of merging:")
             self._print(str(report))
 
@@ -233,9 +235,15 @@ class Run:
             )
 
         def save() -> None:
+            folder = self.args.output / name
+            folder.mkdir(parents=True, exist_ok=True)
+            # Before the adapter, so that there is no adapter without its end tokens.
+            for file, text in self.plan.texts.files(read_config(self.plan.folder)).items():
+                if not (folder / file).is_file() or (folder / file).read_text("utf-8") != text:
+                    (folder / file).write_text(text, "utf-8")
             jax_dora.peft.save_adapter(
                 parts.model(),
-                self.args.output / name,
+                folder,
                 base_model_name_or_path=str(self.plan.folder),
                 task_type="CAUSAL_LM",
                 overwrite=True,

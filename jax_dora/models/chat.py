@@ -38,7 +38,12 @@ def text_of(content: Any) -> str | None:
 
 
 class ChatTemplate:
-    """Renders conversations in the format that a model was trained on."""
+    """Renders conversations in the format that a model was trained on.
+
+    Attributes:
+      source, with_tools: the jinja2 templates, of which the second is for conversations with tools.
+      special_tokens: variables for the templates: bos_token, eos_token, and others.
+    """
 
     def __init__(
         self, source: str, special_tokens: dict[str, str], *, with_tools: str | None = None
@@ -62,12 +67,18 @@ class ChatTemplate:
             self._with_tools = environment.from_string(with_tools or source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid jinja2: {error}") from error
-        self._special_tokens = special_tokens
+        self.source, self.with_tools = source, with_tools or source
+        self.special_tokens = special_tokens
         self._warnings: set[str] = set()
 
     @classmethod
-    def of(cls, folder: Path) -> Self | None:
-        """Returns the template in a model's folder, or None if the folder has none."""
+    def of(cls, folder: Path, *, base: Path | None = None) -> Self | None:
+        """Returns the template in a folder, or None if the folder has none.
+
+        Args:
+          base: the folder of the model, if `folder` is an adapter's. Its special tokens are used
+            unless `folder` names others.
+        """
         sources = _sources(folder, read_optional(folder / CONFIG))
         if not sources:
             return None
@@ -80,9 +91,15 @@ class ChatTemplate:
                 f"{folder} has the chat template {str(odd[0])[:100]}; expected a string, or a list "
                 "of objects with a name and a template"
             )
-        named = SpecialTokens.of(folder).named
+        named = SpecialTokens.of(base).named if base is not None else {}
+        named = named | SpecialTokens.of(folder).named
         tokens = {name: token.content for name, token in named.items()}
         return cls(sources["default"], tokens, with_tools=sources.get("tool_use"))
+
+    def equals(self, other: Self | None) -> bool:
+        """Returns whether two templates render every conversation alike."""
+        parts = [(one.source, one.with_tools, one.special_tokens) for one in (self, other) if one]
+        return len(parts) == 2 and parts[0] == parts[1]
 
     def render(self, messages: Messages, *, reply: bool = False, **more: Any) -> str:
         """Returns the text of a conversation.
@@ -96,7 +113,7 @@ class ChatTemplate:
         variables |= {"messages": list(map(_plain, messages)), "add_generation_prompt": reply}
         template = self._template if variables["tools"] is None else self._with_tools
         try:
-            return template.render(**self._special_tokens, **variables)
+            return template.render(**self.special_tokens, **variables)
         except Exception as error:  # a template is a program and can raise any error
             raise ValueError(f"the chat template failed: {error}") from error
 

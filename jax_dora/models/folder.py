@@ -4,7 +4,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,7 @@ def save_model(
     config: dict[str, Any],
     *,
     tokenizer_from: str | PathLike[str] | None = None,
+    files: Mapping[str, str] | None = None,
     max_file_bytes: int = 2 << 30,
 ) -> None:
     """Writes a model as a Hugging Face folder. The folder appears once it is complete.
@@ -200,6 +201,7 @@ def save_model(
         the model's, and so is whether the head is tied, which an adapter's folder can change.
       tokenizer_from: a folder to copy all other files from, such as the tokenizer, the generation
         settings and the chat template.
+      files: the contents of files, by name, that replace those of `tokenizer_from`.
       max_file_bytes: the maximum size of a safetensors file, unless a single tensor is larger. The
         host holds the tensors of one file at a time.
 
@@ -243,6 +245,8 @@ def save_model(
             write_files(partial, tensors, max_file_bytes)
         if tokenizer_from is not None:
             _copy_other_files(Path(tokenizer_from), partial)
+        for name, text in (files or {}).items():
+            (partial / name).write_text(text, "utf-8")
         changes = dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype.name)
         if model.config.tie_word_embeddings and model.lm_head is not None:
             changes["tie_word_embeddings"] = False

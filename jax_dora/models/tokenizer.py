@@ -1,47 +1,124 @@
 """Reads a Hugging Face folder's settings for text: tokenizer, end tokens, chat template, length."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tokenizers import Tokenizer
 
 from jax_dora.models.chat import ChatTemplate
-from jax_dora.models.config import max_positions, read_json_object
+from jax_dora.models.config import max_positions
+from jax_dora.models.end_tokens import (
+    GENERATION,
+    ends_of_replies,
+    generation_config,
+    named_end_tokens,
+    token_id,
+)
 from jax_dora.models.special_tokens import SpecialTokens
+
+TOKENIZER = "tokenizer.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class TextSettings:
-    """How a model reads and writes text.
+    """How a model, with or without an adapter, reads and writes text.
 
     Attributes:
       folder: the model's folder.
       tokenizer: the tokenizer, without truncation and padding.
-      end_tokens: the tokens that end a text.
+      end_tokens: the tokens that end a text, each once. A completion to learn ends with the first.
       max_tokens: the maximum number of tokens of a text; None if config.json does not give it.
+      tokenizer_folder, template_folder: the folders of the tokenizer and of the chat template: the
+        adapter's if it has others than the model, and otherwise the model's.
     """
 
     folder: Path
     tokenizer: Tokenizer
     end_tokens: list[int]
     max_tokens: int | None
+    tokenizer_folder: Path
+    template_folder: Path
 
     @classmethod
-    def of(cls, folder: Path, config: dict[str, Any]) -> Self:
+    def of(
+        cls,
+        folder: Path,
+        config: dict[str, Any],
+        *,
+        adapter: Path | None = None,
+        end_tokens: Sequence[str] = (),
+    ) -> Self:
         """Returns the settings of a model's folder with the config.json `config`.
 
+        Args:
+          adapter: the PEFT folder of an adapter; see `with_adapter`.
+          end_tokens: further tokens that end a text, before those that the folders name. Each is
+            given by its text or its id.
+
         Raises:
-          FileNotFoundError, ValueError: a file is missing or invalid.
+          FileNotFoundError, ValueError: a file is missing or invalid, or no token ends a text.
         """
-        tokenizer = read_tokenizer(folder)
-        return cls(folder, tokenizer, read_end_tokens(folder, config), max_positions(config))
+        texts = cls(folder, read_tokenizer(folder), [], max_positions(config), folder, folder)
+        texts = texts._with_ends_of(folder, config)
+        if adapter is not None:
+            texts = texts.with_adapter(adapter)
+        given = [token_id(texts.tokenizer, token) for token in end_tokens]
+        texts = texts.with_end_tokens([*given, *texts.end_tokens])
+        if not texts.end_tokens:
+            raise ValueError(
+                f"{folder} names no token that ends a text; expected an eos_token_id in its "
+                "config.json or generation_config.json, an eos_token in its tokenizer_config.json, "
+                "or end_tokens"
+            )
+        return texts
 
     @functools.cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template; None if the folder has none."""
-        return ChatTemplate.of(self.folder)
+        """The chat template, or None."""
+        return ChatTemplate.of(self.template_folder, base=self.folder)
+
+    def with_adapter(self, folder: Path) -> Self:
+        """Returns the settings of the model with the adapter in a PEFT folder.
+
+        A tokenizer and a chat template in that folder are used instead of the model's, since the
+        adapter was trained with them. End tokens that the folder names are added.
+
+        Raises:
+          ValueError: a file of the folder is invalid.
+        """
+        texts = self
+        if (folder / TOKENIZER).is_file():
+            tokenizer = read_tokenizer(folder)
+            if tokenizer.to_str() != self.tokenizer.to_str():
+                texts = dataclasses.replace(texts, tokenizer=tokenizer, tokenizer_folder=folder)
+        own = ChatTemplate.of(folder, base=self.folder)
+        if own is not None and not own.equals(self.template):
+            texts = dataclasses.replace(texts, template_folder=folder)
+        return texts._with_ends_of(folder, {})
+
+    def _with_ends_of(self, folder: Path, config: dict[str, Any]) -> Self:
+        """Returns the settings with the end tokens that a folder names after the others."""
+        named = named_end_tokens(folder, config, self.tokenizer)
+        with contextlib.suppress(ValueError):  # raised again where the template is needed
+            if self.template is not None:
+                named += ends_of_replies(self.template, self.tokenizer)
+        return self.with_end_tokens([*self.end_tokens, *named])
+
+    def with_end_tokens(self, tokens: Sequence[int]) -> Self:
+        """Returns the settings with other end tokens, each once."""
+        return dataclasses.replace(self, end_tokens=list(dict.fromkeys(tokens)))
+
+    def files(self, config: dict[str, Any]) -> dict[str, str]:
+        """Returns the files, by name, that replace the model's in a folder with the adapter.
+
+        Args:
+          config: the contents of the model's config.json.
+        """
+        return {GENERATION: generation_config(self.folder, config, self.end_tokens)}
 
     def check_length(self, tokens: int, subject: str, remedy: str = "") -> None:
         """Raises a ValueError if a text of `tokens` tokens is too long for the model.
@@ -64,7 +141,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
       FileNotFoundError, ValueError: a file is missing or invalid, or two files contradict each
         other.
     """
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; expected a fast tokenizer there")
     try:
@@ -92,19 +169,3 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     begin, tokens = begin_tokens(tokenizer), tokenizer.encode(text, add_special_tokens=False).ids
     return tokens if tokens[: len(begin)] == begin else [*begin, *tokens]
-
-
-def read_end_tokens(folder: Path, config: dict[str, Any]) -> list[int]:
-    """Returns the tokens that end a text: first config.json's, then generation_config.json's."""
-    file = folder / "generation_config.json"
-    generation = read_json_object(file) if file.is_file() else {}
-    tokens: list[int] = []
-    for name, fields in (("config.json", config), (file.name, generation)):
-        value = fields.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token) is int and token >= 0 for token in ids):
-            raise ValueError(f"{name} has eos_token_id {ids!r}; expected a token id")
-        tokens += ids
-    if not tokens:
-        raise ValueError("config.json has no eos_token_id; expected a token id")
-    return tokens

@@ -130,7 +130,7 @@ def test_a_prompt_begins_once_and_does_not_end(begin, end, text):
     assert prompt_tokens(tokenizer, text) == expected
     none: Any = None
     service = Service("base", none, none, tokenizer, None, tokenizer.get_vocab_size())
-    texts = TextSettings(Path(), tokenizer, [0], None)
+    texts = TextSettings(Path(), tokenizer, [0], None, Path(), Path())
     assert generate._tokens(argparse.Namespace(chat=False), texts, text) == expected
     if expected:
         assert service.text_tokens(text) == expected
