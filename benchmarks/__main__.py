@@ -16,6 +16,7 @@ Levels:
     quality             how much each quantised format changes the results of a model
     serve               the engine of the server
     scale               a decoder on several devices
+    compile             the time until a user's model can run, on one device and on several
     against CHECKOUT    layers and a model with this checkout and with another one, in turns
 
 step, scale, quantised, bank and serve also exist with --torch: torch_dora compared with PEFT. The
@@ -45,7 +46,7 @@ from typing import Any
 
 LEVELS = (
     *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
-    *("scale", "scale --torch", "quantised", "quantised --torch", "quality"),
+    *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     *("bank", "bank --torch", "serve", "serve --torch"),
 )
 # Options that set a field of the level's settings.

@@ -102,7 +102,10 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 row |= {"calls": settings.calls}
                 rows.append(row | sizes.shape())
         # Everything is compiled before anything is timed.
-        lowers = [functools.partial(_lowered, models, mesh, sizes.last, row) for row in rows]
+        lowers = [
+            functools.partial(lowered, row["task"], models[row["kind"]], mesh, sizes.last)
+            for row in rows
+        ]
         draw = functools.partial(_compiled_drawing, vocabulary=sizes.vocabulary)
         with ThreadPoolExecutor() as pool:
             draws = pool.map(draw, models.values())
@@ -120,10 +123,10 @@ def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return (trained, frozen, state, tokens) if task == "step" else (trained, frozen, tokens)
 
 
-def _lowered(models: Mapping[str, Placed], mesh: Any, last: int, row: Row) -> Any:
-    model = models[row["kind"]]
+def lowered(task: str, model: Placed, mesh: Any, last: int) -> Any:
+    """Returns `program` of a model, lowered for its mesh."""
     with jax.set_mesh(mesh):
-        return program(row["task"], model, last).lower(*_operands(row["task"], model))
+        return program(task, model, last).lower(*_operands(task, model))
 
 
 def program(task: str, model: Placed, last: int) -> Any:
@@ -136,7 +139,7 @@ def program(task: str, model: Placed, last: int) -> Any:
 
 
 def _inference(graphdef: Any, last: int, trained: Any, frozen: Any, tokens: jax.Array) -> Any:
-    return nnx.merge(graphdef, trained, frozen)(tokens[:, :-1], last)
+    return nnx.merge(graphdef, trained, frozen, copy=True)(tokens[:, :-1], last)
 
 
 def _timed(

@@ -76,6 +76,6 @@ def dora_rules(sizes: Protocol, keep_inner: bool = False) -> list[jax_dora.DoRAR
         jax_dora.DoRARule, rank=sizes.rank, alpha=sizes.alpha, use_rslora=True, **options
     )
     if not keep_inner:
-        return [rule(rf"layers/({'|'.join(PROJECTIONS)})")]
-    others = rule(rf"layers/({'|'.join(PROJECTIONS[:-1])})")
-    return [rule(f"layers/{PROJECTIONS[-1]}", keep_inner=True), others]
+        return [rule(rf"layers/(\d+/)?({'|'.join(PROJECTIONS)})")]
+    others = rule(rf"layers/(\d+/)?({'|'.join(PROJECTIONS[:-1])})")
+    return [rule(rf"layers/(\d+/)?{PROJECTIONS[-1]}", keep_inner=True), others]

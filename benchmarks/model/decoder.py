@@ -34,6 +34,8 @@ class Style(NamedTuple):
       attention: the `implementation` of `jax.nn.dot_product_attention`.
       rows: the sharding of the inputs of projections; None to leave it to XLA.
       residual: the sharding of the residual stream on explicit axes; None on automatic axes.
+      scanned: whether the layers are one stack in a scan. Otherwise they are a list in a loop, as
+        most users of Flax write it.
     """
 
     dtype: Any = jnp.bfloat16
@@ -42,6 +44,7 @@ class Style(NamedTuple):
     fused_swiglu: bool = True
     rows: Any = None
     residual: Any = None
+    scanned: bool = True
 
     def place(self, x: jax.Array) -> jax.Array:
         return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
@@ -98,16 +101,21 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """An embedding, a scan over rematerialised layers, and a head."""
+    """An embedding, rematerialised layers, and a head."""
+
+    layers: Any
 
     def __init__(self, sizes: Protocol, style: Style, rngs: nnx.Rngs) -> None:
         def make(key: jax.Array) -> Layer:
             return Layer(sizes, style, nnx.Rngs(key))
 
         keys = jax.random.split(rngs.params(), sizes.layers)
-        graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
-        # Layers are drawn one after another: drawing all at once would need twice the memory.
-        self.layers = nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
+        if style.scanned:
+            graphdef = nnx.graphdef(nnx.eval_shape(make, keys[0]))
+            # Layers are drawn one after another: drawing all at once would need twice the memory.
+            self.layers = nnx.merge(graphdef, lax.map(lambda key: nnx.state(make(key)), keys))
+        else:
+            self.layers = nnx.List(map(make, keys))
         options = {"dtype": style.dtype, "param_dtype": style.dtype, "embedding_init": INIT}
         self.embed = nnx.Embed(sizes.vocabulary, sizes.hidden, rngs=rngs, **options)
         self.norm = style.norm(sizes.hidden, rngs)
@@ -116,6 +124,17 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array, last: int) -> jax.Array:
         """Returns the logits of the `last` tokens of each row."""
+        x = self.embed(tokens, out_sharding=self.style.residual)
+        x = self.scan(x) if self.style.scanned else self.loop(x)
+        return self.head(self.norm(x[:, -last:]))
+
+    def loop(self, x: jax.Array) -> jax.Array:
+        call = nnx.remat(Layer.__call__, policy=jax_dora.remat_policy())
+        for layer in self.layers:
+            x = call(layer, x)
+        return x
+
+    def scan(self, x: jax.Array) -> jax.Array:
         graphdef, stacked = nnx.split(self.layers)
         policy = jax_dora.remat_policy()
 
@@ -123,9 +142,7 @@ class Decoder(nnx.Module):
             return nnx.merge(graphdef, state)(x), None
 
         one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
-        embedded = self.embed(tokens, out_sharding=self.style.residual)
-        x, _ = lax.scan(one_layer, embedded, stacked)
-        return self.head(self.norm(x[:, -last:]))
+        return lax.scan(one_layer, x, stacked)[0]
 
 
 def loss(model: Decoder, tokens: jax.Array, last: int) -> jax.Array:

@@ -65,9 +65,12 @@ class Placed(NamedTuple):
     tokens: Any
 
 
-def placed(kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str) -> Placed:
+def placed(
+    kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str, scanned: bool = True
+) -> Placed:
     """Returns the decoder of the kind "base", "LoRA", "DoRA" or `INNER_KEPT`."""
-    style = Style(attention="cudnn" if device == "cuda" else "xla", fused_swiglu=False)
+    attention = "cudnn" if device == "cuda" else "xla"
+    style = Style(attention=attention, fused_swiglu=False, scanned=scanned)
     rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
     if AxisType.Explicit in mesh.axis_types:
         style = style._replace(residual=rows)
@@ -110,12 +113,13 @@ def _abstract(mesh: Mesh, spec: P, array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _spec(layout: Layout, path: tuple[Any, ...], rank: int) -> P:
-    """Returns the sharding of a parameter; layers are stacked along its first axis."""
-    if path[0] != "layers" or path[1] not in PROJECTIONS:
+    """Returns the sharding of a parameter; in a scan layers are stacked along its first axis."""
+    *_, projection, name = path
+    if projection not in PROJECTIONS:
         return P()
-    n_in, n_out = layout.weights(path[1] in COLUMNS)
+    n_in, n_out = layout.weights(projection in COLUMNS)
     specs = {"kernel": (n_in, n_out), "lora_a": (n_in, None), "lora_b": (None, n_out)}
-    spec = specs.get(path[2], (n_out,))
+    spec = specs.get(name, (n_out,))
     return P(*(None,) * (rank - len(spec)), *spec)
 
 

@@ -21,6 +21,8 @@ import jax
 from jax._src import config as _jax_config
 from jax.extend import backend
 
+from jax_dora.ops.mosaic.launch import launch_shared
+
 IMPLEMENTATIONS = ("mosaic", "xla", "eager")
 PLAIN = ("xla", "eager")
 HOPPER_SM_COUNT = 132
@@ -102,7 +104,10 @@ class Choice(NamedTuple):
     @property
     def launch(self) -> Callable[..., Any]:
         """Returns the kernel's `launch` for the remaining arguments."""
-        return functools.partial(self.kernel.launch, config=self.config, sm_count=self.sm_count)
+        launch = self.kernel.launch
+        if not interpreted():  # The interpreter uses callbacks, which a lowered kernel cannot.
+            launch = functools.partial(launch_shared, launch)
+        return functools.partial(launch, config=self.config, sm_count=self.sm_count)
 
     def during_collectives(self, running: bool) -> "Choice":
         """Returns the choice, with one thread block per tile if collectives are `running`.

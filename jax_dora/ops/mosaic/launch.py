@@ -1,20 +1,167 @@
-"""The decorator of the host functions that launch Mosaic kernels."""
+"""The decorator of the host functions that launch Mosaic kernels.
 
+JAX would trace and lower a kernel anew for every program, and on a mesh for every layer: a fifth of
+a second each time, with bytes that differ in a counter, so that XLA would compile it anew, too.
+Here a process traces and lowers each kernel once, for its settings and the types of its operands,
+and every program contains the same bytes. XLA compiles them in a thread, while JAX lowers the next
+kernel and XLA compiles the program around it.
+"""
+
+import contextlib
 import functools
-from collections.abc import Callable
+import io
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
 
 
 def launcher[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Returns a decorator that jits a kernel's `launch`; `config`, `sm_count` and `static` are
-    static arguments."""
+    """Returns a decorator that jits a kernel's `launch`. Its keyword arguments `config`, `sm_count`
+    and `static` are static; all other arguments are pytrees of arrays."""
+    names = {"config", "sm_count", *static}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         # Programs show the name of a jitted function; "launch" would not tell which kernel it is.
         function.__name__ = function.__module__.rpartition(".")[2]
-        return functools.wraps(function)(
-            jax.jit(function, static_argnames=("config", "sm_count", *static))
-        )
+        jitted: Any = functools.wraps(function)(jax.jit(function, static_argnames=names))
+        jitted.static = names
+        return jitted
 
     return decorate
+
+
+def launch_shared(launch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns `launch(*args, **kwargs)`, for a `launch` by `launcher`, such that all programs share
+    the lowered kernel."""
+    settings = tuple((name, kwargs.pop(name)) for name in sorted(launch.static & kwargs.keys()))
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    kernel = _Kernel(launch.__wrapped__, settings, tree)
+    results = jax.tree.structure(_traced(kernel, _types(leaves)).out_info)
+    return results.unflatten(_kernel_p.bind(*leaves, kernel=kernel))
+
+
+class _Kernel(NamedTuple):
+    """A call of a kernel.
+
+    Attributes:
+      launch: the host function.
+      settings: its static arguments.
+      tree: the structure of its other arguments.
+      axes: for every `jax.vmap` of the call, the mapped axis of each array, or None.
+    """
+
+    launch: Callable[..., Any]
+    settings: tuple[tuple[str, Any], ...]
+    tree: Any
+    axes: tuple[tuple[int | None, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        return self.launch.__name__
+
+    def run(self, *leaves: jax.Array) -> Any:
+        """Returns the results for the arrays."""
+
+        def run(*leaves: jax.Array) -> Any:
+            args, kwargs = self.tree.unflatten(leaves)
+            return self.launch(*args, **kwargs, **dict(self.settings))
+
+        for axes in self.axes:
+            run = jax.vmap(run, axes)
+        return run(*leaves)
+
+
+def _types(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the shapes and dtypes of arrays or of their types, without shardings."""
+    return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
+
+
+def _in_thread[R](function: Callable[[Future[R]], None]) -> R:
+    """Returns the result that `function` sets. It runs in a thread of its own, where no mesh, no
+    axis and no trace of the caller is in effect, and may go on after it has set the result."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            function(future)
+        except BaseException as error:
+            if not future.done():
+                future.set_exception(error)
+
+    threading.Thread(target=run, name="jax_dora kernel").start()
+    return future.result()
+
+
+@functools.cache
+def _traced(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
+    """Returns the kernel as traced for operands of these types."""
+    return _in_thread(
+        lambda result: result.set_result(jax.jit(kernel.run, keep_unused=True).trace(*types))
+    )
+
+
+@functools.cache
+def _code(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
+    """Returns the kernel as a StableHLO module, and starts to compile it if there is a GPU."""
+
+    def lower(code: Future[bytes]) -> None:
+        lowered = _traced(kernel, types).lower(lowering_platforms=("cuda",))
+        buffer = io.BytesIO()
+        lowered.compiler_ir().operation.write_bytecode(buffer)
+        code.set_result(buffer.getvalue())
+        # jaxlib keeps the kernel, by its bytes, for the programs that contain it. They report what
+        # fails.
+        if jax.default_backend() == "gpu":
+            with contextlib.suppress(Exception):
+                lowered.compile()
+
+    return _in_thread(lower)
+
+
+_kernel_p = Primitive("dora_kernel")
+_kernel_p.multiple_results = True
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _bound(kernel: _Kernel, *operands: jax.Array) -> Any:
+    return _kernel_p.bind(*operands, kernel=kernel)
+
+
+@_kernel_p.def_impl
+def _execute(*operands: Any, kernel: _Kernel) -> Any:
+    with jax.disable_jit(False):  # if jit were disabled, `_bound` would call this function again
+        return _bound(kernel, *operands)
+
+
+@_kernel_p.def_abstract_eval
+def _result_types(*avals: Any, kernel: _Kernel) -> list[Any]:
+    results = jax.tree.leaves(_traced(kernel, _types(avals)).out_info)
+    return [avals[0].update(shape=one.shape, dtype=one.dtype, weak_type=False) for one in results]
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[Any], *, kernel: _Kernel) -> Any:
+    kernel = kernel._replace(axes=(*kernel.axes, tuple(axes)))
+    results = _kernel_p.bind(*operands, kernel=kernel)
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[_kernel_p] = _batch
+
+
+def _lower(ctx: Any, *operands: Any, kernel: _Kernel) -> Any:
+    module = ir.Module.parse(_code(kernel, _types(ctx.avals_in)))
+    main: Any = ir.SymbolTable(module.operation)["main"]
+    program, symbols = ctx.module_context.module, ctx.module_context.symbol_table
+    result_types = main.type.results  # before `main` is moved
+    name = mlir.merge_mlir_modules(program, str(kernel), module, symbols)
+    callee = ir.FlatSymbolRefAttr.get(name)
+    return func.CallOp(result_types, callee, list(operands)).results
+
+
+mlir.register_lowering(_kernel_p, _lower, platform="cuda")

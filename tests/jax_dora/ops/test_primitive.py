@@ -167,19 +167,13 @@ def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch, name):
     """FSDP gathers kernels while products run, and with sharded rows, gradients are summed."""
-    used = {}
+    used, launch_shared = {}, choose.launch_shared
 
-    def recorded(module):
-        launch = module.launch
+    def recorded(launch, *arguments, sm_count, **options):
+        used[launch] = sm_count
+        return launch_shared(launch, *arguments, sm_count=sm_count, **options)
 
-        def run(*arguments, sm_count, **options):
-            used[module] = sm_count
-            return launch(*arguments, sm_count=sm_count, **options)
-
-        monkeypatch.setattr(module, "launch", run)
-
-    for module in (project, project_back):
-        recorded(module)
+    monkeypatch.setattr(choose, "launch_shared", recorded)
     proposed, _, result = LAYOUTS[name]
     static = Static("dora_linear", "mosaic")
     of_device(FORWARD, static, FORWARD_OPERANDS, automatic(data=2), proposed, [result])
@@ -190,7 +184,7 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
     copies = re.findall(r"optimization_barrier %.*tensor<4096x64xbf16>", text)
     assert len(copies) == (name == "fsdp")
     wanted = {
-        module: choose.UNLIMITED_BLOCKS if name in names else choose.HOPPER_SM_COUNT
+        module.launch: choose.UNLIMITED_BLOCKS if name in names else choose.HOPPER_SM_COUNT
         for module, names in ((project, ["fsdp"]), (project_back, ["data", "fsdp"]))
     }
     assert used == wanted

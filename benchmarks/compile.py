@@ -1,0 +1,142 @@
+"""Level `compile`: the time until a program can run, for LoRA and DoRA.
+
+The model is a decoder of Qwen3-8B's width, as a user of Flax writes it: a Python list of layers,
+each under `nnx.remat` with `jax_dora.remat_policy()`. Inference and an optimizer step are compiled
+for one device and, if there are several, for each layout of a mesh over all of them, with automatic
+and with explicit axes; also for one device with the layers in a scan. Nothing is run, so arrays are
+abstract.
+
+One line is one program, compiled in a process of its own: the seconds of `jit(f).lower()`
+(`lower_s`: tracing and lowering) and of `.compile()` (`compile_s`), their sum (`seconds`), the
+number of calls of Mosaic kernels, and of different ones (`distinct`), and `over_lora`, DoRA's
+seconds divided by LoRA's. With `cached` the program is compiled by a second process with
+`JAX_COMPILATION_CACHE_DIR`, after a first one has filled it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+
+from benchmarks.model.placed import LAYOUTS, placed
+from benchmarks.model.protocol import QUICK, QWEN3
+from benchmarks.results import Row, attempt, with_ratio
+from benchmarks.scale import lowered
+from parity.environment import ROOT
+
+KINDS = ("LoRA", "DoRA")
+TASKS = ("inference", "step")
+SECONDS = 300
+
+
+class Settings(NamedTuple):
+    """The settings of the level.
+
+    Attributes:
+      layers: the number of layers; None for several.
+      layouts: the layouts on several devices; "alone" is one device.
+      only: the kinds that are measured, of `KINDS`.
+      ranks: the ranks of the adapters.
+      quick: whether the model is tiny.
+      devices: the number of devices; None for all.
+    """
+
+    layers: int | None = None
+    layouts: tuple[str, ...] = ("alone", "dp", "fsdp", "tp")
+    axes: tuple[str, ...] = ("auto", "explicit")
+    only: tuple[str, ...] = KINDS
+    ranks: tuple[int, ...] = (64,)
+    quick: bool = False
+    devices: int | None = None
+
+    def groups(self) -> Iterator[Row]:
+        """Yields the fields that the rows of LoRA and DoRA share."""
+        count = self.devices or jax.device_count()
+        for rank in self.ranks:
+            for layout in self.layouts:
+                if layout != "alone" and count == 1:
+                    continue
+                alone = layout == "alone"
+                for axes in self.axes[:1] if alone else self.axes:
+                    depths = (2, 6, 12, 36) if alone else (2, 6)
+                    for layers in (self.layers,) if self.layers else depths:
+                        row = {"layout": layout, "axes": axes, "devices": 1 if alone else count}
+                        row |= {"layers": layers, "rank": rank}
+                        yield from ({**row, "task": task} for task in TASKS)
+                        if layers == 6:
+                            yield {**row, "task": "step", "cached": True}
+                        if layers == 6 and alone:
+                            yield from ({**row, "task": task, "scanned": True} for task in TASKS)
+
+
+TINY = Settings(layers=2, layouts=("alone", "fsdp"), axes=("auto",), quick=True, devices=2)
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row for each program."""
+    for group in settings.groups():
+        lora = None
+        for kind in settings.only:
+            request = {"kind": kind, **group, "device": device, "quick": settings.quick}
+            row = attempt({"kind": kind, **group}, lambda request=request: _in_process(request))
+            lora = row if kind == "LoRA" else lora
+            yield row if kind == "LoRA" else with_ratio(row, lora, "over_lora", "seconds")
+
+
+def _in_process(request: Row) -> Row:
+    """Returns what `_compiled` returns in a new process; if "cached" is set, in the second of two
+    that share a compilation cache."""
+    # Arrays are abstract, but XLA measures matrix products on the GPU.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if request["device"] == "cpu":
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices']}"
+        environment["JAX_PLATFORMS"] = "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        if request.get("cached"):
+            environment["JAX_COMPILATION_CACHE_DIR"] = folder
+            _run(request, environment)
+        return _run(request, environment)
+
+
+def _run(request: Row, environment: Mapping[str, str]) -> Row:
+    """Returns what `_compiled` returns in a new process."""
+    command = [sys.executable, "-m", "benchmarks.compile", json.dumps(request)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _compiled(request: Row) -> Row:
+    """Returns the times and the kernels of one program."""
+    sizes = dataclasses.replace(QUICK if request["quick"] else QWEN3, layers=request["layers"])
+    sizes = dataclasses.replace(sizes, rank=request["rank"], alpha=request["rank"] ** 0.5)
+    layout = LAYOUTS[request["layout"]]
+    mesh = layout.mesh(request["axes"], request["devices"])
+    scanned = bool(request.get("scanned"))
+    model = placed(request["kind"], layout, mesh, sizes, request["device"], scanned)
+    jax.devices()
+    begin = time.perf_counter()
+    program = lowered(request["task"], model, mesh, sizes.last)
+    middle = time.perf_counter()
+    text = program.compile().as_text()
+    end = time.perf_counter()
+    names = re.findall(r'kernel_hash ?= ?"((?:[^"\\]|\\.)*)"', text)
+    row = {"lower_s": middle - begin, "compile_s": end - middle, "seconds": end - begin}
+    return row | {"kernels": len(names), "distinct": len(set(names))}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compiled(json.loads(sys.argv[1]))))
