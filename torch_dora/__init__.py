@@ -17,6 +17,7 @@ from torch_dora import ops as ops
 from torch_dora import peft as peft
 from torch_dora.adapt import DoRARule as DoRARule
 from torch_dora.adapt import apply_dora as apply_dora
+from torch_dora.adapt import coverage as coverage
 from torch_dora.adapt import merge_dora as merge_dora
 from torch_dora.adapt import remove_dora as remove_dora
 from torch_dora.bank import AdapterBank as AdapterBank
@@ -24,6 +25,7 @@ from torch_dora.bank import with_bank as with_bank
 from torch_dora.layers import DoRAConv as DoRAConv
 from torch_dora.layers import DoRAConv1D as DoRAConv1D
 from torch_dora.layers import DoRAEmbedding as DoRAEmbedding
+from torch_dora.layers import DoRAExperts as DoRAExperts
 from torch_dora.layers import DoRALayer as DoRALayer
 from torch_dora.layers import DoRALinear as DoRALinear
 from torch_dora.norms import freeze as freeze

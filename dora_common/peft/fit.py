@@ -62,7 +62,7 @@ def fit(
         lists all such problems.
     """
     matcher = Matcher(config, outline)
-    check_layers(matcher.layers[name] for name in matcher.selected)
+    check_layers((matcher.layers[name] for name in matcher.selected), use_dora=config.use_dora)
     matcher.check_tied_adapters()
     # This problem comes first, since it explains the tensors without a destination that follow.
     matcher.find_missing_parameters()

@@ -23,6 +23,7 @@ class Layer:
       kernel_size: the window of a convolution.
       refusals: reasons why PEFT's adapter computes something else here than a DoRA layer does.
       experts: the number of packed experts.
+      is_swapped_in_lora: whether PEFT takes the experts' input features for output features.
       is_in_order: whether the order in which PyTorch registers the parameters with packed experts
         in their module is known.
     """
@@ -34,6 +35,7 @@ class Layer:
     kernel_size: Shape = ()
     refusals: tuple[str, ...] = ()
     experts: int = 0
+    is_swapped_in_lora: bool = False
     is_in_order: bool = True
 
     def shapes(self, rank: int) -> dict[Role, Shape]:
@@ -166,12 +168,20 @@ def convolution_refusals(
     return tuple(setting for setting, is_set in refusals.items() if is_set)
 
 
-def check_layers(layers: Iterable[Layer]) -> None:
+def check_layers(layers: Iterable[Layer], *, use_dora: bool) -> None:
     """Raises NotImplementedError for layers where PEFT's adapter computes something else."""
+    layers = list(layers)
     refused = [f"{one.name} {', '.join(one.refusals)}" for one in layers if one.refusals]
     if refused:
         raise NotImplementedError(
             f"{'; '.join(sorted(refused))}; expected layers that are called, and convolutions with "
             "one group, no dilation and zero padding, since PEFT's adapter computes something else "
             "for other layers: leave these layers out of target_modules"
+        )
+    swapped = [one.name for one in layers if one.is_swapped_in_lora and not use_dora]
+    if swapped:
+        raise NotImplementedError(
+            f"use_dora is False, and PEFT takes the input features of {', '.join(sorted(swapped))} "
+            "for the output features, since the module has no is_transposed, so that its LoRA has "
+            "lora_A and lora_B exchanged; expected use_dora=True, or these parameters left out"
         )

@@ -84,7 +84,6 @@ class Source:
                 "path inside of a model; expected a model that contains the layer: put it into a "
                 "module"
             )
-        check_layers(one.layer for one in self.adapted.values())
         if given is not None:
             checks.check_type("config", given, AdapterConfig, "an AdapterConfig, or None")
             self._check_config(config := given)
@@ -114,6 +113,7 @@ class Source:
                 **fields,
             )
             self._check_modules_to_save(config)
+        check_layers((one.layer for one in self.adapted.values()), use_dora=config.use_dora)
         for name in () if config.use_dora else self.adapted:
             if not self.is_lora(name):
                 raise ValueError(
@@ -151,8 +151,8 @@ class Source:
                 f"PEFT refuses {', '.join(unsupported)} for packed experts (target_parameters), "
                 f"which are {', '.join(experts)}; expected no dropout and use_dora=False, which "
                 "needs every magnitude to be its norm; or for_peft=False, for a folder with "
-                "magnitudes [experts, out] that only jax_dora reads; or a model merged by "
-                "merge_dora"
+                "magnitudes [experts, out] that only jax_dora and torch_dora read; or a model "
+                "merged by merge_dora"
             )
 
     def write(

@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jax_dora
+import torch_dora
 from jax_dora import DoRARule, apply_dora, get_adapter, remove_dora
 from jax_dora.peft import Names, load_adapter, save_adapter
 from jax_dora.peft.torch_view import torch_view
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 class TorchExperts(torch.nn.Module):
     """As in transformers: each parameter is [experts, out, in]."""
+
+    is_transposed = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,6 +231,19 @@ class TestDoRA:
             *(jax.tree.leaves(get_adapter(model).arrays) for model in (ours, again)), strict=True
         ):
             assert jnp.array_equal(one, other)
+
+    def test_torch_dora_reads_and_writes_it(self, torch_model, tmp_path):
+        base = Model(torch_model)
+        ours = train(adapted_by_hand(base))
+        save_adapter(ours, tmp_path / "a", for_peft=False)
+        theirs = torch_dora.peft.load_adapter(torch_model, tmp_path / "a")
+        compare(theirs, ours)
+        torch_dora.peft.save_adapter(theirs, tmp_path / "b", for_peft=False)
+        one, other = (load_file(tmp_path / f / "adapter_model.safetensors") for f in "ab")
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[key], other[key]) for key in one)
+        again = load_adapter(base, tmp_path / "b")
+        assert jnp.array_equal(again(X), ours(X))
 
     def test_of_other_weights_is_pefts(self, torch_model, tmp_path):
         rule = DoRARule("._proj", RANK, 3, lora_b_init=nnx.initializers.normal(0.5))

@@ -293,8 +293,10 @@ def test_what_is_not_as_it_was_quantised_is_refused():
     ):
         torch_dora.apply_dora(nn.Sequential(bnb.Linear4bit(64, 32)), RULE)
     base = nn.Sequential(bnb.Linear8bitLt(64, 32, has_fp16_weights=False))
-    with pytest.raises(TypeError, match=r"cannot be adapted(.|\n)*0 \(Linear8bitLt\)"):
+    with pytest.raises(ValueError, match=r"leaves out (.|\n)*0 \(Linear8bitLt\)"):
         torch_dora.apply_dora(base, RULE)
+    with pytest.raises(TypeError, match=r"cannot be adapted(.|\n)*0 \(Linear8bitLt\)"):
+        torch_dora.apply_dora(base, torch_dora.DoRARule("0", 2, 4))
     model = torch_dora.apply_dora(model4bit(), RULE)
     model[0].weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(NotImplementedError, match=r"another order.*load the model again"):

@@ -1,5 +1,6 @@
 """Adds adapters to an existing torch model, and removes them."""
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,20 +9,25 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from dora_common.rules import as_rules, assign, listing
+from dora_common.rules import ALL_LINEAR, as_rules, assign, listing
+from torch_dora.adapt.coverage import coverage
+from torch_dora.adapt.projections import is_linear, output_head, projection_shape
 from torch_dora.adapt.rule import DoRARule
 from torch_dora.layers import (
     LAYERS,
-    DoRAConv1D,
+    DoRAExperts,
     DoRALayer,
-    DoRALinear,
+    PackedExperts,
     dora_layers,
     fast_path,
     layer_class,
     named_modules,
+    packed_experts,
     placement,
 )
-from torch_dora.layers.linear import is_conv1d
+from torch_dora.layers.experts import put_layer, put_parameters_back
+
+_LOG = logging.getLogger(__name__)
 
 # The classes that wrap a model, by name, and how to get the inner model.
 WRAPPERS = {
@@ -48,7 +54,9 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
         model = apply_dora(model, DoRARule("all-linear", rank=16, alpha=32))
 
     These layers can be adapted: ``torch.nn.Linear``, ``Conv1d``, ``Conv2d``, ``Conv3d``,
-    ``Embedding``, transformers' Conv1D and FalconLinear, and bitsandbytes' Linear4bit.
+    ``Embedding``, transformers' Conv1D and FalconLinear, and bitsandbytes' Linear4bit. Packed
+    experts can be adapted too: a parameter with a matrix for each expert, by the parameter's name,
+    as in "model.layers.0.mlp.experts.down_proj", or by that of its module.
 
     - Weights and biases are shared, not copied. All parameters of the model except the adapters are
       frozen (``requires_grad`` is False).
@@ -56,6 +64,8 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     - The new layer gets the hooks of the replaced layer, including accelerate's. It also keeps the
       style that parallelize_module gave a linear layer: the adapter is sharded like the weight.
     - The adapters are drawn from torch's generator: see ``torch.manual_seed``.
+    - "all-linear" leaves out projections that cannot be adapted, and a warning lists them. See
+      :func:`torch_dora.coverage`, whose summary is logged.
     - An adapter has an effect only where its layer is called. It gets no gradient where the model
       reads the layer's weight directly, as the kernels of Mamba do. Where the model calls the layer
       through a plain list, a dict or a closure, the base layer stays.
@@ -76,32 +86,38 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
             its layer; a parameter of a lazy module has no shape yet. The message lists the names in
             question, and ``model`` is unchanged.
         NotImplementedError: a matched layer has a setting that the adapted layer would not respect:
-            it is parametrized, its weight is offloaded, FSDP manages it, ...
+            it is parametrized, its weight is offloaded, FSDP manages it, ... Or DeepSpeed's ZeRO-3
+            has partitioned the model.
     """
     check_model(model)
     refuse_peft(model)
+    placement.refuse_partitioned(model.named_parameters())
     rules = as_rules(DoRARule, rules)
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise ValueError(
             "these parameters of lazy modules have no shape yet; first call the model once, which "
             f"sets their shapes:{listing(lazy)}"
         )
-    layers = [
-        (module, names)
-        for module, names in modules_with_names(model)
-        if [*module.parameters(recurse=False)] or parametrize.is_parametrized(module)
-    ]
+    layers = layers_with_names(model)
     head = output_head(model)
-    chosen = assign(
-        rules,
-        [names for _, names in layers],
-        [_is_linear(module) and module is not head for module, _ in layers],
-    )
+    left_out = _left_out(rules, layers)
+    try:
+        chosen = assign(
+            rules,
+            [names for _, names in layers],
+            [is_linear(module) and module is not head for module, _ in layers],
+        )
+    except ValueError as error:
+        raise ValueError("\n".join(filter(None, (str(error), left_out)))) from None
+    if left_out:
+        _LOG.warning(left_out)
     matched = [(*layer, rule) for layer, rule in zip(layers, chosen, strict=True) if rule]
     check_adaptable(model, [(module, names) for module, names, _ in matched])
     trainable = [p for p in model.parameters() if p.requires_grad]
     try:
-        new = {id(module): adapt(module, names[0], rule) for module, names, rule in matched}
+        new = {
+            replaced_id(module): adapt(module, names[0], rule) for module, names, rule in matched
+        }
     except Exception:
         # The layers that were built before the error have frozen their weights.
         for parameter in trainable:
@@ -114,6 +130,7 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     for parameter in model.parameters():
         if id(parameter) not in adapters:
             parameter.requires_grad_(False)
+    _LOG.info(coverage(model).summary())
     return model
 
 
@@ -185,15 +202,6 @@ def adapt(module: nn.Module, name: str, rule: DoRARule) -> DoRALayer:
     return layer
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | DoRALinear | DoRAConv1D) or is_conv1d(module)
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    """Returns the output head, if the model has a ``get_output_embeddings`` method."""
-    return getattr(model, "get_output_embeddings", lambda: None)()
-
-
 def modules_with_names(model: nn.Module) -> list[NamedModule]:
     """Returns every module once, with all its names."""
     names: dict[nn.Module, list[str]] = {}
@@ -202,22 +210,65 @@ def modules_with_names(model: nn.Module) -> list[NamedModule]:
     return [(module, tuple(found)) for module, found in names.items()]
 
 
+def layers_with_names(model: nn.Module) -> list[NamedModule]:
+    """Returns every module that has a weight or other parameters itself, with all its names. A
+    module with packed experts is replaced by these, which have its names after their own."""
+    layers: list[NamedModule] = []
+    for module, names in modules_with_names(model):
+        packed = packed_experts(module)
+        for parameter, experts in packed.items():
+            own = tuple(f"{name}.{parameter}".lstrip(".") for name in names)
+            layers.append((experts, own + names))
+        is_layer = [*module.parameters(recurse=False)] or parametrize.is_parametrized(module)
+        if not packed and (is_layer or projection_shape(module)):
+            layers.append((module, names))
+    return layers
+
+
 def replace_modules(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
-    """Replaces modules of ``model`` and returns the model, or its replacement.
+    """Replaces modules and packed experts of ``model``, and returns the model or its replacement.
 
     Args:
         model: the model.
-        new: the new modules, by the ids of the modules that they replace. They take over the hooks.
+        new: the new modules, by the ids of the modules, or of the parameters with packed experts,
+            that they replace. They take over the hooks.
     """
     for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if isinstance(layer := new.get(id(parameter)), DoRAExperts):
+                put_layer(module, name, layer)
         if id(module) in new:
             vars(new[id(module)]).update({name: vars(module)[name] for name in HOOKS})
         for name, child in list(module._modules.items()):
             if id(child) in new:
-                setattr(module, name, new[id(child)])
+                module._modules[name] = new[id(child)]
+    put_parameters_back(model)
     model = new.get(id(model), model)
     fast_path.disable_for_adapted(model, DoRALayer)
     return model
+
+
+def replaced_id(module: nn.Module) -> int:
+    """Returns the id by which :func:`replace_modules` replaces ``module``."""
+    return id(module.weight if isinstance(module, PackedExperts) else module)
+
+
+def _left_out(rules: Sequence[DoRARule], layers: Iterable[NamedModule]) -> str:
+    """Returns a message that lists the projections that "all-linear" would select if they could be
+    adapted, or "" if there are none."""
+    all_linear = [rule for rule in rules if rule.path == ALL_LINEAR]
+    left_out = [
+        f"{names[0]} ({type(module).__name__})"
+        for module, names in layers
+        if projection_shape(module) and layer_class(module) is None
+        if any(rule.matches(names[0], linear=True) for rule in all_linear)
+    ]
+    if not left_out:
+        return ""
+    return (
+        "'all-linear' leaves out these projections, which cannot be adapted; "
+        f"print(torch_dora.coverage(model)) shows why:{listing(left_out)}"
+    )
 
 
 def check_adaptable(model: nn.Module, matched: list[NamedModule]) -> None:

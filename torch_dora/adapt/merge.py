@@ -19,6 +19,7 @@ from torch_dora.layers import (
     tied_modules,
 )
 from torch_dora.layers.base import parameter_aliases
+from torch_dora.layers.experts import put_parameters_back
 from torch_dora.ops.quantised import as_matrix, dense, is_quantised
 from torch_dora.ops.shards import full_tensor
 
@@ -80,6 +81,7 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     merged = copy.deepcopy(
         model, aliases | {id(layer): plain[name] for name, layer in layers.items()}
     )
+    put_parameters_back(merged)
     replaced_forward.refuse_shared(model, merged, {id(layer) for layer in plain.values()})
     fast_path.disable_for_adapted(merged, DoRALayer)
     if not any(is_quantised(parameter) for parameter in merged.parameters()):

@@ -5,6 +5,9 @@ from torch import nn
 from torch_dora.layers.base import DoRALayer as DoRALayer
 from torch_dora.layers.conv import DoRAConv as DoRAConv
 from torch_dora.layers.embedding import DoRAEmbedding as DoRAEmbedding
+from torch_dora.layers.experts import DoRAExperts as DoRAExperts
+from torch_dora.layers.experts import PackedExperts as PackedExperts
+from torch_dora.layers.experts import packed_experts as packed_experts
 from torch_dora.layers.linear import DoRAConv1D as DoRAConv1D
 from torch_dora.layers.linear import DoRALinear as DoRALinear
 from torch_dora.layers.linear4bit import DoRALinear4bit as DoRALinear4bit
@@ -18,6 +21,7 @@ LAYERS: list[type[DoRALayer]] = [
     DoRAEmbedding,
     DoRAConv1D,
     DoRALinear4bit,
+    DoRAExperts,
 ]
 """The layer classes that :func:`torch_dora.apply_dora` chooses from. You can append your own."""
 

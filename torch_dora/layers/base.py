@@ -243,7 +243,7 @@ class DoRALayer(nn.Module):
 
     def reset_adapter(self) -> None:
         """Initialises the adapter: lora_a uniform in ±1/sqrt(in), as in PEFT, lora_b zero."""
-        bound = 1 / math.sqrt(max(1, math.prod(self.lora_a.shape[1:])))
+        bound = 1 / math.sqrt(max(1, self.weight_matrix().shape[-1]))
         shards.initialize(self.lora_a, lambda lora_a: nn.init.uniform_(lora_a, -bound, bound))
         nn.init.zeros_(self.lora_b)
         self.reset_magnitude()
@@ -268,8 +268,11 @@ class DoRALayer(nn.Module):
         norm = torch.linalg.vector_norm(direction, dim=2).flatten()
         return norm.to(accumulation_dtype(weight, lora_a, lora_b))
 
-    def current_norm(self) -> Tensor:
+    def current_norm(self, *index: int) -> Tensor:
         """Returns the norm that a call uses: the constant norm if there is one, else a new norm.
+
+        Args:
+            *index: the number of one expert, if the layer has packed experts; by default all.
 
         Raises:
             TypeError: FSDP has cast the magnitude to 16 bits.
@@ -280,7 +283,9 @@ class DoRALayer(nn.Module):
         if base_weight is not None and base_weight is not self.weight:
             self._release_base()
         constant = self.constant_norm
-        return self.norm() if constant is None else constant
+        if constant is None:
+            return self.norm(*index)
+        return constant[index] if index else constant
 
     def g(self, dtype: torch.dtype) -> Tensor:
         """Returns magnitude / norm, for a result of ``dtype``: f32[out]."""

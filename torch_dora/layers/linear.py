@@ -9,8 +9,38 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_dora.layers import fast_path
 from torch_dora.layers.base import DoRALayer
-from torch_dora.ops import dora_linear
+from torch_dora.ops import dora_linear, magnitude_scale
 from torch_dora.ops.linear import Operands, corrected_linear, result_dtype
+
+
+def adapted_linear(
+    layer: DoRALayer,
+    x: Tensor,
+    weight: Any,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    magnitude: Tensor,
+    norm: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Returns x W'ᵀ + bias for one matrix of ``layer``, [out, in], after the layer's dropout."""
+    dropped = layer.drop(x)
+    if dropped is None or layer.dropout_mode == "adapter":
+        return dora_linear(
+            x,
+            weight,
+            lora_a,
+            lora_b,
+            magnitude,
+            layer.scale,
+            bias=bias,
+            norm=norm,
+            adapter_x=dropped,
+            implementation=layer.implementation,
+        )
+    g = magnitude_scale(magnitude, norm, result_dtype(x, weight))
+    operands = Operands(x, dropped, weight, bias, lora_a, lora_b, g)
+    return corrected_linear(operands, layer.scale, layer.implementation)
 
 
 class _LinearBase(DoRALayer):
@@ -24,24 +54,10 @@ class _LinearBase(DoRALayer):
         x = input
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.call_on_nested(self, x)
-        dropped = self.drop(x)
-        weight = self.weight_matrix()
-        if dropped is None or self.dropout_mode == "adapter":
-            return dora_linear(
-                x,
-                weight,
-                self.lora_a,
-                self.lora_b,
-                self.magnitude,
-                self.scale,
-                bias=self.bias,
-                norm=self.current_norm(),
-                adapter_x=dropped,
-                implementation=self.implementation,
-            )
-        g = self.g(result_dtype(x, weight))
-        operands = Operands(x, dropped, weight, self.bias, self.lora_a, self.lora_b, g)
-        return corrected_linear(operands, self.scale, self.implementation)
+        weight, norm = self.weight_matrix(), self.current_norm()
+        return adapted_linear(
+            self, x, weight, self.lora_a, self.lora_b, self.magnitude, norm, self.bias
+        )
 
 
 class DoRALinear(_LinearBase):

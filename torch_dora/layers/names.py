@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from torch_dora.layers.base import DoRALayer
+from torch_dora.layers.experts import SUFFIX, DoRAExperts
 
 # torch.distributed's checkpoint_wrapper and offload_wrapper give the inner module this name.
 _WRAPPED = "_checkpoint_wrapped_module"
@@ -13,10 +14,12 @@ _WRAPPED = "_checkpoint_wrapped_module"
 def named_modules(
     model: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the items of ``model.named_modules()``, with names as in ``model.state_dict()``: the
-    names do not contain torch's wrappers for activation checkpointing."""
+    """Yields the items of ``model.named_modules()``, with names as in the base model's
+    ``state_dict()``: without torch's wrappers for activation checkpointing, and packed experts by
+    their parameter's name."""
     for name, module in model.named_modules(remove_duplicate=remove_duplicate):
-        yield ".".join(part for part in name.split(".") if part != _WRAPPED), module
+        path = ".".join(part for part in name.split(".") if part != _WRAPPED)
+        yield path.removesuffix(SUFFIX) if isinstance(module, DoRAExperts) else path, module
 
 
 def dora_layers(model: nn.Module) -> Iterator[tuple[str, DoRALayer]]:

@@ -62,6 +62,23 @@ def _refuse_gradient(gradient: Tensor) -> Tensor:
     )
 
 
+def refuse_partitioned(parameters: Iterable[tuple[str, Any]]) -> None:
+    """Raises NotImplementedError that lists the parameters that DeepSpeed's ZeRO-3 manages: between
+    calls each process has a flat part of them only."""
+    if partitioned := [
+        name
+        for name, parameter in parameters
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "ds_shape")
+    ]:
+        raise NotImplementedError(
+            "DeepSpeed's ZeRO-3 has partitioned these parameters, and would not manage the "
+            "adapter's; adapt first: load the model and call apply_dora or load_adapter outside "
+            "of deepspeed.zero.Init (which transformers uses while a ZeRO-3 configuration is "
+            "active: load before TrainingArguments is created), and then pass the model to "
+            f"deepspeed.initialize or the Trainer:{listing(partitioned)}"
+        )
+
+
 def refuse_fsdp(layers: Iterable[tuple[str, nn.Module]], remedy: str) -> None:
     """Raises NotImplementedError that lists the layers that FSDP manages."""
     if managed := [name for name, layer in layers if is_in_fsdp(layer)]:
@@ -83,12 +100,30 @@ def refuse_fsdp1(layers: Iterable[tuple[str, Any]]) -> None:
 
 
 def refuse_offloaded(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises NotImplementedError that lists the layers that accelerate offloads."""
+    """Raises NotImplementedError that lists the layers that accelerate offloads, or that ZeRO-3 has
+    partitioned."""
+    layers = list(layers)
+    refuse_ungathered(layers)
     if offloaded := [name for name, layer in layers if is_offloaded(layer)]:
         raise NotImplementedError(
             "accelerate has offloaded the parameters of these layers, so the layers' own tensors "
             "are empty; first call accelerate.hooks.remove_hook_from_submodules(model), which "
             f"loads them:{listing(offloaded)}"
+        )
+
+
+def refuse_ungathered(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises NotImplementedError that lists the layers with parameters of which DeepSpeed's ZeRO-3
+    has left an empty tensor."""
+    if partitioned := [
+        name
+        for name, layer in layers
+        if any(hasattr(one, "ds_id") and not one.numel() for one in layer.parameters(recurse=False))
+    ]:
+        raise NotImplementedError(
+            "DeepSpeed's ZeRO-3 has partitioned the parameters of these layers; call this inside "
+            "of deepspeed.zero.GatheredParameters(model.parameters()), in all processes:"
+            f"{listing(partitioned)}"
         )
 
 

@@ -1,7 +1,7 @@
 """Lists the layers and parameters of a torch model that PEFT's files refer to."""
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,11 +15,17 @@ from torch_dora.layers import (
     DoRAConv,
     DoRAConv1D,
     DoRAEmbedding,
+    DoRAExperts,
     DoRALayer,
     DoRALinear,
+    PackedExperts,
+    dora_layers,
     named_modules,
+    packed_experts,
+    placement,
 )
 from torch_dora.layers.conv import CONVOLUTIONS
+from torch_dora.layers.experts import SUFFIX
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops.quantised import as_matrix
 
@@ -31,21 +37,47 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     """Returns every layer that is adapted or can be, by its module's name."""
     check_model(model, inside=WRAPPERS)
     refuse_peft(model)
-    layers = ((name, _layer(name, module)) for name, module in named_modules(model))
-    return {name: layer for name, layer in layers if layer is not None}
+    placement.refuse_ungathered(dora_layers(model))
+    layers = (one for name, module in named_modules(model) for one in _layers(name, module))
+    return {layer.name: layer for layer in layers}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     """Returns every parameter and buffer of the base model by name; a shared one under each of its
     names."""
-    adapters = {
-        f"{name}.{attribute}"
-        for name, module in named_modules(model, remove_duplicate=False)
-        if isinstance(module, DoRALayer)
-        for attribute in ADAPTER_NAMES
-    }
+    adapters, packed = set[str](), {}
+    for name, module in named_modules(model, remove_duplicate=False):
+        is_packed = isinstance(module, DoRAExperts)
+        path = f"{name}{SUFFIX}" if is_packed else name
+        if isinstance(module, DoRALayer):
+            adapters |= {f"{path}.{attribute}" for attribute in ADAPTER_NAMES}
+        if is_packed:
+            packed[f"{path}.weight"] = name
     tensors = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in tensors.items() if name not in adapters}
+    return {
+        packed.get(name, name): tensor for name, tensor in tensors.items() if name not in adapters
+    }
+
+
+def weight_name(layer: Layer) -> str:
+    """Returns the name of a layer's weight in the base model."""
+    return layer.name if layer.kind == "experts" else f"{layer.name}.weight"
+
+
+def to_peft(layer: DoRALayer, name: str, tensor: Tensor) -> Tensor:
+    """Returns lora_a, lora_b or magnitude in the order of PEFT's file: lora_b of packed experts is
+    [out, r, experts] there."""
+    is_permuted = isinstance(layer, DoRAExperts) and name == "lora_b"
+    return tensor.permute(1, 2, 0) if is_permuted else tensor
+
+
+def from_peft(layer: DoRALayer, name: str, tensor: Tensor) -> Tensor:
+    """Returns a tensor of PEFT's file in the shape of the layer's lora_a, lora_b or magnitude."""
+    shape = getattr(layer, name).shape
+    if isinstance(layer, DoRAExperts) and name == "lora_b":
+        experts, features, rank = shape
+        return tensor.reshape(features, rank, experts).permute(2, 0, 1).contiguous()
+    return tensor.reshape(shape)
 
 
 def outline(layers: Mapping[str, Layer], parameters: Mapping[str, Tensor]) -> Outline:
@@ -70,6 +102,23 @@ def warn_of_shared(model: nn.Module, adapted: Set[str]) -> None:
             "called; PEFT adapts it under its first name only:%s",
             listing(shared),
         )
+
+
+def _layers(name: str, module: Any) -> Iterator[Layer]:
+    """Yields the layer of ``module``, or those of its packed experts in the order in which they
+    were registered."""
+    packed = packed_experts(module)
+    for parameter in module._parameters:
+        layer = module._modules.get(parameter + SUFFIX, packed.get(parameter))
+        if isinstance(layer, DoRAExperts | PackedExperts):
+            experts, *features = layer.weight.shape
+            out, width = reversed(features) if layer.is_transposed else features
+            path = f"{name}.{parameter}".lstrip(".")
+            # PEFT takes this attribute for False where a module has none.
+            is_swapped = layer.is_transposed and not getattr(module, "is_transposed", False)
+            yield Layer(path, "experts", width, out, experts=experts, is_swapped_in_lora=is_swapped)
+    if (layer := _layer(name, module)) is not None:
+        yield layer
 
 
 def _layer(name: str, module: Any) -> Layer | None:

@@ -14,10 +14,24 @@ from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, open_folder
 from torch_dora.adapt import DoRARule
-from torch_dora.adapt.apply import adapt, check_adaptable, replace_modules
-from torch_dora.layers import DoRALayer, dora_layers, named_modules, placement
+from torch_dora.adapt.apply import (
+    WRAPPERS,
+    adapt,
+    check_adaptable,
+    check_model,
+    replace_modules,
+    replaced_id,
+)
+from torch_dora.layers import DoRALayer, dora_layers, named_modules, packed_experts, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, outline, parameters_of, warn_of_shared
+from torch_dora.peft.layers import (
+    from_peft,
+    layers_of,
+    outline,
+    parameters_of,
+    warn_of_shared,
+    weight_name,
+)
 
 
 def load_adapter(
@@ -73,12 +87,14 @@ def load_adapter(
     """
     if adapter_dtype is not None:
         check.is_float_dtype("adapter_dtype", adapter_dtype)
+    check_model(model, inside=WRAPPERS)
+    placement.refuse_partitioned(model.named_parameters())
     layers = layers_of(model)
     with open_folder(folder, "pt", adapter) as source:
         parameters = parameters_of(model)
         model_outline = outline(layers, parameters)
         fit = source.fit(model_outline)
-        weights = [f"{name}.weight" for name in fit.adapters]
+        weights = [weight_name(adapter.layer) for adapter in fit.adapters.values()]
         placement.refuse_meta(
             [(name, parameters[name]) for name in [*weights, *fit.parameters, *fit.tokens]]
         )
@@ -147,6 +163,9 @@ def _make_layers(
     layer that is adapted now. A layer that FSDP manages is unchanged, and not in the result.
     """
     modules: dict[str, Any] = dict(named_modules(model, remove_duplicate=False))
+    for name, module in list(modules.items()):
+        for parameter, experts in packed_experts(module).items():
+            modules[f"{name}.{parameter}".lstrip(".")] = experts
     rules = {}
     for name, adapter in fit.adapters.items():
         dtypes = (getattr(torch, dtype) for dtype in source.dtypes(adapter))
@@ -168,10 +187,11 @@ def _make_layers(
     check_adaptable(
         model, [(bases[name], (name,)) for name in fit.adapters if name not in unchanged]
     )
-    new = {id(modules[name]): base for name, base in bases.items() if name not in unchanged}
+    replaced = {name: replaced_id(modules[name]) for name in bases if name not in unchanged}
+    new = {replaced[name]: base for name, base in bases.items() if name in replaced}
     for name, rule in rules.items():
         if name not in unchanged:
-            layer = new[id(modules[name])] = adapt(bases[name], name, rule)
+            layer = new[replaced[name]] = adapt(bases[name], name, rule)
             _set_values(
                 layer, _read_values(layer, source, fit.adapters[name], adapter_dtype is None)
             )
@@ -193,10 +213,10 @@ def _read_values(layer: Any, source: Folder, adapter: Adapter, exactly: bool) ->
     values = {}
     for name in ("lora_a", "lora_b"):
         key, parameter = adapter.keys[name], getattr(layer, name)
-        value = source.read(key).reshape(parameter.shape).to(parameter.dtype)
+        value = from_peft(layer, name, source.read(key)).to(parameter.dtype)
         values[name] = source.checked(key, value)
     if key := adapter.keys.get("magnitude"):
-        value = values["magnitude"] = source.read(key).reshape(-1)
+        value = values["magnitude"] = from_peft(layer, "magnitude", source.read(key))
         if exactly:
             source.check_not_rounded(key, value, value.to(layer.magnitude.dtype))
     return values

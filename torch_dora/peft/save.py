@@ -12,9 +12,9 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
 from dora_common.rules import listing
-from torch_dora.layers import DoRAConv1D, dora_layers, named_modules, placement
+from torch_dora.layers import DoRAConv1D, DoRAExperts, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, outline, parameters_of, warn_of_shared
+from torch_dora.peft.layers import layers_of, outline, parameters_of, to_peft, warn_of_shared
 
 
 @torch.no_grad()
@@ -26,6 +26,7 @@ def save_adapter(
     modules_to_save: Sequence[str] | str = (),
     trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
     bias: str = "none",
+    for_peft: bool = True,
     base_model_name_or_path: str | None = None,
     task_type: str | None = None,
     dtype: torch.dtype | None = None,
@@ -48,6 +49,8 @@ def save_adapter(
         trainable_token_indices: rows of embeddings to store, by the ends of the embeddings' names;
             or just the rows, if the model has one embedding.
         bias: the biases to store: "none", "all", or "lora_only" for those of adapted layers.
+        for_peft: False also writes what PEFT cannot read, and torch_dora and jax_dora can: a DoRA
+            adapter of packed experts, with magnitudes [experts, out].
         base_model_name_or_path, task_type: stored for readers of the folder; PEFT's task types are
             "CAUSAL_LM", "SEQ_CLS" and so on.
         dtype: the dtype of lora_a, lora_b and magnitude in the file: float16, bfloat16, float32 or
@@ -62,7 +65,8 @@ def save_adapter(
             not fit the model; a name matches no module; a parameter that requires a gradient would
             not be stored; a number is not finite, or not in ``dtype``.
         NotImplementedError: a convolution has groups, dilation or a padding that PEFT does not
-            respect; a layer is offloaded by accelerate or on the meta device.
+            respect; packed experts have settings that PEFT refuses; a layer is offloaded by
+            accelerate, partitioned by DeepSpeed or on the meta device.
         RuntimeError: writing failed in the first process; raised in the other processes.
         TypeError: an argument has the wrong type.
     """
@@ -87,15 +91,21 @@ def save_adapter(
         # A copy, since safetensors does not accept two tensors that share memory.
         return shards.full_tensor(tensor).detach().to("cpu", dtype, copy=True).contiguous()
 
+    def read_adapter(name: str, attribute: str) -> Tensor:
+        layer = modules[name]
+        return to_peft(layer, attribute, stored(getattr(layer, attribute), dtype)).contiguous()
+
     source = Source(
         outline=outline(layers, parameters),
         adapted={
             name: Adapted(layers[name], layer.rank, layer.alpha, layer.use_rslora, layer.dropout)
             for name, layer in modules.items()
         },
-        modules=[name for name, _ in named_modules(model)],
+        modules=[
+            name for name, module in named_modules(model) if not isinstance(module, DoRAExperts)
+        ],
         read=lambda name: stored(parameters[name]),
-        read_adapter=lambda name, attribute: stored(getattr(modules[name], attribute), dtype),
+        read_adapter=read_adapter,
         is_lora=lambda name: torch.equal(
             shards.full_tensor(modules[name].norm()), shards.full_tensor(modules[name].magnitude)
         ),
@@ -106,6 +116,7 @@ def save_adapter(
         trainable_token_indices,
         use_dora=use_dora,
         bias=bias,
+        for_peft=for_peft,
         fan_in_fan_out=any(isinstance(module, DoRAConv1D) for module in modules.values()),
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
