@@ -17,6 +17,7 @@ from dora_common.merge_report import MergedLayer, MergeReport
 from dora_common.rules import listing
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
+from jax_dora.adapt.tied_heads import untie_heads
 from jax_dora.adapt.tree import (
     FoundModule,
     check_model,
@@ -73,9 +74,9 @@ def merge_dora(
     A quantised kernel becomes a bf16 kernel. Rounding it to the quantised format again can lose all
     that the adapter changed. `requantize` does it anyway, and then requires `return_report`.
 
-    A merged embedding is one array for all its uses. An output head that is tied to it becomes
-    adapted too, even if `adapt_attend` was False; PEFT's merging does the same. To avoid this,
-    untie the head first, or train with `adapt_attend`.
+    If an embedding's `adapt_attend` is False, an output head that is tied to it keeps the base
+    array: a head that is None becomes an `nnx.Linear`, or the embedding a
+    `jax_dora.peft.UntiedEmbed`. PEFT's merging changes the head too, unlike PEFT's adapter.
 
     If layers share a parameter, each has its own adapter and gets its own merged array. Other
     modules that refer to the parameter keep the base value, as in `model`.
@@ -146,8 +147,22 @@ def merge_dora(
         # Other attributes that share the parameter keep the base value.
         if id(getattr(base, name)) in shared:
             setattr(base, name, getattr(base, name).copy())
+        of_head = [one for one in layer_adapters if getattr(one, "adapt_attend", True)]
+        if len(of_head) < len(layer_adapters):
+            merged = _untie_heads(merged, base, of_head)
         layers.append(_merge_layer(path, base, layer_adapters, requantize, return_report))
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
+
+
+def _untie_heads(model: Any, embed: Any, adapters: list[Any]) -> Any:
+    """Returns `model`, changed in place, with a head that keeps the array of `embed`, with only
+    these adapters merged into it."""
+    kernel = embed.embedding.get_value()
+    if adapters:
+        embed.embedding.set_value(add_change(kernel, functools.reduce(_change, adapters, None)))
+    model = untie_heads(model, embed)
+    embed.embedding.set_value(kernel)
+    return model
 
 
 def _warn_of_untrained(layers: list[FoundModule], prefix: str) -> None:

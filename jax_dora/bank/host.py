@@ -211,9 +211,10 @@ def read_folder(
         fit = source.fit_to_bank(view.outline())
         layers: dict[str, dict[Any, LayerAdapter]] = {}
         for name, one in fit.adapters.items():
-            where = view.layers[name]
-            if where.path not in by_path:
-                raise _unknown_projection(model, projections, where.path)
+            where = view.layers.get(name)
+            if where is None or where.path not in by_path:
+                path = view.tied_heads[f"{name}.weight"] if where is None else where.path
+                raise _unknown_projection(model, projections, path)
             read = {key: source.read(name) for key, name in one.keys.items()}
             layers.setdefault(where.path, {})[where.index] = LayerAdapter(
                 read["lora_a"],

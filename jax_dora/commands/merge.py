@@ -42,12 +42,6 @@ def run(args: argparse.Namespace) -> int:
         has_texts = (folder / TOKENIZER).is_file() or args.end_token
         files = text_settings(args, folder).files(config) if has_texts else {}
         model = adapted_model(args, folder)
-        if model.lm_head is None and isinstance(model.model.embed_tokens, jax_dora.DoRALayer):
-            raise NotImplementedError(
-                f"--adapter {args.adapter} adapts the embedding, to which this model's head is "
-                "tied; expected an adapter without it: PEFT does not adapt the head, but a merged "
-                "folder has one array for both"
-            )
         merged, report = jax_dora.merge_dora(model, return_report=True)
         save_model(merged, args.output, config, tokenizer_from=folder, files=files)
     print(f"Saved the merged model to {args.output}. Rounding errors of merging:\n{report}")

@@ -116,7 +116,6 @@ class Plan:
         self.sharding = self._sharding()
         self.config = dataclasses.replace(self.config, sharding=self.sharding)
         self.rules = self._rules()
-        self._check_tied_merge()
         self.settings = {name: getattr(args, name) for name in FIXED_FLAGS} | {
             # The split of a step into micro-batches can change, but not its number of rows.
             "rows of a step": math.prod(self.step_rows),
@@ -290,15 +289,6 @@ class Plan:
                 "out --dropout"
             )
         return [embedding]
-
-    def _check_tied_merge(self) -> None:
-        adapts_embedding = any(rule.matches(EMBEDDING) for rule in self.rules)
-        if self.args.merge is not None and adapts_embedding and self.config.tie_word_embeddings:
-            raise ValueError(
-                f"--merge is given, and --target {self.args.target!r} matches the embedding, to "
-                "which this model's head is tied; leave out --merge, or the embedding: PEFT does "
-                "not adapt the head, but a merged folder has one array for both"
-            )
 
 
 def _check_output(output: Path, folder: Path) -> None:

@@ -23,8 +23,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
 
     A model with a tied output head calls `attend`. With adapt_attend=False, `attend` multiplies by
     the base embedding. PEFT does the same: its embedding adapters do not reach the head, so
-    `jax_dora.peft.load_adapter` sets adapt_attend=False. Merging always changes the head too,
-    because the merged embedding is one array for both uses.
+    `jax_dora.peft.load_adapter` sets adapt_attend=False. Merging then unties the head.
 
     Attributes:
       embedding: [vocabulary, features].

@@ -5,7 +5,7 @@ jax_dora.peft.save_adapter(model, "another")
 """
 
 from dora_common.peft.config import AdapterConfig as AdapterConfig
+from jax_dora.adapt.tied_heads import UntiedEmbed as UntiedEmbed
 from jax_dora.peft.load import load_adapter as load_adapter
 from jax_dora.peft.names import Names as Names
 from jax_dora.peft.save import save_adapter as save_adapter
-from jax_dora.peft.untie import UntiedEmbed as UntiedEmbed

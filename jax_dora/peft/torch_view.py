@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from flax import nnx
 
-from dora_common.peft.layers import Outline
+from dora_common.peft.layers import Layer, Outline
 from jax_dora.adapt.adapter import AdaptedWeight, site_of
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
+from jax_dora.adapt.tied_heads import tied_heads
 from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
 from jax_dora.layers.registry import kind_of
 from jax_dora.layers.stack import Stack
@@ -19,8 +20,6 @@ from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index, TorchLayer, TorchParameter, parameters_of
 from jax_dora.weights.registry import why_unknown
 
-# Names of output heads. Such an attribute is None if the model ties the head to its embedding.
-_TIED_HEADS = ("lm_head", "embed_out")
 _REMEDY = (
     "register its class with jax_dora.register, or pass load_adapter example=, inputs to call the "
     "model with"
@@ -73,9 +72,14 @@ class TorchView:
                 )
 
     def outline(self) -> Outline:
-        """Returns the outline that a folder is matched to."""
+        """Returns the outline that a folder is matched to. Its layers include heads that are None,
+        which `jax_dora.peft.untie` makes layers of the model."""
+        heads = (
+            Layer(name.removesuffix(".weight"), "linear", *reversed(self.parameters[name].shape))
+            for name in self.tied_heads
+        )
         return Outline(
-            [one.layer for one in self.layers.values()],
+            [*(one.layer for one in self.layers.values()), *heads],
             {name: one.shape for name, one in self.parameters.items()},
             {name: (id(self.variable(one)), one.at) for name, one in self.parameters.items()},
             self.refusals,
@@ -157,18 +161,19 @@ def torch_view(
                 if weight and not weight.site.is_layer and weight.layer.kind == "linear":
                     parameter = f"{name_of(alias + weight.path.removeprefix(path), index)}.weight"
                 parameters[parameter] = one
-    tied_heads = _tied_heads(modules, names)
     embeddings = [name for name, one in layers.items() if one.layer.kind == "embedding"]
-    if len(embeddings) != 1:
-        tied_heads = {}
-    for head in tied_heads:
+    heads = {
+        f"{names.module(path)}.{names.parameter('kernel')}": path
+        for path in (tied_heads(modules) if len(embeddings) == 1 else ())
+    }
+    for head in heads:
         parameters[head] = parameters[f"{embeddings[0]}.{names.parameter('embedding')}"]
     refusals = {
         name_of(site.names[0], ()): f"{site.refusal}: {_REMEDY}"
         for site in all_sites
         if site.param and site.refusal == why_unknown(site.found.module)
     }
-    return TorchView(modules, stacks, layers, parameters, paths_by_name, tied_heads, refusals)
+    return TorchView(modules, stacks, layers, parameters, paths_by_name, heads, refusals)
 
 
 def _weight_sites(
@@ -196,17 +201,6 @@ def _in_registration_order(layers: Mapping[str, TorchLayer], names: Names) -> di
         return list(names.experts).index(param) if is_packed else 0
 
     return {name: layers[name] for name in sorted(layers, key=position)}
-
-
-def _tied_heads(modules: Mapping[str, nnx.Module], names: Names) -> dict[str, str]:
-    """Returns the paths of output heads that are None, by the PyTorch name of their weight."""
-    paths = [
-        "/".join(filter(None, (path, attribute)))
-        for path, module in modules.items()
-        for attribute in _TIED_HEADS
-        if getattr(module, attribute, module) is None
-    ]
-    return {f"{names.module(path)}.{names.parameter('kernel')}": path for path in paths}
 
 
 def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:

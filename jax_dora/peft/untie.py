@@ -1,42 +1,18 @@
-"""Unties weights that are tied in a model, if a PEFT folder stores only one of them."""
+"""Unties weights that are tied in a model, if a PEFT folder stores or adapts only one of them."""
 
 from typing import Any
 
-import jax
 from flax import nnx
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.fit import Fit
-from dora_common.rules import OUTPUT_HEADS
+from jax_dora.adapt.tied_heads import UntiedEmbed, has_own_head, untie_head
 from jax_dora.adapt.tree import replace_modules
-from jax_dora.layers.base_layer import copy_attributes
 from jax_dora.peft.torch_view import TorchView
 
 
-class UntiedEmbed(nnx.Embed):
-    """An `nnx.Embed` with a separate array for `attend`.
-
-    Args:
-      base: the embedding. `attend` uses its current array, even if `embedding` changes later.
-    """
-
-    def __init__(self, base: nnx.Embed) -> None:
-        copy_attributes(base, self)
-        self.head = nnx.Variable(base.embedding.get_value())
-
-    def __call__(self, inputs: jax.Array, *args: Any, **options: Any) -> jax.Array:
-        """Looks up tokens as in `nnx.Embed`."""
-        # This override makes `apply_dora` reject the class: `DoRAEmbed` would lose its `attend`.
-        return super().__call__(inputs, *args, **options)
-
-    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Returns logits [..., vocabulary] for `query` [..., features], computed with `head`."""
-        query, head = self.promote_dtype((query, self.head[...]), dtype=self.dtype)
-        return jax.numpy.dot(query, head.T, out_sharding=out_sharding)
-
-
 def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
-    """Gives the parameters in `fit.untied` arrays of their own.
+    """Gives the parameters in `fit.untied`, and heads that get an adapter, arrays of their own.
 
     A head that is None becomes an `nnx.Linear`. If the embedding's `attend` may be the head, the
     embedding becomes an `UntiedEmbed`.
@@ -50,12 +26,12 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
     Raises:
       NotImplementedError: a parameter to untie belongs to one module with several names.
     """
-    for name in fit.untied:
+    adapted = {name for name in view.tied_heads if name.removesuffix(".weight") in fit.adapters}
+    for name in (*fit.untied, *adapted):
         parameter = view.parameters[name]
         heads = [one for one in view.tied_heads if view.parameters[one] == parameter]
         for head in heads:
-            path, _, attribute = view.tied_heads[head].rpartition("/")
-            setattr(view.modules[path], attribute, _linear(view.modules[parameter.path]))
+            untie_head(view.modules, view.tied_heads[head], view.modules[parameter.path])
         same = [one for one, other in view.parameters.items() if other == parameter]
         if len(same) > 1 and not heads:
             raise NotImplementedError(
@@ -84,24 +60,10 @@ def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
 
     Returns none of them if the model has a head of its own or the configuration keeps ties.
     """
-    last_parts = {path.rpartition("/")[2] for path in view.modules}
-    if view.tied_heads or not last_parts.isdisjoint(OUTPUT_HEADS) or config.keeps_ties:
+    if view.tied_heads or has_own_head(view.modules) or config.keeps_ties:
         return {}
     return {
         name: one.site.found.module
         for name, one in view.layers.items()
         if config.saves(f"{name}.weight") and type(one.site.found.module) is nnx.Embed
     }
-
-
-def _linear(embed: Any) -> nnx.Linear:
-    """Returns an output head that computes the same as `embed.attend`."""
-    kernel = embed.embedding.get_value().T
-    return nnx.Linear(
-        *kernel.shape,
-        use_bias=False,
-        dtype=embed.dtype,
-        param_dtype=kernel.dtype,
-        kernel_init=lambda *_: kernel,
-        rngs=nnx.Rngs(0),
-    )

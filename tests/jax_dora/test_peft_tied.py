@@ -74,6 +74,41 @@ def test_a_module_that_is_saved_is_untied_as_in_peft(saved: list[str], tmp_path:
     assert (logits(base) == before).all()
 
 
+ADAPTED = [
+    (["lm_head"], []),
+    (["lm_head"], ["embed_tokens"]),
+    (["embed_tokens"], []),
+    (["embed_tokens"], ["lm_head"]),
+    (BOTH, []),
+]
+
+
+@pytest.mark.parametrize(("targets", "saved"), thinned(ADAPTED, [ADAPTED[0], ADAPTED[2]]))
+def test_an_adapter_of_one_of_two_tied_modules(
+    targets: list[str], saved: list[str], tmp_path: Path
+) -> None:
+    """Loaded, saved and merged as PEFT computes it: the other module keeps the base's weight."""
+    fields = {"target_modules": ["q_proj", *targets], "modules_to_save": saved or None}
+    folder, expected = peft_folder(tmp_path, tied(tmp_path), **fields)
+    base = models.load_model(tmp_path / "base")
+    before = logits(base)
+
+    ours = load_adapter(base, folder)
+    save_adapter(ours, tmp_path / "again", modules_to_save=saved)
+    merged = jax_dora.merge_dora(ours)
+    config = models.read_config(tmp_path / "base")
+    models.save_model(merged, tmp_path / "merged", config)
+
+    assert relative(logits(ours), expected) <= TOLERANCE
+    assert relative(before, expected) > 1e3 * TOLERANCE
+    assert_same(tensors_of(tmp_path / "again"), tensors_of(folder))
+    assert models.read_config(tmp_path / "merged") == config | {"tie_word_embeddings": False}
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "merged")
+    assert relative(torch_logits(theirs), expected) <= TOLERANCE
+    assert base.lm_head is None
+    assert (logits(base) == before).all()
+
+
 def test_tying_that_is_ensured_is_kept(tmp_path: Path) -> None:
     fields = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
     folder, expected = peft_folder(tmp_path, tied(tmp_path), **fields)
@@ -207,6 +242,35 @@ def test_an_embedding_that_may_be_the_head_is_untied(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="UntiedEmbed"):
         jax_dora.apply_dora(loaded, jax_dora.DoRARule("embed", rank=2, alpha=2), rngs=nnx.Rngs(0))
     np.testing.assert_allclose(loaded(ids), base.embed.attend(base.q(2 * base.embed(ids))), 1e-5)
+
+
+def test_merging_keeps_a_head_that_is_not_adapted() -> None:
+    """Whose it is, is known by nothing but the embedding's `attend`."""
+    ids = jnp.arange(5)
+    rules = [
+        jax_dora.DoRARule("embed", rank=2, alpha=3, adapt_attend=attend) for attend in (False, True)
+    ]
+    adapted = []
+    for rule in rules:
+        model = jax_dora.apply_dora(Attending(), rule, rngs=nnx.Rngs(1))
+        generator = np.random.default_rng(2)
+        for name in ("lora_a", "magnitude"):
+            variable = getattr(model.embed, name)
+            variable.set_value(jnp.asarray(generator.uniform(1, 2, variable.shape), jnp.float32))
+        adapted.append(model)
+    base, (apart, alike) = Attending(), adapted
+
+    merged = jax_dora.merge_dora(apart)
+
+    assert type(merged.embed) is UntiedEmbed
+    np.testing.assert_allclose(merged(ids), apart(ids), rtol=1e-4, atol=1e-6)
+    assert type(jax_dora.merge_dora(alike).embed) is nnx.Embed
+    np.testing.assert_allclose(jax_dora.merge_dora(alike)(ids), alike(ids), rtol=1e-4, atol=1e-6)
+    both = jax_dora.merge_dora(base, adapters=[jax_dora.get_adapter(one) for one in adapted])
+    # Only the second adapter reaches the head.
+    np.testing.assert_allclose(
+        both.embed.attend(jnp.eye(4)), alike.embed.attend(jnp.eye(4)), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_what_is_shared_is_not_written_twice(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tied weights, whole modules and rows of single tokens: as in PEFT, or refused by name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import torch_dora
 from tests.torch_dora.peft_folders import (
+    IDS,
     assert_same,
     assert_unchanged,
     base,
@@ -63,6 +65,59 @@ def test_a_module_that_is_saved_is_untied_as_in_peft(
 
     assert (output(ours) - output(theirs)).abs().max() <= 1e-5
     assert_same(tensors_of(tmp_path / "b"), tensors_of(folder))
+
+
+ADAPTED = [
+    (["lm_head"], []),
+    (["lm_head"], ["embed_tokens"]),
+    (["embed_tokens"], []),
+    (["embed_tokens"], ["lm_head"]),
+    (BOTH, []),
+    ([], ["lm_head"]),
+    ([], BOTH),
+]
+
+
+@pytest.mark.parametrize(("targets", "saved"), ADAPTED)
+def test_one_of_two_tied_modules_alone(
+    targets: list[str], saved: list[str], tmp_path: Path
+) -> None:
+    """Loaded, saved and merged as PEFT computes it: the other module keeps the base's weight, and
+    config.json no longer says that they are tied."""
+    fields = {"target_modules": ["q_proj", *targets], "modules_to_save": saved or None}
+    folder, theirs = peft_folder(tmp_path / "a", qwen3, **fields)
+    expected = output(theirs)
+
+    ours = load_adapter(base(qwen3), folder)
+    save_adapter(ours, tmp_path / "b", modules_to_save=saved)
+    assert ours.config.tie_word_embeddings is (not saved)
+    merged = torch_dora.merge_dora(ours)
+    merged.save_pretrained(tmp_path / "merged")
+
+    assert (output(ours) - expected).abs().max() <= 1e-5
+    assert_same(tensors_of(tmp_path / "b"), tensors_of(folder))
+    assert ours.config.tie_word_embeddings is (not saved)
+    merged.tie_weights()
+    for model in (merged, type(merged).from_pretrained(tmp_path / "merged")):
+        assert model.config.tie_word_embeddings is False
+        assert (output(model) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("path", ["shared", "decoder.embed_tokens", "lm_head"])
+def test_one_of_four_tied_weights_is_merged(path: str, tmp_path: Path) -> None:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=40, **sizes)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    rule = torch_dora.DoRARule(re.escape(path), rank=2, alpha=2)
+    model = perturbed(torch_dora.apply_dora(model, rule))
+
+    torch_dora.merge_dora(model).save_pretrained(tmp_path)
+
+    ids = {"input_ids": IDS, "decoder_input_ids": IDS.flip(0)}
+    loaded = type(model).from_pretrained(tmp_path)
+    assert (loaded(**ids).logits - model(**ids).logits).abs().max() <= 1e-5
+    assert model.config.tie_word_embeddings is True
 
 
 def test_one_of_two_tied_modules_is_not_saved_alone(tmp_path: Path) -> None:

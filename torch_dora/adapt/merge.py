@@ -15,6 +15,7 @@ from torch_dora.layers import (
     dora_layers,
     fast_path,
     placement,
+    record_untied,
     replaced_forward,
     tied_modules,
 )
@@ -38,7 +39,8 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     weights are in the memory of the model's: casting or moving the copy does not change the model,
     but training one of the two changes the other. Parameters of bitsandbytes' classes are shared.
     If a weight was tied to another one (an output head to its embedding), the merged weight is no
-    longer tied. A warning names the tied modules, since tying them again would lose one of the two
+    longer tied, and the copy's ``config.tie_word_embeddings`` of a transformers model becomes
+    False. A warning names the tied modules, since tying them again would lose one of the two
     weights.
 
     Args:
@@ -68,8 +70,8 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     if tied := tied_modules(model):
         _LOG.warning(
             "the merged weights of these layers are no longer tied to others; if they are tied "
-            "again, by transformers' tie_weights() or a server that follows "
-            "config.tie_word_embeddings, the model computes a different result:%s",
+            "again, for example by a program that follows the base model's config.json with its "
+            "tie_word_embeddings, the model computes a different result:%s",
             listing(f"{name}, tied to {', '.join(others)}" for name, others in tied.items()),
         )
     aliases = parameter_aliases(model)
@@ -84,6 +86,8 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     put_parameters_back(merged)
     replaced_forward.refuse_shared(model, merged, {id(layer) for layer in plain.values()})
     fast_path.disable_for_adapted(merged, DoRALayer)
+    if tied:
+        record_untied(merged)
     if not any(is_quantised(parameter) for parameter in merged.parameters()):
         # With this configuration, transformers would quantise the merged model when loading it.
         if (quantizer := getattr(merged, "hf_quantizer", None)) is not None:

@@ -13,6 +13,7 @@ from torch_dora.layers.linear import DoRALinear as DoRALinear
 from torch_dora.layers.linear4bit import DoRALinear4bit as DoRALinear4bit
 from torch_dora.layers.names import dora_layers as dora_layers
 from torch_dora.layers.names import named_modules as named_modules
+from torch_dora.layers.names import record_untied as record_untied
 from torch_dora.layers.names import tied_modules as tied_modules
 
 LAYERS: list[type[DoRALayer]] = [

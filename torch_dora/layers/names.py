@@ -1,6 +1,7 @@
 """Lists the modules of a model by name."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -41,3 +42,30 @@ def tied_modules(model: nn.Module) -> dict[str, list[str]]:
         for name, layer in dora_layers(model)
     }
     return {name: found for name, found in others.items() if found}
+
+
+def record_untied(model: Any) -> None:
+    """Makes a transformers model, some of whose tied weights no longer are, one that its folder
+    can describe.
+
+    If no weights are tied any more, ``config.tie_word_embeddings`` becomes False. Otherwise
+    ``tie_weights()``, or a program that loads the saved model, would tie them again. Weights that
+    are tied to each other, but no longer to the one that they would be loaded from, become copies.
+    """
+    pairs: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if not pairs or not parameters.keys() >= {*pairs, *pairs.values()}:
+        return
+    seen = set()
+    for target, source in pairs.items():
+        one = parameters[target]
+        if one is not parameters[source] and id(one) in seen:
+            path, _, attribute = target.rpartition(".")
+            parameters[target] = nn.Parameter(one.detach().clone(), one.requires_grad)
+            setattr(model.get_submodule(path), attribute, parameters[target])
+        seen.add(id(one))
+    if all(parameters[target] is not parameters[source] for target, source in pairs.items()):
+        model.all_tied_weights_keys = {}
+        for config in (model.config, model.config.get_text_config()):
+            if getattr(config, "tie_word_embeddings", False):
+                config.tie_word_embeddings = False

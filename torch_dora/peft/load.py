@@ -22,7 +22,14 @@ from torch_dora.adapt.apply import (
     replace_modules,
     replaced_id,
 )
-from torch_dora.layers import DoRALayer, dora_layers, named_modules, packed_experts, placement
+from torch_dora.layers import (
+    DoRALayer,
+    dora_layers,
+    named_modules,
+    packed_experts,
+    placement,
+    record_untied,
+)
 from torch_dora.ops import check, shards
 from torch_dora.peft.layers import (
     from_peft,
@@ -54,7 +61,8 @@ def load_adapter(
     Afterwards these parameters are trainable: the adapter, and the parameters that the folder
     stores whole (modules_to_save, biases), which are cast to the model's dtypes. All others are
     frozen, including rows of single tokens (trainable_token_indices). A module of modules_to_save
-    whose weight is tied to another module gets its own copy, as in PEFT.
+    whose weight is tied to another module gets its own copy, as in PEFT, and
+    ``config.tie_word_embeddings`` of a transformers model becomes False.
 
     What an earlier folder replaced in the base model is not restored; a warning lists what
     ``save_adapter`` needs to store it again.
@@ -129,6 +137,8 @@ def load_adapter(
         _set_values(layer, tensors)
     for name in fit.untied:
         _untie(model, name)
+    if fit.untied:
+        record_untied(model)
     parameters = parameters_of(model)
     for name, value in full_values.items():
         shards.fill(parameters[name], value)
