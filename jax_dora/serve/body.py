@@ -33,6 +33,8 @@ NO_EFFECT_CHAT: Values = {
     "parallel_tool_calls": (True, False),
     "store": (False,),
 }
+# Fields of messages, as clients send answers back, that say that there is no such part.
+NO_PARTS = (("tool_calls", []), ("annotations", []))
 # Fields that are always ignored, with their types: information about the user.
 IGNORED = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}
 
@@ -145,6 +147,10 @@ def _message(message: Any) -> dict[str, Any]:
         raise invalid_field("messages", message, "objects with role and content")
     # Clients send answers back, which have fields that are null.
     message = {name: value for name, value in message.items() if value is not None}
+    message = {name: value for name, value in message.items() if (name, value) not in NO_PARTS}
+    # An answer that had no text, such as one that would only call tools.
+    if message["role"] == "assistant":
+        message = {"content": ""} | message
     content = text_of(message.get("content"))
     if content is None:
         raise invalid_field("messages", message, f"content that is {CONTENT}")

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from jax_dora.serve.body import completion
+from jax_dora.serve.body import chat, completion
 from jax_dora.serve.errors import ApiError
 from jax_dora.serve.runner import largest_file
 
@@ -150,6 +150,16 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("chat/completions", {"messages": []}, "messages is []"),
         ("chat/completions", {"messages": ["x"]}, "objects with role and content"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "content that is a text"),
+        (
+            "chat/completions",
+            {"messages": [MESSAGE | {"content": None, "tool_calls": []}]},
+            "content that is a text",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "messages is ['tool_calls']; expected only role, content and name",
+        ),
         ("chat/completions", {"messages": [MESSAGE | {"name": 5}]}, "a name that is a string"),
         ("chat/completions", {"messages": [MESSAGE | {"role": "\ud800"}]}, "messages is '\\ud800"),
         ("chat/completions", {"messages": [MESSAGE | {"audio": {}}]}, "messages is ['audio']"),
@@ -178,6 +188,17 @@ def test_a_chat_goes_on_with_the_messages_of_answers(served):
     assert "refusal" in told.model_fields_set
     messages = [MESSAGE, told, MESSAGE]
     client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [{"content": None, "tool_calls": []}, {"tool_calls": None}, {"content": "", "annotations": []}],
+)
+def test_a_reply_without_text_is_empty(reply):
+    """As OpenAI's and vLLM's clients send one back."""
+    messages = [MESSAGE, {"role": "assistant", "refusal": None} | reply, MESSAGE]
+    _, parsed = chat({"model": "tiny", "messages": messages})
+    assert parsed[1] == {"role": "assistant", "content": ""}
 
 
 def test_an_option_of_a_stream_that_is_null_is_none():
