@@ -22,7 +22,6 @@ _FLAGS = {
     r"pass that qtype and no tile_size": f"pass --quantize {QTYPE}",
     r"\bmax_length(?= is )": "--max-length",
     r"\bend_tokens\b": "--end-token",
-    r"the bank's max_rank: make the bank with": "--max-rank: start the server with",
     r"rules\[\d+\], path(?= ')": "--target",
     r"name the contracted axes.*narrow the rules' paths so that they do not match": (
         "narrow --target so that it does not match"

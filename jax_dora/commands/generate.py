@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
                 )
         folder = base_folder(args)
         texts = text_settings(args, folder)
+        if texts.own:
+            print(f"Note: using the {texts.own} in {args.adapter}", file=sys.stderr)
         prompts = args.prompt or [sys.stdin.read()]
         tokens = [_tokens(args, texts, prompt) for prompt in prompts]
         if not all(tokens):

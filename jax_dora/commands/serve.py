@@ -21,6 +21,7 @@ from rich.console import Console
 
 from jax_dora.commands.flags import (
     UsageError,
+    add_end_token,
     add_formats,
     integer,
     mesh,
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # Settings whose flag has another name.
-_FLAGS = {"act_qtype": "activations", "body_bytes": "body", "drain_seconds": "drain"}
+_FLAGS = {
+    "act_qtype": "activations",
+    "body_bytes": "body",
+    "drain_seconds": "drain",
+    "end_tokens": "end_token",
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--adapters", type=Path, metavar="DIR", help="folder of adapters; none by default")
     add("--name", type=_name, help="name of the base model; its folder's name by default")
+    add_end_token(add)
     add_formats(add, activations=True)
     add("--mesh", type=mesh("tp"), help="use all devices, as tp=N or auto; one device by default")
 

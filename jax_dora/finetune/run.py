@@ -19,6 +19,7 @@ from jax_dora.finetune.log import Line, Log
 from jax_dora.finetune.plan import Plan
 from jax_dora.finetune.stopping import DivergenceCheck, Interruption
 from jax_dora.models import activations, load_model, read_config, save_model
+from jax_dora.models.end_tokens import GENERATION
 from jax_dora.models.sharding import to_host
 
 INTERRUPTED = 130  # exit status
@@ -238,9 +239,10 @@ class Run:
             folder = self.args.output / name
             folder.mkdir(parents=True, exist_ok=True)
             # Before the adapter, so that there is no adapter without its end tokens.
-            for file, text in self.plan.texts.files(read_config(self.plan.folder)).items():
-                if not (folder / file).is_file() or (folder / file).read_text("utf-8") != text:
-                    (folder / file).write_text(text, "utf-8")
+            text = self.plan.texts.files(read_config(self.plan.folder))[GENERATION]
+            file = folder / GENERATION
+            if text is not None and not (file.is_file() and file.read_text("utf-8") == text):
+                file.write_text(text, "utf-8")
             jax_dora.peft.save_adapter(
                 parts.model(),
                 folder,

@@ -16,6 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jax_dora.models.folder import EXTRA_TEMPLATES
 from jax_dora.models.special_tokens import CONFIG, SpecialTokens, read_optional
 
+TEMPLATE = "chat_template.jinja"
+
 Messages = Sequence[dict[str, Any]]
 
 _LOG = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class ChatTemplate:
 
         Args:
           base: the folder of the model, if `folder` is an adapter's. Its special tokens are used
-            unless `folder` names others.
+            if `folder` names none.
         """
         sources = _sources(folder, read_optional(folder / CONFIG))
         if not sources:
@@ -91,15 +93,19 @@ class ChatTemplate:
                 f"{folder} has the chat template {str(odd[0])[:100]}; expected a string, or a list "
                 "of objects with a name and a template"
             )
-        named = SpecialTokens.of(base).named if base is not None else {}
-        named = named | SpecialTokens.of(folder).named
+        named = SpecialTokens.of(folder).named
+        if base is not None and not named:
+            named = SpecialTokens.of(base).named
         tokens = {name: token.content for name, token in named.items()}
         return cls(sources["default"], tokens, with_tools=sources.get("tool_use"))
 
     def equals(self, other: Self | None) -> bool:
         """Returns whether two templates render every conversation alike."""
-        parts = [(one.source, one.with_tools, one.special_tokens) for one in (self, other) if one]
-        return len(parts) == 2 and parts[0] == parts[1]
+        if other is None or (self.source, self.with_tools) != (other.source, other.with_tools):
+            return False
+        names = self.special_tokens | other.special_tokens
+        used = [name for name in names if name in self.source or name in self.with_tools]
+        return all(self.special_tokens.get(n) == other.special_tokens.get(n) for n in used)
 
     def render(self, messages: Messages, *, reply: bool = False, **more: Any) -> str:
         """Returns the text of a conversation.
@@ -236,7 +242,7 @@ def _contains(text: str, content: str) -> bool:
 def _sources(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the templates of a folder by name. Template files replace tokenizer_config.json's."""
     files = {file.stem: file for file in (folder / EXTRA_TEMPLATES).glob("*.jinja")}
-    if (file := folder / "chat_template.jinja").is_file():
+    if (file := folder / TEMPLATE).is_file():
         files["default"] = file
     if files:
         return {name: file.read_text("utf-8") for name, file in sorted(files.items())}

@@ -186,7 +186,7 @@ def save_model(
     config: dict[str, Any],
     *,
     tokenizer_from: str | PathLike[str] | None = None,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str | None] | None = None,
     max_file_bytes: int = 2 << 30,
 ) -> None:
     """Writes a model as a Hugging Face folder. The folder appears once it is complete.
@@ -201,7 +201,8 @@ def save_model(
         the model's, and so is whether the head is tied, which an adapter's folder can change.
       tokenizer_from: a folder to copy all other files from, such as the tokenizer, the generation
         settings and the chat template.
-      files: the contents of files, by name, that replace those of `tokenizer_from`.
+      files: the contents of files, by name, that replace those of `tokenizer_from`; None for files
+        to leave out.
       max_file_bytes: the maximum size of a safetensors file, unless a single tensor is larger. The
         host holds the tensors of one file at a time.
 
@@ -245,8 +246,12 @@ def save_model(
             write_files(partial, tensors, max_file_bytes)
         if tokenizer_from is not None:
             _copy_other_files(Path(tokenizer_from), partial)
-        for name, text in (files or {}).items():
-            (partial / name).write_text(text, "utf-8")
+        for file, text in ((partial / name, text) for name, text in (files or {}).items()):
+            if text is None:
+                file.unlink(missing_ok=True)
+            else:
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(text, "utf-8")
         changes = dict.fromkeys(config.keys() & {"dtype", "torch_dtype"} or {"dtype"}, dtype.name)
         if model.config.tie_word_embeddings and model.lm_head is not None:
             changes["tie_word_embeddings"] = False

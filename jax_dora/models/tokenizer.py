@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from jax_dora.models.chat import ChatTemplate
+from jax_dora.models.chat import TEMPLATE, ChatTemplate
 from jax_dora.models.config import max_positions
 from jax_dora.models.end_tokens import (
     GENERATION,
@@ -18,7 +19,8 @@ from jax_dora.models.end_tokens import (
     named_end_tokens,
     token_id,
 )
-from jax_dora.models.special_tokens import SpecialTokens
+from jax_dora.models.folder import EXTRA_TEMPLATES
+from jax_dora.models.special_tokens import ADDED, CONFIG, MAP, SpecialTokens, read_optional
 
 TOKENIZER = "tokenizer.json"
 
@@ -85,14 +87,15 @@ class TextSettings:
         """Returns the settings of the model with the adapter in a PEFT folder.
 
         A tokenizer and a chat template in that folder are used instead of the model's, since the
-        adapter was trained with them. End tokens that the folder names are added.
+        adapter was trained with them. Tokens of its other files are added to the model's if it has
+        no tokenizer.json. End tokens that the folder names are added to the model's.
 
         Raises:
           ValueError: a file of the folder is invalid.
         """
         texts = self
-        if (folder / TOKENIZER).is_file():
-            tokenizer = read_tokenizer(folder)
+        if any((folder / name).is_file() for name in (TOKENIZER, CONFIG, MAP, ADDED)):
+            tokenizer = read_tokenizer(folder, base=self.tokenizer)
             if tokenizer.to_str() != self.tokenizer.to_str():
                 texts = dataclasses.replace(texts, tokenizer=tokenizer, tokenizer_folder=folder)
         own = ChatTemplate.of(folder, base=self.folder)
@@ -112,13 +115,36 @@ class TextSettings:
         """Returns the settings with other end tokens, each once."""
         return dataclasses.replace(self, end_tokens=list(dict.fromkeys(tokens)))
 
-    def files(self, config: dict[str, Any]) -> dict[str, str]:
-        """Returns the files, by name, that replace the model's in a folder with the adapter.
+    @property
+    def own(self) -> str:
+        """What the adapter has of its own, such as "tokenizer and chat template"; "" if nothing."""
+        folders = {"tokenizer": self.tokenizer_folder, "chat template": self.template_folder}
+        return " and ".join(name for name, one in folders.items() if one != self.folder)
+
+    def files(self, config: dict[str, Any]) -> dict[str, str | None]:
+        """Returns the contents of the files, by name, that a folder of the model with the adapter
+        has instead of those of the model's folder; None for files that it does not have.
 
         Args:
           config: the contents of the model's config.json.
         """
-        return {GENERATION: generation_config(self.folder, config, self.end_tokens)}
+        files: dict[str, str | None] = {}
+        files[GENERATION] = generation_config(self.folder, config, self.end_tokens)
+        adapters = {self.tokenizer_folder, self.template_folder} - {self.folder}
+        for folder in adapters:
+            is_whole = (folder / TOKENIZER).is_file() and (folder / CONFIG).is_file()
+            for name in (CONFIG, MAP, ADDED):
+                stored = {} if is_whole else read_optional(self.folder / name)
+                stored |= read_optional(folder / name)
+                files[name] = json.dumps(stored, indent=2) if stored else None
+        if self.tokenizer_folder != self.folder:
+            files[TOKENIZER] = self.tokenizer.to_str(pretty=True)
+        if adapters and (template := self.template) is not None:
+            # These files replace the templates in tokenizer_config.json.
+            files[TEMPLATE] = template.source
+            has_more = template.with_tools != template.source
+            files[f"{EXTRA_TEMPLATES}/tool_use.jinja"] = template.with_tools if has_more else None
+        return files
 
     def check_length(self, tokens: int, subject: str, remedy: str = "") -> None:
         """Raises a ValueError if a text of `tokens` tokens is too long for the model.
@@ -132,16 +158,30 @@ class TextSettings:
             )
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """Returns the tokenizer of a model's folder, without truncation and padding.
+def text_files(folder: Path) -> list[Path]:
+    """Returns the files of an adapter's folder that `TextSettings.with_adapter` reads."""
+    names = (TOKENIZER, CONFIG, MAP, ADDED, TEMPLATE, GENERATION)
+    found = [folder / name for name in names if (folder / name).is_file()]
+    return found + sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))
+
+
+def read_tokenizer(folder: Path, *, base: Tokenizer | None = None) -> Tokenizer:
+    """Returns the tokenizer of a folder, without truncation and padding.
 
     It has all tokens that the folder names, as transformers' tokenizer of the folder.
+
+    Args:
+      base: the tokenizer to add the folder's tokens to if the folder has no tokenizer.json.
 
     Raises:
       FileNotFoundError, ValueError: a file is missing or invalid, or two files contradict each
         other.
     """
     file = folder / TOKENIZER
+    if base is not None and not file.is_file():
+        tokenizer = Tokenizer.from_str(base.to_str())
+        SpecialTokens.of(folder).add_to(tokenizer)
+        return tokenizer
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; expected a fast tokenizer there")
     try:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dora_common.peft.folder import CONFIG, PICKLE, TENSORS, find_adapter_folder
 from jax_dora.bank.recently_used import RecentlyUsed
+from jax_dora.models.tokenizer import TextSettings
 from jax_dora.serve.metrics import Metrics
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -28,6 +29,7 @@ class ServedAdapter:
 
     name: str
     value: Any  # the `HostAdapter` for the bank
+    texts: TextSettings | None = None  # None for the base model's
 
 
 class UnreadableError(Exception):
@@ -66,6 +68,7 @@ class Adapters:
         folder: Path | None,
         read: Callable[[Path], Any] | None,
         *,
+        read_texts: Callable[[Path], TextSettings] | None = None,
         base_name: str,
         metrics: Metrics,
         tell: Callable[[str], None],
@@ -77,6 +80,8 @@ class Adapters:
           folder: the folder; None for no adapters.
           read: reads a PEFT folder for the bank, or raises an error if it is damaged; None if
             `folder` is None.
+          read_texts: reads how the adapter in a PEFT folder reads and writes text; None if all do
+            as the base model.
           base_name: the base model's name, which no adapter may have.
           metrics: the metrics to update.
           tell: a function that is called with a line of text for every change.
@@ -86,6 +91,7 @@ class Adapters:
         """
         self._folder: Any = folder  # None only if there are no adapters
         self._read: Any = read
+        self._read_texts = read_texts
         self._base_name = base_name
         self._metrics, self._tell = metrics, tell
         self._file_bytes = file_bytes
@@ -196,7 +202,8 @@ class Adapters:
                 self._served[name] = _Version(signature, weakref.ref(adapter))
                 self._in_memory.use(adapter, adapter.value.nbytes)
             self._damaged.pop(name, None)
-            self._tell(f"adapter {name!r} {outcome}")
+            own = adapter.texts.own if adapter.texts is not None else ""
+            self._tell(f"adapter {name!r} {outcome}" + (f", with its own {own}" if own else ""))
         self._read_signatures[name] = signature
 
     def _forget(self, name: str) -> None:
@@ -226,10 +233,12 @@ class Adapters:
 
     def _read_state(self, name: str, signature: Signature) -> ServedAdapter | None:
         """Reads an adapter; returns None if its folder is not in the state of the signature."""
-        value = self._read(self._checked(name))
+        folder = self._checked(name)
+        value = self._read(folder)
+        texts = None if self._read_texts is None else self._read_texts(folder)
         if _signature(self._folder / name) != signature:
             return None
-        return ServedAdapter(name, value)
+        return ServedAdapter(name, value, texts)
 
     def _checked(self, name: str) -> Path:
         """Returns the PEFT folder of a name, after checks of the name and of symbolic links."""

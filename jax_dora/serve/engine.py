@@ -52,7 +52,8 @@ class Engine:
           runner: runs the model.
           bank: the adapters in slots, with `ServedAdapter` as keys; None for the base model only.
           tokenizer: the model's tokenizer.
-          ends: the tokens that end a text.
+          ends: the tokens that end a text of the model. An adapter may have others, and another
+            tokenizer.
           queue: the maximum number of waiting requests.
           metrics: the metrics to update.
         """
@@ -92,8 +93,11 @@ class Engine:
                 f"{request.max_tokens}; expected at least 1 each, and {self.capacity} together at "
                 "most"
             )
+        tokenizer, ends = self._tokenizer, self._ends
+        if request.adapter is not None and (texts := request.adapter.texts) is not None:
+            tokenizer, ends = texts.tokenizer, frozenset(texts.end_tokens)
         before = request.prompt if request.continues_prompt else ()
-        answer = Answer(request, TextStream(self._tokenizer, request.sampling.stop, before=before))
+        answer = Answer(request, TextStream(tokenizer, request.sampling.stop, before=before), ends)
         with self._changed:
             if self._failed:
                 raise RuntimeError(self._failed)
@@ -252,7 +256,7 @@ class Engine:
         request = answer.request
         if not answer.drawn:
             self.metrics.first_token.observe(time.monotonic() - request.arrival)
-        if token in self._ends:
+        if token in answer.ends:
             self._end(answer, Piece(answer.stream.end(), finish="stop"))
             return
         answer.drawn += 1

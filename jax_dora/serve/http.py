@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dora_common.fields import reject_duplicate_fields
+from jax_dora.models.tokenizer import TextSettings
 from jax_dora.serve import body as bodies
 from jax_dora.serve import metrics
 from jax_dora.serve.answers import DONE, Chat, Completion, Writer, event
@@ -139,7 +140,7 @@ class _Handlers:
         self,
         request: Request,
         parse: Callable[[Any], tuple[Fields, Prompt]],
-        tokenize: Callable[[Prompt], list[int]],
+        tokenize: Callable[[Prompt, TextSettings], list[int]],
         kind: type[Writer],
     ) -> Response:
         """Answers a completion or a chat.
@@ -158,14 +159,15 @@ class _Handlers:
         # In threads, since reading an adapter and long prompts take time, and other requests must
         # not wait.
         adapter = await asyncio.to_thread(service.adapter, fields.model)
-        tokens = await asyncio.to_thread(tokenize, prompt)
+        texts = service.texts_of(adapter)
+        tokens = await asyncio.to_thread(tokenize, prompt, texts)
         pieces = _Pieces()
         answer = service.submit(
             fields, adapter, tokens, pieces.put, continues_prompt=kind.continues_prompt
         )
         cancel = functools.partial(service.engine.cancel, answer)
         has_logprobs = fields.sampling.logprobs is not None
-        writer = kind(fields.model, service.tokenizer, len(tokens), has_logprobs)
+        writer = kind(fields.model, texts.tokenizer, len(tokens), has_logprobs)
         if fields.stream:
             return _EventStream(pieces, writer, fields.include_usage, cancel)
         try:

@@ -94,8 +94,8 @@ class Request:
 class Answer:
     """The state of a request in the engine, returned by `Engine.submit`."""
 
-    def __init__(self, request: Request, stream: TextStream) -> None:
-        self.request, self.stream = request, stream
+    def __init__(self, request: Request, stream: TextStream, ends: frozenset[int]) -> None:
+        self.request, self.stream, self.ends = request, stream, ends
         self.row = -1
         self.prefilled = 0  # prompt tokens that were given to the device
         self.launched = 0  # tokens that the device was asked to draw

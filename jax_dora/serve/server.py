@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jax_dora.models import DecoderConfig, DecoderSharding, load_model, read_config
 from jax_dora.models.tokenizer import TextSettings
+from jax_dora.serve.adapter_folder import AdapterTexts, read_arrays
 from jax_dora.serve.adapters import Adapters
 from jax_dora.serve.engine import Engine
 from jax_dora.serve.http import make_app
@@ -45,6 +46,8 @@ class Settings:
       model: the Hugging Face folder of the base model.
       adapters: a folder with one subfolder for each adapter; None for the base model only.
       name: the name of the base model; the name of its folder by default.
+      end_tokens: the texts or ids of tokens that end a text, in addition to those that the folders
+        of the model and of an adapter name.
       dtype: the dtype of the base model; the dtype in config.json by default.
       mesh: the devices that compute every request together, such as {"tp": 2}, or "auto" for all
         devices; None for a single device.
@@ -72,6 +75,7 @@ class Settings:
     model: Path
     adapters: Path | None = None
     name: str | None = None
+    end_tokens: Sequence[str] = ()
     dtype: str | None = None
     mesh: dict[str, int] | Literal["auto"] | None = None
     quantize: str | None = None
@@ -209,7 +213,7 @@ class Server:
                 f"{settings.adapters} is no folder; expected a folder of adapters"
             )
         config = read_config(folder)
-        texts = TextSettings.of(folder, config)
+        texts = TextSettings.of(folder, config, end_tokens=settings.end_tokens)
         length = settings.max_length
         if length is None:
             length = min(2048, texts.max_tokens or 2048)
@@ -225,21 +229,22 @@ class Server:
         bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
         runner = ModelRunner(model, bank, settings.batch, length, settings.chunk)
         name = settings.base_name
-        read = bank and (lambda folder: bank.bank.read(folder))
+        read = bank and (lambda folder: read_arrays(bank.bank, folder))
         self.adapters = Adapters(
             settings.adapters,
             read,
+            read_texts=AdapterTexts(texts).read,
             base_name=name,
             metrics=metrics,
             tell=tell,
             host_bytes=settings.host_bytes,
             file_bytes=bank and largest_file(bank.bank),
         )
-        tokenizer = texts.tokenizer
+        texts.template  # noqa: B018  a template that cannot be read is reported now
         options = {"queue": settings.queue, "metrics": metrics}
-        self.engine = Engine(runner, bank, tokenizer, texts.end_tokens, **options)
-        vocab = min(tokenizer.get_vocab_size(), model.config.vocab_size)
-        self.service = Service(name, self.engine, self.adapters, tokenizer, texts.template, vocab)
+        self.engine = Engine(runner, bank, texts.tokenizer, texts.end_tokens, **options)
+        vocab_size = model.config.vocab_size
+        self.service = Service(name, self.engine, self.adapters, texts, vocab_size)
         # In another thread, like the engine's: JAX settings of this thread, such as a context
         # manager's precision, would compile other programs than those that the engine uses.
         with ThreadPoolExecutor(1) as thread:

@@ -5,10 +5,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from jax_dora.models.chat import ChatTemplate
-from jax_dora.models.tokenizer import prompt_tokens
+from jax_dora.models.tokenizer import TextSettings, prompt_tokens
 from jax_dora.serve.adapters import Adapters, ServedAdapter, UnreadableError
 from jax_dora.serve.body import Fields, check_unicode
 from jax_dora.serve.engine import Engine, QueueFullError
@@ -24,17 +21,15 @@ class Service:
       name: the name of the base model.
       engine: the engine that answers requests.
       adapters: the adapters.
-      tokenizer: the model's tokenizer.
-      template: the model's chat template, or None.
-      vocabulary: the number of tokens that both the tokenizer and the model have.
+      texts: how the base model reads and writes text, and adapters that say nothing else.
+      vocab_size: the number of tokens of the model, of which a tokenizer may use fewer.
     """
 
     name: str
     engine: Engine
     adapters: Adapters
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    vocabulary: int
+    texts: TextSettings
+    vocab_size: int
 
     def models(self) -> list[str]:
         """Returns the names of the base model and of all adapters."""
@@ -74,30 +69,35 @@ class Service:
             message += f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
         return ApiError(404, message, param="model", code="model_not_found")
 
-    def text_tokens(self, prompt: str | list[int]) -> list[int]:
+    def texts_of(self, adapter: ServedAdapter | None) -> TextSettings:
+        """Returns how an adapter, or the base model, reads and writes text."""
+        texts = None if adapter is None else adapter.texts
+        return self.texts if texts is None else texts
+
+    def text_tokens(self, prompt: str | list[int], texts: TextSettings) -> list[int]:
         """Returns the tokens of a prompt."""
         if isinstance(prompt, str):
-            prompt = prompt_tokens(self.tokenizer, check_unicode("prompt", prompt))
-        return self._check_tokens("prompt", prompt)
+            prompt = prompt_tokens(texts.tokenizer, check_unicode("prompt", prompt))
+        return self._check_tokens("prompt", prompt, texts)
 
-    def chat_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat_tokens(self, messages: list[dict[str, Any]], texts: TextSettings) -> list[int]:
         """Returns the tokens of a chat, up to the beginning of the assistant's next message."""
-        if self.template is None:
+        if texts.template is None:
             raise ApiError(400, f"{self.name} has no chat template; use /v1/completions")
         try:
-            text = self.template.render(messages, reply=True)
+            text = texts.template.render(messages, reply=True)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
         text = check_unicode("messages", text)
-        return self._check_tokens(
-            "messages", self.tokenizer.encode(text, add_special_tokens=False).ids
-        )
+        tokens = texts.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._check_tokens("messages", tokens, texts)
 
-    def _check_tokens(self, param: str, tokens: list[int]) -> list[int]:
+    def _check_tokens(self, param: str, tokens: list[int], texts: TextSettings) -> list[int]:
         if not tokens:
             raise ApiError(400, f"{param}: no tokens; expected one or more", param=param)
-        if unknown := [one for one in tokens if not 0 <= one < self.vocabulary]:
-            message = f"{param} has token {unknown[0]}; expected 0 to {self.vocabulary - 1}"
+        size = min(self.vocab_size, texts.tokenizer.get_vocab_size())
+        if unknown := [one for one in tokens if not 0 <= one < size]:
+            message = f"{param} has token {unknown[0]}; expected 0 to {size - 1}"
             raise ApiError(400, message, param=param)
         return tokens
 

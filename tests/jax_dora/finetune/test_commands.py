@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 
 import jax_dora
 import jax_dora.peft
-from dora_common.slots import check_room
 from jax_dora.commands import main
 from jax_dora.commands.flags import UsageError, usage_errors
 from jax_dora.finetune.checkpoints import Checkpoints
@@ -281,10 +280,6 @@ def _tiles_that_do_not_divide() -> None:
     jax_dora.quantize(nnx.Linear(80, 4, rngs=nnx.Rngs(0)), "nf4", path=".*")
 
 
-def _too_large_a_rank() -> None:
-    check_room(9, "layers/0/up", 8)
-
-
 def _layers_that_cannot_be_adapted() -> None:
     norm = nnx.RMSNorm(4, rngs=nnx.Rngs(0))
     jax_dora.apply_dora(norm, jax_dora.DoRARule(".*", rank=1, alpha=1), rngs=nnx.Rngs(0))
@@ -298,7 +293,6 @@ def _another_adapter_s_name() -> None:
     ("fail", "message"),
     [
         (_tiles_that_do_not_divide, "expected a multiple: pass --quantize int8 or float8_e4m3fn"),
-        (_too_large_a_rank, "at most 8, --max-rank: start the server with a larger one"),
         (_layers_that_cannot_be_adapted, "has named: narrow --target so that it does not match"),
         (_another_adapter_s_name, "pass jax_dora.peft.load_adapter adapter='b'"),
     ],

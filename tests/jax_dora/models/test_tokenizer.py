@@ -129,11 +129,11 @@ def test_a_prompt_begins_once_and_does_not_end(begin, end, text):
     expected = tokenizer.encode(whole, add_special_tokens=False).ids
     assert prompt_tokens(tokenizer, text) == expected
     none: Any = None
-    service = Service("base", none, none, tokenizer, None, tokenizer.get_vocab_size())
     texts = TextSettings(Path(), tokenizer, [0], None, Path(), Path())
+    service = Service("base", none, none, texts, tokenizer.get_vocab_size())
     assert generate._tokens(argparse.Namespace(chat=False), texts, text) == expected
     if expected:
-        assert service.text_tokens(text) == expected
+        assert service.text_tokens(text, texts) == expected
 
 
 @pytest.mark.parametrize("name", FOLDERS)

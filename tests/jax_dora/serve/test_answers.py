@@ -12,7 +12,7 @@ from flax import nnx
 import jax_dora
 import jax_dora.peft
 from jax_dora.models import generate, load_model
-from jax_dora.serve.answers import Completion
+from jax_dora.serve.answers import TOKEN_ID_PREFIX, Completion
 from jax_dora.serve.request import Piece, Token
 from tests.jax_dora.models.test_text import byte_fallback_tokenizer
 
@@ -33,12 +33,22 @@ def complete(client, model, prompt, **options):
     return client.completions.create(model=model, prompt=prompt, **options).choices[0]
 
 
+def drawn_tokens(completion, tokenizer):
+    """The tokens of a completion with probabilities, each of which has a byte."""
+    names = completion.choices[0].logprobs.tokens
+    is_id = [name.startswith(TOKEN_ID_PREFIX) for name in names]
+    return [
+        int(name.removeprefix(TOKEN_ID_PREFIX)) if known else tokenizer.encode(name).ids[0]
+        for name, known in zip(names, is_id, strict=True)
+    ]
+
+
 @pytest.mark.slow
 def test_every_adapter_answers_as_it_does_alone(served, adapters, reference):
     """In any company: the same text, and the same probabilities to the last bit."""
     server, client = served
     assert [one.id for one in client.models.list()] == list(NAMES)
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.texts.tokenizer
     asked = [(name, prompt) for prompt in PROMPTS for name in NAMES]
 
     def request(one):
@@ -67,7 +77,7 @@ def test_every_adapter_answers_as_it_does_alone(served, adapters, reference):
 def test_it_is_what_peft_and_the_merged_model_answer(served, model, adapters, name):
     """But where their two likeliest tokens are as near as fp32 sums in two orders are."""
     server, client = served
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.texts.tokenizer
     transformers.utils.logging.disable_progress_bar()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
     theirs = peft.PeftModel.from_pretrained(theirs, adapters / name).eval()
@@ -149,7 +159,7 @@ def test_chat(served, adapters, reference):
             "content": [{"type": "text", "text": "1+1"}, {"type": "text", "text": "="}],
         },
     ]
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.texts.tokenizer
     prompt = tokenizer.encode("system: S\nuser: 1+1=\n").ids
     [tokens] = reference.tokens(adapters / "german", [prompt], 9)
     options = {"model": "german", "messages": messages, "temperature": 0, "max_tokens": 9}
@@ -177,7 +187,7 @@ def test_chat(served, adapters, reference):
 def test_probabilities_are_the_model_s(served, adapters, reference):
     server, client = served
     ours = nnx.jit(lambda model, tokens: model(tokens))
-    prompt = server.service.tokenizer.encode("12+30=").ids
+    prompt = server.service.texts.tokenizer.encode("12+30=").ids
     answer = complete(client, "german", prompt, max_tokens=1, logprobs=5)
     found = ours(reference.model(adapters / "german"), np.array([prompt]))
     logits = np.asarray(found)[0, -1].astype(np.float64)

@@ -93,7 +93,7 @@ def test_a_quantised_base(model, adapters, settings, formats):
     given = dict(zip(("quantize", "act_qtype"), formats, strict=True))
     base = load_model(model, **given)
     with serving.serving(dataclasses.replace(settings, **given)) as (server, client):
-        tokenizer = server.service.tokenizer
+        tokenizer = server.service.texts.tokenizer
         prompt, answers = "12+30=", []
         tokens = tokenizer.encode(prompt).ids
         for name in ("tiny", "french", "lora"):

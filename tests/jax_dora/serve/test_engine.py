@@ -233,7 +233,7 @@ class OneSlot:
 @pytest.fixture
 def fake(served):
     runner, bank = Recorder(), OneSlot()
-    tokenizer = served[0].service.tokenizer
+    tokenizer = served[0].service.texts.tokenizer
     engine = Engine(runner, bank, tokenizer, [256], queue=20, metrics=Metrics())
     return engine, runner, bank
 

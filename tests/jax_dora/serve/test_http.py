@@ -210,11 +210,11 @@ def test_an_option_of_a_stream_that_is_null_is_none():
 
 def test_tokens_that_the_model_does_not_know_are_named(served):
     """Of a tokenizer that has more than the model."""
-    service = dataclasses.replace(served[0].service, vocabulary=50)
+    service = dataclasses.replace(served[0].service, vocab_size=50)
     with pytest.raises(ApiError, match=r"prompt has token .*; expected 0 to 49"):
-        service.text_tokens("x")
+        service.text_tokens("x", service.texts)
     with pytest.raises(ApiError, match=r"messages has token .*; expected 0 to 49"):
-        service.chat_tokens([MESSAGE])
+        service.chat_tokens([MESSAGE], service.texts)
 
 
 def test_bodies_that_are_none(post, served):

@@ -12,7 +12,7 @@ from tests.jax_dora.serve import load, serving
 
 
 def expected_texts(server, reference, folders):
-    tokenizer = server.service.tokenizer
+    tokenizer = server.service.texts.tokenizer
     prompts = [tokenizer.encode(prompt).ids for prompt in load.PROMPTS]
 
     def texts(folder):
