@@ -31,7 +31,7 @@ class Writer:
         """
         Args:
           model: the name of the model or adapter.
-          tokenizer: the model's tokenizer.
+          tokenizer: the tokenizer of the model or adapter.
           prompt: the number of tokens of the prompt.
           has_logprobs: whether the answer has log probabilities.
         """
@@ -46,7 +46,7 @@ class Writer:
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Returns the body of a response with a whole answer."""
         tokens = [token for piece in pieces for token in piece.tokens]
-        self._count = len(tokens)
+        self._count = len(tokens) + pieces[-1].ended
         text = "".join(piece.text for piece in pieces)
         choice = self._choice(text) | self._common_fields(tokens, pieces[-1].finish)
         head = self._head | {"object": self.kind}
@@ -54,7 +54,7 @@ class Writer:
 
     def event(self, piece: Piece) -> str:
         """Returns the event of a piece; "" if the piece has nothing to report."""
-        self._count += len(piece.tokens)
+        self._count += len(piece.tokens) + piece.ended
         if not piece.text and piece.finish is None and not (self._has_logprobs and piece.tokens):
             return ""
         choice = self._event_choice(piece.text) | self._common_fields(piece.tokens, piece.finish)

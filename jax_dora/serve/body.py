@@ -108,6 +108,8 @@ def _fields(
             top_p=_number(body, "top_p", 0.0, 1.0, 1.0, above=True),
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
             stop=_stops(body.pop("stop", None)),
+            stop_token_ids=_tokens(body, "stop_token_ids"),
+            ignore_eos=_boolean(body, "ignore_eos"),
             logprobs=logprobs,
         ),
         stream=stream,
@@ -168,6 +170,13 @@ def _stops(value: Any) -> tuple[str, ...]:
     if not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in stops):
         raise invalid_field("stop", value, f"strings of 1 to {MAX_STOP_LENGTH} characters")
     return tuple(check_unicode("stop", one) for one in stops)
+
+
+def _tokens(body: dict[str, Any], name: str) -> tuple[int, ...]:
+    value = body.pop(name, [])
+    if not isinstance(value, list) or not all(_is_int(one) and one >= 0 for one in value):
+        raise invalid_field(name, value, "a list of token ids")
+    return tuple(value)
 
 
 def check_unicode(param: str, text: str) -> str:

@@ -93,11 +93,12 @@ class Engine:
                 f"{request.max_tokens}; expected at least 1 each, and {self.capacity} together at "
                 "most"
             )
-        tokenizer, ends = self._tokenizer, self._ends
+        tokenizer, ends, sampling = self._tokenizer, self._ends, request.sampling
         if request.adapter is not None and (texts := request.adapter.texts) is not None:
             tokenizer, ends = texts.tokenizer, frozenset(texts.end_tokens)
+        ends = (frozenset() if sampling.ignore_eos else ends) | set(sampling.stop_token_ids)
         before = request.prompt if request.continues_prompt else ()
-        answer = Answer(request, TextStream(tokenizer, request.sampling.stop, before=before), ends)
+        answer = Answer(request, TextStream(tokenizer, sampling.stop, before=before), ends)
         with self._changed:
             if self._failed:
                 raise RuntimeError(self._failed)
@@ -257,7 +258,8 @@ class Engine:
         if not answer.drawn:
             self.metrics.first_token.observe(time.monotonic() - request.arrival)
         if token in answer.ends:
-            self._end(answer, Piece(answer.stream.end(), finish="stop"))
+            self.metrics.tokens.inc()
+            self._end(answer, Piece(answer.stream.end(), finish="stop", ended=True))
             return
         answer.drawn += 1
         self.metrics.tokens.inc()

@@ -33,7 +33,8 @@ class Piece:
 
     Attributes:
       text: the text that is final; the beginning of a possible stop string is held back.
-      tokens: the tokens since the last piece.
+      tokens: the tokens since the last piece, without the token that ends the answer.
+      ended: whether such a token was drawn. It counts as generated, but has no text.
       finish: None except in an answer's last piece, which has "stop", "length", "cancelled", or
         "error" if the request failed.
       error: the reason for "error".
@@ -43,6 +44,7 @@ class Piece:
     tokens: tuple[Token, ...] = ()
     finish: str | None = None
     error: str = ""
+    ended: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,8 @@ class SamplingParams:
       seed: the seed of the random draws, with 64 bits. A draw depends only on the logits, the seed
         and the position in the text.
       stop: strings that end the answer, which are not part of it.
+      stop_token_ids: tokens that end the answer, in addition to the model's and the adapter's.
+      ignore_eos: whether only `stop_token_ids` and `stop` end the answer.
       logprobs: the number of most likely tokens to report at each position; None for no
         probabilities.
     """
@@ -64,6 +68,8 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     logprobs: int | None = None
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_dora.models.tokenizer import TextSettings, prompt_tokens
@@ -95,11 +95,14 @@ class Service:
     def _check_tokens(self, param: str, tokens: list[int], texts: TextSettings) -> list[int]:
         if not tokens:
             raise ApiError(400, f"{param}: no tokens; expected one or more", param=param)
+        self._check_known(param, tokens, texts)
+        return tokens
+
+    def _check_known(self, param: str, tokens: Sequence[int], texts: TextSettings) -> None:
         size = min(self.vocab_size, texts.tokenizer.get_vocab_size())
         if unknown := [one for one in tokens if not 0 <= one < size]:
             message = f"{param} has token {unknown[0]}; expected 0 to {size - 1}"
             raise ApiError(400, message, param=param)
-        return tokens
 
     def submit(
         self,
@@ -120,9 +123,11 @@ class Service:
           continues_prompt: whether the answer's text continues the prompt's text.
 
         Raises:
-          ApiError: the prompt and max_tokens exceed a row's capacity, or the engine is full or has
-            stopped.
+          ApiError: the prompt and max_tokens exceed a row's capacity, a token in stop_token_ids
+            does not exist, or the engine is full or has stopped.
         """
+        stops = fields.sampling.stop_token_ids
+        self._check_known("stop_token_ids", stops, self.texts_of(adapter))
         capacity = self.engine.capacity
         room = capacity - len(prompt)
         max_tokens = fields.max_tokens if fields.max_tokens is not None else max(room, 1)

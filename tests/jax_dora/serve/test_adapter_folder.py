@@ -139,9 +139,10 @@ def test_an_adapter_answers_in_its_own_template_until_its_own_end(served, adapte
         assert answer.usage == plain.usage
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
         until(lambda: server.adapters.get("own").texts.end_tokens[-1] == end)
-        answer = client.chat.completions.create(model="own", **chat)
-        assert answer.choices[0].finish_reason == "stop"
-        assert answer.usage.completion_tokens == tokens.index(end)
+        for request in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+            answer = client.chat.completions.create(model="own", **chat, **request)
+            last = list(answer)[-1] if request else answer
+            assert last.usage.completion_tokens == tokens.index(end) + 1
     finally:
         shutil.rmtree(folder)
         until(lambda: "own" not in server.adapters)

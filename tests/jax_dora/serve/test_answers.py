@@ -207,6 +207,24 @@ def test_stop_strings(served):
         assert (answer.text, answer.finish_reason) == (expected, "stop")
 
 
+def test_tokens_that_end_an_answer_count_but_have_no_text(served):
+    server, client = served
+    tokenizer = server.service.texts.tokenizer
+    options = {"model": "french", "prompt": "12+30=", "temperature": 0, "max_tokens": 12}
+    whole = client.completions.create(**options, logprobs=0)
+    assert whole.usage.completion_tokens == 12
+    tokens = drawn_tokens(whole, tokenizer)
+    before = tokens.index(tokens[7])
+    more = {"stop_token_ids": [tokens[7]], "ignore_eos": True}
+    answer = client.completions.create(**options, extra_body=more)
+    assert answer.choices[0].text == tokenizer.decode(tokens[:before])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == before + 1
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.completions.create(**options, **usage, extra_body=more)
+    assert last.usage == answer.usage
+
+
 def test_tokens_have_their_spaces_and_names_of_their_own():
     """Of a tokenizer as Llama 2's, whose texts lose their first space, and which has bytes too."""
     drawn = [

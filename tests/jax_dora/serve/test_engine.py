@@ -18,7 +18,7 @@ from jax_dora.serve import runner as programs
 from jax_dora.serve.adapters import ServedAdapter
 from jax_dora.serve.engine import Engine, QueueFullError
 from jax_dora.serve.metrics import Metrics
-from jax_dora.serve.request import Request
+from jax_dora.serve.request import Request, SamplingParams
 from jax_dora.serve.runner import ModelRunner, PromptPiece
 from tests.jax_dora.serve import serving
 from tests.jax_dora.serve.test_answers import complete
@@ -272,6 +272,30 @@ def test_an_adapter_that_cannot_be_loaded_costs_its_request_alone(fake):
     assert (bad[-1].finish, good[-1].finish) == ("error", "length")
     assert "no place" in bad[-1].error
     assert (bank.pins, engine.free_rows) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "adapter_ends", "finish"),
+    [
+        ({}, None, "length"),
+        ({"stop_token_ids": (5, 1)}, None, "stop"),
+        ({"stop_token_ids": (5,)}, [1], "stop"),
+        ({"ignore_eos": True}, [1], "length"),
+        ({"ignore_eos": True, "stop_token_ids": (1,)}, [1], "stop"),
+    ],
+)
+def test_ends_of_a_request(options, adapter_ends, finish, served, fake):
+    """The device draws token 1; the engine's own end is another."""
+    engine, _, _ = fake
+    pieces, adapter = [], None
+    if adapter_ends is not None:
+        texts = dataclasses.replace(served[0].service.texts, end_tokens=adapter_ends)
+        adapter = ServedAdapter("a", None, texts)
+    sampling = SamplingParams(**options)
+    engine.submit(Request((1, 2, 3), 4, pieces.append, adapter=adapter, sampling=sampling))
+    run(engine)
+    assert (pieces[-1].finish, pieces[-1].ended) == (finish, finish == "stop")
+    assert sum(len(one.tokens) for one in pieces) == (4 if finish == "length" else 0)
 
 
 def test_cancelled_requests_leave_wherever_they_are(fake):
