@@ -8,7 +8,6 @@ from jax_dora import linen as linen
 from jax_dora import ops as ops
 from jax_dora import peft as peft
 from jax_dora.adapt import Adapter as Adapter
-from jax_dora.adapt import Coverage as Coverage
 from jax_dora.adapt import DoRARule as DoRARule
 from jax_dora.adapt import apply_dora as apply_dora
 from jax_dora.adapt import coverage as coverage

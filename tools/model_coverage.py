@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 import jax_dora
 import jax_dora.linen
-from jax_dora.adapt import Coverage
+from dora_common.coverage import Coverage
 from tests.jax_dora import test_lm1b
 from tests.jax_dora.weights import sharded_models
 from tests.models import gemma_models, maxtext_models, tunix_models

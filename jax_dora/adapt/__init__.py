@@ -46,7 +46,6 @@ from jax_dora.adapt.adapter import Adapter as Adapter
 from jax_dora.adapt.adapter import get_adapter as get_adapter
 from jax_dora.adapt.adapter import set_adapter as set_adapter
 from jax_dora.adapt.apply import apply_dora as apply_dora
-from jax_dora.adapt.coverage import Coverage as Coverage
 from jax_dora.adapt.coverage import coverage as coverage
 from jax_dora.adapt.merge import merge_dora as merge_dora
 from jax_dora.adapt.quantize import quantize as quantize

@@ -115,16 +115,16 @@ def packed_experts(module: nn.Module) -> dict[str, PackedExperts]:
 def _is_transposed(module: Any) -> bool | None:
     """Returns whether the packed experts of ``module`` are [experts, in, out]; None if that is not
     known, or if it has none."""
-    names = vars(module)["_parameters"]
     if isinstance(given := getattr(module, "is_transposed", None), bool):
         return given
     if any(kind.__name__ in _OUT_IN for kind in type(module).__mro__):
         return False
-    if not {"gate_up_proj", "down_proj"} <= names.keys():
+    shapes = [
+        getattr(getattr(module, name, None), "shape", ()) for name in ("gate_up_proj", "down_proj")
+    ]
+    if any(len(shape) != 3 for shape in shapes):
         return None
-    (_, *gate_up), (_, *down) = (
-        getattr(module, name).shape or (0,) for name in ("gate_up_proj", "down_proj")
-    )
+    (_, *gate_up), (_, *down) = shapes
     # The gate and the up projection lie side by side along the output axis.
     layouts = {
         is_transposed

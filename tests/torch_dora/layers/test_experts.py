@@ -313,6 +313,7 @@ def test_experts_of_no_known_layout_are_left_out():
         ((3, 8, 8), (3, 4, 8), True),
         ((3, 8, 8), (3, 8, 8), None),
         ((3, 12, 8), (3, 6, 8), None),
+        ((3, 12, 8), (8, 6), None),
     ],
 )
 def test_the_shapes_of_gated_experts_tell_their_layout(gate_up, down, is_transposed):
@@ -326,3 +327,5 @@ def test_the_shapes_of_gated_experts_tell_their_layout(gate_up, down, is_transpo
             apply_dora(module, DoRARule("down_proj", 2, 4.0))
             assert [*packed_experts(module)] == ["gate_up_proj"]
             remove_dora(module)
+    module.gate_up_proj = None  # as in LongCat's layers without experts
+    assert not packed_experts(module)
