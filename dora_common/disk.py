@@ -21,21 +21,31 @@ except ImportError:  # Windows: no lock
 def locked(folder: str | os.PathLike[str], *, wait: bool = True) -> Iterator[None]:
     """Locks a folder against other processes and threads on this host.
 
+    A folder that takes its place while this waits is locked instead.
+
     Raises:
       BlockingIOError: another process or thread holds the lock, and `wait` is False.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    while True:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            _lock(descriptor, wait)
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, wait: bool) -> None:
+    if fcntl is None:
+        return
     try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except OSError as error:
-                # Some network file systems do not support locks.
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-        yield
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        # Some network file systems do not support locks.
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 @contextlib.contextmanager

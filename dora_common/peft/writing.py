@@ -1,19 +1,14 @@
 """Writes an adapter folder atomically."""
 
-import contextlib
-import glob
 import os
 import shutil
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from dora_common.disk import add_path_to_disk_errors, fsync, locked
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, PICKLE, TENSORS, check_folder
-
-_STALE_SECONDS = 60
+from dora_common.replacement import exchange_folders, temporary_folder
 
 
 def write(
@@ -25,10 +20,14 @@ def write(
 ) -> None:
     """Writes an adapter folder atomically.
 
-    A reader finds the old adapter, the new adapter, or none. It never finds part of an adapter, or
-    the tensors of one adapter with the configuration of another. This also holds if this process is
-    killed, or if several processes on a host write at once. Other files in the folder are not
-    changed. Temporary folders of killed writers are removed.
+    A reader finds the old adapter or the new one. It never finds part of an adapter, or the tensors
+    of one adapter with the configuration of another. This also holds if this process is killed, or
+    if several processes on a host write at once. Other files in the folder are not changed.
+    Temporary folders of killed writers are removed.
+
+    If the configuration changes, and the folder cannot be exchanged for another one (elsewhere than
+    on Linux, on some network file systems, or if it is the working folder or another user's), then
+    a reader may find no adapter, and a process that is killed at that moment may leave none.
 
     Args:
       folder: the folder, which is created if it does not exist.
@@ -39,34 +38,23 @@ def write(
       FileExistsError: the folder has an adapter and `overwrite` is False, or `folder` is a file.
       OSError: the files cannot be written, for example since the disk is full.
     """
-    path = Path(folder)
-    check_writable(path, overwrite=overwrite)
+    check_writable(folder, overwrite=overwrite)
+    path = Path(folder).resolve()  # a link to a folder stays a link
     with add_path_to_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(path)
-        new = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-        new.mkdir()
-        try:
-            # The lock tells other writers that this folder is not a killed writer's.
-            with locked(new):
-                write_tensors(new / TENSORS)
-                (new / CONFIG).write_text(config.to_json(), encoding="utf-8")
-                # safetensors creates files that only their owner can read.
-                shutil.copymode(new / CONFIG, new / TENSORS)
-                for name in (TENSORS, CONFIG):
-                    fsync(new / name)
-                if not _rename(new, path):
-                    with locked(path):
-                        check_writable(path, overwrite=overwrite)
-                        # Until both files are replaced, the folder has no configuration, and so
-                        # a reader does not find an adapter.
-                        (path / CONFIG).unlink(missing_ok=True)
-                        (new / TENSORS).replace(path / TENSORS)
-                        (new / CONFIG).replace(path / CONFIG)
+        with temporary_folder(path) as new:
+            write_tensors(new / TENSORS)
+            (new / CONFIG).write_text(config.to_json(), encoding="utf-8")
+            # safetensors creates files that only their owner can read.
+            shutil.copymode(new / CONFIG, new / TENSORS)
+            for name in (TENSORS, CONFIG):
+                fsync(new / name)
+            if not _rename(new, path):
+                with locked(path):
+                    check_writable(path, overwrite=overwrite)
+                    _replace(new, path)
             fsync(path)
             fsync(path.parent)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
 
 
 def check_writable(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -104,11 +92,14 @@ def _rename(new: Path, path: Path) -> bool:
     return True
 
 
-def _remove_stale(path: Path) -> None:
-    """Removes the temporary folders of killed writers of this folder."""
-    for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
-        with contextlib.suppress(OSError):
-            # A writer creates its temporary folder a moment before it locks the folder.
-            if time.time() - old.stat().st_mtime > _STALE_SECONDS:
-                with locked(old, wait=False):
-                    shutil.rmtree(old)
+def _replace(new: Path, path: Path) -> None:
+    """Replaces the adapter in the folder `path`."""
+    old = path / CONFIG
+    # With the same configuration, the old tensors and the new ones are both a whole adapter.
+    if old.is_file() and old.read_bytes() != (new / CONFIG).read_bytes():
+        if exchange_folders(new, path):
+            return
+        # Until both files are replaced, the folder has no configuration, and so no adapter.
+        old.unlink()
+    (new / TENSORS).replace(path / TENSORS)
+    (new / CONFIG).replace(path / CONFIG)

@@ -159,7 +159,8 @@ def _untie_heads(model: Any, embed: Any, adapters: list[Any]) -> Any:
     these adapters merged into it."""
     kernel = embed.embedding.get_value()
     if adapters:
-        embed.embedding.set_value(add_change(kernel, functools.reduce(_change, adapters, None)))
+        change: Any = functools.reduce(_change, adapters, None)
+        embed.embedding.set_value(add_change(kernel, change))
     model = untie_heads(model, embed)
     embed.embedding.set_value(kernel)
     return model

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax_dora
+from dora_common.replacement import replace_text, replaced_file
 from jax_dora.finetune.log import Line
 from jax_dora.finetune.packing import Example
 from jax_dora.finetune.plan import FIXED_FLAGS, Plan
@@ -35,7 +36,8 @@ def draw_losses(lines: list[Line], file: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file, metadata={"Date": None})
+    with replaced_file(file) as new:
+        figure.savefig(new, metadata={"Date": None})
 
 
 def take_samples(plan: Plan, model: CausalLM) -> list[Sample]:
@@ -81,7 +83,7 @@ def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path)
     for one in samples:
         shown = one._asdict().items()
         text += ["", *(f"    {name}: {json.dumps(x, ensure_ascii=False)}" for name, x in shown)]
-    file.write_text("\n".join(text) + "\n", encoding="utf-8")
+    replace_text(file, "\n".join(text) + "\n")
 
 
 def _split(example: Example) -> tuple[list[int], list[int]]:

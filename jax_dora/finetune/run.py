@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import jax_dora
 import jax_dora.peft
+from dora_common.replacement import replace_text, replaced_file
 from jax_dora.finetune import estimate, packing, processes, results, training
 from jax_dora.finetune.log import Line, Log
 from jax_dora.finetune.plan import Plan
@@ -211,7 +212,8 @@ class Run:
         samples = results.take_samples(self.plan, model)
         if lines and processes.is_first():
             results.draw_losses(lines, args.output / "loss.svg")
-            shutil.copy(args.output / "loss.svg", adapter)
+            with replaced_file(adapter / "loss.svg") as file:
+                shutil.copy(args.output / "loss.svg", file)
             results.write_card(self.plan, lines, samples, adapter / "README.md")
         for one in samples:
             self._print(f"{one.prompt!r} -> {one.generated!r} (expected {one.expected!r})")
@@ -242,7 +244,7 @@ class Run:
             text = self.plan.texts.files(read_config(self.plan.folder))[GENERATION]
             file = folder / GENERATION
             if text is not None and not (file.is_file() and file.read_text("utf-8") == text):
-                file.write_text(text, "utf-8")
+                replace_text(file, text)
             jax_dora.peft.save_adapter(
                 parts.model(),
                 folder,

@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -15,6 +14,7 @@ from flax import nnx
 
 import jax_dora
 from dora_common.disk import add_path_to_disk_errors
+from dora_common.replacement import temporary_folder
 from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.models.config import COMPUTATION, DecoderConfig, read_json_object
@@ -240,8 +240,7 @@ def save_model(
         return
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with temporary_folder(folder) as partial:
         with add_path_to_disk_errors(folder):
             write_files(partial, tensors, max_file_bytes)
         if tokenizer_from is not None:
@@ -259,16 +258,12 @@ def save_model(
         text = json.dumps(config | changes, indent=2, sort_keys=True)
         config_file = partial / "config.json"
         config_file.write_text(text + "\n")
-        # Temporary folders and safetensors files are created with private permissions.
+        # safetensors creates files that only their owner can read.
         for file in filter(Path.is_file, partial.iterdir()):
             shutil.copymode(config_file, file)
-        partial.chmod(0o755)
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _check_tensors(

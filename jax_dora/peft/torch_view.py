@@ -74,10 +74,11 @@ class TorchView:
     def outline(self) -> Outline:
         """Returns the outline that a folder is matched to. Its layers include heads that are None,
         which `jax_dora.peft.untie` makes layers of the model."""
-        heads = (
-            Layer(name.removesuffix(".weight"), "linear", *reversed(self.parameters[name].shape))
+        heads = [
+            Layer(name.removesuffix(".weight"), "linear", features, vocabulary)
             for name in self.tied_heads
-        )
+            for vocabulary, features in [self.parameters[name].shape]
+        ]
         return Outline(
             [*(one.layer for one in self.layers.values()), *heads],
             {name: one.shape for name, one in self.parameters.items()},

@@ -4,6 +4,8 @@ import errno
 import multiprocessing
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from dora_common.peft import writing
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, TENSORS, open_folder
 from dora_common.peft.layers import Layer, Outline
@@ -94,10 +97,16 @@ def test_a_failure_while_writing_leaves_what_was_there(there: bool, tmp_path: Pa
     assert not there or rank_in(tmp_path / "a") == 2
 
 
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As elsewhere than on Linux."""
+    monkeypatch.setattr(writing, "exchange_folders", lambda *_: False)
+
+
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_what_is_killed_while_replacing_is_no_mixture(
     replaced: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    no_exchange(monkeypatch)
     save(tmp_path / "a", 2)
     replace, calls = Path.replace, []
 
@@ -113,6 +122,104 @@ def test_what_is_killed_while_replacing_is_no_mixture(
 
     with pytest.raises(FileNotFoundError, match=CONFIG):
         rank_in(tmp_path / "a")
+
+
+# Kills processes that replace the adapter of rank argv[2] and value 1 by one of rank 3 and value 2,
+# each before another of its steps, and prints the values that are left, until one process ends.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import save_file
+from dora_common.peft import writing
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.folder import open_folder
+
+folder, old = Path(sys.argv[1]), int(sys.argv[2])
+KEY = "base_model.model.a.lora_A.weight"
+writing.fsync = lambda _: None  # a kill loses nothing that was written
+
+def save(folder, rank, value):
+    tensors = {KEY: np.full((rank, 3), value, np.float32)}
+    config = AdapterConfig(r=rank, target_modules=("a",))
+    writing.write(folder, config, lambda path: save_file(tensors, path), overwrite=True)
+
+def value_in(folder):
+    with open_folder(folder, "np") as source:
+        array = source.read(KEY)
+        assert array.shape == (source.config.r, 3)
+        assert source.config.r == (old if array[0, 0] == 1 else 3)
+        return int(array[0, 0])
+
+def write_up_to(limit):
+    count = 0
+    def hook(event, _):
+        nonlocal count
+        if event.startswith(("open", "os.", "shutil.", "ctypes.")):
+            count += 1
+            if count > limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    save(folder, 3, 2)
+    os._exit(0)
+
+save(folder, old, 1)
+save(folder / "nested", 3, 2)
+for limit in range(1000):
+    if not (process := os.fork()):
+        write_up_to(limit)
+    _, status = os.waitpid(process, 0)
+    assert value_in(folder / "nested") == 2
+    print(value_in(folder))
+    if status == 0:
+        break
+    save(folder, old, 1)
+"""
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_writer_that_is_killed_leaves_the_old_adapter_or_the_new(
+    rank: int, tmp_path: Path
+) -> None:
+    """At every step; with another configuration, and with the same."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "a"), str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [int(line) for line in done.stdout.splitlines()]
+    assert found == sorted(found)
+    assert found.count(1) > 1
+    assert found.count(2) > 1
+
+
+def test_a_folder_that_is_exchanged_keeps_what_else_is_in_it(tmp_path: Path) -> None:
+    folder, link = tmp_path / "a", tmp_path / "link"
+    save(folder, 2)
+    (folder / "sub" / "sub").mkdir(parents=True)
+    (folder / "sub" / "sub" / "file").write_text("mine")
+    (folder / "sub" / "there").symlink_to("sub")
+    (folder / "sub").chmod(0o750)
+    folder.chmod(0o700)
+    link.symlink_to(folder)
+
+    save(link, 3, overwrite=True)
+
+    assert link.is_symlink()
+    assert rank_in(folder) == 3
+    assert (folder / "sub" / "there" / "file").read_text() == "mine"
+    assert (folder / "sub" / "there").is_symlink()
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "sub")]
+    assert modes == [0o700, 0o750]
+    assert sorted(tmp_path.iterdir()) == [folder, link]
+
+
+def test_the_working_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a", 2)
+    monkeypatch.chdir(tmp_path / "a")
+
+    save(Path(), 3, overwrite=True)
+
+    assert rank_in(Path()) == 3
+    assert Path().samefile(tmp_path / "a")
 
 
 def test_a_large_configuration_is_not_read(tmp_path: Path) -> None:
@@ -163,6 +270,7 @@ def test_a_reader_beside_a_writer_sees_one_adapter_or_none(tmp_path: Path) -> No
 
 def test_two_writers_leave_one_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is held between its two files until the second is done, or waits."""
+    no_exchange(monkeypatch)
     save(tmp_path / "a", 1)
     replace, halfway, second = Path.replace, threading.Event(), threading.Event()
     overtaken = []
