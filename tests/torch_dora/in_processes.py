@@ -1,6 +1,7 @@
 """What the tests of sharded models do in every one of several processes."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_dora
+from dora_common.hyperparameters import ADAPTER_NAMES
+from tests.torch_dora.adapters import trained
+from tests.torch_dora.layers import test_experts
 from torch_dora import DoRALayer, DoRALinear, DoRARule, apply_dora
 from torch_dora.ops import factored_norm
-from torch_dora.ops.shards import fill
+from torch_dora.ops.shards import fill, full_tensor
 
 # None of them divides over four processes.
 IN, HIDDEN, OUT, RANK = 11, 10, 6, 3
@@ -128,6 +132,21 @@ def fresh() -> dict[str, Any]:
     parts: list[Any] = [None] * mesh.size()
     torch.distributed.all_gather_object(parts, parallel.up.lora_a.to_local())
     found = {"fsdp": model(batch()), "tp": parallel(batch()), "lora_a": parts}
+    return torch.utils._pytree.tree_map(_plain, found)
+
+
+def experts(way: str) -> dict[str, Any]:
+    """Packed experts on one device, and under FSDP: results, gradients and norms."""
+    _, x, model = test_experts.make(way)
+    whole = trained(model)
+    parts = fully_shard(copy.deepcopy(whole), mesh=init_device_mesh("cpu", (2,)))
+    found: dict[str, Any] = {}
+    for name, one in (("one", whole), ("many", parts)):
+        y = one(x)
+        y.square().sum().backward()
+        layer = one.get_submodule("w_dora")
+        gradients = [getattr(layer, kind).grad for kind in ADAPTER_NAMES]
+        found[name] = [y, torch_dora.norms(one)["w"], *map(full_tensor, gradients)]
     return torch.utils._pytree.tree_map(_plain, found)
 
 

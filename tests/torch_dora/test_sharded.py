@@ -56,6 +56,14 @@ def test_fresh_adapters_are_the_base_model_and_the_same_everywhere():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["linear", "bmm", "grouped"])
+def test_packed_experts_are_those_of_one_device(way):
+    found = processes.run(inside.experts, 2, "cpu", way)
+    for many, one in zip(found["many"], found["one"], strict=True):
+        torch.testing.assert_close(many, one)
+
+
+@pytest.mark.slow
 def test_checkpoints_go_on_in_fewer_processes(tmp_path):
     folder = str(tmp_path)
     want = processes.run(inside.train, 4, "cpu", folder, 0, 6)
