@@ -83,6 +83,12 @@ def run(args: argparse.Namespace) -> int:
             total, f"--prompt has {longest} tokens and --tokens is {args.tokens}, together {total}"
         )
         model = adapted_model(args, folder)
+        if (largest := max(map(max, tokens))) >= (size := model.config.vocab_size):
+            raise ValueError(
+                f"the tokenizer in {texts.tokenizer_folder} returns token {largest} for --prompt; "
+                f"expected less than the model's vocab_size {size}: is it the tokenizer of another "
+                "model?"
+            )
         if args.adapter is not None:
             model = jax_dora.freeze(model)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import transformers
 
-from jax_dora.commands import generate
+from jax_dora.commands import generate, main
 from jax_dora.commands.folders import text_settings
 from jax_dora.models import DecoderConfig, make_model, read_config, save_model
 from jax_dora.models.tokenizer import TextSettings
@@ -97,6 +97,14 @@ def test_the_adapter_s_own_are_used(name, weights, tmp_path):
     again = TextSettings.of(merged, config)
     assert again.end_tokens == texts.end_tokens
     assert again.tokenizer.to_str() == texts.tokenizer.to_str()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named(weights, tmp_path, capsys):
+    folder = shutil.copytree(weights[1], tmp_path / "model")
+    write(folder, **TOKEN)
+    assert main(["generate", "--model", str(folder), "--prompt", "a<x>"]) == 2
+    error = capsys.readouterr().err
+    assert f"in {folder} returns token 259 for --prompt; expected less than the model's" in error
 
 
 def test_tokens_without_a_tokenizer_are_added_to_the_model_s(tmp_path):
