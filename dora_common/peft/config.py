@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from dora_common.fields import reject_duplicate_fields
 from dora_common.peft import checks
+from dora_common.peft.formats import MLX
 from dora_common.peft.names import Names, first_match, matches
 
 # Without one of these fields, the adapter cannot be computed.
@@ -33,6 +34,8 @@ _INFORMATIVE = frozenset(
     # Fields that only NVlabs' DoRA writes.
     | {"dora_simple", "merge_weights"}
 )
+# Fields that mlx-lm writes into its file of this name.
+_OF_MLX = ("fine_tune_type", "lora_parameters", "lora_layers")
 _OFF = (None, False, "", [], {})
 
 TOKEN_EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -166,6 +169,8 @@ class AdapterConfig:
                 f"peft_type is {peft_type!r}; expected 'LORA' (with or without use_dora), or "
                 "'DORA', as NVlabs' DoRA writes"
             )
+        if peft_type is None and not given.keys().isdisjoint(_OF_MLX):
+            raise NotImplementedError(f"peft_type is missing; this is {MLX}")
         missing = [name for name in _REQUIRED if given.get(name) is None]
         missing += [name for name in ("lora_alpha",) if given.get(name, 8) is None]
         if missing:

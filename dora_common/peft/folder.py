@@ -12,7 +12,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale
-from dora_common.peft import checks
+from dora_common.peft import checks, formats
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.fit import Adapter, Fit, fit
 from dora_common.peft.keys import adapter_in, parse
@@ -274,7 +274,8 @@ def _find(folder: Path, adapter: str | None) -> Path:
         raise FileNotFoundError(f"folder is {folder}; expected an adapter folder on this machine")
     if not folder.is_dir():
         raise NotADirectoryError(
-            f"folder is {folder}, a file; expected the folder that contains it"
+            f"folder is {folder}, a file; expected a PEFT folder, which holds {CONFIG} and "
+            f"{TENSORS}{formats.hint(folder)}"
         )
     path = folder
     if adapter in _subfolders(folder):
@@ -282,13 +283,14 @@ def _find(folder: Path, adapter: str | None) -> Path:
     if not (path / CONFIG).is_file():
         named = _subfolders(folder)
         hint = f"; it has the adapters {', '.join(named)}: pass adapter=" if named else ""
+        hint = hint or formats.hint(path)
         raise FileNotFoundError(f"{path / CONFIG} is missing{hint}")
     if not (path / TENSORS).is_file():
         hint = (
             f"; {PICKLE} is never read, since unpickling can run any code: load the adapter with "
             "PEFT and save it with safe_serialization=True"
             if (path / PICKLE).exists()
-            else ""
+            else formats.hint(path)
         )
         raise FileNotFoundError(f"{path / TENSORS} is missing{hint}")
     return path

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import jax_dora.peft
+from dora_common.peft import formats
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, find_adapter_folder, named_in_errors
 from jax_dora.commands.flags import add_formats
@@ -31,6 +32,7 @@ def adapter_folder(folder: Path) -> Path:
     if (found := find_adapter_folder(folder)) is None:
         raise FileNotFoundError(
             f"{folder} has no {CONFIG}; expected a PEFT folder, or an output folder of finetune"
+            f"{formats.hint(folder)}"
         )
     return found
 

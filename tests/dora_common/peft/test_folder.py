@@ -1,6 +1,7 @@
 """Adapter folders on disk: whole or not at all."""
 
 import errno
+import json
 import multiprocessing
 import os
 import stat
@@ -435,3 +436,47 @@ def test_keys_of_another_adapter_ask_for_its_name(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="of the adapter 'third'; pass adapter='third'"),
     ):
         source.fit(Outline([Layer("a", "linear", 3, 3)], {}, {}))
+
+
+FOREIGN = {
+    "MLX's format: merge it with mlx_lm.fuse": (
+        "adapters",
+        "model.layers.0.self_attn.q_proj.lora_a",
+    ),
+    "diffusers' format: load it": ("pytorch_lora_weights", "unet.down.0.to_q.lora.down.weight"),
+    "diffusers'": ("pytorch_lora_weights", "transformer.blocks.0.to_q.lora_A.weight"),
+    "kohya's format": ("lora", "lora_unet_down_blocks_0_attentions_0_to_q.dora_scale"),
+    "ComfyUI's format": ("lora", "diffusion_model.blocks.0.q.lora_A.weight"),
+    "LyCORIS's format: load it": ("lora", "lycoris_model_layers_0_q_proj.lora_down.weight"),
+    "LyCORIS's format with another": ("lora", "lora_unet_down_blocks_0_to_q.hada_w1_a"),
+}
+
+
+@pytest.mark.parametrize("told", FOREIGN)
+def test_the_format_of_another_tool_is_named(told: str, tmp_path: Path) -> None:
+    name, key = FOREIGN[told]
+    file = tmp_path / f"{name}.safetensors"
+    save_file({key: np.zeros((2, 2), np.float32)}, file)
+    for folder, error in ((file, NotADirectoryError), (tmp_path, FileNotFoundError)):
+        with pytest.raises(error, match=told), open_folder(folder, "np"):
+            pass
+
+
+def test_mlx_writes_a_configuration_of_the_same_name(tmp_path: Path) -> None:
+    parameters = {"rank": 8, "scale": 20.0, "dropout": 0.0}
+    fields = {"fine_tune_type": "dora", "num_layers": 16, "lora_parameters": parameters}
+    (tmp_path / CONFIG).write_text(json.dumps(fields))
+    tensors = {"model.layers.0.self_attn.q_proj.m": np.zeros(2, np.float32)}
+    for name, error in (
+        ("adapters.safetensors", FileNotFoundError),
+        (TENSORS, NotImplementedError),
+    ):
+        save_file(tensors, tmp_path / name)
+        with pytest.raises(error, match=r"MLX's format.*mlx_lm\.fuse"), open_folder(tmp_path, "np"):
+            pass
+
+
+def test_a_file_of_peft_s_is_not_taken_for_another_format(tmp_path: Path) -> None:
+    save(tmp_path / "a", 2)
+    with pytest.raises(NotADirectoryError, match=rf"holds {CONFIG} and {TENSORS}$"):
+        rank_in(tmp_path / "a" / TENSORS)
