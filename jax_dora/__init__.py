@@ -1,8 +1,5 @@
 """DoRA, weight-decomposed low-rank adaptation, for Flax."""
 
-import typing as _typing
-
-from dora_common.renamed import no_attribute as _no_attribute
 from dora_common.version import __version__ as __version__
 from jax_dora import linen as linen
 from jax_dora import ops as ops
@@ -33,8 +30,3 @@ from jax_dora.norms import remat_policy as remat_policy
 from jax_dora.norms import with_norms as with_norms
 from jax_dora.weights.registry import einsum_axes as einsum_axes
 from jax_dora.weights.registry import register as register
-
-if not _typing.TYPE_CHECKING:  # With a __getattr__, type checkers would accept every name.
-
-    def __getattr__(name: str) -> None:
-        raise _no_attribute(__name__, name)

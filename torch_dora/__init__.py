@@ -5,13 +5,11 @@
 reads and writes Hugging Face PEFT folders.
 """
 
-import typing as _typing
 from importlib.util import find_spec as _find_spec
 
 if _find_spec("torch") is None:
     raise ImportError("torch_dora needs PyTorch; install it by pip install 'jax-dora[torch]'")
 
-from dora_common.renamed import no_attribute as _no_attribute
 from dora_common.version import __version__ as __version__
 from torch_dora import ops as ops
 from torch_dora import peft as peft
@@ -31,8 +29,3 @@ from torch_dora.layers import DoRALinear as DoRALinear
 from torch_dora.norms import freeze as freeze
 from torch_dora.norms import norms as norms
 from torch_dora.norms import with_norms as with_norms
-
-if not _typing.TYPE_CHECKING:  # a type checker would accept any attribute of the package
-
-    def __getattr__(name: str) -> None:
-        raise _no_attribute(__name__, name)
