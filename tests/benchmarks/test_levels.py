@@ -1,4 +1,4 @@
-"""The levels run by the commands of CONTRIBUTING.md, on tiny shapes and without a GPU."""
+"""The levels run by the commands of docs/development.md, on tiny shapes and without a GPU."""
 
 from pathlib import Path
 
