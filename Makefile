@@ -92,6 +92,7 @@ docs: $(SETUP)
 # Writes the tables of README and docs, docs/measured.md and the figures from the committed results.
 figures: $(SETUP)
 	$(RUN) tools/measured.py
+	$(RUN) -m tools.pages
 
 format: $(SETUP)
 	$(RUN) -m ruff check --fix .

@@ -1,4 +1,4 @@
-"""The figures of the pages: three from the committed results, and one that is computed."""
+"""The figures of the pages: one that is computed, and the others from the committed results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.results import row, rows
 from tools import step_tables
+from tools.tables import timed
 
 # The largest |g - 1| in trained adapters (arXiv 2603.22276).
 NEAR_UNITY = 0.0015
@@ -66,6 +67,29 @@ def stability() -> Figure:
         axes.plot(distances, values, style, label=name)
     axes.axvline(NEAR_UNITY, color=INK, linewidth=0.8, label="trained adapters (the paper)")
     axes.set(xscale="log", yscale="log", xlabel="largest |g - 1|", ylabel="peak error against fp64")
+    return figure
+
+
+def layer() -> Figure:
+    """Draws the time of an adapted projection's forward and backward pass, divided by that of the
+    best LoRA by XLA."""
+    names = {
+        "torch PEFT DoRA, defaults": "PEFT's DoRA, defaults",
+        "torch PEFT DoRA, bf16, compiled": "PEFT's DoRA, bf16, compiled",
+        "jax XLA DoRA (no Triton)": "DoRA by XLA",
+        "torch torch_dora": "torch_dora",
+        "jax DoRA (no Triton)": "jax_dora",
+        "jax DoRA, norm kept (no Triton)": "jax_dora, norm kept",
+    }
+    sizes = {"fan_in": 8192, "out": 8192, "rank": 384}
+    lines = timed("layer", "h200", group="layer forward+backward", **sizes)
+    ratios = {line["label"]: line.get("of_lora") for line in lines}
+    figure, (axes,) = panels(1, width=7)
+    figure.set_figheight(2)
+    bars = axes.barh([*names.values()], [ratios[label] for label in names], color=COLORS["DoRA"])
+    axes.bar_label(bars, fmt="{:.2f}", label_type="center", color="white")
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set(xlabel="time of 8192 × 8192, rank 384, forward and backward, divided by LoRA's (H200)")
     return figure
 
 
@@ -125,13 +149,13 @@ def _from_zero(axes: Any) -> None:
     axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
 
 
-FIGURES: tuple[Callable[[], Figure], ...] = (stability, step, bank_growth, served)
+FIGURES: tuple[Callable[[], Figure], ...] = (stability, layer, step, bank_growth, served)
 
 
-def write(folder: Path) -> None:
-    """Writes every figure to FUNCTION.svg, with its legends below the axes."""
+def write(folder: Path, makers: Sequence[Callable[[], Figure]] = FIGURES) -> None:
+    """Writes each figure to FUNCTION.svg, with its legends below the axes."""
     folder.mkdir(parents=True, exist_ok=True)
-    for make in FIGURES:
+    for make in makers:
         with mpl.rc_context(STYLE):
             figure = make()
             for axes in figure.axes:

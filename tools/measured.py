@@ -22,12 +22,12 @@ from tools.performance_tables import ROOT, reports
 
 PAGES = (
     *("docs/performance.md", "docs/serving.md", "docs/several-gpus.md", "docs/step.md"),
-    *("README.md", "docs/small-memory.md"),
+    "docs/small-memory.md",
 )
 TABLES = {
     name: getattr(module, name)
     for module, names in {
-        performance_tables: "headline norm compose layer layer_times model model_later layer_sizes "
+        performance_tables: "norm compose layer layer_times model model_later layer_sizes "
         "step quantised_step quantised_norm quantised_rows quantised_decode quantised_products "
         "quantised_projection",
         serving_tables: "bank_decoding bank_prompts bank_loads bank_torch bank_growth "

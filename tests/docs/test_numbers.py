@@ -16,7 +16,7 @@ from tools.performance_tables import NO_TRITON, ROOT
 TEXT = {
     name: (ROOT / name).read_text() for name in (*PAGES, "docs/attempts.md", "docs/fidelity.md")
 }
-PERFORMANCE, SERVING, SEVERAL, STEP, README, _ = PAGES
+PERFORMANCE, SERVING, SEVERAL, STEP, _ = PAGES
 KINDS = ("LoRA", "DoRA")
 QWEN_STEP = {"task": "step", "model": "qwen3", "rank": 64}
 
@@ -84,26 +84,6 @@ def test_what_is_said_of_layers():
         f"{100 * ops.floor_us(triton) / time(triton):.0f} % of the floor",
         f"Mosaic's forward compose** runs at {min(compose):.2f} to {max(compose):.2f} of XLA's "
         "rate",
-    )
-    readme = {
-        "DoRA": f"jax DoRA{NO_TRITON}",
-        "PEFT": "torch PEFT DoRA, defaults",
-        "compiled": "torch PEFT DoRA, bf16, compiled",
-    }
-    of_lora = {
-        name: layers.ratio(layers.row(groups[1], label, **wide, rank=384), baseline=BEST_LORA)
-        for name, label in readme.items()
-    }
-    assert_says(
-        README,
-        f"takes **{of_lora['DoRA']:.2f}×** the time",
-        f"takes {of_lora['PEFT']:.2f}× with its defaults, {of_lora['compiled']:.2f}× in bf16",
-    )
-    assert_says(
-        PERFORMANCE,
-        f"norm included, takes {of_lora['DoRA']:.2f} of the time of the best LoRA by XLA. PEFT's "
-        f"DoRA takes {of_lora['PEFT']:.2f} with its defaults, and {of_lora['compiled']:.2f} in "
-        "bf16 and compiled",
     )
 
 
@@ -178,10 +158,6 @@ def test_what_is_said_of_steps():
         ),
     )
     whole = row("step", "h100", kind="DoRA", budget="all kept that fits, unrolled")
-    assert_says(
-        README,
-        f"{whole['tokens_per_s']:,.0f} tokens/s on one H100, {whole['over_lora']:.3f} of LoRA's",
-    )
     assert_says(
         PERFORMANCE,
         f"{whole['tokens_per_s']:,.0f} tokens/s, in {whole['over_lora']:.3f} of LoRA's time",
@@ -584,7 +560,6 @@ def test_what_is_said_of_several_gpus():
         f"the rate is {round(scaling.link, -1):.0f} GB/s",
         f"on two GPUs to within {math.ceil(100 * max(errors))} %",
     )
-    assert_says(README, f"On two H200s a step takes {several(task='step')} of LoRA's time")
     before = [line["over_lora"] for line in in_a_row("DoRA", layout="fsdp")]
     most = max(line["over_lora"] for line in rows("scale", "h200x2", kind="DoRA", task="step"))
     kept = [line["over_lora"] for line in in_a_row("DoRA, inner kept")]
@@ -696,13 +671,3 @@ def test_what_is_said_of_parts():
         f"LoRA takes {times['PEFT LoRA, compiled'] / ours_compiled:.2f} of torch_dora's time",
     )
     assert len(losses) == 3
-
-
-def test_what_is_said_of_serving_beside_peft():
-    ours = row("serve", "h100", qtype="bf16", kind="DoRA", adapters=64)["tokens_per_s"]
-    peft = row("serve_torch", "h100", kind="PEFT DoRA", adapters=64)["tokens_per_s"]
-    assert_says(
-        README,
-        f"dimensions generate {ours:,.0f} tokens/s on one H100",
-        f"Transformers with PEFT, which runs one adapter after another, generates {peft:.0f} ",
-    )

@@ -1,0 +1,127 @@
+"""What the comments of `tools.pages` call: rows of results, and tables of them in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model.protocol import BEST_LORA
+from benchmarks.report import Report, label, time
+from benchmarks.results import Row, read
+from benchmarks.results import row as row
+from benchmarks.results import rows as rows
+from benchmarks.scaling import Measured as Measured
+from parity import report as parity_report
+
+__all__ = [
+    *("Measured", "comparisons", "environment", "gib", "joined", "ratio", "row", "rows"),
+    *("span", "table", "timed"),
+]
+ROOT = Path(__file__).parents[1]
+
+
+def filled(template: str, names: Mapping[str, Any]) -> str:
+    """Returns the text of an f-string with these names."""
+    return eval(f"f'''{template}'''", dict(names))
+
+
+def table(lines: Iterable[Row], columns: Mapping[str, str]) -> str:
+    """Returns a table in Markdown with a line for each row.
+
+    Args:
+      columns: for each name of a column the f-string of its cells. Its names are the fields of the
+        row, `line` is the row itself. A cell that needs a field that the row does not have is "–".
+
+    Raises:
+      ValueError: no row has the fields that a column needs.
+    """
+    cells = [[_cell(template, line) for template in columns.values()] for line in lines]
+    for name, column in zip(columns, zip(*cells, strict=True), strict=True):
+        if set(column) == {"–"}:
+            raise ValueError(f"no row has the fields of the column {name!r}: {columns[name]}")
+    parts = [[*columns], ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(part)} |" for part in parts)
+
+
+def _cell(template: str, line: Row) -> str:
+    names = {name: globals()[name] for name in __all__}
+    try:
+        return filled(template, names | line | {"line": line}).replace("|", "\\|")
+    except (KeyError, NameError):
+        return "–"
+
+
+def joined(lines: Iterable[Row], on: str, by: str) -> list[Row]:
+    """Returns one row for all rows that have the same values of some fields.
+
+    Args:
+      on: the names of these fields, which the row has too.
+      by: an f-string; its value for each of the rows is the name of a field that has that row.
+
+    Raises:
+      ValueError: two rows have the same values and the same name.
+    """
+    found: dict[tuple[Any, ...], Row] = {}
+    for line in lines:
+        same = {name: line[name] for name in on.split() if name in line}
+        one, name = found.setdefault(tuple(same.items()), same), filled(by, line)
+        if name in one:
+            raise ValueError(f"two rows have {same} and are called {name!r}")
+        one[name] = line
+    return [*found.values()]
+
+
+def timed(name: str, card: str, **fields: Any) -> list[Row]:
+    """Returns the correct measurements of operators, layers or models that have these fields.
+
+    To the fields of the file are added those of `shape`, with `fan_in` for "in"; `label`, the
+    framework and the variant; the medians `us` and `wall_us`; `of_lora` and `wall_of_lora`,
+    relative to the best LoRA by XLA in the same file; and `of_floor`, the floor's share of `us`.
+    """
+    report = Report.committed(name, card)
+    found = []
+    for line in report.rows:
+        us, floor = time(line), report.floor_us(line)
+        more = {
+            "label": label(line),
+            "us": us,
+            "wall_us": time(line, "wall"),
+            "of_lora": report.ratio(line, "device", BEST_LORA),
+            "wall_of_lora": report.ratio(line, "wall", BEST_LORA),
+            "of_floor": floor / us if floor and us else None,
+        }
+        sizes = {{"in": "fan_in"}.get(key, key): size for key, size in line["shape"].items()}
+        more = line | sizes | {key: value for key, value in more.items() if value}
+        if us and all(more.get(key) == fields[key] for key in fields):
+            found.append(more)
+    return found
+
+
+def comparisons(file: str) -> list[Row]:
+    """Returns the judged comparisons of a parity report, such as "cuda/layer.jsonl", with `used`,
+    the share of the tolerance that an error takes."""
+    _, found = parity_report.read(ROOT / "parity" / "reports" / file)
+    judged = (line for line in found if line.get("ok") is not None)
+    return [line | {"used": parity_report.used(line)} for line in judged]
+
+
+def environment(file: str) -> Row:
+    """Returns commit, versions and card of a file, by its path in the checkout."""
+    return read(ROOT / file)[0]["environment"]
+
+
+def ratio(one: Row, other: Row, field: str = "ms") -> float:
+    """Returns a field of one row divided by that of another."""
+    return one[field] / other[field]
+
+
+def span(numbers: Iterable[float], form: str) -> str:
+    """Returns the least and the largest number, such as "0.91 to 1.00"."""
+    found = sorted(numbers)
+    return f"{found[0]:{form}} to {found[-1]:{form}}"
+
+
+def gib(size: float, digits: int = 1) -> str:
+    """Returns a number of bytes in GiB."""
+    return f"{size / 2**30:.{digits}f}"
