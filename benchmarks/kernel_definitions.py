@@ -12,11 +12,11 @@ RATE = 0.1
 F32: dict[str, Any] = {"preferred_element_type": jnp.float32}
 
 
-def norm(kernel, a, b):
+def one_pass_norm(kernel, a, b):
     return jnp.square(kernel.astype(jnp.float32) + jnp.matmul(a, b, **F32)).sum(axis=0)
 
 
-stationary_norm = norm
+stationary_norm = one_pass_norm
 
 
 def _dequantised(codes, scales):
@@ -25,14 +25,14 @@ def _dequantised(codes, scales):
 
 
 def quantised_norm(codes, scales, a, b):
-    return norm(_dequantised(codes, scales), a, b)
+    return one_pass_norm(_dequantised(codes, scales), a, b)
 
 
-def few_rows(x, codes, scales, a, b, g):
-    return compose(x @ _dequantised(codes, scales).astype(x.dtype), (x @ a) @ b, g)
+def decode_project(x, codes, scales, a, b, g):
+    return compose_forward(x @ _dequantised(codes, scales).astype(x.dtype), (x @ a) @ b, g)
 
 
-def quantised_product(x, codes, scales):
+def decode_quantised(x, codes, scales):
     return x @ _dequantised(codes, scales).astype(x.dtype)
 
 
@@ -48,23 +48,23 @@ def swiglu_codes(gate, up, gate_g, up_g):
     return h, *row_codes(h)
 
 
-def compose(base, lora, g):
+def compose_forward(base, lora, g):
     return (g * (base.astype(jnp.float32) + lora)).astype(base.dtype)
 
 
 def expand_compose(base, z, b, g):
-    return compose(base, z @ b, g)
+    return compose_forward(base, z @ b, g)
 
 
-few_rows_finish = expand_compose
+decode_finish = expand_compose
 
 
-def first_product(x, a):
+def shrink(x, a):
     return x @ a
 
 
 def project(x, w, z, b, g):
-    return compose(x @ w, z @ b, g)
+    return compose_forward(x @ w, z @ b, g)
 
 
 def project_back(d, w, dz, a):
@@ -77,7 +77,7 @@ def bank_expand(base, z, b, slot, g, scale):
 
 
 def bank_project(x, w, layer, z, b, slot, g):
-    return compose(x @ w[layer], jnp.einsum("ntr,nro->nto", z, b[slot]), g[:, None])
+    return compose_forward(x @ w[layer], jnp.einsum("ntr,nro->nto", z, b[slot]), g[:, None])
 
 
 def bank_shrink(x, a, slot):
@@ -89,7 +89,7 @@ def bank_rows(x, a, b, ranks, ids):
     return jnp.einsum("tr,tro->to", z, b[ids])
 
 
-bank_few_rows = bank_rows
+bank_decode = bank_rows
 
 
 def compose_backward(dy, inner, g):
@@ -97,11 +97,11 @@ def compose_backward(dy, inner, g):
     return (g * wide).astype(dy.dtype), jnp.sum(wide * inner, axis=0)
 
 
-def dropped_product(x, right, seed):
+def dropout_shrink(x, right, seed):
     return kept_share(RATE) * jnp.matmul(drop(x, seed, RATE), right, **F32)
 
 
-def dropped_product_back(x, right, seed):
+def dropout_shrink_back(x, right, seed):
     return kept_share(RATE) * jnp.matmul(drop(x, seed, RATE).T, right, **F32)
 
 

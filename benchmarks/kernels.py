@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,21 +19,14 @@ import jax.numpy as jnp
 
 from benchmarks import kernel_definitions
 from benchmarks.kernel_definitions import RATE
-from jax_dora.ops import choose
+from jax_dora.ops import mosaic
+from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dropout import draw_seed
-from jax_dora.ops.mosaic import (
-    bank_few_rows,
-    bank_rows,
-    bank_shrink,
-    dropped_product,
-    elementwise,
-    low_rank_tiling,
-    product_tiling,
-    quantised_product,
-    row_codes,
-    swiglu_codes,
-)
-from jax_dora.ops.mosaic.bank_rows_sizes import Member
+from jax_dora.ops.mosaic.bank import bank_decode, bank_rows, bank_shrink
+from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member
+from jax_dora.ops.mosaic.decode import decode_quantised
+from jax_dora.ops.mosaic.projection import dropout_shrink, matmul_tiling, strip_tiling
+from jax_dora.ops.mosaic.rows import elementwise, row_codes, swiglu_codes
 from jax_dora.ops.quantised import Format, bits
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -44,8 +38,8 @@ class Kernel:
     """A kernel, its operands, and the shapes and configs to measure it with.
 
     Attributes:
-      name: of its module in `jax_dora.ops.mosaic`, and of the function in `kernel_definitions`
-        that computes the same by XLA.
+      name: of its module in a folder of `jax_dora.ops.mosaic`, and of the function in
+        `kernel_definitions` that computes the same by XLA.
       call: the sizes that the module's `config` and `wins` take, before the dtypes.
       operands: for each operand the names of its axes, separated by commas. Operands of two axes
         and more are bf16, of one axis fp32, after "nf4" NF4 codes. Five have no axes: "layer" (the
@@ -74,7 +68,8 @@ class Kernel:
 
     @property
     def module(self) -> Any:
-        return importlib.import_module(f"jax_dora.ops.mosaic.{self.name}")
+        (path,) = Path(mosaic.__path__[0]).glob(f"*/{self.name}.py")
+        return importlib.import_module(f"{mosaic.__name__}.{path.parent.name}.{self.name}")
 
     @property
     def define(self) -> Callable[..., Any]:
@@ -145,18 +140,18 @@ def _shapes(names: str, *shapes: tuple[int, ...]) -> Shapes:
 
 RANKS = (64, 256, 384, 768)
 LOW_RANK = (
-    *low_rank_tiling.CONFIGS,
-    low_rank_tiling.Config(tile_cols=128, stages=6, slots=1),
-    low_rank_tiling.Config(tile_cols=128, stages=3, slots=1, consumers=3),
-    low_rank_tiling.Config(tile_cols=64, stages=6, slots=2, consumers=3),
+    *strip_tiling.CONFIGS,
+    strip_tiling.Config(tile_cols=128, stages=6, slots=1),
+    strip_tiling.Config(tile_cols=128, stages=3, slots=1, consumers=3),
+    strip_tiling.Config(tile_cols=64, stages=6, slots=2, consumers=3),
 )
 # Other tiles, and other orders of tiles, which determine what the L2 cache holds.
 PRODUCTS = (
-    product_tiling.Config(band=4),
-    product_tiling.Config(band=16),
-    product_tiling.Config(band_in_cols=True),
-    product_tiling.Config(tile_cols=192),
-    product_tiling.Config(tile_cols=128, stages=6),
+    matmul_tiling.Config(band=4),
+    matmul_tiling.Config(band=16),
+    matmul_tiling.Config(band_in_cols=True),
+    matmul_tiling.Config(tile_cols=192),
+    matmul_tiling.Config(tile_cols=128, stages=6),
 )
 ELEMENTWISE = (
     elementwise.Config(blocks_per_sm=1),
@@ -164,7 +159,7 @@ ELEMENTWISE = (
     elementwise.Config(tile_bytes=4096, blocks_per_sm=3),
     elementwise.Config(tile_bytes=2048, stages=4, blocks_per_sm=3),
 )
-DROPPED = tuple(dropped_product.Config(**c) for c in ({"stages": 3}, {"parts": 1}, {"parts": 4}))
+DROPPED = tuple(dropout_shrink.Config(**c) for c in ({"stages": 3}, {"parts": 1}, {"parts": 4}))
 DROPPED_SHAPES = _grid(rows=(4096,), **{"in": (4096, 8192)}, rank=(16, 64, 256, 384, 768))
 ROWS_OUT = _shapes("rows out", (512, 4096), (4096, 4096), (4096, 12288))
 PRODUCT_SHAPES = _shapes(
@@ -214,7 +209,7 @@ def _dropped(name: str, right: str, transposed: bool) -> Kernel:
 
 TABLE = (
     Kernel(
-        "norm",
+        "one_pass_norm",
         "in rank out",
         "in out, in rank, rank out",
         [s | {"in": s["out"]} for s in _grid(out=(1024, 2048, 8192), rank=RANKS)],
@@ -238,32 +233,32 @@ TABLE = (
         "in rank out",
         "in out, in rank, rank out",
         [s | {"in": s["out"]} for s in _grid(out=(1024, 2048, 8192), rank=(64, 256, 384))],
-        [low_rank_tiling.Config(stages=stages, slots=2) for stages in (3, 4)],
+        [strip_tiling.Config(stages=stages, slots=2) for stages in (3, 4)],
         "in out rank",
         scaled=True,
         kinds=(BF16, BF16),
     ),
     Kernel(
-        "few_rows",
+        "decode_project",
         "rows in out rank",
         "rows in, nf4 in out, tiles out, in rank, rank out, out",
         [shape | {"rows": rows, "rank": 16} for shape in QUANTISED_SHAPES for rows in (1, 32)],
-        [low_rank_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
+        [strip_tiling.Config(tile_cols=256, stages=2, slots=slots) for slots in (3, 4)],
         "rows in out",
         scaled=True,
         kinds=(TILED, BF16),
     ),
     Kernel(
-        "quantised_product",
+        "decode_quantised",
         "rows in out",
         "rows in, nf4 in out, tiles out",
         [shape | {"rows": rows} for shape in QUANTISED_SHAPES for rows in (128, 512)],
-        [quantised_product.Config(slots) for slots in (3, 4)],
+        [decode_quantised.Config(slots) for slots in (3, 4)],
         "rows in out",
         kinds=(TILED, BF16),
     ),
     Kernel(
-        "few_rows_finish",
+        "decode_finish",
         "rows rank out",
         "rows out, rows rank, rank out, out",
         _grid(rows=(8, 256), out=(2048, 8192), rank=(16, 64)),
@@ -286,7 +281,7 @@ TABLE = (
         kinds=(BF16, 2),
     ),
     Kernel(
-        "compose",
+        "compose_forward",
         "rows out",
         "rows out, rows out, out",
         ROWS_OUT,
@@ -314,11 +309,11 @@ TABLE = (
         options=NO_INNER,
     ),
     Kernel(
-        "first_product",
+        "shrink",
         "rows in out",
         "rows in, in out",
         _shapes("rows in out", (4096, 4096, 384), (4096, 14_336, 384)),
-        [product_tiling.Config(tile_cols=128, stages=stages) for stages in (4, 6)],
+        [matmul_tiling.Config(tile_cols=128, stages=stages) for stages in (4, 6)],
         "rows in out",
     ),
     Kernel(
@@ -338,8 +333,8 @@ TABLE = (
         PRODUCTS,
         "rows in out, rows in rank",
     ),
-    _dropped("dropped_product", "in rank", transposed=False),
-    _dropped("dropped_product_back", "rows rank", transposed=True),
+    _dropped("dropout_shrink", "in rank", transposed=False),
+    _dropped("dropout_shrink_back", "rows rank", transposed=True),
     Kernel(
         "swiglu_backward",
         "rows out",
@@ -372,9 +367,9 @@ TABLE = (
         "groups time in rank",
     ),
     _rows_of_a_bank(
-        bank_few_rows,
+        bank_decode,
         (2, 8),
-        [bank_few_rows.Config(splits, stages) for splits in (8, 16) for stages in (4, 8)],
+        [bank_decode.Config(splits, stages) for splits in (8, 16) for stages in (4, 8)],
     ),
     _rows_of_a_bank(
         bank_rows,

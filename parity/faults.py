@@ -205,7 +205,7 @@ FAULTS: dict[str, Fault] = {
             "g rounded to bf16 in the Mosaic or Triton kernel of compose only",
             ("operator",),
             {
-                "jax_dora.ops.mosaic.compose.launch": _round_argument(2),
+                "jax_dora.ops.mosaic.rows.compose_forward.launch": _round_argument(2),
                 "torch_dora.ops.triton.compose_forward.compose": _round_argument(2),
             },
             in_kernel=True,

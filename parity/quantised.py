@@ -29,7 +29,7 @@ from parity.torchao_weights import FORMATS, Format, dequantised, parts, quantise
 
 DTYPES = ("float32", "bfloat16")
 # The Mosaic kernels that read the codes of W: for decoding, and for prompts.
-READ_CODES = {"few_rows", "quantised_product"}
+READ_CODES = {"decode_project", "decode_quantised"}
 # What PEFT computes less exactly in 16 bits than the bounds allow: the norm of a weight that is
 # rounded first, and the bias's gradient as a sum of two that are rounded.
 PEFT_ROUNDS = ("norm", "d_bias")

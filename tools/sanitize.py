@@ -90,14 +90,14 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
         out_gmem[pl.ds(past, 128)] = jnp.ones(smem.shape, jnp.float32)
 
     def norm_of_fp32_adapters():
-        kernel, a, b = TABLE["norm"].draw(SIZES)
+        kernel, a, b = TABLE["one_pass_norm"].draw(SIZES)
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return ops.factored_norm(kernel, a, b, SCALE, implementation="mosaic")
 
     def layer():
         """Runs a layer in training: with a bias, and with residuals for the gradient."""
         x, kernel, _, b, g = TABLE["project"].draw(ALIGNED)
-        _, a, _ = TABLE["norm"].draw(ALIGNED)
+        _, a, _ = TABLE["one_pass_norm"].draw(ALIGNED)
 
         def summed(a, b, g):
             options = {"bias": g.astype(x.dtype), "implementation": "mosaic"}
@@ -108,11 +108,11 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
     def launched(name):
         kernel, sizes = TABLE[name], SIZES
         if "tiles" in kernel.operands:
-            sizes = TILED | ({"rows": ROWS} if name == "quantised_product" else {})
-        elif name.startswith(("project", "first_product", "few_rows")):
+            sizes = TILED | ({"rows": ROWS} if name == "decode_quantised" else {})
+        elif name.startswith(("project", "shrink", "decode_project", "decode_finish")):
             sizes = ALIGNED  # The tiles of the tensor cores have no ragged columns.
         elif name.startswith("bank"):
-            sizes = FEW if name == "bank_few_rows" else GROUPED
+            sizes = FEW if name == "bank_decode" else GROUPED
         elif name in ("row_codes", "stationary_norm", "swiglu_codes"):
             sizes = WHOLE
         return lambda: kernel.launch(*kernel.draw(sizes))

@@ -33,8 +33,8 @@ from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised import check_kernel, compute_plain
 from jax_dora.layers.stack import Stack
-from jax_dora.ops import mesh as meshes
 from jax_dora.ops import quantised
+from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.rounding import round_to
 from jax_dora.weights.weight_adapter import WeightAdapter
 

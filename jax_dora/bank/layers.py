@@ -16,10 +16,10 @@ from jax_dora.layers import DoRALinear
 from jax_dora.layers.base_layer import copy_attributes, new_instance
 from jax_dora.layers.projection import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.layers.quantised import compute_as_stored
-from jax_dora.ops import mesh as meshes
 from jax_dora.ops.bank import Projection, bank_linear, bank_linears
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.row_wise import CodedRows
 
 _BANK_ATTRIBUTES = frozenset(

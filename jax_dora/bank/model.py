@@ -12,8 +12,8 @@ from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, rep
 from jax_dora.bank.bank import AdapterBank
 from jax_dora.bank.layers import LAYER_CLASSES
 from jax_dora.layers import dora_class_of
-from jax_dora.ops import choose
 from jax_dora.ops.bank import step_of
+from jax_dora.ops.dispatch import choose
 
 DECODING_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """`compiler_options` of `jax.jit` for functions with one token per row, or up to 256 tokens.

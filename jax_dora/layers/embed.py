@@ -12,7 +12,7 @@ from jax_dora import ops
 from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.call import g_of_call, times_transposed, with_out_sharding
 from jax_dora.layers.rule import DoRARule
-from jax_dora.ops.mesh import with_auto_axes
+from jax_dora.ops.dispatch.mesh import with_auto_axes
 
 
 class DoRAEmbed(DoRALayer, nnx.Embed):

@@ -22,7 +22,7 @@ from flax import nnx
 from jax_dora.layers.call import product, split_dropout
 from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import DoRARule
-from jax_dora.ops import mesh as meshes
+from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.quantised import stored
 
 

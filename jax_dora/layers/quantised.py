@@ -24,7 +24,7 @@ from jax import lax
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised, row_wise, weight_only
-from jax_dora.ops import mesh as meshes
+from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.reduction import static_precision
 from jax_dora.ops.row_wise import CodedRows
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from dora_common.rules import SELECTORS, Rule
-from jax_dora.ops import check, choose
+from jax_dora.ops import check
+from jax_dora.ops.dispatch import choose
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_dora.ops import choose
+from jax_dora.ops.dispatch import choose
 
 # cuDNN's backward pass runs over the rows once for every possible text. With more texts than this,
 # attention with a mask is as fast (H100, 2 rows of 4096 tokens, 32 heads).

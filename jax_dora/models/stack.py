@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops import mesh as meshes
+from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.quantised import bits
 
 

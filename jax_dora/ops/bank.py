@@ -4,7 +4,7 @@ Adapters are constant while they are served, so g = magnitude / ‖W + sAB‖ is
 slot, and DoRA costs the same as LoRA. The rank is the first axis of a slot's matrices, so that an
 adapter whose rank is below the bank's maximum is contiguous in memory.
 
-- Rows of one token (decoding): the Mosaic kernels `bank_few_rows` and `bank_rows` support up to
+- Rows of one token (decoding): the Mosaic kernels `bank_decode` and `bank_rows` support up to
   512 rows and read each adapter of the batch once. Otherwise XLA computes the products
   (`bank_xla`). Both compute only the adapters' products, which do not depend on base and may run
   concurrently with it. XLA fuses the composition with the operations that follow.
@@ -21,16 +21,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops import choose
 from jax_dora.ops.bank_slots import Rows, Slots, compose_rows, rows_of
 from jax_dora.ops.bank_xla import low_rank_product
 from jax_dora.ops.compose import accumulator
-from jax_dora.ops.mosaic import bank_expand, bank_few_rows, bank_rows
-from jax_dora.ops.mosaic.bank_rows_sizes import Member, plan
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.dispatch.primitive import call_differentiable
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.bank import bank_decode, bank_expand, bank_rows
+from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member, plan
 from jax_dora.ops.operands import Static
-from jax_dora.ops.primitive import call_differentiable
 from jax_dora.ops.reduction import static_precision
-from jax_dora.ops.shard import Op, Shard
 
 # The most tokens of prompts that are rows of the kernels for decoding. With 256 tokens these took
 # 345 µs a layer, or 375 without `jax_dora.bank.DECODING_OPTIONS`, and XLA's products 384; with 512
@@ -316,7 +316,7 @@ def _composed(call: BatchOperands, products: Sequence[jax.Array]) -> tuple[jax.A
 
 def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     """Returns the candidate kernels for rows of one token, for `choose.choose`."""
-    return [(bank_few_rows, call), (bank_rows, call)]
+    return [(bank_decode, call), (bank_rows, call)]
 
 
 def _choice(static: Static, tokens: TokenOperands) -> choose.Choice | None:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops import choose, primitive
 from jax_dora.ops.bank import (
     EXPAND,
     Expansion,
@@ -30,11 +29,12 @@ from jax_dora.ops.bank import (
 )
 from jax_dora.ops.bank_slots import Rows, Slots, rows_of
 from jax_dora.ops.compose import accumulator
-from jax_dora.ops.mosaic import bank_project, bank_shrink
+from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.dispatch.primitive import call_differentiable
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.bank import bank_project, bank_shrink
 from jax_dora.ops.operands import Static
-from jax_dora.ops.primitive import call_differentiable
 from jax_dora.ops.reduction import static_precision
-from jax_dora.ops.shard import Op, Shard
 
 
 class WholeProjection(NamedTuple):

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, choose, primitive, residuals
-from jax_dora.ops import mesh as meshes
-from jax_dora.ops.choose import Choice
-from jax_dora.ops.mosaic import compose as kernel
-from jax_dora.ops.mosaic import compose_backward as kernel_backward
+from jax_dora.ops import check, residuals
+from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.dispatch import mesh as meshes
+from jax_dora.ops.dispatch.choose import Choice
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.rows import compose_backward as kernel_backward
+from jax_dora.ops.mosaic.rows import compose_forward as kernel
 from jax_dora.ops.operands import Composition, Static
-from jax_dora.ops.shard import Op, Shard
 
 
 def compose(

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, choose, quantised, row_wise
+from jax_dora.ops import check, quantised, row_wise
 from jax_dora.ops import dropout as dropouts
-from jax_dora.ops import mesh as meshes
 from jax_dora.ops.compose import accumulator, compose_delta, per_feature
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection, Static

@@ -30,15 +30,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, choose, primitive, quantised
-from jax_dora.ops import mesh as meshes
+from jax_dora.ops import check, quantised
 from jax_dora.ops.compose import accumulator
-from jax_dora.ops.mosaic import norm as kernel_norm
-from jax_dora.ops.mosaic import quantised_norm as kernel_quantised_norm
-from jax_dora.ops.mosaic import stationary_norm
-from jax_dora.ops.mosaic.norm import cut
+from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.dispatch import mesh as meshes
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.norm import one_pass_norm as kernel_norm
+from jax_dora.ops.mosaic.norm import quantised_norm as kernel_quantised_norm
+from jax_dora.ops.mosaic.norm import stationary_norm
+from jax_dora.ops.mosaic.norm.one_pass_norm import cut
 from jax_dora.ops.operands import AdaptedKernel, Static
-from jax_dora.ops.shard import Op, Shard
 
 BLOCK_ELEMENTS = 1 << 20
 EPS_FULL = 1e-12

@@ -12,19 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops import choose, quantised, row_wise, weight_only
+from jax_dora.ops import quantised, row_wise, weight_only
 from jax_dora.ops.compose import accumulator, forward
-from jax_dora.ops.mosaic import (
-    compose,
-    expand_compose,
-    few_rows,
-    few_rows_finish,
-    project,
-    project_back,
-)
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.decode import decode_finish, decode_project
+from jax_dora.ops.mosaic.projection import expand_compose, project, project_back
+from jax_dora.ops.mosaic.rows import compose_forward
 from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.reduction import dot_general
-from jax_dora.ops.shard import Op, Shard
 
 
 def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -56,23 +52,23 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
     form = quantised.format_of(kernel) if is_quantised else None
     expand = (rows, rank, out, x.dtype)
     candidates = {
-        few_rows: (rows, in_features, out, rank, form, x.dtype),
+        decode_project: (rows, in_features, out, rank, form, x.dtype),
         project: (rows, in_features, out, x.dtype),
-        few_rows_finish: expand,
+        decode_finish: expand,
         expand_compose: expand,
-        compose: (rows, out, x.dtype),
+        compose_forward: (rows, out, x.dtype),
     }
-    # `few_rows` needs lora_a, and neither kernel for few rows returns inner.
+    # `decode_project` needs lora_a, and neither kernel for few rows returns inner.
     if static.want_inner or lora_a is None:
-        del candidates[few_rows]
+        del candidates[decode_project]
     if static.want_inner:
-        del candidates[few_rows_finish]
+        del candidates[decode_finish]
     choice = choose.choose(static.op, static.implementation, *candidates.items())
     options = {"want_inner": static.want_inner}
     lora_b = lora_b.astype(x.dtype)
     # The kernels for few rows multiply x A by s: computing s·A would be another pass over A.
     a = None if lora_a is None else lora_a.astype(x.dtype)
-    if choice is not None and a is not None and choice.kernel is few_rows:
+    if choice is not None and a is not None and choice.kernel is decode_project:
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
         return choice.launch(x, *w, a, lora_b, g, scale, bias), None
     # The dense copy of a quantised kernel lives only as long as its product.
@@ -86,7 +82,7 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
         base = by_codes.launch(x, kernel.qvalue, kernel.scale)
     else:
         base = dot(x, quantised.dense(kernel, x.dtype), (-1, 0))
-    if choice is not None and choice.kernel is few_rows_finish:
+    if choice is not None and choice.kernel is decode_finish:
         z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
         return choice.launch(base, z, lora_b, g, s, bias), None
     if choice is not None and choice.kernel is expand_compose:

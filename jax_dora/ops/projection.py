@@ -25,13 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dora.ops import check, choose, primitive, products, quantised, residuals
+from jax_dora.ops import check, products, quantised, residuals
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
     ComposeBackward,
     accumulator,
     refuse_scale_gradient,
 )
+from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dropout import drop
 from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.products import BACK, FORWARD, Back

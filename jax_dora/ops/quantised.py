@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jax_dora.ops import mesh as meshes
+from jax_dora.ops.dispatch import mesh as meshes
 
 FORMATS = ("nf4", "int4", "int8", "float8_e4m3fn")
 _STORED_AS = {"nf4": jnp.dtype(jnp.uint4)}

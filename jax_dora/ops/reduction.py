@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops import choose
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.dispatch.shard import Op, Shard
 from jax_dora.ops.dropout import drop_for, kept_share
-from jax_dora.ops.mosaic import dropped_product, dropped_product_back, first_product
+from jax_dora.ops.mosaic.projection import dropout_shrink, dropout_shrink_back, shrink
 from jax_dora.ops.operands import Static
-from jax_dora.ops.shard import Op, Shard
 
 
 class Reduction(NamedTuple):
@@ -41,10 +41,10 @@ def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Arra
     it can, would hide it behind this short product.
     """
     x, lora_a, seed, kernel = operands
-    z = _with_kernel(dropped_product, static, shard, operands)
+    z = _with_kernel(dropout_shrink, static, shard, operands)
     if z is None and seed is None and shard.gathered:
         call = (x.size // max(x.shape[-1], 1), *lora_a.shape, x.dtype)
-        candidate = (first_product, call)
+        candidate = (shrink, call)
         choice = choose.choose(static.op, static.implementation, candidate, optional=True)
         if choice is not None:
             x, _ = lax.optimization_barrier((x, kernel))
@@ -57,7 +57,7 @@ def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Arra
 def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x)ᵀ dz in `static.dtype`."""
     x, dz, seed, *_ = operands
-    d_lora_a = _with_kernel(dropped_product_back, static, shard, operands)
+    d_lora_a = _with_kernel(dropout_shrink_back, static, shard, operands)
     if d_lora_a is None:
         # Without this barrier XLA may keep drop(x) from the forward pass instead of computing it.
         x, seed = lax.optimization_barrier((x, seed))
@@ -108,7 +108,7 @@ def _with_kernel(
         seed,
         jnp.stack([jnp.asarray(index, jnp.uint32) for index in start]),
         rate=static.rate,
-        transposed=kernel is dropped_product_back,
+        transposed=kernel is dropout_shrink_back,
     )
     return product * jnp.float32(1 / kept_share(static.rate))
 

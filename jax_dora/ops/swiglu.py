@@ -17,14 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops import check, choose, primitive, residuals, row_wise
-from jax_dora.ops import mesh as meshes
-from jax_dora.ops.choose import Choice
+from jax_dora.ops import check, residuals, row_wise
 from jax_dora.ops.compose import accumulator, per_feature
-from jax_dora.ops.mosaic import swiglu_backward as kernel_backward
-from jax_dora.ops.mosaic import swiglu_codes as kernel_with_codes
+from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.dispatch import mesh as meshes
+from jax_dora.ops.dispatch.choose import Choice
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.rows import swiglu_backward as kernel_backward
+from jax_dora.ops.mosaic.rows import swiglu_codes as kernel_with_codes
 from jax_dora.ops.operands import Gating, Static
-from jax_dora.ops.shard import Op, Shard
 
 
 def swiglu(

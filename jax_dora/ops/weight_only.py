@@ -1,8 +1,8 @@
 """Products x W of x with a quantised W without an adapter, as in decoding and for prompts.
 
-The Mosaic kernels of `few_rows` and `quantised_product` read the quantised bytes and no dense W.
-Where they do not support a call, XLA multiplies by a dense copy of W. The gradient is that of the
-dense product.
+The Mosaic kernels of `decode_project` and `decode_quantised` read the quantised bytes and no dense
+W. Where they do not support a call, XLA multiplies by a dense copy of W. The gradient is that of
+the dense product.
 """
 
 from typing import Any
@@ -10,15 +10,16 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_dora.ops import choose, quantised
-from jax_dora.ops.mosaic import few_rows, quantised_product
+from jax_dora.ops import quantised
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.dispatch.primitive import call_differentiable
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.decode import decode_project, decode_quantised
 from jax_dora.ops.operands import Static
-from jax_dora.ops.primitive import call_differentiable
 from jax_dora.ops.reduction import dot_general, static_precision
 from jax_dora.ops.row_wise import Product
-from jax_dora.ops.shard import Op, Shard
 
-MOST_ROWS = quantised_product.MOST_ROWS
+MOST_ROWS = decode_quantised.MOST_ROWS
 
 
 def product(operands: Product, precision: lax.PrecisionLike = None) -> jax.Array:
@@ -40,8 +41,8 @@ def choice(static: Static, rows: int, kernel: Any, dtype: Any) -> choose.Choice 
     """
     (in_features, out), form = kernel.shape, quantised.format_of(kernel)
     candidates = {
-        few_rows: (rows, in_features, out, 0, form, dtype),
-        quantised_product: (rows, in_features, out, form, dtype),
+        decode_project: (rows, in_features, out, 0, form, dtype),
+        decode_quantised: (rows, in_features, out, form, dtype),
     }
     return choose.choose(static.op, static.implementation, *candidates.items(), optional=True)
 

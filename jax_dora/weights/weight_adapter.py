@@ -16,7 +16,7 @@ from jax_dora.layers.call import dropout_of_call, g_of_call
 from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
-from jax_dora.ops import mesh as meshes
+from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.weights.jaxpr_interpreter import mark_adapted
 from jax_dora.weights.products import AdaptedReader
 from jax_dora.weights.trace import WeightTrace

@@ -8,7 +8,7 @@ from benchmarks.model.protocol import BEST_LORA
 from benchmarks.report import Report, time
 from benchmarks.results import row, rows
 from benchmarks.scaling import Measured
-from jax_dora.ops import primitive
+from jax_dora.ops.dispatch import primitive
 from tests.tables import thinned
 from tools.measured import PAGES, TABLES, updated
 from tools.performance_tables import NO_TRITON, ROOT

@@ -8,8 +8,8 @@ from flax import nnx
 import jax_dora
 import jax_dora.linen
 from jax_dora.layers import DORA_CLASSES
-from jax_dora.ops import choose
-from jax_dora.ops.mosaic import norm
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.mosaic.norm import one_pass_norm
 from tests.jax_dora.programs import for_cuda
 
 LAYERS = {
@@ -27,8 +27,8 @@ def on_hopper(monkeypatch):
 
     def takes_the_kernel(function, *operands):
         monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
-        monkeypatch.setattr(norm, "wins", lambda *_: True)
-        return "dora_norm" in for_cuda(function, *operands)
+        monkeypatch.setattr(one_pass_norm, "wins", lambda *_: True)
+        return "dora_one_pass_norm" in for_cuda(function, *operands)
 
     return takes_the_kernel
 

@@ -1,1 +1,1 @@
-"""Pallas Mosaic GPU kernels for Hopper, one per file."""
+"""Pallas Mosaic GPU kernels for Hopper: a folder for each family, a file for each kernel."""

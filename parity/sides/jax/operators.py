@@ -88,8 +88,9 @@ def kernel_names(program: Any) -> list[str]:
     """Returns the modules of the Mosaic kernels in a lowered program, which has a function of the
     same name for each."""
     functions = re.findall(r"func private @(\w+?)(?:_\d+)?\(", program.as_text())
-    modules = {module.name for module in pkgutil.iter_modules(mosaic.__path__)}
-    return sorted(modules.intersection(functions))
+    modules = pkgutil.walk_packages(mosaic.__path__, f"{mosaic.__name__}.")
+    names = {module.name.rpartition(".")[2] for module in modules}
+    return sorted(names.intersection(functions))
 
 
 def projection(scale: float, implementation: Implementation) -> Callable[[dict], Any]:

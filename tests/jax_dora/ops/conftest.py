@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.low_rank_tiling import Config
+from jax_dora.ops.mosaic.projection.strip_tiling import Config
 
 # A race condition raises an error.
 RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -29,5 +29,5 @@ def on_mosaic(request: pytest.FixtureRequest) -> Callable[[], AbstractContextMan
     ]
 )
 def low_rank_config(request: pytest.FixtureRequest) -> Config:
-    """Returns each of several different configs of `low_rank_tiling`."""
+    """Returns each of several different configs of `strip_tiling`."""
     return request.param

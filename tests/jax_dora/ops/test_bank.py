@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops import choose
 from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_slots import Slots
-from jax_dora.ops.mosaic import bank_few_rows, bank_rows
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.mosaic.bank import bank_decode, bank_rows
 from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.programs import equations, for_cuda
@@ -77,7 +77,7 @@ def test_small_prompts_are_rows_of_the_kernels_for_decoding(on_mosaic, monkeypat
     kernel = bank_rows.launch
     monkeypatch.setattr(bank_rows, "launch", launch)
     monkeypatch.setattr(bank_rows, "wins", lambda *call, **settings: True)
-    monkeypatch.setattr(bank_few_rows, "wins", lambda *call, **settings: False)
+    monkeypatch.setattr(bank_decode, "wins", lambda *call, **settings: False)
     monkeypatch.setattr(choose.Target, "prefers_mosaic", True)
     base, x, held, ids = operands(7, 20, features=64)
     bias = jnp.arange(64.0).astype(base.dtype)

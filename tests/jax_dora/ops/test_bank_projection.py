@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops import choose
 from jax_dora.ops.bank import bank_linear
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.dispatch import choose
 from parity.oracle import fp64
 from tests.jax_dora.ops.test_bank import exact, operands
 from tests.jax_dora.programs import aval, equations, for_cuda

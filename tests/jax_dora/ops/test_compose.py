@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from jax_dora.ops import compose, compose_delta
 from jax_dora.ops.compose import define
-from jax_dora.ops.mosaic import compose as mosaic_compose
-from jax_dora.ops.mosaic import compose_backward
-from jax_dora.ops.mosaic.elementwise import Config
+from jax_dora.ops.mosaic.rows import compose_backward
+from jax_dora.ops.mosaic.rows import compose_forward as mosaic_compose
+from jax_dora.ops.mosaic.rows.elementwise import Config
 from parity import oracle, tolerances
 from tests.tables import slow, thinned
 

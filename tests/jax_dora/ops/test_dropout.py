@@ -138,8 +138,8 @@ def test_a_named_mosaic_draws_the_mask_in_the_kernels_that_read_x():
 
     text = for_cuda(gradient, avals, aval(2, dtype=jnp.uint32))
     # Both begin so, forward and back.
-    assert text.count("dora_dropped_product") >= 2
-    assert "dora_dropped_product_back" in text
+    assert text.count("dora_dropout_shrink") >= 2
+    assert "dora_dropout_shrink_back" in text
     assert "256x128xi1" not in text
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops import choose, dora_linear
-from jax_dora.ops.mosaic import quantised_product
+from jax_dora.ops import dora_linear
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.mosaic.decode import decode_quantised
 from parity import oracle, tolerances
 from tests import quantised
 from tests.quantised import NAMES, SCALE, both, operands
@@ -19,9 +20,9 @@ def check(qtype, rows, shape, tiles, dtype, *, is_trained, monkeypatch):
 
     Scales are powers of two, so that W, whose NF4 values are rounded to `dtype`, is exact in it.
     """
-    launch, seen = quantised_product.launch, []
+    launch, seen = decode_quantised.launch, []
     monkeypatch.setattr(
-        quantised_product, "launch", lambda *a, **k: seen.append(1) or launch(*a, **k)
+        decode_quantised, "launch", lambda *a, **k: seen.append(1) or launch(*a, **k)
     )
     kernel = quantised.draw(qtype, shape, tiles, exact=True)
     (x, a, b, magnitude, bias), dy = operands(kernel, dtype=dtype, rows=(rows,))
@@ -63,7 +64,7 @@ SMALL = [
 @pytest.mark.parametrize(("qtype", "rows", "shape", "tiles", "dtype"), thinned(SMALL, SMALL[:1]))
 def test_agrees_with_fp64(monkeypatch, qtype, rows, shape, tiles, dtype, is_trained):
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0", sm_count=2))
-    monkeypatch.setattr(quantised_product, "wins", lambda *_: True)
+    monkeypatch.setattr(decode_quantised, "wins", lambda *_: True)
     arguments = qtype, rows, shape, tiles, dtype
     with plgpu.force_gpu_interpret_mode():
         check(*arguments, is_trained=is_trained, monkeypatch=monkeypatch)

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jax_dora
 from jax_dora import quantize
 from jax_dora.layers.quantised import dot_general, dot_general_by_rows, einsum
-from jax_dora.ops import choose
-from jax_dora.ops.mosaic import few_rows
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.mosaic.decode import decode_project
 from jax_dora.ops.weight_only import MOST_ROWS
 from parity.oracle import fp64
 from tests import quantised
@@ -145,7 +145,7 @@ def test_a_decoded_base_layer_has_no_dense_kernel_on_a_hopper(monkeypatch, qtype
         return for_cuda(call, bank, aval(rows, 1, 1024), aval(rows, dtype=jnp.int32))
 
     for found in (text(8, None), text(8, bank)):
-        assert "dora_few_rows" in found
+        assert "dora_decode_project" in found
         assert "1024x2048xbf16" not in found
     assert "1024x2048xbf16" in text(MOST_ROWS + 1, None)
 
@@ -174,7 +174,7 @@ def test_einsums_of_few_rows_are_products_with_matrices(
     np.testing.assert_allclose(call(x, kernel), exact, rtol=1e-4, atol=1e-4 * abs(exact).max())
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
     text = for_cuda(call, x.astype(jnp.bfloat16), kernel)
-    assert "dora_few_rows" in text
+    assert "dora_decode_project" in text
     sizes = "x".join(map(str, shape))
     assert f"{sizes}xbf16" not in text
     many = aval(MOST_ROWS + 1, *x_shape[1:])
@@ -267,9 +267,9 @@ def test_a_row_of_the_base_has_the_same_bits_in_a_bank(qtype, rows):
 )
 def test_the_operator_runs_the_kernels(monkeypatch, qtype, shape, tiles):
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0", sm_count=2))
-    monkeypatch.setattr(few_rows, "wins", lambda *_: True)
-    launch, seen = few_rows.launch, []
-    monkeypatch.setattr(few_rows, "launch", lambda *a, **k: seen.append(1) or launch(*a, **k))
+    monkeypatch.setattr(decode_project, "wins", lambda *_: True)
+    launch, seen = decode_project.launch, []
+    monkeypatch.setattr(decode_project, "launch", lambda *a, **k: seen.append(1) or launch(*a, **k))
     kernel = quantised.draw(qtype, (128, 256), tiles)
     x = jnp.asarray(np.random.default_rng(4).normal(size=shape), jnp.bfloat16)
     axes = (((x.ndim - 1,), (0,)), ((), ()))

@@ -1,0 +1,312 @@
+"""The JAX primitive that all operators with Mosaic kernels are bound to, and its lowering.
+
+A Mosaic kernel needs the arrays of a single device. Whether a call has them is known only when its
+program is lowered, so the implementation is chosen there:
+
+- One device, or `jax.shard_map` over the whole mesh: by the arrays' shapes.
+- A mesh with automatic axes: on every device, by the shapes of the device's shards (`shard`). This
+  uses JAX's `custom_partitioning`, with a rule for Shardy's propagation of shardings.
+- Any other program for several devices: XLA. Examples are a mesh with both manual and other axes,
+  an export, arrays on different meshes, and a batch axis that is not just another leading axis.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jax_dora.ops.dispatch.choose import PLAIN, interpreted
+from jax_dora.ops.dispatch.mesh import differentiable, to_unvarying, vary, vary_alike, varying
+from jax_dora.ops.dispatch.shard import UNSHARDED, Names, Op, Shard, spec
+
+# What XLA's scheduler is told of a Hopper GPU: the rates of projections in a training step, in
+# FLOP/s (`h200x2/profile.jsonl`) and in bytes/s of the kernel that they read (those of a copy in
+# `h100/quantised.jsonl`), and a time for all other operators. That time is a constant, because XLA
+# combines the sums over devices of several operators and warns if they have different times.
+FLOP_RATE, BYTE_RATE, SECONDS = 7e14, 3e12, 3e-5
+
+
+def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
+    """Returns the results of `op`, in a program for any number of devices.
+
+    Args:
+      op: the operator.
+      static: a NamedTuple of hashable settings with a field `implementation`; passed to `op.run`.
+      operands: a NamedTuple of arrays and None; one of the arrays may be quantised.
+    """
+    if interpreted() or static.implementation in PLAIN:
+        # The interpreter uses ordered callbacks, which a lowering rule must not contain.
+        axes = varying(operands)
+        if static.implementation == "mosaic":
+            operands = jax.tree.map(to_unvarying, operands)
+        results = op.run(static, Shard(), operands)
+        return jax.tree.map(lambda result: vary(result, axes), results)
+    leaves, tree = jax.tree.flatten(operands)
+    params = {"op": op, "static": static, "tree": tree}
+    shapes = _shapes(map(jax.typeof, leaves), **params)
+    return jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
+
+
+def call_differentiable(
+    op: Op, define: Callable[[Any, Any], tuple[jax.Array, ...]], static: Any, operands: Any
+) -> tuple[jax.Array, ...]:
+    """Returns the results of `call`. Their gradient is that of `define`, the operator's definition,
+    a function of (static, operands)."""
+    return differentiable(_call_with_gradient)((op, define, static), vary_alike(operands))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _call_with_gradient(settings: tuple[Op, Any, Any], operands: Any) -> tuple[jax.Array, ...]:
+    op, _, static = settings
+    return call(op, static, operands)
+
+
+@_call_with_gradient.defjvp
+def _jvp_of_definition(settings: tuple[Op, Any, Any], primals: Any, tangents: Any) -> Any:
+    _, define, static = settings
+    return jax.jvp(functools.partial(define, static), primals, tangents)
+
+
+# Jitted so that the abstract evaluation and the lowering share one trace of the operator.
+@functools.partial(jax.jit, static_argnums=range(3))
+def _traced(op: Op, static: Any, tree: Any, *leaves: jax.Array) -> Any:
+    return op.run(static, Shard(), tree.unflatten(leaves))
+
+
+@functools.partial(jax.jit, static_argnums=range(3))
+def _bound(op: Op, static: Any, tree: Any, *leaves: jax.Array) -> Any:
+    return _op_p.bind(*leaves, op=op, static=static, tree=tree)
+
+
+def _shapes(avals: Iterable[Any], *, op: Op, static: Any, tree: Any) -> Any:
+    # "mosaic" stays, so that an unsupported call raises here, by the shapes of the whole arrays.
+    static = static if static.implementation == "mosaic" else _with_xla(static)
+    return _traced.eval_shape(op, static, tree, *map(_unvarying, avals))
+
+
+def _with_xla(static: Any) -> Any:
+    return static._replace(implementation="xla")
+
+
+def _unvarying(aval: Any) -> Any:
+    """Returns the type without varying mesh axes: JAX cannot trace kernels of varying arrays."""
+    return aval.update(manual_axis_type=jax.typeof(0.0).manual_axis_type)
+
+
+_op_p = Primitive("dora")
+_op_p.multiple_results = True
+# Without this, JAX does not pass the program's devices to the lowering rule.
+prim_requires_devices_during_lowering.add(_op_p)
+
+
+@_op_p.def_impl
+def _execute(*operands: Any, op: Op, static: Any, tree: Any) -> Any:
+    with jax.disable_jit(False):  # if jit were disabled, `_bound` would call this function again
+        return _bound(op, static, tree, *operands)
+
+
+@_op_p.def_abstract_eval
+def _types(*avals: Any, **params: Any) -> list[Any]:
+    axes = frozenset().union(*(aval.manual_axis_type.varying for aval in avals))
+    first = avals[0]
+    return [
+        first.update(
+            shape=shape.shape,
+            dtype=shape.dtype,
+            weak_type=False,
+            sharding=shape.sharding or NamedSharding(first.sharding.mesh, jax.P()),
+            manual_axis_type=first.manual_axis_type.update(varying=axes),
+        )
+        for shape in jax.tree.leaves(_shapes(avals, **params))
+    ]
+
+
+def _raise_not_differentiable(*_: Any, op: Op, static: Any, tree: Any) -> Any:
+    raise NotImplementedError(
+        f"JAX cannot differentiate the kernels of {op.name}, as a gradient of a gradient requires; "
+        "pass implementation='xla', or 'eager' for forward mode too: in a model it is an option of "
+        "its DoRARules"
+    )
+
+
+ad.primitive_jvps[_op_p] = _raise_not_differentiable
+
+
+class _Batched(NamedTuple):
+    """An operator's `run`, mapped over a batch axis of each operand.
+
+    Attributes:
+      run: `Op.run` of one element of the batch.
+      tree: the structure of the operands.
+      axes: the batch axis of each operand's leaf, or None.
+    """
+
+    run: Callable[..., Any]
+    tree: Any
+    axes: tuple[int | None, ...]
+
+    def __call__(self, static: Any, shard: Shard, operands: Any) -> Any:
+        def run_one(*leaves: jax.Array) -> Any:
+            return self.run(static, shard, self.tree.unflatten(leaves))
+
+        return jax.vmap(run_one, in_axes=self.axes)(*jax.tree.leaves(operands))
+
+
+def _batch(arrays: Any, axes: Any, *, op: Op, static: Any, tree: Any) -> Any:
+    axes = tuple(axes)
+    if _is_leading_axis(op, tree, axes):
+        pairs = zip(arrays, axes, strict=True)
+        arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in pairs]
+    else:
+        op = Op(f"batch of {op.name}", _Batched(op.run, tree, axes), (), ())
+    results = _op_p.bind(*arrays, op=op, static=static, tree=tree)
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[_op_p] = _batch
+
+
+def _is_leading_axis(op: Op, tree: Any, axes: Sequence[int | None]) -> bool:
+    """Returns whether the batch axis can be one more leading axis of x and of the results.
+
+    It cannot if the operator sums over leading axes, or if a dropout mask depends on row numbers.
+    """
+    if not op.operands or op.contracted == "t":
+        return False
+    fields = zip(op.operands, tree.unflatten(range(len(axes))), strict=True)
+    return all(
+        names != "s" and (axes[index] is not None) == names.startswith("t")
+        for names, field in fields
+        for index in jax.tree.leaves(field)
+    ) and all(names.startswith("t") for names in op.results)
+
+
+def _lower(ctx: Any, *operands: Any, op: Op, static: Any, tree: Any, cuda: bool = False) -> Any:
+    if not cuda and static.implementation == "mosaic":
+        raise NotImplementedError(
+            "implementation 'mosaic' runs on a Hopper GPU (compute capability 9.0), and this "
+            f"program is being built for {', '.join(ctx.module_context.platforms)}; pass "
+            "implementation=None or 'xla', or run it under plgpu.force_gpu_interpret_mode()"
+        )
+    static = static if cuda else _with_xla(static)
+    mesh, single_device = _devices(ctx.module_context)
+    avals = [_unvarying(aval) for aval in ctx.avals_in]
+    if mesh is not None and op.operands:
+        function = _partitioned(op, static, tree, avals)
+        if cuda:
+            seconds = _projection_seconds(tree, avals, mesh) if op.is_projection else SECONDS
+            function = _timed(function, seconds)
+    elif single_device or static.implementation != "mosaic":
+        static = static if single_device else _with_xla(static)
+        function = functools.partial(_traced, op, static, tree)
+    else:
+        raise NotImplementedError(
+            "implementation 'mosaic' takes the arrays of one device, and this program is built for "
+            "several: in a batch, for an export, for different meshes or for one with manual axes "
+            "and others; pass implementation=None, or use jax.shard_map over the whole mesh"
+        )
+    flat = mlir.lower_fun(lambda *leaves: jax.tree.leaves(function(*leaves)), multiple_results=True)
+    return flat(ctx.replace(avals_in=avals), *operands)
+
+
+mlir.register_lowering(_op_p, _lower)
+mlir.register_lowering(_op_p, functools.partial(_lower, cuda=True), platform="cuda")
+
+
+def _devices(module: Any) -> tuple[Mesh | None, bool]:
+    """Returns (mesh, single_device).
+
+    `mesh` is the mesh that XLA partitions the program over, or None unless there is exactly one.
+    `single_device` is True if the program's arrays are those of one device.
+    """
+    context = module.axis_context
+    if hasattr(context, "manual_axes"):
+        manual = set(context.manual_axes) == set(context.mesh.axis_names)
+        return None, manual or context.mesh.size == 1
+    if context.num_devices == 1:
+        return None, True
+    mesh, devices = context.abstract_mesh, context.device_assignment
+    if module.lowering_parameters.for_export or mesh is None or mesh.empty or devices is None:
+        return None, False
+    return Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names), False
+
+
+def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
+    """Returns the operator as a function of arrays that are sharded over a mesh."""
+    shapes = _shapes(avals, op=op, static=static, tree=tree)
+    names = Names.of(op, tree.unflatten(avals), shapes)
+
+    def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
+        """Returns the function that each device runs, and the shardings of its arrays."""
+        specs = ([_spec(array) for array in arrays] for arrays in (operands, results))
+        shard = names.shard(mesh, *specs)
+
+        def run(*leaves: jax.Array) -> list[jax.Array]:
+            # An empty mesh, because a device's shards are not sharded further.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                parts = names.zero_padding(shard, [aval.shape for aval in avals], leaves)
+                return jax.tree.leaves(op.run(static, shard, tree.unflatten(parts)))
+
+        def shardings(arrays: Sequence[tuple[str, ...]]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, spec(axes, shard)) for axes in arrays)
+
+        return mesh, run, list(shardings(names.results)), shardings(names.operands)
+
+    all_names = dict.fromkeys(itertools.chain(*names.operands, *names.results))
+    function = custom_partitioning(
+        lambda *leaves: jax.tree.leaves(_traced(op, _with_xla(static), tree, *leaves))
+    )
+    function.def_partition(
+        partition,
+        sharding_rule=SdyShardingRule(
+            tuple(ArrayMapping(*axes) for axes in names.operands),
+            tuple(ArrayMapping(*axes) for axes in names.results),
+            reduction_factors=tuple(
+                name
+                for name in all_names
+                if name.lower() in names.contracted
+                and name.lower() not in itertools.chain(*names.results)
+            ),
+            need_replication_factors=tuple(name for name in all_names if name in UNSHARDED),
+        ),
+    )
+    return function
+
+
+def _timed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Returns `function` with its time for XLA's scheduler, which otherwise takes a kernel for too
+    short to hide a collective."""
+
+    def timed(*leaves: jax.Array) -> Any:
+        with set_xla_metadata(latency_metadata=str(round(1e9 * seconds))):
+            return function(*leaves)
+
+    return timed
+
+
+def _projection_seconds(tree: Any, avals: Sequence[Any], mesh: Mesh) -> float:
+    """Returns the time of a device's even share of a projection, estimated from the FLOPs and from
+    the bytes of the kernel."""
+    rows, kernel, *_ = tree.unflatten(avals)
+    flops = 2 * (rows.size // max(rows.shape[-1], 1)) * math.prod(kernel.shape)
+    moved = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(kernel))
+    return max(flops / FLOP_RATE, moved / BYTE_RATE) / mesh.size
+
+
+def _spec(array: Any) -> Any:
+    return () if array.sharding is None else array.sharding.spec

@@ -1,0 +1,1 @@
+"""Kernels for the few rows of decoding and of short prompts."""

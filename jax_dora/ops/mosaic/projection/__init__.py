@@ -1,0 +1,1 @@
+"""Kernels of an adapted projection, forward and backward."""

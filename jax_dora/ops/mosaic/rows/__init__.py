@@ -1,0 +1,1 @@
+"""Kernels that read and write whole activations once, and multiply nothing."""

@@ -1,0 +1,157 @@
+"""SwiGLU of two composes, with its rows quantised to FP8 with one scale per row.
+
+    gate, up  [rows, out]  bf16 or fp16      g, b of gate and of up  f32[out]
+    h = silu(g₁∘gate + b₁)∘(g₂∘up + b₂)      [rows, out]  gate's dtype
+    ĥ = round(h / s)  [rows, out]  float8_e4m3fn      s = max |h| / 448 per row, f32[rows]
+
+A row is computed in chunks of its features, and h stays in shared memory until the row's maximum is
+known. `row_codes` is the same for rows that exist already; sigmoid is computed
+as in `swiglu_backward`.
+
+Bytes: 4 · rows · out read, 3 · rows · out written; the floor is bytes / copy rate. For each row the
+vectors are also read from the L2 cache.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_dora.ops.mosaic.hopper.launch import launcher
+from jax_dora.ops.mosaic.hopper.limits import RESERVED, SHARED_MEMORY
+from jax_dora.ops.mosaic.rows import row_codes
+from jax_dora.ops.mosaic.rows.row_codes import LEAST, MAX_CHUNK, MAX_SIDE, QTYPE
+from jax_dora.ops.rounding import bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The tuning parameters.
+
+    Attributes:
+      stages: the number of pipeline stages.
+      blocks_per_sm: the number of thread blocks per multiprocessor: one computes while another
+        waits for memory.
+    """
+
+    stages: int = 2
+    blocks_per_sm: int = 3
+
+
+def refuses(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> str | None:
+    """Returns why the kernel does not support [rows, out] of `dtype`, or None."""
+    return row_codes.refuses(rows, out, dtype)
+
+
+def wins(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> bool:
+    """Returns whether the kernel is expected to be faster than XLA and `row_codes` (H100,
+    `h100/tried.jsonl`, "SwiGLU with FP8 codes")."""
+    is_large = rows * out >= 2**23 and (out >= 8192 or rows >= 4096)
+    return row_codes.wins(rows, out, dtype) and is_large and (vectors == 2 or out <= 8192)
+
+
+def config(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> Config:
+    """Returns the config for [rows, out] of `dtype` and 2 or 4 vectors: as many thread blocks as
+    shared memory has room for, up to 6."""
+    stages = 2
+    buffers = stages * math.gcd(out, MAX_CHUNK) * (2 * 2 + 4 * vectors)
+    block = RESERVED + buffers + out * (2 + 1)
+    return Config(stages=stages, blocks_per_sm=min(6, SHARED_MEMORY // block))
+
+
+@launcher()
+def launch(
+    gate: jax.Array,
+    up: jax.Array,
+    gate_g: jax.Array,
+    up_g: jax.Array,
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    *,
+    config: Config,
+    sm_count: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (h [..., out], ĥ [..., out], s f32[...]) for gate, up [..., out]."""
+    *lead, out = gate.shape
+    dtype, rows = gate.dtype, gate.size // out
+    lane = math.gcd(out, MAX_SIDE)
+    width, chunk = out // lane, math.gcd(out, MAX_CHUNK) // lane
+    chunks = width // chunk
+    blocks = min(rows, sm_count * config.blocks_per_sm)
+    steps = pl.cdiv(rows, blocks)
+    vectors = [gate_g, up_g]
+    if gate_bias is not None or up_bias is not None:
+        zeros = jnp.zeros_like(gate_g)
+        vectors += [zeros if bias is None else bias for bias in (gate_bias, up_bias)]
+    inverse_bound = 1 / bound(QTYPE)
+
+    # gate_gmem, up_gmem, h_gmem, codes_gmem [rows, width, lane]; vectors_gmem [vectors, width,
+    # lane]; scales_gmem [steps · blocks]; h_smem, codes_smem [1, width, lane]
+    def kernel(
+        gate_gmem, up_gmem, vectors_gmem, h_gmem, codes_gmem, scales_gmem, h_smem, codes_smem
+    ):
+        def row_step(index, carry):
+            row = lax.axis_index("block") + index * blocks
+
+            # gate_smem, up_smem [1, chunk, lane]; vectors_smem [vectors, chunk, lane]
+            def chunk_step(indices, gate_smem, up_smem, vectors_smem, largest):
+                g1, g2, *biases = (vectors_smem[i] for i in range(len(vectors)))
+                features = pl.ds(indices[0] * chunk, chunk)
+                y1 = g1 * gate_smem[0].astype(jnp.float32)
+                y2 = g2 * up_smem[0].astype(jnp.float32)
+                if biases:
+                    y1, y2 = y1 + biases[0], y2 + biases[1]
+                root = lax.rsqrt(1.0 + jnp.exp(-y1))
+                h = (y1 * (root * root) * y2).astype(dtype)
+                h_smem[0, features] = h
+                largest = jnp.maximum(largest, jnp.abs(h.astype(jnp.float32)))
+                plgpu.commit_smem()  # TMA must not refill a buffer that is still being read.
+                return largest
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            in_row = plgpu.BlockSpec((1, chunk, lane), lambda i: (row, i, 0))
+            in_vectors = plgpu.BlockSpec((len(vectors), chunk, lane), lambda i: (0, i, 0))
+            largest = plgpu.emit_pipeline(
+                chunk_step,
+                grid=(chunks,),
+                in_specs=[in_row, in_row, in_vectors],
+                max_concurrent_steps=config.stages,
+                init_carry=jnp.zeros((chunk, lane), jnp.float32),
+            )(gate_gmem, up_gmem, vectors_gmem)
+            plgpu.copy_smem_to_gmem(h_smem, h_gmem.at[pl.ds(row, 1)])
+            scale = jnp.maximum(jnp.max(largest) * inverse_bound, LEAST)
+            for i in range(chunks):
+                features = pl.ds(i * chunk, chunk)
+                codes = h_smem[0, features].astype(jnp.float32) / scale
+                codes_smem[0, features] = codes.astype(QTYPE)
+            scales_gmem[row] = scale
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(codes_smem, codes_gmem.at[pl.ds(row, 1)])
+            return carry
+
+        lax.fori_loop(0, steps, row_step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    view, whole_row = (rows, width, lane), (1, width, lane)
+    h, codes, scales = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(view, dtype),
+            jax.ShapeDtypeStruct(view, QTYPE),
+            jax.ShapeDtypeStruct((steps * blocks,), jnp.float32),
+        ],
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM(whole_row, dtype), plgpu.SMEM(whole_row, QTYPE)],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="dora_swiglu_codes",
+    )(
+        gate.reshape(view),
+        up.reshape(view),
+        jnp.stack([vector.astype(jnp.float32) for vector in vectors]).reshape(-1, width, lane),
+    )
+    return h.reshape(gate.shape), codes.reshape(gate.shape), scales[:rows].reshape(lead)

@@ -1,0 +1,105 @@
+"""A kernel is lowered once in a process, whatever programs, layers and shards call it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+
+import jax_dora
+from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.mosaic.hopper import launch
+from tests.jax_dora.meshes import automatic
+from tests.jax_dora.programs import aval, for_cuda
+
+WIDTH, ROWS, RANK = 1024, 2048, 16
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """Chooses kernels as on a Hopper GPU, and begins without lowered kernels."""
+    target = choose.Target("gpu", "9.0")
+    monkeypatch.setattr(choose, "target", lambda: target)
+    launch._traced.cache_clear()
+    launch._code.cache_clear()
+    primitive._traced.clear_cache()
+    yield
+    primitive._traced.clear_cache()  # traced for a target that is not there
+
+
+def step(depth):
+    """Returns the gradient of a plain list of layers, and its abstract arguments."""
+
+    def make():
+        layers = [
+            nnx.Linear(WIDTH, WIDTH, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            for _ in range(depth)
+        ]
+        rule = jax_dora.DoRARule("all-linear", RANK, RANK, adapter_dtype=jnp.bfloat16)
+        return jax_dora.apply_dora(nnx.List(layers), rule, rngs=nnx.Rngs(1))
+
+    graphdef, trained, frozen = nnx.split(nnx.eval_shape(make), nnx.LoRAParam, ...)
+
+    def loss(trained, frozen, x):
+        for layer in nnx.merge(graphdef, trained, frozen):
+            x = jax.nn.relu(layer(x))
+        return x.astype(jnp.float32).sum()
+
+    return jax.grad(loss), trained, frozen, aval(ROWS, WIDTH)
+
+
+def lowered():
+    """Returns the number of kernels that were lowered."""
+    return launch._code.cache_info().misses
+
+
+def kernels(program):
+    """Returns the bytes of every call of a kernel in a program."""
+    return re.findall(r"(?s)custom_call @mosaic_gpu_v2\(.*?kernel_hash = (\".*?\"),", program)
+
+
+def test_kernels_do_not_grow_with_the_number_of_layers():
+    programs = [for_cuda(*step(depth)) for depth in (2, 8)]
+    counts = [len(kernels(program)) for program in programs]
+    assert counts[0] == counts[1] == lowered() >= 3
+    assert kernels(programs[0]) == kernels(programs[1])
+
+
+def test_shards_of_all_layers_share_the_kernels():
+    """XLA calls JAX for every operator of every layer that it partitions. It does so on CPUs too,
+    where the kernels of this test return zeros."""
+    requested = []
+
+    def zeros(ctx, *operands, kernel):
+        requested.append(launch._code(kernel, launch._types(ctx.avals_in)))
+        shapes = [(one.shape, one.dtype) for one in ctx.avals_out]
+        make = mlir.lower_fun(lambda *_: [jnp.zeros(*one) for one in shapes], multiple_results=True)
+        return make(ctx, *operands)
+
+    register = mlir.register_lowering
+    register(launch._kernel_p, zeros, platform="cpu")
+    on_cuda = primitive._lower
+    register(primitive._op_p, functools.partial(on_cuda, cuda=True), platform="cpu")
+    mesh, counts = automatic(data=2), []
+
+    def placed(tree, spec):
+        sharding = jax.NamedSharding(mesh, spec)
+        return jax.tree.map(lambda a: a.update(sharding=sharding), tree)
+
+    try:
+        for depth in (2, 6):
+            function, *weights, x = step(depth)
+            before = len(requested)
+            with jax.set_mesh(mesh):
+                program = jax.jit(function).lower(*placed(weights, P()), placed(x, P("data")))
+                program.compile()
+            counts.append((len(requested) - before, lowered()))
+    finally:
+        register(primitive._op_p, on_cuda, platform="cpu")
+    (few, first), (many, second) = counts
+    assert many > 2 * few  # XLA did ask for every layer
+    assert first == second == len(set(requested))
