@@ -25,8 +25,8 @@ class Text(str):
 
 
 def overwrite(folder: Path, text: str) -> None:
-    """What `save_adapter` does with an adapter that exists."""
-    config = AdapterConfig(r=1, target_modules=(".*",))
+    """What `save_adapter` does with an adapter of another configuration that exists."""
+    config = AdapterConfig(r=int(text) + 1, target_modules=(".*",))
     writing.write(folder, config, lambda file: file.write_text(text), overwrite=True)
 
 
@@ -136,7 +136,9 @@ def test_one_that_a_single_scan_misses_is_served_on(folder, adapters, told):
 
 
 def test_one_that_is_overwritten_is_never_lost(folder, adapters, told, monkeypatch):
-    """Scans see each state between the steps of `save_adapter`, and none of them as damaged."""
+    """Scans see each state between the steps of `save_adapter` where it cannot exchange folders,
+    and none of them as damaged."""
+    monkeypatch.setattr(writing, "exchange_folders", lambda *_: False)
     write(folder / "one", "0")
     adapters.scan(settle=False)
     replace, seen = Path.replace, []
