@@ -17,6 +17,7 @@ from dora_common.peft.config import AdapterConfig
 from dora_common.peft.fit import Adapter, Fit, fit
 from dora_common.peft.keys import adapter_in, parse
 from dora_common.peft.layers import Outline, Shape
+from dora_common.peft.vocabulary import new_vocabulary
 from dora_common.rules import listing
 
 CONFIG = "adapter_config.json"
@@ -55,6 +56,32 @@ class Folder:
         """Calls `dora_common.peft.fit.fit`, and puts the folder's path in front of its errors."""
         with named_in_errors(self.path):
             return fit(self.config, self.tensors, outline, adapter=self.adapter)
+
+    def new_vocabulary(self, model: Any, outline: Outline) -> int | None:
+        """Returns the number of tokens to which `model` has to be resized, as
+        `dora_common.peft.vocabulary.new_vocabulary` does, and logs a warning if it has to be.
+
+        Raises:
+          ValueError: the model cannot be resized, or the folder does not store what it takes.
+        """
+        with named_in_errors(self.path):
+            sizes = new_vocabulary(self.config, self.tensors, outline, adapter=self.adapter)
+            if sizes is None:
+                return None
+            old, new = sizes
+            if not hasattr(model, "resize_token_embeddings"):
+                raise ValueError(
+                    f"it is of a model with {new} tokens, and this {type(model).__name__} has "
+                    f"{old} and no method resize_token_embeddings; expected a model with {new}"
+                )
+        _LOG.warning(
+            "%s is of a model with %d tokens, and so the model's embedding and output head are "
+            "resized from %d",
+            self.path,
+            new,
+            old,
+        )
+        return new
 
     def fit_to_bank(self, outline: Outline) -> Fit:
         """Like `fit`, but raises NotImplementedError if the folder has more than an adapter."""

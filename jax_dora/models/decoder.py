@@ -5,6 +5,7 @@ Attributes have the names of Hugging Face's modules: the torch path
 module. Its arrays have a leading layer axis, and the forward pass scans over that axis.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -189,6 +190,22 @@ class CausalLM(nnx.Module):
           updated cache.
         """
         return self.model.extend(tokens, cache, counts, rows)
+
+    def resize_token_embeddings(self, tokens: int) -> None:
+        """Changes the number of tokens, in place. The weights of new tokens are zero."""
+
+        def resize(value: jax.Array, axis: int) -> jax.Array:
+            value = lax.slice_in_dim(value, 0, min(tokens, value.shape[axis]), axis=axis)
+            added = [(0, tokens - size if n == axis else 0) for n, size in enumerate(value.shape)]
+            return jnp.pad(value, added)
+
+        embed, head = self.model.embed_tokens, self.lm_head
+        embed.embedding = nnx.Param(resize(embed.embedding[...], 0))
+        embed.num_embeddings = tokens
+        if head is not None:
+            head.kernel = nnx.Param(resize(head.kernel[...], 1))
+            head.out_features = tokens
+        self.config = self.model.config = dataclasses.replace(self.config, vocab_size=tokens)
 
     def head(self) -> nnx.Module:
         """Returns the layer that computes logits: `lm_head`, or the embedding."""

@@ -198,7 +198,8 @@ def save_model(
       model: a model without adapters; merge them first. Quantised kernels are written as floats.
       folder: the folder to create. It must not exist, or be empty.
       config: the contents of config.json, as returned by `read_config`. Its dtype is replaced with
-        the model's, and so is whether the head is tied, which an adapter's folder can change.
+        the model's, and so is what an adapter's folder can change: the number of tokens, and
+        whether the head is tied.
       tokenizer_from: a folder to copy all other files from, such as the tokenizer, the generation
         settings and the chat template.
       files: the contents of files, by name, that replace those of `tokenizer_from`; None for files
@@ -216,6 +217,7 @@ def save_model(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; expected a new or an empty folder")
     dtype = jnp.dtype(model.config.dtype)
+    config = config | {"vocab_size": model.config.vocab_size}
     described = DecoderConfig.from_hf(
         config, **{name: getattr(model.config, name) for name in COMPUTATION}
     )

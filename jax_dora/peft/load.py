@@ -29,7 +29,7 @@ from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index
 from jax_dora.peft.torch_view import TorchView, torch_view
-from jax_dora.peft.untie import untie
+from jax_dora.peft.untie import untie, untie_adapted_heads
 
 _CACHE_LINE = 64
 
@@ -66,6 +66,9 @@ def load_adapter[Model: nnx.Module](
     - As in PEFT, an output head that is tied to an adapted embedding is not adapted:
       `jax_dora.DoRAEmbed`'s adapt_attend is False.
     - As in PEFT, a module in modules_to_save that shares its weight gets an array of its own.
+    - If the folder is of a model with another number of tokens, and stores the embedding and the
+      output head, the returned model is resized: by its method `resize_token_embeddings`, such as
+      that of `jax_dora.models.CausalLM`. A warning names both numbers.
     - Parameters of the base model that an earlier folder replaced keep the replaced values. A
       warning names the arguments with which `save_adapter` stores replaced parameters again.
     - The adapter's dropout is off, as after PEFT's `from_pretrained`. To train the adapter further,
@@ -107,12 +110,19 @@ def load_adapter[Model: nnx.Module](
             options["adapted"] = find_adaptable_weights(loaded, example)
         view = torch_view(loaded, names, **options)
         outline = view.outline()
+        if (size := source.new_vocabulary(loaded, outline)) is not None:
+            resizable: Any = loaded
+            resizable.resize_token_embeddings(size)
+            view = torch_view(loaded, names, **options)
+            outline = view.outline()
         fit = source.fit(outline)
         view.check_not_quantised((*fit.parameters, *fit.tokens))
         loaded = untie(loaded, view, fit, source.config)
         view = torch_view(loaded, names, **options)
         # Before the adapters, since the layers of a stack that have none keep the kernels' norms.
         _set_parameters(source, view, fit)
+        untie_adapted_heads(view, fit)
+        view = torch_view(loaded, names, **options)
         stacks = _by_site(view, fit)
         rules = {
             site: DoRARule(

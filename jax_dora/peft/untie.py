@@ -12,7 +12,7 @@ from jax_dora.peft.torch_view import TorchView
 
 
 def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
-    """Gives the parameters in `fit.untied`, and heads that get an adapter, arrays of their own.
+    """Gives the parameters in `fit.untied` arrays of their own.
 
     A head that is None becomes an `nnx.Linear`. If the embedding's `attend` may be the head, the
     embedding becomes an `UntiedEmbed`.
@@ -26,8 +26,7 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
     Raises:
       NotImplementedError: a parameter to untie belongs to one module with several names.
     """
-    adapted = {name for name in view.tied_heads if name.removesuffix(".weight") in fit.adapters}
-    for name in (*fit.untied, *adapted):
+    for name in fit.untied:
         parameter = view.parameters[name]
         heads = [one for one in view.tied_heads if view.parameters[one] == parameter]
         for head in heads:
@@ -43,6 +42,13 @@ def untie(model: Any, view: TorchView, fit: Fit, config: AdapterConfig) -> Any:
             setattr(view.modules[parameter.path], parameter.attribute, variable.copy())
     untied = {id(one): UntiedEmbed(one) for one in _possible_heads(view, config).values()}
     return replace_modules(model, untied)
+
+
+def untie_adapted_heads(view: TorchView, fit: Fit) -> None:
+    """Makes an `nnx.Linear` of every head that is None and gets an adapter."""
+    for name, path in view.tied_heads.items():
+        if name.removesuffix(".weight") in fit.adapters:
+            untie_head(view.modules, path, view.modules[view.parameters[name].path])
 
 
 def check_no_possible_heads(view: TorchView, config: AdapterConfig) -> None:

@@ -19,7 +19,7 @@ from jax_dora.peft import Names, UntiedEmbed, load_adapter, save_adapter
 from tests.jax_dora.peft_folders import assert_same, tensors_of
 from tests.tables import thinned
 from tests.torch_dora.architectures import DECODER as SIZES
-from tests.torch_dora.peft_folders import perturbed
+from tests.torch_dora.peft_folders import perturbed, resize
 
 pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 BOTH = ["embed_tokens", "lm_head"]
@@ -27,10 +27,10 @@ IDS = np.random.default_rng(0).integers(0, 40, (2, 7))
 TOLERANCE = 1e-6
 
 
-def tied(folder: Path) -> nn.Module:
+def tied(folder: Path, *, tie: bool = True) -> nn.Module:
     """A model in a folder of its own too; the same every time."""
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
+    config = transformers.Qwen3Config(**SIZES, tie_word_embeddings=tie)
     model = transformers.Qwen3ForCausalLM(config).eval()
     model.save_pretrained(folder / "base")
     return model
@@ -154,6 +154,62 @@ def test_a_resized_vocabulary_of_a_tied_model(tmp_path: Path) -> None:
 
     assert ours.lm_head is None
     assert relative(logits(ours), torch_logits(theirs)) <= TOLERANCE
+
+
+RESIZED = [(tie, 43, targets) for tie in (True, False) for targets in ([], ["lm_head", "q_proj"])]
+RESIZED += [(True, 37, BOTH), (False, 37, BOTH)]
+
+
+@pytest.mark.parametrize(("tie", "size", "targets"), thinned(RESIZED, [RESIZED[1], RESIZED[5]]))
+def test_a_vocabulary_of_another_size_than_the_model_s(
+    tie: bool, size: int, targets: list[str], tmp_path: Path, caplog: Any
+) -> None:
+    model = tied(tmp_path, tie=tie)
+    resize(model, size)
+    fields = {"r": 2, "use_dora": True, "target_modules": [*targets, "v_proj"]}
+    # Both tables are stored, by one way or another.
+    saved = [] if tie or targets == BOTH else [one for one in BOTH if one not in targets]
+    theirs = peft.get_peft_model(model, peft.LoraConfig(**fields, modules_to_save=saved or None))
+    perturbed(theirs).save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    ids = IDS % size
+    with torch.no_grad():
+        expected = theirs.eval()(torch.from_numpy(ids)).logits.numpy()
+    base = models.load_model(tmp_path / "base")
+
+    ours = load_adapter(base, tmp_path / "theirs")
+    models.save_model(
+        jax_dora.merge_dora(ours), tmp_path / "merged", models.read_config(tmp_path / "base")
+    )
+
+    ours.eval()
+    assert relative(np.asarray(ours(jnp.asarray(ids))), expected) <= TOLERANCE
+    assert any(f"with {size} tokens, and so" in one and "from 40" in one for one in caplog.messages)
+    assert base.config.vocab_size == 40
+    merged = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        assert relative(merged(torch.from_numpy(ids)).logits.numpy(), expected) <= TOLERANCE
+
+
+def test_a_vocabulary_that_the_folder_does_not_store(tmp_path: Path) -> None:
+    model = tied(tmp_path)
+    resize(model, 43)
+    model.save_pretrained(tmp_path / "resized")
+    folder, _ = peft_folder(tmp_path, model, target_modules=["lm_head", "q_proj"])
+    base = models.load_model(tmp_path / "base")
+    told = r"lm_head\.lora_B\.weight is of 43 tokens, but the model has 40.*save_embedding_layers"
+    with pytest.raises(ValueError, match=told):
+        load_adapter(base, folder)
+    assert load_adapter(models.load_model(tmp_path / "resized"), folder).config.vocab_size == 43
+
+    class Other(nnx.Module):
+        def __init__(self) -> None:
+            self.model, self.lm_head = base.model, nnx.data(None)
+
+    model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "resized")
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    with pytest.raises(ValueError, match="with 43 tokens, and this Other has 40 and no method"):
+        load_adapter(Other(), tmp_path / "theirs")
 
 
 def test_rows_of_single_tokens(tmp_path: Path, caplog: Any) -> None:

@@ -77,6 +77,13 @@ def perturbed(module: nn.Module, seed: int = 1) -> nn.Module:
     return module
 
 
+def resize(model: Any, size: int) -> None:
+    """Resizes the vocabulary of a transformers model, with other weights than before."""
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for part in {model.get_input_embeddings(), model.get_output_embeddings()}:
+        perturbed(part)
+
+
 def output(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         found = model.eval()(IDS)

@@ -24,6 +24,7 @@ from tests.torch_dora.peft_folders import (
     perturbed,
     qwen3,
     reconfigured,
+    resize,
     rewritten,
     snapshot,
     tensors_of,
@@ -101,6 +102,48 @@ def test_one_of_two_tied_modules_alone(
     for model in (merged, type(merged).from_pretrained(tmp_path / "merged")):
         assert model.config.tie_word_embeddings is False
         assert (output(model) - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("make", [qwen3, llama, gpt2])
+@pytest.mark.parametrize("size", [43, 37])
+def test_a_vocabulary_of_another_size_than_the_model_s(
+    make: Any, size: int, tmp_path: Path, caplog: Any
+) -> None:
+    model = base(make)
+    resize(model, size)
+    targets = ["c_attn"] if make is gpt2 else [*BOTH, "q_proj"]
+    config = peft.LoraConfig(r=2, use_dora=True, target_modules=targets)
+    config.fan_in_fan_out = make is gpt2
+    theirs = perturbed(peft.get_peft_model(model, config))
+    theirs.save_pretrained(tmp_path, save_embedding_layers=True)
+    ids = IDS % size
+
+    ours = load_adapter(base(make), tmp_path)
+
+    with torch.no_grad():
+        assert (ours(ids).logits - theirs.eval()(ids).logits).abs().max() <= 1e-5
+    assert ours.config.vocab_size == size
+    assert any(f"with {size} tokens, and so" in one and "from 40" in one for one in caplog.messages)
+
+
+@pytest.mark.parametrize("size", [43, 37])
+def test_a_model_is_not_resized_if_loading_fails(size: int, tmp_path: Path) -> None:
+    model = base(qwen3)
+    resize(model, size)
+    config = peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"])
+    peft.get_peft_model(model, config).save_pretrained(tmp_path, save_embedding_layers=True)
+    rewritten(tmp_path, change=lambda tensor: tensor * torch.nan)
+    model = base(qwen3)
+    expected = output(model)
+
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        load_adapter(model, tmp_path)
+
+    assert model.config.vocab_size == 40
+    assert torch.equal(output(model), expected)
+    torch_dora.apply_dora(model, torch_dora.DoRARule("lm_head", rank=2, alpha=2))
+    with pytest.raises(ValueError, match="of another number of tokens, and the model's embedding"):
+        load_adapter(model, tmp_path)
 
 
 @pytest.mark.parametrize("path", ["shared", "decoder.embed_tokens", "lm_head"])

@@ -1,10 +1,11 @@
 """Loads a PEFT folder into a torch model."""
 
+import contextlib
 import copy
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, open_folder
+from dora_common.peft.vocabulary import resized
 from torch_dora.adapt import DoRARule
 from torch_dora.adapt.apply import (
     WRAPPERS,
@@ -64,6 +66,10 @@ def load_adapter(
     whose weight is tied to another module gets its own copy, as in PEFT, and
     ``config.tie_word_embeddings`` of a transformers model becomes False.
 
+    If the folder is of a model with another number of tokens, and stores the embedding and the
+    output head, ``model`` is resized by its ``resize_token_embeddings``. A warning names both
+    numbers.
+
     What an earlier folder replaced in the base model is not restored; a warning lists what
     ``save_adapter`` needs to store it again.
 
@@ -98,9 +104,14 @@ def load_adapter(
     check_model(model, inside=WRAPPERS)
     placement.refuse_partitioned(model.named_parameters())
     layers = layers_of(model)
-    with open_folder(folder, "pt", adapter) as source:
+    with open_folder(folder, "pt", adapter) as source, contextlib.ExitStack() as undo:
         parameters = parameters_of(model)
         model_outline = outline(layers, parameters)
+        if (size := source.new_vocabulary(model, model_outline)) is not None:
+            source.fit(resized(model_outline, size))
+            undo.enter_context(_resized(model, size))
+            parameters = parameters_of(model)
+            model_outline = outline(layers_of(model), parameters)
         fit = source.fit(model_outline)
         weights = [weight_name(adapter.layer) for adapter in fit.adapters.values()]
         placement.refuse_meta(
@@ -156,6 +167,31 @@ def load_adapter(
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in stored)
     return model
+
+
+@contextlib.contextmanager
+def _resized(model: Any, size: int) -> Iterator[None]:
+    """Resizes the vocabulary of ``model``, and undoes this if an error is raised."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [one for one in embeddings if one is not None]
+    if any(isinstance(one, DoRALayer) for one in tables):
+        raise ValueError(
+            "the folder is of another number of tokens, and the model's embedding or output head "
+            "has an adapter; expected the plain base model, which can be resized"
+        )
+    placement.refuse_fsdp(
+        [(type(one).__name__, one) for one in tables], "load_adapter before fully_shard"
+    )
+    old = [one.weight.detach() for one in tables]
+    model.resize_token_embeddings(size, mean_resizing=False)
+    try:
+        yield
+    except BaseException:
+        model.resize_token_embeddings(old[0].shape[0], mean_resizing=False)
+        with torch.no_grad():
+            for one, weight in zip(tables, old, strict=True):
+                one.weight.copy_(weight)
+        raise
 
 
 def _make_layers(
