@@ -212,9 +212,11 @@ def read_folder(
         layers: dict[str, dict[Any, LayerAdapter]] = {}
         for name, one in fit.adapters.items():
             where = view.layers.get(name)
-            if where is None or where.path not in by_path:
-                path = view.tied_heads[f"{name}.weight"] if where is None else where.path
-                raise _unknown_projection(model, projections, path)
+            if where is None:
+                path = view.tied_heads[f"{name}.weight"]
+                raise _unknown_projection(model, projections, path, "it is tied to the embedding")
+            if where.path not in by_path:
+                raise _unknown_projection(model, projections, where.path)
             read = {key: source.read(name) for key, name in one.keys.items()}
             layers.setdefault(where.path, {})[where.index] = LayerAdapter(
                 read["lora_a"],
@@ -226,10 +228,12 @@ def read_folder(
 
 
 def _unknown_projection(
-    model: nnx.Module, projections: Sequence[BankProjection], path: str
+    model: nnx.Module,
+    projections: Sequence[BankProjection],
+    path: str,
+    reason: str = "the model has no layer of that path",
 ) -> ValueError:
     reasons = {name: rejection_reason(site) for site in find_sites(model) for name in site.names}
-    reason = "the model has no layer of that path"
     if path in reasons:
         reason = reasons[path] or "the bank was made without it: include it in the bank's path="
     return ValueError(

@@ -110,3 +110,12 @@ def test_folders_that_replace_base_weights_are_refused(made, make_torch_model, t
         theirs.save_pretrained(tmp_path / str(number), save_embedding_layers=False)
         with pytest.raises(error, match=message):
             bank.load(3, tmp_path / str(number))
+
+
+def test_an_adapter_of_a_tied_head_is_refused(make_folder, make_torch_model, tmp_path):
+    setting = {"r": 2, "target_modules": ["lm_head", "q_proj"]}
+    theirs = peft_model(make_torch_model("qwen3-tied"), **setting)
+    theirs.save_pretrained(tmp_path, save_embedding_layers=False)
+    model = decoder.load_model(make_folder("qwen3-tied"))
+    with pytest.raises(ValueError, match=r"'lm_head', which.*: it is tied to the embedding"):
+        jax_dora.AdapterBank(model, 1, 2).load(0, tmp_path)
