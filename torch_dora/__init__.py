@@ -28,4 +28,5 @@ from torch_dora.layers import DoRALayer as DoRALayer
 from torch_dora.layers import DoRALinear as DoRALinear
 from torch_dora.norms import freeze as freeze
 from torch_dora.norms import norms as norms
+from torch_dora.norms import reset_magnitudes as reset_magnitudes
 from torch_dora.norms import with_norms as with_norms

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from torch_dora.layers import DoRALayer, dora_layers, placement, tied_modules
-from torch_dora.ops import check
+from torch_dora.ops import check, shards
 from torch_dora.ops.shards import full_tensor, is_sharded
 
 
@@ -49,6 +49,27 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
         if is_sharded(layer.weight)
     )
     return {name: full_tensor(layer.norm()) for name, layer in layers.items()}
+
+
+@torch.no_grad()
+def reset_magnitudes(model: nn.Module) -> None:
+    """Sets every magnitude of ``model`` to the current norm of its layer, in place, so that g = 1.
+
+    Call this after other weights were put into an adapted model. The magnitudes that
+    :func:`~torch_dora.apply_dora` sets are the norms of the weights of that moment; with them, even
+    an adapter whose lora_b is zero would scale the new weights. A trained adapter loses what its
+    magnitudes have learned: it becomes the LoRA adapter of its lora_a and lora_b.
+
+    If the model is sharded, all processes must call this function.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: the same errors as :func:`norms`.
+    """
+    layers = _layers(model)
+    for name, norm in norms(model).items():
+        shards.fill(layers[name].magnitude, norm)
+        if layers[name].constant_norm is not None:
+            layers[name].constant_norm = norm
 
 
 @contextlib.contextmanager

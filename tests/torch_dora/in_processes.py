@@ -114,8 +114,8 @@ def _plain(value: Any) -> Any:
 
 
 def fresh() -> dict[str, Any]:
-    """Models that begin on the meta device: their results, which are the base model's, and what
-    each process has of the lora_a that all have."""
+    """Models that begin on the meta device: their results, which are the base model's, also after
+    their weights have been doubled, and what each process has of the lora_a that all have."""
     full = base().state_dict()
     with torch.device("meta"):
         model: Any = apply_dora(Model(), RULE)
@@ -132,6 +132,11 @@ def fresh() -> dict[str, Any]:
     parts: list[Any] = [None] * mesh.size()
     torch.distributed.all_gather_object(parts, parallel.up.lora_a.to_local())
     found = {"fsdp": model(batch()), "tp": parallel(batch()), "lora_a": parts}
+    for kind, one in (("fsdp", model), ("tp", parallel)):
+        for name, value in base().state_dict().items():
+            fill(one.get_parameter(name), 2 * value)
+        torch_dora.reset_magnitudes(one)
+        found[f"doubled {kind}"] = one(batch())
     return torch.utils._pytree.tree_map(_plain, found)
 
 

@@ -1,9 +1,12 @@
 """Norms as values: taken, used, and frozen."""
 
+import contextlib
 import copy
 
+import numpy as np
 import pytest
 import torch
+from bitsandbytes import nn as bnb
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -206,8 +209,86 @@ def test_a_frozen_layer_has_the_norm_of_a_weight_that_is_loaded_by_its_other_nam
     assert torch.equal(frozen(x), model(x))
 
 
+class Experts(nn.Module):
+    """Packed experts [experts, in, out], read as transformers' modules do."""
+
+    is_transposed = True
+
+    def __init__(self):
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.randn(3, 6, 8))
+
+    def forward(self, x):
+        return torch.bmm(x, self.down_proj)
+
+
+PLAIN = {
+    "linear": (lambda: nn.Linear(6, 8), torch.randn(5, 6)),
+    "conv": (lambda: nn.Conv1d(6, 8, 3), torch.randn(2, 6, 9)),
+    "grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), torch.randn(2, 4, 5, 5)),
+    "conv1d": (lambda: Conv1D(8, 6), torch.randn(5, 6)),
+    "embedding": (lambda: nn.Embedding(9, 8), IDS),
+    "experts": (Experts, torch.randn(3, 5, 6)),
+    "4 bits": (
+        lambda: bnb.Linear4bit(64, 8, compute_dtype=torch.float32).to("cpu"),
+        torch.randn(5, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_fresh_adapter_of_weights_that_came_later_changes_nothing(kind, frozen):
+    make, x = PLAIN[kind]
+    rule = torch_dora.DoRARule(".*", rank=2, alpha=4)
+    model = torch_dora.apply_dora(nn.Sequential(make()), rule)
+    if frozen:
+        freeze(model)
+    pretrained = nn.Sequential(make())
+    model.load_state_dict(pretrained.state_dict(), strict=False)
+    want = pretrained(x)
+    assert not torch.allclose(model(x), want, rtol=0.01)
+    assert torch_dora.reset_magnitudes(model) is None
+    torch.testing.assert_close(model(x), want, rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_magnitudes_are_reset_to_the_norms_of_the_adapter_as_it_is(model, device):
+    weight = torch.randn(40, 24, dtype=torch.float64)
+    model[0].weight = nn.Parameter(weight.to(device, torch.float32), requires_grad=False)
+    torch_dora.reset_magnitudes(model)
+    lora_a, lora_b = (one.double().cpu() for one in (model[0].lora_a, model[0].lora_b))
+    want = np.linalg.norm((weight + 2 * lora_b @ lora_a).numpy(), axis=1)
+    np.testing.assert_allclose(model[0].magnitude.cpu().numpy(), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_that_are_loaded_without_magnitudes_are_told_once(model, strict, caplog):
+    """With strict, load_state_dict raises after it has loaded them."""
+    base = {name: value for name, value in model.state_dict().items() if "lora" not in name}
+    adapter = {name: base.pop(name) for name in list(base) if "magnitude" in name}
+    model.load_state_dict(adapter, strict=False)
+    model.load_state_dict(base | adapter, strict=False)
+    assert not caplog.records
+    with pytest.raises(RuntimeError) if strict else contextlib.nullcontext():
+        model.load_state_dict(base, strict=strict)
+    [record] = caplog.records
+    assert "0.weight was loaded without 0.magnitude" in record.message
+    assert "torch_dora.reset_magnitudes(model)" in record.message
+    # The first layer's magnitude is missing too, but its weight has not changed.
+    caplog.clear()
+    model.load_state_dict({"2.weight": base["2.weight"]}, strict=False)
+    assert [record.args for record in caplog.records] == [("2.", "2.")]
+
+
 @pytest.mark.parametrize(
-    "function", [torch_dora.norms, freeze, lambda model: with_norms(model, {}).__enter__()]
+    "function",
+    [
+        torch_dora.norms,
+        torch_dora.reset_magnitudes,
+        freeze,
+        lambda model: with_norms(model, {}).__enter__(),
+    ],
 )
 def test_a_model_without_a_dora_layer_is_refused(function):
     with pytest.raises(ValueError, match="Linear has no DoRA layer"):
@@ -262,14 +343,17 @@ def test_values_that_are_no_norms_are_refused(model):
         inside_of(model, values)
 
 
-@pytest.mark.parametrize("function", [torch_dora.norms, freeze, torch_dora.merge_dora])
+@pytest.mark.parametrize(
+    "function",
+    [torch_dora.norms, torch_dora.reset_magnitudes, freeze, torch_dora.merge_dora],
+)
 def test_the_meta_device_computes_shapes_of_whole_layers_only(function):
     """The weights alone are off the meta device if the base model's state is assigned."""
     with torch.device("meta"):
         model = torch_dora.apply_dora(
             nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), torch_dora.DoRARule(".*", 2, 4)
         )
-    found = function(copy.deepcopy(model))
+    found = function(copy.deepcopy(model)) or {}
     tensors = found.values() if isinstance(found, dict) else found.parameters()
     assert all(tensor.is_meta for tensor in tensors)
     model.load_state_dict({"1.weight": torch.ones(2, 4)}, strict=False, assign=True)

@@ -1,6 +1,7 @@
 """DoRALayer: the base class of all adapted layers."""
 
 import copy
+import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -18,11 +19,22 @@ from torch_dora.ops.dtypes import accumulation_dtype, keep_float32, no_autocast
 from torch_dora.ops.products import product
 from torch_dora.ops.quantised import dense
 
+_LOG = logging.getLogger(__name__)
+
 
 def computes_like(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Returns whether a call of ``module`` computes what one of a plain ``kind`` does."""
     names = ("forward", "__call__", "_call_impl")
     return all(getattr(type(module), name) is getattr(kind, name) for name in names)
+
+
+def _lost_magnitude(missing_keys: list[str]) -> bool:
+    """Returns whether an earlier layer of the same ``load_state_dict`` got a weight without a
+    magnitude; ``missing_keys`` are the call's keys so far."""
+    return any(
+        key.endswith("magnitude") and f"{key.removesuffix('magnitude')}weight" not in missing_keys
+        for key in missing_keys
+    )
 
 
 def parameter_aliases(module: nn.Module) -> dict[int, Any]:
@@ -195,8 +207,16 @@ class DoRALayer(nn.Module):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         others = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        loaded = [name for name in ("weight", *ADAPTER_NAMES) if f"{prefix}{name}" in state_dict]
+        if "weight" in loaded and "magnitude" not in loaded and not _lost_magnitude(missing_keys):
+            _LOG.warning(
+                "%sweight was loaded without %smagnitude, and maybe those of other layers: if the "
+                "loaded weights are others than before, the old magnitudes scale them wrongly; "
+                "then call torch_dora.reset_magnitudes(model), or load an adapter",
+                prefix,
+                prefix,
+            )
         super()._load_from_state_dict(state_dict, prefix, *others)
-        loaded = any(f"{prefix}{name}" in state_dict for name in ("weight", *ADAPTER_NAMES))
         if loaded and self.constant_norm is not None:
             self.constant_norm = shards.full_tensor(self.norm())
 
