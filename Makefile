@@ -21,15 +21,15 @@ GPU_WORKERS ?= -n 4
 # Tests at the oldest versions: code that calls the frameworks or PEFT. Kernels are lowered, not
 # interpreted. OLDEST_EXTRAS=dev OLDEST_TESTS=tests OLDEST_CHOICE= runs all tests.
 OLDEST_EXTRAS ?= parity,test
-OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/test_linear.py tests/jax_dora/test_linen.py \
-    tests/jax_dora/weights/test_products.py tests/torch_dora/ops tests/torch_dora/test_compile.py \
+OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/layers/test_linear.py tests/jax_dora/linen/test_linen.py \
+    tests/jax_dora/tracing/test_adapted_products.py tests/torch_dora/ops tests/torch_dora/test_compile.py \
     tests/test_readme.py tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
-    tests/jax_dora/test_peft.py::test_adapters_are_merged_as_by_peft
+    tests/jax_dora/peft/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
 # The slow tests that .ci/run has time for: kernels, operators and adapted weights, also on meshes.
 SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
-    tests/jax_dora/weights --ignore tests/jax_dora/weights/test_sharded_models.py \
-    tests/jax_dora/test_mesh.py tests/jax_dora/test_quantize.py tests/torch_dora/test_sharded.py
+    tests/jax_dora/tracing --ignore tests/jax_dora/tracing/test_sharded_models.py \
+    tests/jax_dora/test_mesh.py tests/jax_dora/adapt/test_quantize.py tests/torch_dora/test_sharded.py
 
 ifdef NO_VENV
 PYTHON ?= python3

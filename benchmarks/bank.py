@@ -55,7 +55,7 @@ from benchmarks.programs import Program, compiled
 from benchmarks.results import Row, milliseconds
 from jax_dora.bank import DECODING_OPTIONS, AdapterStore, HostAdapter
 from jax_dora.bank.host import CachedG
-from jax_dora.ops.bank import MOST_PROMPT_TOKENS
+from jax_dora.ops.bank_linear import MOST_PROMPT_TOKENS
 
 # The largest relative difference, in the norm, between two ways to compute the same result in bf16.
 MOST_DIFFERENT = 0.02

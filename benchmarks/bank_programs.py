@@ -12,8 +12,8 @@ from jax import lax
 
 import jax_dora
 from benchmarks.model.protocol import Protocol
-from jax_dora.bank.layers import BankArray, apply_together
-from jax_dora.models.stack import unstacked
+from jax_dora.bank.bank_layers import BankArray, apply_together
+from jax_dora.lm.models.layer_stack import unstacked
 from jax_dora.ops.bank_slots import Slots
 
 

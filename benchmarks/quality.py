@@ -36,10 +36,10 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.results import Row
-from jax_dora.finetune.training import decayed
-from jax_dora.layers.quantised import compute_quantised, dot_general
-from jax_dora.models import load_model
-from jax_dora.ops import quantised, row_wise
+from jax_dora.layers.quantised_kernel import compute_quantised, dot_general
+from jax_dora.lm.finetune.training import decayed
+from jax_dora.lm.models import load_model
+from jax_dora.ops import quantised, row_scaled
 from jax_dora.ops.rounding import bound, round_to
 from parity import minilm
 from parity.model.measure import compare_logits
@@ -49,7 +49,7 @@ from parity.training.settings import Settings as Decoder
 from parity.training.text import even_starts, starts, text
 
 ROOT = Path(__file__).parents[1]
-BASE, FP8 = "bf16", row_wise.QTYPE
+BASE, FP8 = "bf16", row_scaled.QTYPE
 
 
 class Format(NamedTuple):

@@ -46,9 +46,9 @@ from benchmarks.results import Row, attempt
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from benchmarks.work import matches
 from jax_dora import ops
-from jax_dora.layers.quantised import compute_quantised
-from jax_dora.models import DecoderConfig, make_model
-from jax_dora.ops import linear, quantised, row_wise, weight_only
+from jax_dora.layers.quantised_kernel import compute_quantised
+from jax_dora.lm.models import DecoderConfig, make_model
+from jax_dora.ops import linear, quantised, row_scaled, weight_only
 from jax_dora.ops.operands import Projection
 from jax_dora.ops.rounding import round_to
 
@@ -125,9 +125,9 @@ class Settings(NamedTuple):
     memory: tuple[Case, ...] = tuple(
         Case(name, config, "DoRA", qtype, (1, 4096))
         for name, config, qtypes in (
-            ("8B", LLAMA_3_8B, ("int8", row_wise.QTYPE)),
-            ("14B", QWEN_3_14B, ("nf4", "int8", row_wise.QTYPE, "bf16")),
-            ("32B", QWEN_3_32B, ("nf4", "int8", row_wise.QTYPE, "bf16")),
+            ("8B", LLAMA_3_8B, ("int8", row_scaled.QTYPE)),
+            ("14B", QWEN_3_14B, ("nf4", "int8", row_scaled.QTYPE, "bf16")),
+            ("32B", QWEN_3_32B, ("nf4", "int8", row_scaled.QTYPE, "bf16")),
             ("70B", LLAMA_3_70B, ("nf4",)),
         )
         for qtype in qtypes
@@ -202,7 +202,7 @@ def _products(settings: Settings) -> Iterator[Measurement]:
     """Yields products without an adapter, as for prompts; "xla" multiplies by a dense copy."""
     n = settings.features
     by_xla = jax.jit(lambda x, kernel: x @ quantised.dense(kernel, x.dtype))
-    ours = jax.jit(lambda *operands: weight_only.product(row_wise.Product(*operands)))
+    ours = jax.jit(lambda *operands: weight_only.product(row_scaled.Product(*operands)))
     for rows in settings.prompt_rows:
         for number, qtype in _formats("product", settings):
             operands = _operands(jax.random.key(number), rows, n, settings.rank, qtype)[:2]
@@ -214,7 +214,7 @@ def _products(settings: Settings) -> Iterator[Measurement]:
 
 def _projections(settings: Settings) -> Iterator[Measurement]:
     n, rank, rows = settings.features, settings.rank, settings.many_rows
-    fp8 = row_wise.QTYPE
+    fp8 = row_scaled.QTYPE
     cases = (("bf16", None, False), (fp8, None, False), (fp8, fp8, False), (fp8, fp8, True))
     for qtype, activations, in_one_piece in cases:
         if not matches(f"projection {qtype}", settings.only):
@@ -225,10 +225,10 @@ def _projections(settings: Settings) -> Iterator[Measurement]:
         base = jax.jit(lambda x, kernel: x @ quantised.dense(kernel, x.dtype))
         if activations is not None:
             row |= {"activations": activations, "in_one_piece": in_one_piece}
-            static = functools.partial(row_wise.linear, None)
-            base = jax.jit(lambda x, kernel, base=static: base(row_wise.Product(x, kernel)))
+            static = functools.partial(row_scaled.linear, None)
+            base = jax.jit(lambda x, kernel, base=static: base(row_scaled.Product(x, kernel)))
         if in_one_piece:
-            kernel = row_wise.with_contiguous_columns(kernel)
+            kernel = row_scaled.with_contiguous_columns(kernel)
         yield row | {"kind": "base"}, base, (x, kernel)
         dora = _frozen(n, act_qtype=activations)
         yield row | {"kind": "DoRA"}, dora, (x, kernel, lora_a, lora_b)

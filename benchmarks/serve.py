@@ -31,13 +31,13 @@ from benchmarks.bank_programs import without_g
 from benchmarks.results import Row, with_ratio
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from jax_dora.bank.slot_cache import SlotCache
-from jax_dora.finetune.tiny import byte_level_tokenizer
-from jax_dora.models import CausalLM, DecoderConfig, make_model
-from jax_dora.serve.adapters import ServedAdapter
-from jax_dora.serve.engine import Engine
-from jax_dora.serve.metrics import Metrics
-from jax_dora.serve.request import Piece, Request
-from jax_dora.serve.runner import ModelRunner, make_bank, warm_up
+from jax_dora.lm.finetune.tiny import byte_level_tokenizer
+from jax_dora.lm.models import CausalLM, DecoderConfig, make_model
+from jax_dora.lm.serve.adapters import ServedAdapter
+from jax_dora.lm.serve.engine import Engine
+from jax_dora.lm.serve.metrics import Metrics
+from jax_dora.lm.serve.request import Piece, Request
+from jax_dora.lm.serve.runner import ModelRunner, make_bank, warm_up
 
 
 class Settings(NamedTuple):

@@ -1,4 +1,4 @@
-"""Level `step`: an optimizer step of `jax_dora.models`, for several memory budgets.
+"""Level `step`: an optimizer step of `jax_dora.lm.models`, for several memory budgets.
 
 LoRA and DoRA of rank 16 on all projections of a decoder of Llama 3 8B's dimensions with random bf16
 weights; 2 × 4096 tokens, the loss on all of them, AdamW on the adapters. A budget says how much of
@@ -27,7 +27,7 @@ from benchmarks.model.adapters import linear_of
 from benchmarks.model.decoder import OPTIMIZER, Loss, update
 from benchmarks.model.protocol import LLAMA3
 from benchmarks.results import Row, attempt, milliseconds, with_ratio
-from jax_dora.models import DecoderConfig, activations, make_model, next_token_loss
+from jax_dora.lm.models import DecoderConfig, activations, make_model, next_token_loss
 
 LLAMA_3_8B = DecoderConfig.from_hf(LLAMA3.hf_config(LLAMA3.layers, 8192) | {"model_type": "llama"})
 TINY_DECODER = DecoderConfig(256, 64, 96, 2, 4, 2, 16)

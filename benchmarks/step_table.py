@@ -32,7 +32,7 @@ from benchmarks.model.adapters import linear_of
 from benchmarks.model.decoder import Loss
 from benchmarks.results import Row, attempt
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER, mean_loss, timed
-from jax_dora.models import DecoderConfig, layer, make_model, rope
+from jax_dora.lm.models import DecoderConfig, decoder_layer, make_model, rope
 
 # A kernel belongs to the first operator whose pattern is found in its name.
 OPERATORS = (
@@ -97,7 +97,9 @@ VARIANTS = (
     Variant("cross-entropy of all logits at once", loss=_unchunked_loss),
     Variant("silu(gate) * up written out", patches=((jax_dora, "swiglu", _unfused_swiglu),)),
     Variant("dropout 0.1 of the adapter's input", adapter={"dropout": 0.1}),
-    Variant("RMSNorm without fp32", patches=((layer.RMSNorm, "__call__", _norm_without_fp32),)),
+    Variant(
+        "RMSNorm without fp32", patches=((decoder_layer.RMSNorm, "__call__", _norm_without_fp32),)
+    ),
     Variant("rotation without fp32", patches=((rope, "rotate", _rotate_without_fp32),)),
     Variant("LoRA, products in the dear order", kind="dense"),
     Variant("every layer rematerialised", {"memory": None}),

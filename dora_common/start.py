@@ -26,7 +26,7 @@ def _exit_on_interrupt(*_: object) -> NoReturn:
 def jax_dora() -> NoReturn:
     signal.signal(signal.SIGINT, _exit_on_interrupt)
     try:
-        commands = importlib.import_module("jax_dora.commands")
+        commands = importlib.import_module("jax_dora.lm.commands")
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA_PACKAGES:
             raise

@@ -2,6 +2,6 @@
 
 import sys
 
-from jax_dora.commands import main
+from jax_dora.lm.commands import main
 
 sys.exit(main(["finetune", *sys.argv[1:]]))

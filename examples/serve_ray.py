@@ -4,12 +4,12 @@
     python examples/serve_ray.py --model FOLDER --adapters DIR --replicas 2
 
 All flags of `jax-dora serve` apply: those of the address to Ray's proxy, and all others to each
-replica. A replica is a complete `jax_dora.serve` server, on one GPU or on those of `--mesh tp=N`,
-at a local address of its host. The ingress has OpenAI's interface and forwards requests, preferably
-to a replica that has used their adapter before. The header x-replica of an answer tells which
-replica gave it. If a replica dies, its requests are sent to another one, except streams that have
-already begun. A replica that dies, or whose server has failed, is replaced. FOLDER and DIR have to
-be at the same path on all hosts.
+replica. A replica is a complete `jax_dora.lm.serve` server, on one GPU or on those of `--mesh
+tp=N`, at a local address of its host. The ingress has OpenAI's interface and forwards requests,
+preferably to a replica that has used their adapter before. The header x-replica of an answer tells
+which replica gave it. If a replica dies, its requests are sent to another one, except streams that
+have already begun. A replica that dies, or whose server has failed, is replaced. FOLDER and DIR
+have to be at the same path on all hosts.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from dora_common.peft.folder import find_adapter_folder
-from jax_dora.commands.flags import HelpFormatter, integer, not_negative
-from jax_dora.commands.serve import add_flags, make_settings, warn_without_key
-from jax_dora.serve import Server, Settings
-from jax_dora.serve.adapters import NAME
-from jax_dora.serve.errors import ApiError
-from jax_dora.serve.http import read_body
+from jax_dora.lm.commands.flags import HelpFormatter, integer, not_negative
+from jax_dora.lm.commands.serve import add_flags, make_settings, warn_without_key
+from jax_dora.lm.serve import Server, Settings
+from jax_dora.lm.serve.adapters import NAME
+from jax_dora.lm.serve.errors import ApiError
+from jax_dora.lm.serve.http import read_body
 
 TRIES = 5
 # The headers of a request that a server checks.

@@ -33,10 +33,10 @@ from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.call import g_of_call
-from jax_dora.layers.quantised import check_kernel
+from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
-from jax_dora.weights.weight_adapter import WeightAdapter
+from jax_dora.tracing.weight_adapter import WeightAdapter
 
 
 class StackedConstant(Constant, nnx.Param):

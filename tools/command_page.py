@@ -6,7 +6,7 @@ python tools/command_page.py
 import argparse
 from pathlib import Path
 
-from jax_dora.commands import parser
+from jax_dora.lm.commands import parser
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 

@@ -18,8 +18,8 @@ from jax.sharding import AxisType
 import jax_dora
 import jax_dora.linen
 from dora_common.coverage import Coverage
-from tests.jax_dora import test_lm1b
-from tests.jax_dora.weights import sharded_models
+from tests.jax_dora.linen import test_lm1b
+from tests.jax_dora.tracing import sharded_models
 from tests.models import gemma_models, maxtext_models, tunix_models
 
 

@@ -16,8 +16,8 @@ import jax_dora
 from benchmarks import results
 from benchmarks.quantised import LLAMA_3_70B, QWEN_3_14B, QWEN_3_32B
 from benchmarks.step import LLAMA_3_8B
-from jax_dora.finetune import estimate
-from jax_dora.models import CausalLM, DecoderConfig
+from jax_dora.lm.finetune import estimate
+from jax_dora.lm.models import CausalLM, DecoderConfig
 from tools.markdown import gib, grid, table
 
 MEASURED = results.FOLDER / "cpu" / "quality.jsonl"

@@ -8,7 +8,7 @@ them.
    calls the model abstractly for that.
 2. `assign_rules` finds the rule of each site.
 3. `adapt_site` creates the DoRA layer that replaces a layer, or the adapter of a weight that is not
-   in such a layer (`jax_dora.weights`).
+   in such a layer (`jax_dora.tracing`).
 4. `replace_modules` puts the DoRA layers into a copy of the model.
 
 | file | content |

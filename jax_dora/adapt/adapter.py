@@ -32,8 +32,8 @@ from jax_dora.adapt.tree import (
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.rule import DoRARule
-from jax_dora.weights.module import adapters_of, at_path, has_dora_type
-from jax_dora.weights.read_log import Example
+from jax_dora.tracing.adapted_class import adapters_of, at_path, has_dora_type
+from jax_dora.tracing.read_log import Example
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import check_has_values, mesh_sharding, pad_axes
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.weights.module import add_adapter
-from jax_dora.weights.read_log import Example
-from jax_dora.weights.weight_adapter import AdapterSpec
+from jax_dora.tracing.adapted_class import add_adapter
+from jax_dora.tracing.read_log import Example
+from jax_dora.tracing.weight_adapter import AdapterSpec
 
 
 def apply_dora[Model: nnx.Module](

@@ -12,9 +12,9 @@ from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import check_model
-from jax_dora.layers.quantised import act_qtype_of
+from jax_dora.layers.quantised_kernel import act_qtype_of
 from jax_dora.ops import quantised
-from jax_dora.weights.read_log import Example
+from jax_dora.tracing.read_log import Example
 
 _LOG = logging.getLogger("jax_dora")
 

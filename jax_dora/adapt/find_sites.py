@@ -22,10 +22,10 @@ from jax_dora.adapt.tree import FoundModule, find_modules, nested_leaves
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import adaptation_hint, computes_like, is_node
 from jax_dora.ops import quantised
-from jax_dora.weights.module import at_path, has_dora_type, own_methods
-from jax_dora.weights.read_log import Read, ReadLog
-from jax_dora.weights.registry import Registration, class_name, registrations, why_unknown
-from jax_dora.weights.weight_adapter import WeightAdapter
+from jax_dora.tracing.adapted_class import at_path, has_dora_type, own_methods
+from jax_dora.tracing.read_log import Read, ReadLog
+from jax_dora.tracing.registry import Registration, class_name, registrations, why_unknown
+from jax_dora.tracing.weight_adapter import WeightAdapter
 
 REMEDY = "name the contracted axes by jax_dora.register, or pass inputs for the model as example="
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.stack import Stack, stacked_axes
-from jax_dora.weights.registry import scan_axis
-from jax_dora.weights.weight_adapter import WeightAdapter
+from jax_dora.tracing.registry import scan_axis
+from jax_dora.tracing.weight_adapter import WeightAdapter
 
 _LOG = logging.getLogger("jax_dora")
 

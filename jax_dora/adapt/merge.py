@@ -31,12 +31,12 @@ from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, set_and_verify
 from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
-from jax_dora.layers.quantised import check_kernel, compute_plain
+from jax_dora.layers.quantised_kernel import check_kernel, compute_plain
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.rounding import round_to
-from jax_dora.weights.weight_adapter import WeightAdapter
+from jax_dora.tracing.weight_adapter import WeightAdapter
 
 _LOG = logging.getLogger("jax_dora")
 

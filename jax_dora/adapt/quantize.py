@@ -17,12 +17,12 @@ from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, pad_axes, set_and_verify
 from jax_dora.layers.call import fresh_magnitude
-from jax_dora.layers.quantised import LAYERS, compute_quantised
-from jax_dora.layers.registry import kind_of
+from jax_dora.layers.classes import kind_of
+from jax_dora.layers.quantised_kernel import LAYERS, compute_quantised
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import make, round_to
-from jax_dora.ops.row_wise import QTYPE, check_format, with_contiguous_columns
+from jax_dora.ops.row_scaled import QTYPE, check_format, with_contiguous_columns
 
 TILE_SIZES = {"nf4": 64, "int4": 64, "int8": None, "float8_e4m3fn": None}
 

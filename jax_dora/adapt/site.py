@@ -11,15 +11,15 @@ from dora_common.rules import assign, listing
 from jax_dora.adapt.infer_stack import infer_stack
 from jax_dora.adapt.tree import FoundModule
 from jax_dora.layers import DoRALayer
+from jax_dora.layers.classes import kind_of
 from jax_dora.layers.layout import Layout
-from jax_dora.layers.quantised import check_kernel
-from jax_dora.layers.registry import kind_of
+from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised
-from jax_dora.weights.module import adapters_of
-from jax_dora.weights.registry import class_name
-from jax_dora.weights.weight_adapter import WeightAdapter, layout_of_weight, stack_of_weight
+from jax_dora.tracing.adapted_class import adapters_of
+from jax_dora.tracing.registry import class_name
+from jax_dora.tracing.weight_adapter import WeightAdapter, layout_of_weight, stack_of_weight
 
 
 @dataclasses.dataclass(eq=False)

@@ -12,13 +12,13 @@ from flax import nnx
 
 from jax_dora.adapt.tree import FoundModule, find_modules, remove_dora, shared_variables
 from jax_dora.layers.base import Constant
-from jax_dora.layers.registry import kind_of
+from jax_dora.layers.classes import kind_of
 from jax_dora.layers.stack import stacked_axes
 from jax_dora.ops import quantised
-from jax_dora.weights.module import own_methods
-from jax_dora.weights.read_log import Example, Key, Read, ReadLog, split_arrays
-from jax_dora.weights.registry import registrations
-from jax_dora.weights.trace import weight_trace
+from jax_dora.tracing.adapted_class import own_methods
+from jax_dora.tracing.read_log import Example, Key, Read, ReadLog, split_arrays
+from jax_dora.tracing.registry import registrations
+from jax_dora.tracing.trace import weight_trace
 
 
 def weights_of(module: Any) -> dict[str, nnx.Param]:

@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
-from jax_dora.weights.module import adapters_of, has_dora_type, restore_plain_class
+from jax_dora.tracing.adapted_class import adapters_of, has_dora_type, restore_plain_class
 
 
 @dataclasses.dataclass

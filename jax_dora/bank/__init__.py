@@ -1,6 +1,6 @@
 """Serves many adapters at once: a bank of adapters, and models where each row selects one."""
 
-from jax_dora.bank.bank import AdapterBank as AdapterBank
+from jax_dora.bank.adapter_bank import AdapterBank as AdapterBank
 from jax_dora.bank.host import HostAdapter as HostAdapter
 from jax_dora.bank.model import DECODING_OPTIONS as DECODING_OPTIONS
 from jax_dora.bank.model import with_bank as with_bank

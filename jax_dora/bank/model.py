@@ -9,10 +9,10 @@ from flax import nnx
 
 from dora_common.slots import check_plain
 from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
-from jax_dora.bank.bank import AdapterBank
-from jax_dora.bank.layers import LAYER_CLASSES
+from jax_dora.bank.adapter_bank import AdapterBank
+from jax_dora.bank.bank_layers import LAYER_CLASSES
 from jax_dora.layers import dora_class_of
-from jax_dora.ops.bank import step_of
+from jax_dora.ops.bank_linear import step_of
 from jax_dora.ops.dispatch import choose
 
 DECODING_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}

@@ -17,10 +17,10 @@ from jax_dora.adapt.site import Site, assign_rules, raise_for_no_parameters
 from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import pad_axes
+from jax_dora.layers.einsum import DoRAProjection
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.linear import DoRALinear
-from jax_dora.layers.projection import DoRAProjection
-from jax_dora.layers.quantised import check_kernel
+from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack
 from jax_dora.ops.bank_slots import Slots

@@ -3,7 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 
-from jax_dora.bank.bank import AdapterBank
+from jax_dora.bank.adapter_bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
 
 

@@ -7,7 +7,7 @@ import threading
 
 from dora_common.hyperparameters import is_integer
 from jax_dora.adapt.adapter import Adapter
-from jax_dora.bank.bank import AdapterBank
+from jax_dora.bank.adapter_bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
 from jax_dora.bank.recently_used import RecentlyUsed
 from jax_dora.bank.slot_cache import SlotCache

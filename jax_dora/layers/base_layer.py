@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jax_dora.layers.quantised import ARITHMETIC, ROW_WISE_ARITHMETIC
+from jax_dora.layers.quantised_kernel import ARITHMETIC, ROW_WISE_ARITHMETIC
 from jax_dora.ops.quantised import stored
 
 # The attributes by which a user replaces a Flax layer's arithmetic, and the values that can be

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 from jax_dora import ops
 from jax_dora.layers.layout import Layout
-from jax_dora.layers.quantised import act_qtype_of
+from jax_dora.layers.quantised_kernel import act_qtype_of
 from jax_dora.ops import check
 from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dispatch import mesh as meshes

@@ -11,7 +11,7 @@ from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.find_sites import HiddenModule, find_linen_sites
 from jax_dora.linen.module import DoRA
 from jax_dora.linen.weights import LinenWeight
-from jax_dora.weights.read_log import Example
+from jax_dora.tracing.read_log import Example
 
 
 def apply_dora(

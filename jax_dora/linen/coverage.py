@@ -9,7 +9,7 @@ from flax import traverse_util
 from jax_dora.adapt.coverage import Coverage, table
 from jax_dora.linen.find_sites import find_linen_sites, lora_a_path
 from jax_dora.linen.module import DoRA
-from jax_dora.weights.read_log import Example, split_arrays
+from jax_dora.tracing.read_log import Example, split_arrays
 
 
 def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:

@@ -16,8 +16,8 @@ from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
 from jax_dora.linen.layer import dora_class_of
 from jax_dora.linen.params import params_path
-from jax_dora.weights.read_log import Example, ReadLog, split_arrays
-from jax_dora.weights.trace import weight_trace
+from jax_dora.tracing.read_log import Example, ReadLog, split_arrays
+from jax_dora.tracing.trace import weight_trace
 
 _CALL_NUMBERS = itertools.count(1)
 

@@ -19,7 +19,7 @@ from jax_dora.linen.find_sites import HiddenModule
 from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
 from jax_dora.linen.params import adapted_modules
 from jax_dora.linen.weights import LinenWeight, trace_adapted_params, weights_without_adapter
-from jax_dora.weights.trace import weight_trace
+from jax_dora.tracing.trace import weight_trace
 
 _METHODS = ("__call__", "attend")
 # These modules call a layer with parameters that they compute from the layer's own.

@@ -1,7 +1,7 @@
 """Adapted parameters of a linen model outside layers with a DoRA class.
 
 While the model runs, a JAX trace propagates each of them from the model's variables through casts,
-transposes, scans and so on to the operations that read it; see `jax_dora.weights`.
+transposes, scans and so on to the operations that read it; see `jax_dora.tracing`.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.site import Site
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.layer import boxed_like
-from jax_dora.weights.trace import WeightTrace
-from jax_dora.weights.weight_adapter import AdapterSpec, WeightAdapter
+from jax_dora.tracing.trace import WeightTrace
+from jax_dora.tracing.weight_adapter import AdapterSpec, WeightAdapter
 
 Params = dict[tuple[str, ...], Any]
 """The leaves of a collection, by their paths."""

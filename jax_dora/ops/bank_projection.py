@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops.bank import (
+from jax_dora.ops.bank_linear import (
     EXPAND,
     Expansion,
     Projection,
@@ -34,7 +34,7 @@ from jax_dora.ops.dispatch.primitive import call_differentiable
 from jax_dora.ops.dispatch.shard import Op, Shard
 from jax_dora.ops.mosaic.bank import bank_project, bank_shrink
 from jax_dora.ops.operands import Static
-from jax_dora.ops.reduction import static_precision
+from jax_dora.ops.shrink import static_precision
 
 
 class WholeProjection(NamedTuple):

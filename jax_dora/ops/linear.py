@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, quantised, row_wise
+from jax_dora.ops import check, quantised, row_scaled
 from jax_dora.ops import dropout as dropouts
 from jax_dora.ops.compose import accumulator, compose_delta, per_feature
 from jax_dora.ops.dispatch import choose
@@ -23,7 +23,7 @@ from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, define, projection
-from jax_dora.ops.reduction import dot_general, static_precision
+from jax_dora.ops.shrink import dot_general, static_precision
 
 NORM_NAME = "dora_norm"
 
@@ -121,10 +121,10 @@ def scaled_linear(
 
     Args:
       operands: the operands, without seed, z and codes. g has any float dtype; None means ones. x
-        can be `row_wise.CodedRows`, of act_qtype.
+        can be `row_scaled.CodedRows`, of act_qtype.
       dropout, implementation, precision, keep_inner, act_qtype: see `dora_linear`.
     """
-    if isinstance(operands.x, row_wise.CodedRows):
+    if isinstance(operands.x, row_scaled.CodedRows):
         x, codes, row_scales = operands.x
         operands = operands._replace(x=x, codes=codes, row_scales=row_scales)
     x, kernel, lora_a, lora_b, g, scale, bias, *_ = operands
@@ -218,7 +218,7 @@ def _without_explicit_axes(static: Static, operands: Projection) -> jax.Array:
         kernel = kernel.astype(dtype)
     operands = operands._replace(x=x.astype(dtype), kernel=kernel)
     if static.act_qtype is not None and operands.codes is None:
-        rows = row_wise.coded(operands.x, static.implementation)
+        rows = row_scaled.coded(operands.x, static.implementation)
         operands = operands._replace(codes=rows.codes, row_scales=rows.scales)
     if static.rate and static.mode == "input":
         return _with_dropped_input(static, operands)
@@ -250,7 +250,7 @@ def _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype) -> Non
         raise ValueError(
             f"x has shape {x.shape}; its last axis must have kernel's {in_features} input features"
         )
-    row_wise.check_act_qtype(act_qtype, "kernel", kernel)
+    row_scaled.check_act_qtype(act_qtype, "kernel", kernel)
 
 
 def _dtype(x: jax.Array, kernel: Any) -> Any:

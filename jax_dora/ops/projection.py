@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dora.ops import check, products, quantised, residuals
+from jax_dora.ops import check, projection_products, quantised, residuals
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
     ComposeBackward,
@@ -35,8 +35,8 @@ from jax_dora.ops.compose import (
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dropout import drop
 from jax_dora.ops.operands import Projection, Static
-from jax_dora.ops.products import BACK, FORWARD, Back
-from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, dot_general
+from jax_dora.ops.projection_products import BACK, FORWARD, Back
+from jax_dora.ops.shrink import REDUCE, REDUCE_BACK, Reduction, dot_general
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
@@ -64,7 +64,7 @@ def _with_divisible_g(operands: Projection) -> Projection:
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:
     """Returns s·A in x's dtype."""
-    return products.scaled_lora_a(operands.lora_a, operands.scale, operands.x.dtype)
+    return projection_products.scaled_lora_a(operands.lora_a, operands.scale, operands.x.dtype)
 
 
 def _with_z(static: Static, operands: Projection, scaled: jax.Array) -> Projection:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops import check, residuals, row_wise
+from jax_dora.ops import check, residuals, row_scaled
 from jax_dora.ops.compose import accumulator, per_feature
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch import mesh as meshes
@@ -52,7 +52,7 @@ def swiglu(
         or "mosaic" this may be a Mosaic kernel.
 
     Returns:
-      [..., out] in gate's dtype; with codes a `row_wise.CodedRows` of it, except on a mesh with
+      [..., out] in gate's dtype; with codes a `row_scaled.CodedRows` of it, except on a mesh with
       explicit axes.
 
     Raises:
@@ -93,12 +93,12 @@ def _without_explicit_axes(static: Static, operands: Gating) -> jax.Array:
     return meshes.differentiable(_swiglu)(static, meshes.vary_alike(operands))
 
 
-def _with_codes(static: Static, operands: Gating) -> row_wise.CodedRows:
+def _with_codes(static: Static, operands: Gating) -> row_scaled.CodedRows:
     constants = jax.tree.map(lax.stop_gradient, operands)
     h, codes, scales = primitive.call(SWIGLU_CODES, static, constants)
     if static.implementation != "eager":
         operands = operands._replace(h=h)
-    return row_wise.CodedRows(_without_explicit_axes(static, operands), codes, scales)
+    return row_scaled.CodedRows(_without_explicit_axes(static, operands), codes, scales)
 
 
 def define(operands: Gating) -> jax.Array:
@@ -186,7 +186,7 @@ def _run_codes(static: Static, shard: Shard, operands: Gating) -> tuple[jax.Arra
         choice = choose.choose(static.op, static.implementation, candidate, optional=True)
     if choice is not None:
         return choice.launch(gate, up, gate_g, up_g, gate_bias, up_bias)
-    return tuple(row_wise.coded_by_xla(define(operands), shard))
+    return tuple(row_scaled.coded_by_xla(define(operands), shard))
 
 
 SWIGLU_CODES = Op(

@@ -68,7 +68,7 @@ def load_adapter[Model: nnx.Module](
     - As in PEFT, a module in modules_to_save that shares its weight gets an array of its own.
     - If the folder is of a model with another number of tokens, and stores the embedding and the
       output head, the returned model is resized: by its method `resize_token_embeddings`, such as
-      that of `jax_dora.models.CausalLM`. A warning names both numbers.
+      that of `jax_dora.lm.models.CausalLM`. A warning names both numbers.
     - Parameters of the base model that an earlier folder replaced keep the replaced values. A
       warning names the arguments with which `save_adapter` stores replaced parameters again.
     - The adapter's dropout is off, as after PEFT's `from_pretrained`. To train the adapter further,

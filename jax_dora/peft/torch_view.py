@@ -12,13 +12,13 @@ from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.tied_heads import tied_heads
 from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
-from jax_dora.layers.registry import kind_of
+from jax_dora.layers.classes import kind_of
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised
-from jax_dora.peft.layers import torch_layer
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index, TorchLayer, TorchParameter, parameters_of
-from jax_dora.weights.registry import why_unknown
+from jax_dora.peft.torch_layers import torch_layer
+from jax_dora.tracing.registry import why_unknown
 
 _REMEDY = (
     "register its class with jax_dora.register, or pass load_adapter example=, inputs to call the "

@@ -15,14 +15,14 @@ import pytest
 
 import jax_dora
 import jax_dora.linen
-import jax_dora.models
+import jax_dora.lm.models
+import jax_dora.lm.serve
 import jax_dora.ops
 import jax_dora.peft
-import jax_dora.serve
 import torch_dora
 import torch_dora.peft
 from benchmarks import results
-from jax_dora.commands import parser
+from jax_dora.lm.commands import parser
 from parity import report
 from tools import command_page, small_memory
 
@@ -212,10 +212,10 @@ def test_functions_called_like_their_modules_stand_by_their_whole_names():
     [
         jax_dora,
         jax_dora.linen,
-        jax_dora.models,
+        jax_dora.lm.models,
         jax_dora.ops,
         jax_dora.peft,
-        jax_dora.serve,
+        jax_dora.lm.serve,
         torch_dora,
         torch_dora.ops,
         torch_dora.peft,

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from jax_dora.serve import Settings
-from tests.jax_dora.serve import serving
+from jax_dora.lm.serve import Settings
+from tests.jax_dora.lm.serve import serving
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from jax_dora.weights.registry import _BY_CLASS
+from jax_dora.tracing.registry import _BY_CLASS
 
 
 @pytest.fixture(autouse=True)

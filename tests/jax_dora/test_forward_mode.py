@@ -12,8 +12,8 @@ from jax_dora import DoRARule, apply_dora, get_adapter, ops, set_adapter
 from jax_dora.ops import Dropout
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import ALL, Mixed, ids, train
-from tests.jax_dora.weights.own_layers import VOCABULARY, WIDTH, Einsum, Model
-from tests.jax_dora.weights.own_layers import ids as own_ids
+from tests.jax_dora.tracing.own_layers import VOCABULARY, WIDTH, Einsum, Model
+from tests.jax_dora.tracing.own_layers import ids as own_ids
 from tests.tables import thinned
 
 

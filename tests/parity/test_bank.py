@@ -49,7 +49,7 @@ def of_lora_in_torch(g):
 FAULTS = {
     "the next slot's adapter": (
         {
-            "jax_dora.bank.bank.checked_ids": another,
+            "jax_dora.bank.adapter_bank.checked_ids": another,
             "torch_dora.bank.layers._as_ids": another,
         },
         {"y, LoRA of rank 5", "y, rsLoRA of rank 16", "y, DoRA of rank 64"},

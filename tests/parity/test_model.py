@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from jax_dora.models import rope
+from jax_dora.lm.models import rope
 from parity.__main__ import main
 from parity.model import reference
 from parity.model.checks import FP64, PEFT, judge

@@ -77,12 +77,11 @@ class DoRAExperts(DoRALayer):
 
     def norm(self, *expert: int) -> Tensor:
         """Returns the norm of all experts, f32[experts, out], or of one, f32[out]; detached."""
-        matrices = [shards.full_tensor(tensor) for tensor in self.matrices()]
+        weight, lora_a, lora_b = (shards.full_tensor(tensor) for tensor in self.matrices())
         experts = [expert] if expert else [(at,) for at in range(len(self.weight))]
+        options = {"implementation": self.implementation}
         norms = [
-            factored_norm(
-                *(matrix[at] for matrix in matrices), self.scale, implementation=self.implementation
-            )
+            factored_norm(weight[at], lora_a[at], lora_b[at], self.scale, **options)
             for at in experts
         ]
         return norms[0] if expert else shards.place_like(torch.stack(norms), self.magnitude)
@@ -124,7 +123,7 @@ def _is_transposed(module: Any) -> bool | None:
     ]
     if any(len(shape) != 3 for shape in shapes):
         return None
-    (_, *gate_up), (_, *down) = shapes
+    gate_up, down = (list(shape[1:]) for shape in shapes)
     # The gate and the up projection lie side by side along the output axis.
     layouts = {
         is_transposed

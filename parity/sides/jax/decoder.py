@@ -1,4 +1,4 @@
-"""`jax_dora.models` with jax_dora's layers, or without an adapter, on given weights."""
+"""`jax_dora.lm.models` with jax_dora's layers, or without an adapter, on given weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from flax import nnx
 
 import jax_dora
-from jax_dora.models import CausalLM, DecoderConfig, rope
-from jax_dora.models.stored_arrays import stored_arrays
+from jax_dora.lm.models import CausalLM, DecoderConfig, rope
+from jax_dora.lm.models.stored_arrays import stored_arrays
 from parity.model.sizes import Run
 from parity.model.weights import Result, Weights, rope_frequencies
 from parity.sides.jax.operators import interpreted, to_jax, to_torch

@@ -1,4 +1,4 @@
-"""The training run in JAX: `jax_dora.models` with `jax_dora.apply_dora` and `optax.adamw`.
+"""The training run in JAX: `jax_dora.lm.models` with `jax_dora.apply_dora` and `optax.adamw`.
 
 `optax.adamw` and `torch.optim.AdamW` compute the same. With m and v the moments after step t and
 b̂ = 1 - bᵗ, both compute
@@ -31,8 +31,8 @@ import optax
 from flax import nnx
 
 import jax_dora
-from jax_dora.finetune.training import decayed
-from jax_dora.models import CausalLM, DecoderConfig, load_model, make_model, save_model
+from jax_dora.lm.finetune.training import decayed
+from jax_dora.lm.models import CausalLM, DecoderConfig, load_model, make_model, save_model
 from parity.sides.jax.decoder import adapter_of, with_adapter
 from parity.training.adapter import Adapter
 from parity.training.compare import Run

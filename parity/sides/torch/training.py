@@ -1,9 +1,9 @@
 """The training run in torch: transformers' Qwen3 with `torch_dora.apply_dora` and
 `torch.optim.AdamW`.
 
-transformers rounds cosine and sine to bf16 and rotates in bf16; `jax_dora.models` rotates in fp32
-and rounds once. These are different functions, not different roundings of one function, so here
-the rotation is made the same: the tables stay fp32, and queries and keys are rounded before
+transformers rounds cosine and sine to bf16 and rotates in bf16; `jax_dora.lm.models` rotates in
+fp32 and rounds once. These are different functions, not different roundings of one function, so
+here the rotation is made the same: the tables stay fp32, and queries and keys are rounded before
 attention. All other roundings already happen in the same order: RMSNorm in fp32, rounded before its
 weight; softmax in fp32; the residual stream in bf16. `parity.sides.jax.training` compares the
 optimizers.

@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_dora import ops
 from jax_dora.ops import weight_only
-from jax_dora.ops.bank import bank_linear
+from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dropout import Dropout, draw_seed

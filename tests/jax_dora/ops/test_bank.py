@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank import bank_linear
+from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.mosaic.bank import bank_decode, bank_rows

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank import bank_linear
+from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dispatch import choose

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax_dora.ops import swiglu
 from jax_dora.ops.mosaic.rows import swiglu_codes
 from jax_dora.ops.mosaic.rows.swiglu_backward import config, launch
-from jax_dora.ops.row_wise import CodedRows
+from jax_dora.ops.row_scaled import CodedRows
 from parity import oracle, tolerances
 from tests.jax_dora.ops.mosaic.rows.test_row_codes import check as check_codes
 from tests.jax_dora.programs import aval, for_cuda

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import quantize
-from jax_dora.layers.quantised import dot_general, dot_general_by_rows, einsum
+from jax_dora.layers.quantised_kernel import dot_general, dot_general_by_rows, einsum
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.mosaic.decode import decode_project
 from jax_dora.ops.weight_only import MOST_ROWS

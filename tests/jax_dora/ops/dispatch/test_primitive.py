@@ -17,8 +17,8 @@ from jax_dora.ops.dispatch.choose import Target
 from jax_dora.ops.mosaic.projection import project, project_back
 from jax_dora.ops.norm import NORM
 from jax_dora.ops.operands import AdaptedKernel, Projection, Static
-from jax_dora.ops.products import BACK, FORWARD, Back
-from jax_dora.ops.reduction import REDUCE, Reduction
+from jax_dora.ops.projection_products import BACK, FORWARD, Back
+from jax_dora.ops.shrink import REDUCE, Reduction
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank import bank_linear
+from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_slots import Slots, compose_rows, rows_of
 from jax_dora.ops.mosaic.bank import bank_decode, bank_rows, bank_rows_sizes
 from jax_dora.ops.mosaic.bank.bank_rows import refuses

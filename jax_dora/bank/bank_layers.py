@@ -1,0 +1,320 @@
+"""Layers in which each row of a batch uses an adapter of a bank."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from dora_common.slots import check_rows
+from jax_dora.bank.projections import BankProjection
+from jax_dora.layers import DoRALinear
+from jax_dora.layers.base_layer import copy_attributes, new_instance
+from jax_dora.layers.einsum import DoRAEinsum, DoRALinearGeneral, Equation
+from jax_dora.layers.quantised_kernel import compute_as_stored
+from jax_dora.ops.bank_linear import Projection, bank_linear, bank_linears
+from jax_dora.ops.bank_projection import WholeProjection, bank_projections
+from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.dispatch import mesh as meshes
+from jax_dora.ops.row_scaled import CodedRows
+
+_BANK_ATTRIBUTES = frozenset(
+    f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation", "kernel")
+)
+
+
+class BankArray(nnx.Variable):
+    """An array of a bank, in a layer."""
+
+
+class BankRows(nnx.Variable):
+    """A layer's variables that select the adapter of each row."""
+
+
+class BankLayer(nnx.Module):
+    """A projection that shares the base layer's parameters and adds the adapters of a bank.
+
+    Attributes:
+      bank_lora_a, bank_lora_b, bank_g, bank_scale, bank_rank: the arrays of `ops.bank.Slots`, with
+        the stack's axes in front. If a loop takes one layer of a stack after the other, these
+        arrays may remain unsliced, which avoids copies; `bank_layer` then selects the layer.
+      bank_ids: i32[*stack, batch], the slot of each row.
+      bank_step: [*stack, …], the result of `ops.bank.step_of`, shared by all layers; or None.
+      bank_layer: i32[*stack], the layer's number in its stack.
+      bank_implementation: the same as for `with_bank`.
+    """
+
+    base_type: ClassVar[type[nnx.Module]]
+    instead_of_adapting: ClassVar[str] = "take the model that with_bank was given"
+
+    kernel: nnx.Param
+    bias: nnx.Param | None
+    dtype: Any
+    precision: Any
+    promote_dtype: Any
+
+    def __init__(
+        self,
+        base: Any,
+        projection: BankProjection,
+        slots: Slots,
+        ids: jax.Array,
+        step: jax.Array | None,
+        implementation: str | None,
+    ) -> None:
+        copy_attributes(base, self)
+        compute_as_stored(self)
+        for name, array in slots._asdict().items():
+            setattr(self, f"bank_{name}", BankArray(array))
+        self.bank_implementation = implementation
+        stack = projection.stack.shape
+        self.bank_ids = BankRows(jnp.broadcast_to(ids, (*stack, *ids.shape)))
+        # Like the adapters, this array may remain unsliced in a loop over layers.
+        steps = None if step is None else jnp.broadcast_to(step, (*stack, *step.shape))
+        self.bank_step = BankArray(steps)
+        # Made with NumPy, so that the array and its slices are constants in a compiled program.
+        numbers = np.arange(int(np.prod(stack)), dtype=np.int32)
+        self.bank_layer = BankRows(jnp.asarray(numbers.reshape(stack)))
+
+    def _equation(self, ndim: int) -> Equation:
+        raise NotImplementedError
+
+    def _slots(self) -> tuple[Slots, jax.Array, tuple[jax.Array, int] | None]:
+        """Returns the adapters, the ids, and (first, count) of this layer's slots or None.
+
+        If the adapters are those of a whole stack, then the layers' slots are concatenated.
+        """
+        slots = Slots(*(getattr(self, f"bank_{name}").get_value() for name in Slots._fields))
+        ids, layer = self.bank_ids[...], self.bank_layer[...]
+        lead = slots.lora_a.ndim - 3
+        if ids.ndim > 1 or layer.ndim:
+            raise ValueError(
+                f"the layers of a stack of shape {layer.shape} are called at once; expected a call "
+                "of one layer after the other, as in nnx.scan"
+            )
+        if not lead:
+            return slots, ids, None
+        count = slots.lora_a.shape[lead]
+        whole = jax.tree.map(lambda one: one.reshape(-1, *one.shape[lead + 1 :]), slots)
+        return whole, ids, (layer * count, count)
+
+    def _step(self) -> jax.Array | None:
+        step = self.bank_step.get_value()
+        return None if step is None else step.reshape(-1, *step.shape[-2:])[0]
+
+    def _promoted(self, inputs: Any) -> tuple[jax.Array, Any, Any]:
+        """Returns inputs, without codes, kernel and bias (or None) in the dtype of the products."""
+        bias = None if self.bias is None else self.bias[...]
+        x = inputs.x if isinstance(inputs, CodedRows) else inputs
+        return self.promote_dtype((x, self.kernel[...], bias), dtype=self.dtype)
+
+    def _projection(self, inputs: Any) -> Projection:
+        slots, _, part = self._slots()
+        return Projection(self._unbiased()(inputs), slots, part, self._promoted(inputs)[2])
+
+    def _unbiased(self) -> Any:
+        """Returns the base layer without its bias, since the magnitude does not scale the bias."""
+        base = new_instance(self.base_type)
+        copy_attributes(self, base, leave_out={"bias", "use_bias", *_BANK_ATTRIBUTES})
+        base.bias, base.use_bias = nnx.data(None), False
+        return base
+
+    def _call(self, inputs: Any, **settings: Any) -> jax.Array:
+        """Returns the layer's result; `settings` are passed to the base layer."""
+        x, _, bias = self._promoted(inputs)
+        base = self._unbiased()(inputs, **settings)
+        slots, ids, part = self._slots()
+        equation = self._equation(inputs.ndim)
+        _check_rows(equation, x.shape, ids)
+        in_, out = (equation.kernel_letters(sort) for sort in "io")
+        rows = equation.x[0] + "".join(one for one in equation.x[1:] if one not in in_)
+        if bias is not None:
+            letters = [letter for letter in equation.y if letter in equation.kernel]
+            bias = _transpose(
+                bias.reshape([base.shape[equation.y.index(i)] for i in letters]),
+                "".join(letters),
+                out,
+            ).reshape(-1)
+        batch, in_features, out_features = (
+            one.shape[-1] for one in (ids, slots.lora_a, slots.lora_b)
+        )
+
+        def apply_adapters(operands: Any) -> jax.Array:
+            base, x, bias, slots, ids, step, first = operands
+            matrix = _transpose(base, equation.y, rows + out)
+            tokens = math.prod(matrix.shape[1 : len(rows)])
+            y = bank_linear(
+                matrix.reshape(batch, tokens, out_features),
+                _transpose(x, equation.x, rows + in_).reshape(batch, tokens, in_features),
+                slots,
+                ids,
+                part=None if part is None else (first, part[1]),
+                step=step,
+                bias=bias,
+                precision=self.precision,
+                implementation=self.bank_implementation,
+            )
+            return _transpose(y.reshape(matrix.shape), rows + out, equation.y)
+
+        operands = (base, x, bias, slots, ids, self._step(), part and part[0])
+        mesh = meshes.explicit(*jax.tree.leaves(operands))
+        if mesh is None:
+            return apply_adapters(operands)
+        return meshes.with_auto_axes(apply_adapters, mesh, jax.P(*meshes.spec(base)))(operands)
+
+
+def apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array]:
+    """Returns the results of several layers for the same x, an array or `CodedRows`.
+
+    If all are similar layers of a bank, they are computed together. With few tokens, this takes as
+    many launches of the bank's kernels as a single layer.
+    """
+    can_merge = _can_apply_together(layers, x)
+    if can_merge and all(layer._takes_whole_projection(x) for layer in layers):
+        return _apply_to_prompts(layers, x)
+    if not can_merge:
+        return [layer(x) for layer in layers]
+    first = layers[0]
+    _check_rows(first._equation(3), x.shape, first.bank_ids[...])
+    return list(
+        bank_linears(
+            first._promoted(x)[0],
+            [layer._projection(x) for layer in layers],
+            first.bank_ids[...],
+            step=first._step(),
+            precision=first.precision,
+            implementation=first.bank_implementation,
+        )
+    )
+
+
+def _can_apply_together(layers: Sequence[Any], x: Any) -> bool:
+    """Returns whether layers are of a bank and can be computed together."""
+    if not all(isinstance(layer, BankLinear) for layer in layers) or x.ndim != 3:
+        return False
+    if meshes.explicit(*jax.tree.leaves([x, *map(nnx.state, layers)])) is not None:
+        return False
+
+    def kind(layer: Any) -> tuple[Any, ...]:
+        return layer.dtype, layer.kernel.dtype, str(layer.precision)
+
+    return len({kind(layer) for layer in layers}) == 1
+
+
+def _transpose(array: jax.Array, letters: str, order: str) -> jax.Array:
+    """Returns an array with axes named `letters`, transposed to the order `order`."""
+    if letters == order:
+        return array
+    return lax.transpose(array, [letters.index(letter) for letter in order])
+
+
+def _check_rows(equation: Equation, shape: tuple[int, ...], ids: jax.Array) -> None:
+    check_rows(shape, ids.shape[0], has_rows=equation.x[0] in equation.y)
+
+
+class BankLinear(BankLayer, nnx.Linear):
+    """`nnx.Linear` with adapters of a bank.
+
+    Attributes:
+      bank_kernel: [*stack, in, out], the kernel again, which may remain unsliced like the adapters;
+        None if the kernel is quantized or not stacked along its leading axes.
+    """
+
+    base_type = nnx.Linear
+    can_take_codes = True
+
+    def __init__(self, base: Any, projection: BankProjection, *others: Any) -> None:
+        super().__init__(base, projection, *others)
+        kernel = base.kernel.get_value()
+        is_kept = isinstance(kernel, jax.Array) and not projection.stack.axis
+        self.bank_kernel = BankArray(kernel if is_kept else None)
+
+    def _equation(self, ndim: int) -> Equation:
+        rows = "abcdefghijklmnopqrstuvw"[: ndim - 1]
+        return Equation(f"{rows}x", "xy", f"{rows}y")
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
+        if out_sharding is None and self._takes_whole_projection(inputs):
+            return _apply_to_prompts([self], inputs)[0]
+        return self._call(inputs, out_sharding=out_sharding)
+
+    def _takes_whole_projection(self, inputs: Any) -> bool:
+        """Returns whether one kernel may compute the base's product and the adapters' together.
+
+        This requires inputs with several tokens per row, and a base layer that multiplies by the
+        plain kernel without special settings.
+        """
+        kernel = self.kernel.get_value()
+        return (
+            inputs.ndim == 3
+            and inputs.shape[1] > 1
+            and isinstance(kernel, jax.Array)
+            and self.dot_general is lax.dot_general
+            and self.preferred_element_type is None
+            and meshes.explicit(inputs, kernel, self.bank_ids[...]) is None
+        )
+
+    def _whole_projection(self, inputs: jax.Array) -> WholeProjection:
+        x, kernel, bias = self._promoted(inputs)
+        slots, ids, part = self._slots()
+        _check_rows(self._equation(3), x.shape, ids)
+        stack, layer = self.bank_kernel.get_value(), None
+        if stack is not None and stack.ndim > 2 and stack.dtype == kernel.dtype:
+            kernel, layer = stack.reshape(-1, *stack.shape[-2:]), self.bank_layer[...]
+        return WholeProjection(kernel, slots, layer, part, bias)
+
+
+def _apply_to_prompts(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:
+    """Returns the layers' results for the same prompts, where kernels may compute base as well."""
+    first = layers[0]
+    return list(
+        bank_projections(
+            first._promoted(inputs)[0],
+            [layer._whole_projection(inputs) for layer in layers],
+            first.bank_ids[...],
+            precision=first.precision,
+            implementation=first.bank_implementation,
+        )
+    )
+
+
+class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
+    """`nnx.LinearGeneral` with adapters of a bank."""
+
+    base_type = nnx.LinearGeneral
+
+    def _equation(self, ndim: int) -> Equation:
+        return DoRALinearGeneral.equation(self, ndim)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        return self._call(inputs, out_sharding=out_sharding)
+
+
+class BankEinsum(BankLayer, nnx.Einsum):
+    """`nnx.Einsum` with adapters of a bank."""
+
+    base_type = nnx.Einsum
+
+    def _equation(self, ndim: int) -> Equation:
+        return DoRAEinsum.equation(self, ndim)
+
+    def __call__(
+        self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> jax.Array:
+        if einsum_str is not None:
+            raise ValueError(
+                f"einsum_str is {einsum_str!r}; expected None: the bank's adapters are made for "
+                f"the layer's own einsum_str, {self.einsum_str!r}"
+            )
+        return self._call(inputs, out_sharding=out_sharding)
+
+
+LAYER_CLASSES: dict[type[Any], type[BankLayer]] = {
+    DoRALinear: BankLinear,
+    DoRALinearGeneral: BankLinearGeneral,
+    DoRAEinsum: BankEinsum,
+}

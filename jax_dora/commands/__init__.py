@@ -1,4 +1,0 @@
-"""The command `jax-dora`, with its subcommands finetune, generate, merge, inspect and serve."""
-
-from jax_dora.commands.main import main as main
-from jax_dora.commands.main import parser as parser

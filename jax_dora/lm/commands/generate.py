@@ -1,0 +1,128 @@
+"""Generate text with a model, with or without an adapter.
+
+    jax-dora generate --adapter RUN --prompt "12+30="
+    jax-dora generate --model FOLDER --chat --prompt "Why is the sky blue?" --temperature 0.7
+
+The completion of a single prompt is printed while it is generated. Several prompts are completed as
+one batch, and printed as JSON Lines with "prompt" and "completion". Without --prompt, the prompt is
+read from standard input.
+"""
+
+import argparse
+import json
+import sys
+
+import jax_dora
+from jax_dora.lm.commands.flags import add_end_token, integer, not_negative, share, usage_errors
+from jax_dora.lm.commands.folders import adapted_model, add_model_flags, base_folder, text_settings
+from jax_dora.lm.models import Sampling, generate, generate_steps
+from jax_dora.lm.models.text import TextStream
+from jax_dora.lm.models.tokenizer import TextSettings, prompt_tokens
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
+    add_model_flags(parser, activations=True)
+    add = parser.add_argument_group("text").add_argument
+    add("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
+    add("--chat", action="store_true", help="format each prompt with the model's chat template")
+    add("--system", metavar="TEXT", help="system message; needs --chat")
+    tokens = integer(1, 2**24)
+    add("--tokens", type=tokens, default=128, metavar="N", help="maximum number of new tokens")
+    add_end_token(add)
+
+    add = parser.add_argument_group("sampling").add_argument
+    add(
+        "--temperature",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="sampling temperature; 0 chooses the most likely token",
+    )
+    add(
+        "--top-k",
+        type=integer(0),
+        default=0,
+        metavar="N",
+        help="sample from the N most likely tokens only; 0 for all",
+    )
+    add(
+        "--top-p",
+        type=share,
+        default=1.0,
+        metavar="X",
+        help="sample from the most likely tokens with this total probability only",
+    )
+    add("--seed", type=integer(0, 2**32 - 1), default=0, metavar="N", help="random seed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the completions, and returns the exit status."""
+    with usage_errors():
+        if args.system is not None and not args.chat:
+            raise ValueError("--system is given without --chat; expected both")
+        for flag, is_given in {"top-k": args.top_k != 0, "top-p": args.top_p != 1}.items():
+            if is_given and args.temperature == 0:
+                raise ValueError(
+                    f"--{flag} is given without --temperature; expected a temperature above 0"
+                )
+        folder = base_folder(args)
+        texts = text_settings(args, folder)
+        if texts.own:
+            print(f"Note: using the {texts.own} in {args.adapter}", file=sys.stderr)
+        prompts = args.prompt or [sys.stdin.read()]
+        tokens = [_tokens(args, texts, prompt) for prompt in prompts]
+        if not all(tokens):
+            raise ValueError(
+                "--prompt is empty, and the model's tokenizer adds no token at the beginning; "
+                "expected a text"
+            )
+        longest = max(map(len, tokens))
+        total = longest + args.tokens
+        texts.check_length(
+            total, f"--prompt has {longest} tokens and --tokens is {args.tokens}, together {total}"
+        )
+        model = adapted_model(args, folder)
+        if (largest := max(map(max, tokens))) >= (size := model.config.vocab_size):
+            raise ValueError(
+                f"the tokenizer in {texts.tokenizer_folder} returns token {largest} for --prompt; "
+                f"expected less than the model's vocab_size {size}: is it the tokenizer of another "
+                "model?"
+            )
+        if args.adapter is not None:
+            model = jax_dora.freeze(model)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    # A reply in a chat is a separate text. Otherwise, the completion continues the prompt.
+    streams = [TextStream(texts.tokenizer, before=() if args.chat else ids) for ids in tokens]
+    if len(prompts) == 1:
+        [stream] = streams
+        for (drawn,) in generate_steps(model, tokens, args.tokens, sampling):
+            if drawn in texts.end_tokens:
+                break
+            print(stream.add(int(drawn)), end="", flush=True)
+        print(stream.end())
+        return 0
+    prints_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    answers = generate(model, tokens, args.tokens, sampling, ends=texts.end_tokens)
+    for prompt, stream, answer in zip(prompts, streams, answers, strict=True):
+        completion = "".join([*map(stream.add, answer), stream.end()])
+        line = {"prompt": prompt, "completion": completion}
+        print(json.dumps(line, ensure_ascii=not prints_unicode))
+    return 0
+
+
+def _tokens(args: argparse.Namespace, texts: TextSettings, prompt: str) -> list[int]:
+    """Returns the tokens of a prompt, formatted as a chat with --chat."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--prompt {prompt!r} is not valid text: {error}") from error
+    if not args.chat:
+        return prompt_tokens(texts.tokenizer, prompt)
+    if texts.template is None:
+        raise ValueError(f"--chat is given, but {texts.folder} has no chat template")
+    messages = [{"role": "user", "content": prompt}]
+    if args.system is not None:
+        messages = [{"role": "system", "content": args.system}, *messages]
+    conversation = texts.template.render(messages, reply=True)
+    return texts.tokenizer.encode(conversation, add_special_tokens=False).ids

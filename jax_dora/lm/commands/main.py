@@ -1,0 +1,80 @@
+"""Runs the command line, and turns errors into one line and an exit status."""
+
+import argparse
+import errno
+import io
+import sys
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+
+from jax_dora.lm.commands import finetune, generate, inspect, merge_folder, serve
+from jax_dora.lm.commands.flags import HelpFormatter, Parser, UsageError
+from jax_dora.lm.finetune.processes import FirstStoppedError
+from jax_dora.lm.finetune.stopping import DivergedError
+from jax_dora.lm.models import NotFiniteError
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+COMMANDS = (finetune, generate, merge_folder, inspect, serve)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    result = Parser(prog="jax-dora", description="DoRA for Llama, Mistral and Qwen models on JAX.")
+    commands = result.add_subparsers(metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(
+            name,
+            help=(module.__doc__ or "").partition("\n")[0],
+            description=module.__doc__,
+            formatter_class=HelpFormatter,
+        )
+        module.add_flags(command)
+        command.set_defaults(run=module.run)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+      The exit status: 0 for success; 1 if training diverged, logits are not finite, the disk is
+      full or memory ran out; 2 for invalid flags, data or folders; 130 for Ctrl-C.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Characters that the terminal's encoding lacks are printed as escape sequences.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    console = Console(stderr=True)
+    try:
+        args = parser().parse_args(argv)
+        return args.run(args)
+    except (Exception, KeyboardInterrupt) as error:
+        status, message = _explain(error)
+        notes = " ".join(getattr(error, "__notes__", ()))
+        line = " ".join(f"{message}{'. ' if notes else ''}{notes}".split())
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return status
+
+
+def _explain(error: BaseException) -> tuple[int, str]:
+    """Returns the exit status and the message for an error, or raises an unexpected error again."""
+    match error:
+        case KeyboardInterrupt():
+            return INTERRUPTED, "Interrupted"
+        case UsageError():
+            return USAGE, f"Error: {error}"
+        case DivergedError() | FirstStoppedError() | NotFiniteError():
+            return FAILED, f"Stopped: {error}"
+        case MemoryError():
+            return FAILED, f"Out of memory: {error or 'the host has too little memory'}"
+        case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
+            first = str(error).partition("\n")[0]
+            return FAILED, f"Out of memory on the device: {first}"
+        case OSError():
+            is_full = error.errno in FULL
+            what = "The disk is full" if is_full else "A file could not be read or written"
+            return FAILED, f"{what}: {error}"
+    raise error

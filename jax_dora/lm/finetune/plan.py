@@ -1,0 +1,315 @@
+"""Plans a run: checks its inputs and packs its data, before any weight is read."""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+
+import jax_dora
+from dora_common.disk import check_can_create
+from jax_dora.lm.finetune import estimate, packing, processes, tiny
+from jax_dora.lm.finetune.checkpoints import Checkpoints
+from jax_dora.lm.finetune.encoding import Encoder
+from jax_dora.lm.finetune.records import read_records
+from jax_dora.lm.finetune.reply_ends import learned_ends
+from jax_dora.lm.models import CausalLM, DecoderConfig, DecoderSharding, abstract_model, read_config
+from jax_dora.lm.models.attention import MAX_SEGMENTS
+from jax_dora.lm.models.tensor_files import fingerprint
+from jax_dora.lm.models.tokenizer import TextSettings
+
+EMBEDDING = "model/embed_tokens"
+# Flags that must not change when a run is resumed, since they change its steps.
+FIXED_FLAGS = (
+    *("length", "dtype", "quantize", "activations"),
+    *("rank", "alpha", "rslora", "dropout", "target"),
+    *("learning_rate", "schedule", "warmup", "weight_decay", "clip", "seed"),
+)
+
+
+class Plan:
+    """The inputs, data, steps and rules of a run.
+
+    Attributes:
+      folder: the folder of the base model.
+      texts: the text settings of the adapted model: the base model's, and the tokens that end the
+        learned replies.
+      encoder: turns records into examples.
+      config: the config of the decoder.
+      changes: the fields of `config` that are not taken from config.json, except the sharding.
+      rules: the rules for `apply_dora`.
+      checkpoints: the checkpoints of the run.
+      rows: the packed examples to train on.
+      eval_rows: the packed examples to evaluate on; None without --eval-data.
+      examples_to_show: the first examples that fit into a row, of --eval-data if it is given.
+      step_rows: the rows of a step, (accumulate, batch).
+      steps: the number of optimizer steps of the whole run.
+      sharding: the sharding of the model on a mesh; None for one device.
+      settings: the settings of a checkpoint. A run can only be resumed with the same settings.
+      eval_digest: a checksum of `eval_rows`; None without --eval-data.
+    """
+
+    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+        """
+        Raises:
+          ValueError, TypeError, NotImplementedError, ImportError, OSError: a flag, file or folder
+            is wrong.
+        """
+        self.args, self.console = args, console
+        self.checkpoints = Checkpoints(args.output / "checkpoints", args.keep)
+        if not args.resume and self.checkpoints.steps():
+            raise FileExistsError(
+                f"{args.output} already contains a run; pass --resume to continue it, or choose "
+                "another --output"
+            )
+        if (merge := args.merge) is not None:
+            processes.run_on_first(lambda: _check_merge(merge, args.output))
+        for flag, value in {"patience": args.patience, "eval-every": args.eval_every}.items():
+            if value is not None and args.eval_data is None:
+                raise ValueError(f"--{flag} needs --eval-data")
+        for name, extra in {"matplotlib": "finetune", "tensorboardX": "tensorboard"}.items():
+            if (extra == "finetune" or args.tensorboard) and find_spec(name) is None:
+                raise ImportError(f"{name} is not installed; run: pip install 'jax-dora[{extra}]'")
+        self.folder, files = self._inputs()
+        _check_output(args.output, self.folder)
+        config = read_config(self.folder)
+        self.texts = TextSettings.of(self.folder, config, end_tokens=args.end_token or ())
+        self.encoder = Encoder(self.texts.tokenizer, self.texts.end_tokens, self.texts.template)
+        self.changes: dict[str, Any] = {"dtype": args.dtype, "memory": "auto"}
+        self.changes["unroll"] = args.unroll
+        self.config = DecoderConfig.from_hf(config, **self.changes)
+        self.rows, examples = self._read(files)
+        self.eval_rows = None
+        if args.eval_data is not None:
+            self.eval_rows, examples = self._read(args.eval_data)
+        self.examples_to_show = examples[: args.samples]
+        self.step_rows = (args.accumulate, args.batch)
+        self.steps = args.steps or math.ceil(
+            args.epochs * len(self.rows.tokens) / math.prod(self.step_rows)
+        )
+        if args.warmup >= self.steps:
+            raise ValueError(
+                f"--warmup is {args.warmup}, but the run has {self.steps} steps; expected less"
+            )
+        if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
+            self.changes |= {"attention": "cudnn", "segments": self._segments()}
+        self.sharding: DecoderSharding | None = None
+        self.sharding = self._sharding()
+        self.config = dataclasses.replace(self.config, sharding=self.sharding)
+        self.rules = self._rules()
+        self.settings = {name: getattr(args, name) for name in FIXED_FLAGS} | {
+            # The split of a step into micro-batches can change, but not its number of rows.
+            "rows of a step": math.prod(self.step_rows),
+            # The contents of the files count, not their paths.
+            "data": _digest(self.rows),
+            "weights": fingerprint(self.folder),
+            "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        }
+        self.eval_digest = None if self.eval_rows is None else _digest(self.eval_rows)
+        processes.check_equal(self.settings | {"eval_data": self.eval_digest})
+
+    @functools.cached_property
+    def schedule(self) -> optax.Schedule:
+        """The learning rate as a function of the step, from 0."""
+        args = self.args
+        steps = self.steps - args.warmup
+        after = {
+            "cosine": optax.cosine_decay_schedule(args.learning_rate, steps),
+            "linear": optax.linear_schedule(args.learning_rate, 0.0, steps),
+            "constant": optax.constant_schedule(args.learning_rate),
+        }[args.schedule]
+        # Warmup starts at 1/warmup of the learning rate: at 0, the first step would do nothing.
+        warmup = optax.linear_schedule(
+            args.learning_rate / max(1, args.warmup), args.learning_rate, max(1, args.warmup - 1)
+        )
+        return optax.join_schedules([warmup, after], [args.warmup]) if args.warmup else after
+
+    @functools.cached_property
+    def abstract_model(self) -> CausalLM:
+        """The adapted model, with shapes and dtypes instead of arrays."""
+        base = abstract_model(self.folder, **self.load_options)
+        graphdef, state = nnx.split(base)
+        return nnx.eval_shape(lambda state: self.adapt(nnx.merge(graphdef, state)), state)
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """The keyword arguments of `load_model`."""
+        formats = {"quantize": self.args.quantize, "act_qtype": self.args.activations}
+        return {"sharding": self.sharding, **formats, **self.changes}
+
+    def adapt(self, model: CausalLM) -> CausalLM:
+        """Returns `model` with new adapters, in training mode."""
+        model = jax_dora.apply_dora(model, self.rules, rngs=nnx.Rngs(self.args.seed))
+        model.train()
+        return model
+
+    def _segments(self) -> int | None:
+        """Returns the maximum number of texts in a row, rounded up to a power of two.
+
+        Returns None if there are too many texts for cuDNN.
+        """
+        packed = [rows for rows in (self.rows, self.eval_rows) if rows is not None]
+        # Padding counts as one more text.
+        count = 1 << max(int(rows.segment_ids.max()) for rows in packed).bit_length()
+        return count if count <= MAX_SEGMENTS else None
+
+    def _sharding(self) -> DecoderSharding | None:
+        """Returns the sharding of the model; None for a single device."""
+        sizes: Any = self.args.mesh
+        if sizes is None and jax.process_count() == 1:
+            return None
+        if sizes in (None, "auto"):
+            # Replicated weights are faster: sharded weights are gathered in every pass.
+            model = abstract_model(self.folder, **self.load_options)
+            axis = "dp" if estimate.can_replicate(model) else "fsdp"
+            sizes = {axis: jax.device_count()}
+        sharding = DecoderSharding.over(**sizes)
+        sharding.check(self.config, self.args.batch)
+        return sharding
+
+    def _inputs(self) -> tuple[Path, list[Path]]:
+        """Returns the folder of the model and the files of the data."""
+        args = self.args
+        folder, files = args.model, args.data
+        if args.tiny:
+            if folder is not None:
+                raise ValueError("--model and --tiny are both given; expected one of them")
+            folder, files = args.output / tiny.MODEL, files or [args.output / tiny.DATA]
+        if folder is None or files is None:
+            raise ValueError("--model or --data is missing; pass both, or --tiny, which makes them")
+        for name, value in (("data", files), ("eval-data", args.eval_data or [])):
+            if missing := [file for file in value if not file.exists()]:
+                raise FileNotFoundError(f"--{name} {missing[0]} does not exist")
+        return folder, files
+
+    def _read(self, files: list[Path]) -> tuple[packing.Rows, list[packing.Example]]:
+        """Returns the rows of data files, and their examples that fit into a row."""
+        records = itertools.chain.from_iterable(map(read_records, files))
+        examples = list(self.encoder.examples(records))
+        names = ", ".join(map(str, files))
+        self._add_learned_ends(names, examples)
+        length, kind = self.args.length, self.args.split
+        splits = {"text": lambda one: one.is_text, "all": lambda _: True, "none": lambda _: False}
+        parts = [packing.split(one, length) if splits[kind](one) else [one] for one in examples]
+        packed = packing.pack([*itertools.chain.from_iterable(parts)], length)
+        largest = max(max(example.tokens) for example in examples if example.tokens)
+        if largest >= self.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer returns token {largest}; expected less than config.json's "
+                f"vocab_size {self.config.vocab_size}: is it the tokenizer of another model?"
+            )
+        longest = int(packed.rows.positions.max()) + 1
+        self.texts.check_length(
+            longest,
+            f"{names} has an example of {longest} tokens",
+            f": pass --length {self.texts.max_tokens} to split or truncate it",
+        )
+        full = (packed.rows.segment_ids > 0).mean()
+        self._print(
+            f"{names}: {packed.examples} examples in {len(packed.rows.tokens)} rows, {full:.0%} "
+            f"full; {sum(len(one) > 1 for one in parts)} split into rows, {packed.truncated} "
+            f"truncated to {length} tokens, {packed.dropped} dropped because nothing to learn was "
+            "left"
+        )
+        # Generating from a prompt longer than a row could need more memory than training.
+        fitting = [example for example in examples if len(example.tokens) <= length + 1]
+        return packed.rows, fitting
+
+    def _add_learned_ends(self, names: str, examples: list[packing.Example]) -> None:
+        """Adds the tokens that end the learned replies to those that end a text.
+
+        Warns about replies that end in no such token.
+        """
+        texts = self.texts
+        special, others = learned_ends(examples, texts.tokenizer, texts.end_tokens)
+        self.texts = texts.with_end_tokens([*texts.end_tokens, *special])
+        if special:
+            shown = ", ".join(f"{texts.tokenizer.id_to_token(one)!r} ({one})" for one in special)
+            self._print(f"{names}: replies end in {shown}, which therefore ends answers, too")
+        if others:
+            [(token, _)] = others.most_common(1)
+            shown = texts.tokenizer.decode([token], skip_special_tokens=False)
+            self._print(
+                f"Warning: {others.total()} learned replies of {names} end in no token that ends "
+                f"an answer, most of them in {shown!r} ({token}), so answers may not end; expected "
+                "a chat template that writes such a token after every reply, or --end-token with "
+                "the one that it writes"
+            )
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def _rules(self) -> list[jax_dora.DoRARule]:
+        """Returns the rule of --target, and a separate rule for the embedding if --target matches
+        it.
+
+        In the separate rule, only the lookup is adapted, without dropout, as in PEFT.
+        """
+        args = self.args
+        rule = jax_dora.DoRARule(
+            args.target,
+            rank=args.rank,
+            alpha=args.rank / 2 if args.alpha is None else args.alpha,
+            use_rslora=args.rslora,
+            dropout=args.dropout,
+        )
+        if not rule.matches(EMBEDDING):
+            return [rule]
+        embedding = dataclasses.replace(
+            rule, path=re.escape(EMBEDDING), dropout=0.0, adapt_attend=False
+        )
+        model = nnx.eval_shape(lambda: CausalLM(self.config, rngs=nnx.Rngs(0)))
+        paths = ("/".join(map(str, path)) for path, _ in nnx.iter_modules(model))
+        matches_others = any(rule.matches(path) for path in paths if path != EMBEDDING)
+        if matches_others:
+            return [embedding, rule]
+        if args.dropout:
+            raise ValueError(
+                f"--dropout is {args.dropout}, but --target {args.target!r} matches only the "
+                "embedding, which reads token ids and has no activation to drop; expected 0: leave "
+                "out --dropout"
+            )
+        return [embedding]
+
+
+def _check_output(output: Path, folder: Path) -> None:
+    """Raises an error if the run would write into the model's folder."""
+    if folder.resolve() in _own_folders(output):
+        raise ValueError(
+            f"--output {output} would write into --model {folder}; expected a separate folder"
+        )
+
+
+def _own_folders(output: Path) -> list[Path]:
+    """Returns the folders that a run writes to."""
+    names = (".", "adapter", "best", "checkpoints", "tensorboard")
+    return [(output / name).resolve() for name in names]
+
+
+def _check_merge(folder: Path, output: Path) -> None:
+    """Raises an error if the merged model could not be written to `folder` after training."""
+    if folder.exists() or folder.resolve() in _own_folders(output):
+        raise FileExistsError(
+            f"--merge {folder} exists already, or is a folder of the run; expected a new folder"
+        )
+    check_can_create(folder, "--merge")
+
+
+def _digest(rows: packing.Rows) -> str:
+    digest = hashlib.sha256()
+    for array in rows:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()

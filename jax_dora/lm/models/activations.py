@@ -1,0 +1,148 @@
+"""Chooses which activations of a layer are kept from the forward to the backward pass.
+
+The others are recomputed in the backward pass. A layer has few `Activation`s, so the best set
+within a memory budget is found by trying every set: the best one saves the most recomputation. The
+cost of recomputation is counted in FLOPs. Moving bytes costs as many FLOPs as a Hopper GPU computes
+in the same time, `FLOPS_PER_BYTE`.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jax_dora
+from jax_dora.lm.models.config import DecoderConfig
+from jax_dora.ops.projection import RESULT_NAME
+
+GIB = 2**30
+
+# 750 TFLOP/s of matrix products and 3 TB/s of memory bandwidth.
+FLOPS_PER_BYTE = 250
+# Checkpoint names that the decoder gives to activations other than a projection's result.
+ATTENTION, NORMED, GATED = "attention", "normed", "gated"
+# The primitives of cuDNN's forward pass. Their residuals have no checkpoint name.
+ATTENTION_PRIMITIVES = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
+# The share of the device's memory left for fragmentation and for arrays not counted here.
+RESERVED_SHARE = 0.15
+
+
+class Activation(NamedTuple):
+    """An activation of a layer that can be kept.
+
+    Attributes:
+      name: the name given with `jax.ad_checkpoint.checkpoint_name`.
+      width: the number of features, for projections' results, which all share one name; else 0.
+      size: bytes per token and layer.
+      work: FLOPs per token and layer that keeping the activation saves.
+    """
+
+    name: str
+    width: int
+    size: int
+    work: float
+
+
+def activations(config: DecoderConfig, time: int) -> list[Activation]:
+    """Returns the activations of a layer that can be kept, for texts of `time` tokens."""
+    item = jnp.dtype(config.dtype).itemsize
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query = config.num_attention_heads * config.head_dim
+    key = config.num_key_value_heads * config.head_dim
+    # (input width, output width, whether the magnitude's gradient reads a second array besides the
+    # result). For gate and up, SwiGLU and the magnitude's gradient read the same array.
+    is_short = jnp.dtype(config.dtype) == jnp.float16
+    products = [
+        *[(hidden, out, config.qkv_bias or is_short) for out in (query, key, key)],
+        (query, hidden, config.o_bias or is_short),
+        *[(hidden, inner, False)] * 2,
+        (inner, hidden, config.mlp_bias or is_short),
+    ]
+    choices = []
+    for width in dict.fromkeys(out for _, out, _ in products):
+        same_width = [(n_in, has_second) for n_in, out, has_second in products if out == width]
+        size = sum(1 + has_second for _, has_second in same_width) * width * item
+        work = sum(2 * n_in * width for n_in, _ in same_width)
+        choices.append(Activation(RESULT_NAME, width, size, work))
+    if config.attention == "cudnn":
+        # Size: the result and one fp32 sum per head. Work: the scores and their product with the
+        # values, each over half of the square.
+        size = query * item + 4 * config.num_attention_heads
+        choices.append(Activation(ATTENTION, 0, size, 2 * query * time))
+    elementwise = [(NORMED, 2 * hidden, 3), (GATED, inner, 3)]
+    choices += [
+        Activation(name, 0, width * item, FLOPS_PER_BYTE * passes * width * item)
+        for name, width, passes in elementwise
+    ]
+    return choices
+
+
+def best(choices: Sequence[Activation], tokens: int, budget: float) -> tuple[Activation, ...]:
+    """Returns the set of activations that saves the most work and fits into `budget` bytes.
+
+    Args:
+      tokens: the number of tokens, times the number of layers.
+    """
+    sets = itertools.chain.from_iterable(
+        itertools.combinations(choices, count) for count in range(len(choices) + 1)
+    )
+    fitting = [kept for kept in sets if tokens * sum(one.size for one in kept) <= budget]
+    return max(fitting, key=lambda kept: sum(one.work for one in kept))
+
+
+def plan(config: DecoderConfig, batch: int, time: int) -> tuple[Activation, ...]:
+    """Returns the activations to keep for [batch, time] tokens, according to `config.memory`."""
+    if config.memory is None:
+        return ()
+    tokens, choices = batch * time, activations(config, time)
+    if config.memory == "auto":
+        budget = free_memory() - _working_set(config, tokens)
+    else:
+        budget = config.memory * GIB
+        if budget < 0:
+            raise ValueError(f"memory is {config.memory}; expected at least 0 GiB, or 'auto'")
+    return best(choices, tokens * config.num_hidden_layers, max(budget, 0))
+
+
+def free_memory() -> float:
+    """Returns the bytes of device memory that are free while this is traced.
+
+    Returns 0 if the device does not report its memory, like a CPU.
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit", 0)
+    return (1 - RESERVED_SHARE) * limit - stats.get("bytes_in_use", 0)
+
+
+def _working_set(config: DecoderConfig, tokens: int) -> float:
+    """Returns the bytes that a step needs besides the kept activations.
+
+    These are the input of every layer, all activations of one layer with their gradients, and the
+    logits of one chunk of the loss with their gradients.
+    """
+    item = jnp.dtype(config.dtype).itemsize
+    layer = 8 * config.hidden_size + 6 * config.intermediate_size
+    inputs = config.num_hidden_layers * config.hidden_size
+    return tokens * (2 * layer + inputs) * item + 4 * 1024 * config.vocab_size * 4
+
+
+def policy(kept: Sequence[Activation]) -> Callable[..., Any]:
+    """Returns a policy for `jax.checkpoint`.
+
+    It keeps `kept`, and the values that `jax_dora.remat_policy` keeps.
+    """
+    base_policy = jax_dora.remat_policy(*(one.name for one in kept if not one.width))
+    widths = {one.width for one in kept if one.width}
+    keeps_attention = any(one.name == ATTENTION for one in kept)
+
+    def is_kept(primitive: Any, *operands: Any, **params: Any) -> Any:
+        if params.get("name") == RESULT_NAME and operands[0].shape[-1] in widths:
+            return True
+        if keeps_attention and primitive.name in ATTENTION_PRIMITIVES:
+            return True
+        return base_policy(primitive, *operands, **params)
+
+    return is_kept

@@ -1,0 +1,180 @@
+"""One layer of the decoder: attention and a gated MLP, each with a norm and a residual."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jax_dora
+from jax_dora.bank.bank_layers import BankLayer, apply_together
+from jax_dora.layers.gate_up import swiglu_into
+from jax_dora.layers.quantised_kernel import takes_codes
+from jax_dora.lm.models import activations, rope
+from jax_dora.lm.models.attention import Segments, attend, attend_segments
+from jax_dora.lm.models.cache import LayerCache
+from jax_dora.lm.models.config import DecoderConfig
+from jax_dora.ops.projection import RESULT_NAME
+from jax_dora.ops.row_scaled import CodedRows, coded_by
+
+# Makes a projection: nnx.Linear, or a callable with its arguments that returns an adapted layer.
+MakeLinear = Callable[..., Any]
+INIT = nnx.initializers.normal(0.02)
+
+
+class RMSNorm(nnx.Module):
+    """scale ∘ x / sqrt(mean(x²) + epsilon) over the last axis (arXiv 1910.07467)."""
+
+    def __init__(self, features: int, config: DecoderConfig) -> None:
+        self.scale = nnx.Param(jnp.ones((features,), config.dtype))
+        self.epsilon = config.rms_norm_eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
+        return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+    def coded(self, x: jax.Array) -> CodedRows:
+        """Returns the result with its FP8 codes, which XLA computes in the passes of the norm.
+
+        Each row's scale is that of its largest result before rounding, so it is known when the
+        mean is.
+        """
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1)
+        scale = self.scale[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+        largest = jnp.max(jnp.abs(wide * scale), axis=-1)
+        return coded_by(largest * lax.rsqrt(mean_square + self.epsilon), self(x))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv 2305.13245) with rotary position embedding."""
+
+    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
+        hidden, head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        qkv = linear_options(config, config.qkv_bias, rngs)
+        self.q_proj = linear(hidden, heads * head_dim, **qkv)
+        self.k_proj = linear(hidden, kv_heads * head_dim, **qkv)
+        self.v_proj = linear(hidden, kv_heads * head_dim, **qkv)
+        self.o_proj = linear(
+            heads * head_dim, hidden, **linear_options(config, config.o_bias, rngs)
+        )
+        if config.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config)
+            self.k_norm = RMSNorm(head_dim, config)
+        self.config = config
+
+    def __call__(
+        self,
+        x: Any,
+        angles: tuple[jax.Array, jax.Array],
+        mask: jax.Array | Segments | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Returns the result [batch, time, hidden], and the keys and values of x's tokens."""
+        config = self.config
+        layers, size = (self.q_proj, self.k_proj, self.v_proj), config.head_dim
+        q, k, v = (
+            _named(layer, y).reshape(*x.shape[:2], y.shape[-1] // size, size)
+            for layer, y in zip(layers, apply_together(layers, x), strict=True)
+        )
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
+        if cache is not None:
+            attended = cache.attend(q, k, v)
+        elif isinstance(mask, Segments):
+            attended = attend_segments(q, k, v, mask)
+        else:
+            attended = attend(q, k, v, mask=mask, is_causal=True, implementation=config.attention)
+        attended = attended.reshape(*x.shape[:2], config.num_attention_heads * size)
+        return _named(self.o_proj, self.o_proj(attended)), (k, v)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) ∘ up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        options = linear_options(config, config.mlp_bias, rngs)
+        self.gate_proj = linear(hidden, intermediate, **options)
+        self.up_proj = linear(hidden, intermediate, **options)
+        self.down_proj = linear(intermediate, hidden, **options)
+
+    def __call__(self, x: Any) -> jax.Array:
+        layers = self.gate_proj, self.up_proj
+        if isinstance(self.gate_proj, BankLayer):
+            gate, up = apply_together(layers, x)
+            gated = nnx.silu(gate) * up
+        else:
+            gated = swiglu_into(self.down_proj, *layers, x)
+        gated = _on_x(functools.partial(checkpoint_name, name=activations.GATED), gated)
+        return _named(self.down_proj, self.down_proj(gated))
+
+
+class DecoderLayer(nnx.Module):
+    """Computes x + attention(norm(x)), and then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, linear: MakeLinear, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
+        self.self_attn = Attention(config, linear, rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
+        self.mlp = MLP(config, linear, rngs)
+        self.rows = None if config.sharding is None else config.sharding.rows
+
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        mask: jax.Array | Segments | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Returns the result [batch, time, hidden], and the keys and values of x's tokens."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv = attention.q_proj, attention.k_proj, attention.v_proj
+        normed = self._normed(self.input_layernorm, x, *qkv)
+        attended, keys_and_values = attention(normed, angles, mask, cache)
+        x = self._sharded(x + attended)
+        normed = self._normed(self.post_attention_layernorm, x, mlp.gate_proj, mlp.up_proj)
+        return self._sharded(x + mlp(normed)), keys_and_values
+
+    def _normed(self, norm: RMSNorm, x: jax.Array, *layers: Any) -> Any:
+        """Returns norm(x) for `layers`; with its codes if all of them take codes."""
+        normed = norm.coded(x) if all(map(takes_codes, layers)) else norm(x)
+        return _on_x(lambda y: checkpoint_name(self._sharded(y), activations.NORMED), normed)
+
+    def _sharded(self, x: jax.Array) -> jax.Array:
+        # Without the constraint XLA may gather activations instead of the sharded weights.
+        return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
+
+
+def _on_x(function: Callable[[jax.Array], jax.Array], rows: Any) -> Any:
+    """Returns `function` of an array, or of the x of `CodedRows`."""
+    if isinstance(rows, CodedRows):
+        return rows._replace(x=function(rows.x))
+    return function(rows)
+
+
+def _named(layer: Any, y: jax.Array) -> jax.Array:
+    """Returns the result `y` of `layer` with the checkpoint name `RESULT_NAME`.
+
+    DoRA layers name their results themselves.
+    """
+    return y if isinstance(layer, jax_dora.DoRALayer) else checkpoint_name(y, RESULT_NAME)
+
+
+def linear_options(config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs) -> dict[str, Any]:
+    """Returns the keyword arguments for a projection or the head."""
+    return {
+        "use_bias": use_bias,
+        "dtype": config.dtype,
+        "param_dtype": config.dtype,
+        "kernel_init": INIT,
+        "rngs": rngs,
+    }

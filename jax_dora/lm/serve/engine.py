@@ -1,0 +1,302 @@
+"""Continuous batching: requests start and end between the steps of a running batch.
+
+Every turn of the engine launches at most two programs: one prefills pieces of prompts, and one
+decodes a token for every row whose prompt is complete. Then the engine processes the tokens from
+the previous turn, so that the host produces text while the device computes. The engine therefore
+notices the end of an answer one step late, and drops the token of that step.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from jax_dora.bank.slot_cache import SlotCache
+from jax_dora.lm.models.text import TextStream
+from jax_dora.lm.serve.draw import Drawn
+from jax_dora.lm.serve.metrics import Metrics
+from jax_dora.lm.serve.request import Answer, Piece, Request, Token
+from jax_dora.lm.serve.runner import ModelRunner, PromptPiece
+
+type Launched = tuple[Drawn, list[tuple[int, Answer]]]
+"""The result of a program, and the rows and answers that it draws tokens for."""
+
+
+class QueueFullError(Exception):
+    """Raised if the maximum number of requests is already waiting."""
+
+
+class Engine:
+    """Answers requests in a running batch.
+
+    `submit` and `cancel` are thread-safe. `turn`, `wait` and `fail` have to run in one thread.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        bank: SlotCache | None,
+        tokenizer: Tokenizer,
+        ends: Collection[int],
+        *,
+        queue: int,
+        metrics: Metrics,
+    ) -> None:
+        """
+        Args:
+          runner: runs the model.
+          bank: the adapters in slots, with `ServedAdapter` as keys; None for the base model only.
+          tokenizer: the model's tokenizer.
+          ends: the tokens that end a text of the model. An adapter may have others, and another
+            tokenizer.
+          queue: the maximum number of waiting requests.
+          metrics: the metrics to update.
+        """
+        self.metrics = metrics
+        self._runner, self._bank = runner, bank
+        self.capacity = runner.capacity  # tokens of a prompt and its answer together
+        self._tokenizer, self._ends = tokenizer, frozenset(ends)
+        self._queue = queue
+        self._changed = threading.Condition()
+        self._waiting: deque[Answer] = deque()
+        self._rows: list[Answer | None] = [None] * runner.rows
+        self._launched: list[Launched] = []
+        self._failed = ""
+
+    @property
+    def free_rows(self) -> int:
+        """The number of rows without a request."""
+        return self._rows.count(None)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a row."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> Answer:
+        """Queues a request.
+
+        Raises:
+          ValueError: the prompt is empty, max_tokens is below 1, or both together exceed a row.
+          QueueFullError: too many requests are waiting.
+          RuntimeError: the engine has stopped.
+        """
+        size = len(request.prompt) + request.max_tokens
+        if not request.prompt or request.max_tokens < 1 or size > self.capacity:
+            raise ValueError(
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is "
+                f"{request.max_tokens}; expected at least 1 each, and {self.capacity} together at "
+                "most"
+            )
+        tokenizer, ends, sampling = self._tokenizer, self._ends, request.sampling
+        if request.adapter is not None and (texts := request.adapter.texts) is not None:
+            tokenizer, ends = texts.tokenizer, frozenset(texts.end_tokens)
+        ends = (frozenset() if sampling.ignore_eos else ends) | set(sampling.stop_token_ids)
+        before = request.prompt if request.continues_prompt else ()
+        answer = Answer(request, TextStream(tokenizer, sampling.stop, before=before), ends)
+        with self._changed:
+            if self._failed:
+                raise RuntimeError(self._failed)
+            if len(self._waiting) >= self._queue:
+                raise QueueFullError(f"{len(self._waiting)} requests wait, which is the maximum")
+            self._waiting.append(answer)
+            self._changed.notify()
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Cancels a request, for example since its client has disconnected."""
+        with self._changed:
+            answer.is_cancelled = True
+            self._changed.notify()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a request is submitted or cancelled, at most for some seconds."""
+        with self._changed:
+            if not self._waiting:
+                self._changed.wait(seconds)
+
+    def fail(self, reason: str) -> None:
+        """Ends all requests with an error, and rejects new ones from now on."""
+        with self._changed:
+            self._failed = reason
+            waiting, self._waiting = self._waiting, deque()
+        for answer in (*waiting, *filter(None, self._rows)):
+            self._end(answer, Piece(finish="error", error=reason))
+        self._launched = []
+
+    def turn(self) -> bool:
+        """Runs one turn (see the module's docstring); returns whether there was anything to do."""
+        self._drop_cancelled()
+        self._admit()
+        previous = self._launched
+        self._launched = [*self._prefill(), *self._decode()]
+        for drawn, _ in self._launched:
+            for array in drawn[:2]:
+                array.copy_to_host_async()
+        for drawn, answers in previous:
+            self._deliver(drawn, answers)
+        self.metrics.running.set(len(self._rows) - self.free_rows)
+        self.metrics.waiting.set(len(self._waiting))
+        return bool(previous or self._launched)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            waiting = [one for one in self._waiting if one.is_cancelled]
+            for one in waiting:
+                self._waiting.remove(one)
+        running = [one for one in self._rows if one is not None and one.is_cancelled]
+        for one in (*waiting, *running):
+            self._end(one, Piece(finish="cancelled"))
+
+    def _admit(self) -> None:
+        """Gives free rows to waiting requests, in the order of their arrival.
+
+        A request whose adapter finds no free slot in the bank keeps waiting, and later requests may
+        overtake it, at most as many times as there are rows.
+        """
+        free = [row for row, one in enumerate(self._rows) if one is None]
+        if not free:
+            return
+        with self._changed:
+            waiting = list(self._waiting)
+        admitted: list[Answer] = []
+        blocked: list[Answer] = []
+        for answer in waiting:
+            if not free or any(one.overtaken >= len(self._rows) for one in blocked):
+                break
+            slot = self._pin_adapter(answer)
+            if slot is None:
+                blocked.append(answer)
+                continue
+            admitted.append(answer)
+            if answer.is_finished:
+                continue
+            answer.row = free.pop(0)
+            self._rows[answer.row] = answer
+            self._runner.assign_row(answer.row, answer.request, slot)
+            self.metrics.queued.observe(time.monotonic() - answer.request.arrival)
+            for one in blocked:
+                one.overtaken += 1
+        with self._changed:
+            for answer in admitted:
+                self._waiting.remove(answer)
+
+    def _pin_adapter(self, answer: Answer) -> int | None:
+        """Pins a request's adapter, and returns its slot: -1 for none, None if all are in use.
+
+        If the adapter cannot be loaded, this ends the request with an error and returns -1.
+        """
+        adapter = answer.request.adapter
+        if adapter is None or self._bank is None:
+            return -1
+        is_new = adapter not in self._bank
+        begin = time.monotonic()
+        try:
+            slot = self._bank.pin(adapter, adapter.value)
+        except Exception as error:  # must not affect other requests
+            self._end(answer, Piece(finish="error", error=f"the adapter cannot be loaded: {error}"))
+            return -1
+        if is_new and slot is not None:
+            self.metrics.loads.observe(time.monotonic() - begin)
+        return slot
+
+    def _prefill(self) -> Iterable[Launched]:
+        """Launches the next piece of the oldest incomplete prompt, and of others of equal width."""
+        incomplete = [one for one in self._rows if one is not None and one.prompt_left]
+        if not incomplete:
+            return
+        incomplete.sort(key=lambda one: one.request.arrival)
+        width = self._runner.width(incomplete[0].prompt_left)
+        batch = [one for one in incomplete if self._runner.width(one.prompt_left) == width]
+        batch = batch[: self._runner.prompts_per_call[width]]
+        pieces = []
+        for one in batch:
+            tokens = one.request.prompt[one.prefilled : one.prefilled + width]
+            pieces.append(PromptPiece(one.row, tokens, one.prefilled))
+            one.prefilled += len(tokens)
+        drawn = self._runner.prefill(pieces, width)
+        self.metrics.prompt_tokens.inc(sum(len(piece.tokens) for piece in pieces))
+        complete = [(one.row, one) for one in batch if not one.prompt_left]
+        for _, one in complete:
+            one.launched = 1
+        yield drawn, complete
+
+    def _decode(self) -> Iterable[Launched]:
+        """Launches a decoding step for all rows with complete prompts."""
+        active = [(row, one) for row, one in enumerate(self._rows) if one and one.is_decoding]
+        if not active:
+            return
+        drawn = self._runner.decode(row for row, _ in active)
+        for _, one in active:
+            one.launched += 1
+        yield drawn, active
+
+    def _deliver(self, drawn: Drawn, answers: list[tuple[int, Answer]]) -> None:
+        """Adds the drawn tokens to the answers that are not finished."""
+        unfinished = [(row, one) for row, one in answers if not one.is_finished]
+        if not unfinished:
+            return
+        tokens, finite = np.asarray(drawn.tokens), np.asarray(drawn.finite)
+        logprobs = None
+        if any(one.request.sampling.logprobs is not None for _, one in unfinished):
+            logprobs = jax.device_get(drawn[2:])
+        for row, one in unfinished:
+            if finite[row]:
+                self._add(one, int(tokens[row]), row, logprobs)
+            else:
+                error = "the model's logits are not finite; its adapter may have diverged"
+                self._end(one, Piece(finish="error", error=error))
+
+    def _add(self, answer: Answer, token: int, row: int, logprobs: Any) -> None:
+        """Adds a token to an answer, and ends the answer if it is complete."""
+        request = answer.request
+        if not answer.drawn:
+            self.metrics.first_token.observe(time.monotonic() - request.arrival)
+        if token in answer.ends:
+            self.metrics.tokens.inc()
+            self._end(answer, Piece(answer.stream.end(), finish="stop", ended=True))
+            return
+        answer.drawn += 1
+        self.metrics.tokens.inc()
+        text = answer.stream.add(token)
+        tokens = (_with_logprobs(token, row, request.sampling.logprobs, logprobs),)
+        if answer.stream.stopped:
+            self._end(answer, Piece(text, tokens, "stop"))
+        elif answer.drawn == request.max_tokens:
+            text += answer.stream.end()
+            finish = "stop" if answer.stream.stopped else "length"
+            self._end(answer, Piece(text, tokens, finish))
+        else:
+            request.sink(Piece(text, tokens))
+
+    def _end(self, answer: Answer, piece: Piece) -> None:
+        """Sends an answer its last piece, and frees its row and its adapter's slot."""
+        if answer.is_finished:
+            return
+        answer.is_finished = True
+        if answer.row >= 0:
+            self._rows[answer.row] = None
+            self._runner.free_row(answer.row)
+            if self._bank and answer.request.adapter is not None:
+                self._bank.unpin(answer.request.adapter)
+        self.metrics.answers.labels(piece.finish).inc()
+        self.metrics.seconds.observe(time.monotonic() - answer.request.arrival)
+        answer.request.sink(piece)
+
+
+def _with_logprobs(token: int, row: int, count: int | None, logprobs: Any) -> Token:
+    """Returns a token with its probability and those of `count` alternatives; None for neither."""
+    if count is None:
+        return Token(token, float("nan"))
+    drawn, top_tokens, top_logprobs = logprobs
+    pairs = zip(top_tokens[row, :count], top_logprobs[row, :count], strict=True)
+    return Token(
+        token,
+        float(drawn[row]),
+        tuple(Token(int(one), float(logprob)) for one, logprob in pairs),
+    )

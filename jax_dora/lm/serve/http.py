@@ -1,0 +1,297 @@
+"""OpenAI's HTTP interface, as a Starlette application."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from prometheus_client import Counter
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dora_common.fields import reject_duplicate_fields
+from jax_dora.lm.models.tokenizer import TextSettings
+from jax_dora.lm.serve import body as bodies
+from jax_dora.lm.serve import metrics
+from jax_dora.lm.serve.answers import DONE, Chat, Completion, Writer, event
+from jax_dora.lm.serve.body import Fields
+from jax_dora.lm.serve.errors import ApiError
+from jax_dora.lm.serve.request import Piece
+from jax_dora.lm.serve.service import Service
+
+BODY_SECONDS = 30.0
+# These errors can be sent before the whole body was received. The connection is then closed, since
+# the server would otherwise have to receive the rest of the body.
+CLOSING_STATUSES = (401, 404, 405, 408, 413, 415)
+Ready = Callable[[], bool]
+Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
+
+
+def make_app(
+    service: Service, *, lifespan: Lifespan, ready: Ready, api_key: str | None, body_bytes: int
+) -> ASGIApp:
+    """Returns the ASGI application.
+
+    Args:
+      service: answers the requests.
+      lifespan: a context in which the engine and the scans of adapters run.
+      ready: returns whether the engine is running.
+      api_key: the key that clients have to send, or None.
+      body_bytes: the maximum size of a request's body.
+    """
+    handlers = _Handlers(service, ready, body_bytes)
+    routes = [
+        Route("/v1/models", handlers.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
+        Route("/v1/completions", handlers.completions, methods=["POST"]),
+        Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
+        Route("/metrics", handlers.metrics, methods=["GET"]),
+        Route("/health", handlers.health, methods=["GET"]),
+    ]
+
+    async def respond(request: Request, error: Exception) -> Response:
+        headers = getattr(error, "headers", None)  # Starlette's: the methods that a path supports
+        if not isinstance(error, ApiError):
+            error = _as_api_error(request, error)
+        service.engine.metrics.refused.labels(error.status).inc()
+        return _json(error.body(), error.status, headers)
+
+    handled: Any = dict.fromkeys((ApiError, 404, 405, 500), respond)
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
+    return app if api_key is None else _RequireKey(app, api_key, service.engine.metrics.refused)
+
+
+def _as_api_error(request: Request, error: Exception) -> ApiError:
+    match getattr(error, "status_code", 500):
+        case 404:
+            message = f"There is no {request.url.path[:200]!r} on this server"
+            return ApiError(404, message, code="unknown_url")
+        case 405:
+            return ApiError(405, f"{request.url.path} does not support {request.method[:20]}")
+    return ApiError(500, "internal server error; see the server's log")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+      ApiError: the body has more than `limit` bytes or takes too long, or the client disconnects.
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _bounded_body(request, limit)
+    except TimeoutError:
+        raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client has disconnected") from None
+
+
+async def _bounded_body(request: Request, limit: int) -> bytes:
+    body, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            body += part
+        # Clients read the response only after they have sent the whole body. So up to 16 times the
+        # limit is received and dropped.
+        elif size > 16 * limit:
+            break
+    if size > limit:
+        raise ApiError(413, f"the body has more than {limit} bytes, this server's maximum")
+    return bytes(body)
+
+
+class _Handlers:
+    """The handlers of the routes."""
+
+    def __init__(self, service: Service, ready: Ready, body_bytes: int) -> None:
+        self._service, self._ready, self._body_bytes = service, ready, body_bytes
+
+    async def health(self, _: Request) -> Response:
+        is_ready = self._ready()
+        return _json({"status": "ok" if is_ready else "failed"}, 200 if is_ready else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._service.engine.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+    async def models(self, _: Request) -> Response:
+        data = [_model(name, self._service.name) for name in self._service.models()]
+        return _json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._service.check_name(name)
+        return _json(_model(name, self._service.name))
+
+    async def completions(self, request: Request) -> Response:
+        tokens = self._service.text_tokens
+        return await self._answer(request, bodies.completion, tokens, Completion)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, bodies.chat, self._service.chat_tokens, Chat)
+
+    async def _answer[Prompt](
+        self,
+        request: Request,
+        parse: Callable[[Any], tuple[Fields, Prompt]],
+        tokenize: Callable[[Prompt, TextSettings], list[int]],
+        kind: type[Writer],
+    ) -> Response:
+        """Answers a completion or a chat.
+
+        Args:
+          request: the request.
+          parse: parses the body into fields and the prompt, which is a text or messages.
+          tokenize: converts the prompt to tokens.
+          kind: formats the answer.
+        """
+        service, body = self._service, await self._body(request)
+        try:
+            fields, prompt = parse(json.loads(body, object_pairs_hook=reject_duplicate_fields))
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}") from error
+        # In threads, since reading an adapter and long prompts take time, and other requests must
+        # not wait.
+        adapter = await asyncio.to_thread(service.adapter, fields.model)
+        texts = service.texts_of(adapter)
+        tokens = await asyncio.to_thread(tokenize, prompt, texts)
+        pieces = _Pieces()
+        answer = service.submit(
+            fields, adapter, tokens, pieces.put, continues_prompt=kind.continues_prompt
+        )
+        cancel = functools.partial(service.engine.cancel, answer)
+        has_logprobs = fields.sampling.logprobs is not None
+        writer = kind(fields.model, texts.tokenizer, len(tokens), has_logprobs)
+        if fields.stream:
+            return _EventStream(pieces, writer, fields.include_usage, cancel)
+        try:
+            return await _whole_answer(request, pieces, writer)
+        finally:
+            cancel()
+
+    async def _body(self, request: Request) -> bytes:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # This also prevents requests from other web sites: for this type, a browser first asks
+            # the server for permission.
+            raise ApiError(415, f"content-type is {kind[:100]!r}; expected application/json")
+        return await read_body(request, self._body_bytes)
+
+
+class _Pieces:
+    """A queue for the pieces of an answer, from the engine's thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+
+    def put(self, piece: Piece) -> None:
+        # The loop may be closed already, and then nobody waits for the piece.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while True:
+            piece = await self._queue.get()
+            yield piece
+            if piece.finish is not None:
+                return
+
+
+class _EventStream(StreamingResponse):
+    """An answer as server-sent events. Cancels the request at the end, so that its row is freed."""
+
+    def __init__(
+        self, pieces: _Pieces, writer: Writer, include_usage: bool, cancel: Callable[[], None]
+    ) -> None:
+        self._pieces, self._cancel = pieces, cancel
+        super().__init__(
+            self._events(writer, include_usage),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
+
+    async def _events(self, writer: Writer, include_usage: bool) -> AsyncIterator[str]:
+        for first in writer.first_events():
+            yield first
+        async for piece in self._pieces:
+            if piece.finish in ("error", "cancelled"):
+                yield event(ApiError(500, piece.error or "the server has stopped").body())
+                return
+            if text := writer.event(piece):
+                yield text
+        if include_usage:
+            yield writer.usage_event()
+        yield DONE
+
+
+async def _whole_answer(request: Request, pieces: _Pieces, writer: Writer) -> Response:
+    """Waits for the whole answer, or until the client disconnects."""
+
+    async def collect() -> list[Piece]:
+        return [piece async for piece in pieces]
+
+    collected = asyncio.create_task(collect())
+    disconnected = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait((collected, disconnected), return_when=asyncio.FIRST_COMPLETED)
+        if not collected.done():
+            return Response(status_code=499)  # the client does not receive it
+        answer = await collected
+    finally:
+        for task in (collected, disconnected):
+            task.cancel()
+    if answer[-1].finish in ("error", "cancelled"):
+        raise ApiError(500, answer[-1].error or "the server has stopped")
+    return _json(writer.whole(answer))
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _RequireKey:
+    """Middleware that rejects requests without the API key, except to /health."""
+
+    def __init__(self, app: ASGIApp, key: str, refused: Counter) -> None:
+        self._app, self._key, self._refused = app, key.encode(), refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            is_known = secrets.compare_digest(key.strip(), self._key)
+            if scheme.lower() != b"bearer" or not is_known:
+                message = "The API key is missing or wrong; expected 'Authorization: Bearer KEY'"
+                error = ApiError(401, message, code="invalid_api_key")
+                self._refused.labels(401).inc()
+                headers = {"www-authenticate": "Bearer"}
+                await _json(error.body(), 401, headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _model(name: str, base: str) -> dict[str, Any]:
+    parent = None if name == base else base
+    return {"id": name, "object": "model", "created": 0, "owned_by": "jax_dora", "parent": parent}
+
+
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    headers = dict(headers or {})
+    if status in CLOSING_STATUSES:
+        headers["connection"] = "close"
+    # json.dumps escapes all but ASCII, including lone surrogates that an error message may quote.
+    return Response(json.dumps(body), status, headers, media_type="application/json")

@@ -1,0 +1,124 @@
+"""The requests that the engine receives, and the answers that it returns."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from jax_dora.lm.models.text import TextStream
+from jax_dora.lm.serve.adapters import ServedAdapter
+
+TOP_LOGPROBS = 20  # the largest number that may be requested, as in OpenAI's interface
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A generated token, or an alternative to one.
+
+    Attributes:
+      token: the token's id.
+      logprob: the logarithm of its probability, before temperature and top_p are applied; NaN if
+        the request does not ask for it.
+      alternatives: the most likely tokens at the same position, the most likely first; as many as
+        requested.
+    """
+
+    token: int
+    logprob: float
+    alternatives: tuple["Token", ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of an answer.
+
+    Attributes:
+      text: the text that is final; the beginning of a possible stop string is held back.
+      tokens: the tokens since the last piece, without the token that ends the answer.
+      ended: whether such a token was drawn. It counts as generated, but has no text.
+      finish: None except in an answer's last piece, which has "stop", "length", "cancelled", or
+        "error" if the request failed.
+      error: the reason for "error".
+    """
+
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    finish: str | None = None
+    error: str = ""
+    ended: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of an answer are chosen, what ends it, and what is reported about its tokens.
+
+    Attributes:
+      temperature: the divisor of the logits; 0 for greedy decoding.
+      top_p: tokens are drawn from the most likely ones with this total probability (arXiv
+        1904.09751).
+      seed: the seed of the random draws, with 64 bits. A draw depends only on the logits, the seed
+        and the position in the text.
+      stop: strings that end the answer, which are not part of it.
+      stop_token_ids: tokens that end the answer, in addition to the model's and the adapter's.
+      ignore_eos: whether only `stop_token_ids` and `stop` end the answer.
+      logprobs: the number of most likely tokens to report at each position; None for no
+        probabilities.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, and how to continue it.
+
+    Attributes:
+      prompt: the prompt's tokens, at least one.
+      max_tokens: the maximum number of tokens of the answer.
+      sink: a function that the engine calls in its thread with every `Piece`.
+      adapter: the adapter to use; None for the base model.
+      sampling: how the answer is generated.
+      continues_prompt: whether the answer continues the prompt's text, so that a space between them
+        belongs to the answer.
+      arrival: when the request arrived, by `time.monotonic`.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sink: Callable[[Piece], None]
+    adapter: ServedAdapter | None = None
+    sampling: SamplingParams = SamplingParams()
+    continues_prompt: bool = False
+    arrival: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class Answer:
+    """The state of a request in the engine, returned by `Engine.submit`."""
+
+    def __init__(self, request: Request, stream: TextStream, ends: frozenset[int]) -> None:
+        self.request, self.stream, self.ends = request, stream, ends
+        self.row = -1
+        self.prefilled = 0  # prompt tokens that were given to the device
+        self.launched = 0  # tokens that the device was asked to draw
+        self.drawn = 0  # tokens that the device has drawn and the engine has processed
+        self.overtaken = 0  # later requests that got a row while this one waited for a slot
+        self.is_cancelled = self.is_finished = False
+
+    @property
+    def prompt_left(self) -> int:
+        """The number of prompt tokens that the device has yet to process."""
+        return len(self.request.prompt) - self.prefilled
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next decoding step draws a token for this request."""
+        return (
+            not self.is_finished
+            and not self.prompt_left
+            and self.launched < self.request.max_tokens
+        )

@@ -1,0 +1,375 @@
+"""Runs the model of a server: the arrays on the device, and the compiled programs.
+
+Each row of the cache serves one request at a time. `ModelRunner.prefill` adds pieces of prompts to
+some rows, and `ModelRunner.decode` adds the latest token of every active row. A separate program
+then draws each row's next token, so that sampling settings do not change how logits are computed.
+
+All shapes are fixed from the start. Therefore a row's result depends only on the program and the
+row itself, and nothing is compiled after `warm_up`.
+
+On GPUs, XLA launches a program's kernels as a CUDA graph, which the host must update if the address
+of any array has changed. For a decoding step, this can take longer than the device takes for the
+step. So all arrays that outlive a program keep their addresses: a program that changes an array
+writes the result into the memory of the old one, which it is given (`donate_argnums`). Otherwise
+even XLA's temporary memory would get another address, next to the results that are still in use.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jax_dora
+from jax_dora.bank import DECODING_OPTIONS
+from jax_dora.bank.slot_cache import SlotCache
+from jax_dora.lm.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
+from jax_dora.lm.models.decoder import for_inference, loop_options
+from jax_dora.lm.serve.draw import DrawFeatures, Drawn, DrawSettings, draw
+from jax_dora.lm.serve.request import Request
+from jax_dora.ops.bank_linear import MOST_PROMPT_TOKENS
+
+# The projections in the layers. The server supports no adapters on embedding and head.
+PATH = "model/layers/.*_proj"
+# The largest header that safetensors reads.
+HEADER_BYTES = 100_000_000
+# A result may be read until this number of further programs has run: two of the engine's turns.
+RESULTS = 4
+
+
+def make_bank(model: CausalLM, slots: int, max_rank: int) -> SlotCache:
+    """Returns an empty bank for a model without adapters."""
+    return SlotCache(jax_dora.AdapterBank(model, slots, max_rank, path=PATH))
+
+
+def largest_file(bank: jax_dora.AdapterBank) -> int:
+    """Returns the size in bytes that no file of an adapter for the bank exceeds, even in fp64."""
+    numbers = 0
+    for one in bank.projections.values():
+        n_in, out = one.sizes
+        numbers += math.prod(one.stack.shape) * (bank.max_rank * (n_in + out) + out)
+    return 8 * numbers + HEADER_BYTES
+
+
+def warm_up(bank: SlotCache, model: CausalLM) -> None:
+    """Compiles the programs that change slots, by loading and evicting an adapter of zeros."""
+    layers, n_in, out = model.model.layers.mlp.up_proj.kernel.shape
+    path = "model/layers/mlp/up_proj"
+    arrays = {
+        "lora_a": np.zeros((layers, n_in, 1), np.float32),
+        "lora_b": np.zeros((layers, 1, out), np.float32),
+        "magnitude": np.ones((layers, out), np.float32),
+    }
+    rule = jax_dora.DoRARule(re.escape(path), rank=1, alpha=1.0)
+    bank.bank = bank.bank.load(0, jax_dora.Adapter((rule,), {path: arrays})).evict(0)
+    jax.block_until_ready(bank.bank)
+
+
+class PromptPiece(NamedTuple):
+    """A piece of the prompt of the request in `row`, which starts at position `start`."""
+
+    row: int
+    tokens: Sequence[int]
+    start: int
+
+
+class RowArrays(NamedTuple):
+    """The arrays of all rows that the programs change."""
+
+    cache: Cache
+    logits: jax.Array  # [rows, vocab], of the token after the last one in the cache
+    tokens: jax.Array  # i32[rows], the latest tokens
+    settings: DrawSettings
+    active: jax.Array  # i32[rows]: 1 in the rows that the latest program adds tokens to, else 0
+    drawn: tuple[Drawn, ...]  # the latest results, the oldest first
+
+
+Program = Callable[..., tuple[jax.Array, Cache]]
+
+
+class ModelRunner:
+    """Runs a model for a fixed number of rows.
+
+    The arrays that `prefill` and `decode` return are deleted by the `RESULTS`-th call after them.
+
+    Attributes:
+      rows: the number of rows.
+      capacity: the maximum number of tokens of a prompt and its answer together.
+      widths: the widths of the prefill programs, in descending order. The width is the number of
+        tokens that a program adds to a row.
+      prompts_per_call: the number of prompts that a prefill program processes at once, by width.
+    """
+
+    def __init__(
+        self, model: CausalLM, bank: SlotCache | None, rows: int, capacity: int, chunk: int
+    ) -> None:
+        """
+        Args:
+          model: the base model.
+          bank: the adapters; None for the base model only.
+          rows: the number of requests at a time.
+          capacity: the maximum number of tokens of a prompt and its answer together.
+          chunk: the number of prompt tokens that one call of `prefill` processes.
+        """
+        graphdef, self._state = for_inference(model)
+        self._sharding = model.config.sharding
+        self._bank = bank
+        self.rows, self.capacity = rows, capacity
+        chunk = min(chunk, capacity)
+        options = loop_options(self._state)
+        if chunk <= MOST_PROMPT_TOKENS:
+            options += tuple(DECODING_OPTIONS.items())
+        self._prefill, self._decode = _programs(graphdef, options)
+        self.widths = tuple(_widths(chunk))
+        self.prompts_per_call = {width: min(chunk // width, rows) for width in self.widths}
+        self._arrays = _empty(model.config, rows, capacity)
+        self._host_settings = _default_settings(rows)
+        # The features that the settings on the device need; None if those on the host have changed.
+        self._features: DrawFeatures | None = None
+        self._active_rows: tuple[int, ...] = ()
+
+    def width(self, left: int) -> int:
+        """Returns the width of the prefill program for a prompt with `left` remaining tokens.
+
+        It does not depend on other prompts, so that a prompt is always split at the same positions.
+        """
+        return next((one for one in reversed(self.widths) if one >= left), self.widths[0])
+
+    def assign_row(self, row: int, request: Request, slot: int) -> None:
+        """Assigns a row to a request; `slot` is the slot of its adapter in the bank, or -1."""
+        sampling = request.sampling
+        seed = np.array([sampling.seed >> 32, sampling.seed & 0xFFFF_FFFF], np.uint32)
+        has_logprobs = sampling.logprobs is not None
+        values = (slot, seed, sampling.temperature, sampling.top_p, has_logprobs)
+        for array, value in zip(self._host_settings, values, strict=True):
+            array[row] = value
+        self._features = None
+
+    def free_row(self, row: int) -> None:
+        """Frees a row, and sets its part of the cache to zero.
+
+        Masked positions have an attention probability of 0, but 0 times NaN is NaN. So values of a
+        failed request must not remain in the cache.
+        """
+        for array, value in zip(self._host_settings, _default_settings(1), strict=True):
+            array[row] = value[0]
+        self._features = None
+        self._replace(cache=_wipe(self._arrays.cache, np.int32(row)))
+
+    def prefill(self, pieces: Sequence[PromptPiece], width: int) -> Drawn:
+        """Adds pieces of prompts to the cache, and draws the token after each piece."""
+        count = self.prompts_per_call[width]
+        tokens = np.zeros((count, width), np.int32)
+        # Padding has the number of a row that does not exist.
+        places = np.full((3, count), [[self.rows], [0], [0]], np.int32)
+        for number, piece in enumerate(pieces):
+            tokens[number, : len(piece.tokens)] = piece.tokens
+            places[:, number] = piece.row, len(piece.tokens), piece.start
+        self._activate(tuple(piece.row for piece in pieces))
+        return self._run(self._prefill, tokens, places)
+
+    def decode(self, rows: Iterable[int]) -> Drawn:
+        """Draws the next token of each of these rows. The results for other rows are arbitrary."""
+        self._activate(tuple(rows))
+        return self._run(self._decode, self._arrays.tokens, self._arrays.active)
+
+    def warm_up(self) -> None:
+        """Compiles all programs, by calling them without rows."""
+        # The first program is called again. If the weights are committed to a device, then its
+        # first call returns a committed cache, and for a committed cache it is compiled again.
+        for width in (*self.widths, self.widths[0]):
+            self.prefill((), width)
+        for features in DrawFeatures.all():
+            self._features = features
+            self.decode(())
+        self.free_row(0)
+        # Compiles the programs for changed rows and settings.
+        self.decode((0,))
+        self.free_row(0)
+        jax.block_until_ready(self._arrays)
+
+    def _activate(self, rows: tuple[int, ...]) -> None:
+        """Makes these rows the active ones."""
+        if rows != self._active_rows:
+            active = np.zeros((self.rows,), np.int32)
+            active[list(rows)] = 1
+            self._active_rows = rows
+            self._replace(active=_overwrite(self._arrays.active, active))
+
+    def _replace(self, **arrays: Any) -> None:
+        self._arrays = self._arrays._replace(**arrays)
+
+    def _run(self, program: Program, *arguments: Any) -> Drawn:
+        """Runs a program, and draws the next tokens of the active rows."""
+        if self._features is None:
+            # Copies, since the arrays on the host may change during the transfer.
+            copies = DrawSettings(*(one.copy() for one in self._host_settings))
+            self._features = DrawFeatures.needed_by(copies)
+            self._replace(settings=_overwrite(self._arrays.settings, copies))
+        cache, logits, tokens, settings, active, (oldest, *others) = self._arrays
+        bank = None if self._bank is None else self._bank.bank
+        logits, cache = program(self._state, bank, cache, logits, settings.adapters, *arguments)
+        tokens, drawn = _draw(
+            self._sharding, self._features, logits, cache.lengths, active, settings, tokens, oldest
+        )
+        self._replace(cache=cache, logits=logits, tokens=tokens, drawn=(*others, drawn))
+        return drawn
+
+
+@functools.cache
+def _programs(
+    graphdef: nnx.GraphDef[CausalLM], options: tuple[tuple[str, Any], ...]
+) -> tuple[Program, Program]:
+    """Returns the prefill program, with these compiler options, and the decoding program.
+
+    The programs are specific to one model definition. A program that takes the definition as a
+    static argument would compare it in every call, which took a tenth of the host's time.
+    """
+    read, step = (functools.partial(function, graphdef) for function in (_prefill, _decode))
+    return (
+        jax.jit(read, donate_argnums=(2, 3), compiler_options=dict(options)),
+        jax.jit(step, donate_argnums=(2, 3), compiler_options=DECODING_OPTIONS),
+    )
+
+
+def _widths(chunk: int) -> Iterable[int]:
+    """Yields the chunk, a quarter of it, and so on, down to 16 tokens.
+
+    Long prompts are processed in pieces, and several short prompts at once, so that all calls are
+    about the same amount of work.
+    """
+    yield chunk
+    while chunk > 16:
+        chunk = max(chunk // 4, 16)
+        yield chunk
+
+
+def _default_settings(rows: int) -> DrawSettings:
+    """Returns the settings of rows without a request, on the host."""
+    arrays: dict[str, Any] = {
+        "adapters": np.full((rows,), -1, np.int32),
+        "seeds": np.zeros((rows, 2), np.uint32),
+        "temperatures": np.zeros((rows,), np.float32),
+        "top_p": np.ones((rows,), np.float32),
+        "logprobs": np.zeros((rows,), np.bool_),
+    }
+    return DrawSettings(**arrays)
+
+
+@functools.partial(jax.jit, static_argnums=range(3))
+def _empty(config: DecoderConfig, rows: int, capacity: int) -> RowArrays:
+    """Returns the arrays of rows without a request."""
+    logits = jnp.zeros((rows, config.vocab_size), config.dtype)
+    zeros = jnp.zeros((rows,), jnp.int32)
+    settings = jax.tree.map(jnp.asarray, _default_settings(rows))
+    drawn = draw(logits, settings, zeros, DrawFeatures(False, False, False))
+    arrays = RowArrays(
+        make_cache(config, rows, capacity), logits, zeros, settings, zeros, (drawn,) * RESULTS
+    )
+    return RowArrays(*_constrain(config.sharding, *arrays))
+
+
+def _constrain(sharding: DecoderSharding | None, *results: Any) -> Any:
+    """Returns a program's results with the shardings that the next program expects.
+
+    Keys and values are sharded over their heads, and everything else is replicated.
+    """
+    if sharding is None:
+        return results
+    heads, replicated = cast(Any, (sharding.heads, sharding.everywhere))
+    cache = Cache(heads, heads, replicated)
+    shardings = tuple(cache if isinstance(one, Cache) else replicated for one in results)
+    return jax.lax.with_sharding_constraint(results, shardings)
+
+
+def _prefill(
+    graphdef: nnx.GraphDef[CausalLM],
+    state: nnx.State,
+    bank: Any,
+    cache: Cache,
+    logits: jax.Array,
+    adapters: jax.Array,
+    tokens: jax.Array,
+    places: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Adds tokens [pieces, width] to the cache; places i32[3, pieces] has the pieces' rows, numbers
+    of tokens and start positions."""
+    rows, counts, starts = places
+    all_rows = cache.lengths.shape[0]
+    # Padding has the first piece's adapter. With the base model's -1, the batch would be a mix for
+    # which XLA computes products in addition to the kernels.
+    adapters = adapters[jnp.where(rows < all_rows, rows, rows[:1])]
+    model = nnx.merge(graphdef, state)
+    model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
+    cache = cache._replace(lengths=cache.lengths.at[rows].set(starts, mode="drop"))
+    hidden, cache = model.extend(tokens, cache, counts, rows)
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    values = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+    return _constrain(model.config.sharding, logits.at[rows].set(values, mode="drop"), cache)
+
+
+def _decode(
+    graphdef: nnx.GraphDef[CausalLM],
+    state: nnx.State,
+    bank: Any,
+    cache: Cache,
+    logits: jax.Array,
+    adapters: jax.Array,
+    latest: jax.Array,
+    active: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Adds the latest token of each active row to the cache."""
+    adapters = jnp.where(active > 0, adapters, -1)
+    model = nnx.merge(graphdef, state)
+    # Unrolled, since a loop would copy each layer's weights out of the stack in every step.
+    model.model.config = dataclasses.replace(model.config, unroll=True)
+    model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
+    hidden, cache = model.extend(latest[:, None], cache, active)
+    logits = _written(logits, model.logits(hidden[:, 0]))
+    return _constrain(model.config.sharding, logits, cache)
+
+
+@functools.partial(jax.jit, static_argnums=range(2), donate_argnums=(6, 7))
+def _draw(
+    sharding: DecoderSharding | None,
+    features: DrawFeatures,
+    logits: jax.Array,
+    positions: jax.Array,
+    active: jax.Array,
+    settings: DrawSettings,
+    latest: jax.Array,
+    old: Drawn,
+) -> tuple[jax.Array, Drawn]:
+    """Returns the latest token of each row, and the tokens drawn for all rows.
+
+    JAX gives the memory of `latest` and `old` to the results of the same shapes, in this order.
+    """
+    drawn = draw(logits, settings, positions, features)
+    latest = jnp.where(active > 0, drawn.tokens, latest)
+    return _constrain(sharding, latest, _written(old, drawn))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwrite(old: Any, new: Any) -> Any:
+    """Returns the arrays `new`, in the memory of `old`."""
+    return _written(old, new)
+
+
+def _written(old: Any, new: Any) -> Any:
+    """Returns `new`, as values that are written over those of `old`.
+
+    With a use of `old`, JAX passes it to the program.
+    """
+    return jax.tree.map(lambda to, values: to.at[:].set(values), old, new)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _wipe(cache: Cache, row: jax.Array) -> Cache:
+    """Sets the keys and values of a row to zero."""
+    return cache._replace(keys=cache.keys.at[:, row].set(0), values=cache.values.at[:, row].set(0))

@@ -1,0 +1,198 @@
+"""The products of an adapted projection, forward and backward, and the choice of their kernels.
+
+Calls with few rows, as in decoding and for prompts, have Mosaic kernels that read a quantised W
+directly. Otherwise a quantised W is dequantised to x's dtype for each product. With quantised
+activations, base is a product in FP8 (`row_scaled`).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_dora.ops import quantised, row_scaled, weight_only
+from jax_dora.ops.compose import accumulator, forward
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.decode import decode_finish, decode_project
+from jax_dora.ops.mosaic.projection import expand_compose, project, project_back
+from jax_dora.ops.mosaic.rows import compose_forward
+from jax_dora.ops.operands import Projection, Static
+from jax_dora.ops.shrink import dot_general
+
+
+def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns s·A in `dtype`, multiplied in the accumulator's dtype."""
+    wide = accumulator(lora_a.dtype)
+    return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
+
+
+def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, Any]:
+    """Returns (y, inner or None); y is inner if g is None.
+
+    If the inputs are sharded, each device computes its partial z from lora_a, so that no product
+    waits for the sum of z over devices. The kernels for few rows also compute z from lora_a, which
+    saves a pass over x.
+
+    Args:
+      static: the settings.
+      shard: how the call is sharded.
+      operands: the operands, with z.
+    """
+    if static.act_qtype is not None:
+        return _forward_with_quantised_rows(static, shard, operands)
+    if shard.summed:
+        return _forward_with_sharded_inputs(static, shard, operands)
+    x, kernel, lora_a, lora_b, g, scale, bias, _, z, *_ = operands
+    dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
+    (in_features, out), rank = kernel.shape, z.shape[-1]
+    rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
+    form = quantised.format_of(kernel) if is_quantised else None
+    expand = (rows, rank, out, x.dtype)
+    candidates = {
+        decode_project: (rows, in_features, out, rank, form, x.dtype),
+        project: (rows, in_features, out, x.dtype),
+        decode_finish: expand,
+        expand_compose: expand,
+        compose_forward: (rows, out, x.dtype),
+    }
+    # `decode_project` needs lora_a, and neither kernel for few rows returns inner.
+    if static.want_inner or lora_a is None:
+        del candidates[decode_project]
+    if static.want_inner:
+        del candidates[decode_finish]
+    choice = choose.choose(static.op, static.implementation, *candidates.items())
+    options = {"want_inner": static.want_inner}
+    lora_b = lora_b.astype(x.dtype)
+    # The kernels for few rows multiply x A by s: computing s·A would be another pass over A.
+    a = None if lora_a is None else lora_a.astype(x.dtype)
+    if choice is not None and a is not None and choice.kernel is decode_project:
+        w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
+        return choice.launch(x, *w, a, lora_b, g, scale, bias), None
+    # The dense copy of a quantised kernel lives only as long as its product.
+    if choice is not None and choice.kernel is project:
+        choice = choice.during_collectives(shard.gathered)
+        lora_b, g, bias = shard.as_copies(lora_b, g, bias)
+        kernel = quantised.dense(kernel, x.dtype)
+        return choice.launch(x, kernel, z, lora_b, g, bias, **options)
+    by_codes = weight_only.choice(static, rows, kernel, x.dtype) if is_quantised else None
+    if by_codes is not None:
+        base = by_codes.launch(x, kernel.qvalue, kernel.scale)
+    else:
+        base = dot(x, quantised.dense(kernel, x.dtype), (-1, 0))
+    if choice is not None and choice.kernel is decode_finish:
+        z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
+        return choice.launch(base, z, lora_b, g, s, bias), None
+    if choice is not None and choice.kernel is expand_compose:
+        g = jnp.ones(out, jnp.float32) if g is None else g
+        return choice.launch(base, z, lora_b, g, one, bias, **options)
+    return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
+
+
+def _forward_with_sharded_inputs(
+    static: Static, shard: Shard, operands: Projection
+) -> tuple[Any, Any]:
+    """Returns (y, inner or None), summed over the devices that share the input features."""
+    x, _, lora_a, _, g, scale, bias, _, z, *_ = operands
+    if lora_a is None:
+        z = shard.on_first_device(z)
+    else:
+        a = scaled_lora_a(lora_a, scale, x.dtype)
+        z = dot_general(static.precision, x, a, (-1, 0))
+    operands = operands._replace(z=z, bias=shard.on_first_device(bias))
+    single = Shard(gathered=shard.gathered)
+    if not static.want_inner:
+        return shard.sum(_forward(static, single, operands)[0]), None
+    # inner is summed before g is applied, because the backward pass needs the whole inner.
+    operands = operands._replace(g=None, bias=None)
+    inner = shard.sum(_forward(static._replace(want_inner=False), single, operands)[0])
+    zeros, one = jnp.zeros_like(inner), jnp.float32(1)
+    return forward(None, inner, zeros, g, one, bias, want_inner=False)[0], inner
+
+
+def _forward_with_quantised_rows(
+    static: Static, shard: Shard, operands: Projection
+) -> tuple[Any, Any]:
+    """Returns (y, inner or None), with base as an FP8 product with one scale per row of x.
+
+    The adapter's products, g and the bias have the same dtypes as without quantised activations.
+    """
+    x, kernel, _, lora_b, g, _, bias, _, z, *codes = operands
+    one, options = jnp.float32(1), {"want_inner": static.want_inner}
+    lora_b = lora_b.astype(x.dtype)
+    base = row_scaled.sums(row_scaled.CodedRows(x, *codes), kernel, shard)
+    out, rank = kernel.shape[1], z.shape[-1]
+    call = (base.total.size // max(out, 1), rank, out, base.total.dtype)
+    choice = choose.choose(static.op, static.implementation, (expand_compose, call))
+    if choice is not None:
+        g = jnp.ones(out, jnp.float32) if g is None else g
+        scales = base.rows, base.columns
+        return choice.launch(base.total, z, lora_b, g, one, bias, scales, **options)
+    dot = functools.partial(dot_general, static.precision, axes=(-1, 0))
+    scaled, lora = base.scaled, dot(z, lora_b)
+    if static.implementation == "eager":
+        # JAX differentiates this, and the rounding of x has no gradient.
+        exact = quantised.apply_dense(dot, x, kernel).astype(scaled.dtype)
+        scaled = exact + lax.stop_gradient(scaled - exact)
+    y, inner = forward(None, scaled, lora, g, one, bias, **options)
+    return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
+
+
+FORWARD = Op(
+    "project",
+    _forward,
+    Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "t r", "t i", "t"),
+    ("t o", "t o"),
+    contracted="i",
+    is_projection=True,
+)
+
+
+class Back(NamedTuple):
+    """The operands of `BACK`.
+
+    If the outputs are sharded, each device computes its partial dz from lora_b, so that no product
+    waits for the sum of dz over devices.
+
+    Attributes:
+      d: [..., out].
+      kernel: [in, out].
+      dz: [..., r], d lora_bᵀ.
+      lora_a: [in, r], s·A.
+      lora_b: [r, out].
+    """
+
+    d: Any
+    kernel: Any
+    dz: Any
+    lora_a: Any
+    lora_b: Any
+
+
+def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
+    """Returns dx = d Wᵀ + dz (s·A)ᵀ."""
+    d, kernel, dz, lora_a, lora_b = operands
+    dot = functools.partial(dot_general, static.precision)
+    if shard.summed:
+        dz = dot(d, lora_b, (-1, 1))
+    kernel = quantised.dense(kernel, d.dtype)
+    in_features, out = kernel.shape
+    call = (d.size // max(out, 1), in_features, out, d.dtype)
+    choice = choose.choose(static.op, static.implementation, (project_back, call), optional=True)
+    if choice is not None:
+        choice = choice.during_collectives(shard.gathered or shard.shares_rows)
+        dx = choice.launch(d, kernel, dz, *shard.as_copies(lora_a))
+        return (shard.sum(dx),)
+    return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
+
+
+BACK = Op(
+    "project_back",
+    _back,
+    Back("t o", "i o", "t r", "i r", "r o"),
+    ("t i",),
+    contracted="o",
+    is_projection=True,
+)

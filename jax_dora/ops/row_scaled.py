@@ -1,0 +1,265 @@
+"""Products of FP8 activations and FP8 kernels, with one scale per row of x and per column of W.
+
+    x W ≈ (x̂ Ŵ) ∘ (s_x ⊗ s_w)      x̂ = round(x / s_x)      s_x = max |x| / 448, per row
+
+x̂ and Ŵ are float8_e4m3fn. Their products accumulate in fp32, and both scales multiply the result.
+DoRA's g also scales columns, so it is applied at the same time, at no extra cost. The gradient with
+respect to x ignores the rounding: it is the gradient of x W in x's dtype.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.experimental.layout import Format, Layout
+from jax.tree_util import SequenceKey, register_pytree_with_keys
+
+from jax_dora.ops import check, quantised, residuals
+from jax_dora.ops.compose import per_feature
+from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.mosaic.rows import row_codes
+from jax_dora.ops.operands import Static
+from jax_dora.ops.rounding import bound
+from jax_dora.ops.shrink import dot_general
+
+QTYPE = row_codes.QTYPE
+
+
+def check_format(act_qtype: Any) -> None:
+    """Raises ValueError unless the format of activations is None or "float8_e4m3fn"."""
+    if act_qtype not in (None, QTYPE):
+        raise ValueError(
+            f"act_qtype is {act_qtype!r}; expected None, for activations as they are, or {QTYPE!r}"
+        )
+
+
+def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
+    """Checks that activations can be quantised for their product with a kernel.
+
+    Args:
+      act_qtype: see `jax_dora.ops.dora_linear`.
+      name: the kernel's name, for the message.
+      kernel: [..., in, out].
+
+    Raises:
+      ValueError: `act_qtype` is neither None nor "float8_e4m3fn", or the kernel is not quantised to
+        float8_e4m3fn with one scale for all inputs of an output feature.
+    """
+    check_format(act_qtype)
+    if act_qtype is None:
+        return
+    found, fix = "is not quantised", "quantise it that way with jax_dora.quantize"
+    if quantised.is_quantised(kernel):
+        per_column = kernel.scale.shape[-2] == 1 and kernel.zero_point is None
+        if per_column and quantised.qtype_name(kernel) == QTYPE:
+            return
+        found = f"is quantised as {quantised.describe(kernel)}"
+        fix = (
+            f"quantise the weights in 16 bits that way, with quantize={QTYPE!r} for a model's "
+            "folder (save_model writes a quantised model in floats)"
+        )
+    raise ValueError(
+        f"act_qtype is {act_qtype!r} and {name} {found}; expected {QTYPE} with scales [1, out]: "
+        f"{fix}, or leave act_qtype out"
+    )
+
+
+class CodedRows(NamedTuple):
+    """Rows and their FP8 codes, x ≈ codes ∘ scales.
+
+    A layer for which `jax_dora.layers.quantised_kernel.takes_codes` is true can be called with it
+    instead of with x.
+
+    Attributes:
+      x: [..., in].
+      codes: x̂, float8_e4m3fn[..., in].
+      scales: s_x, f32[...].
+    """
+
+    x: Any
+    codes: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.x.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.x.dtype
+
+
+# `nnx.tabulate` requires that tuples among a layer's inputs have numbers as keys.
+register_pytree_with_keys(
+    CodedRows,
+    lambda rows: (tuple((SequenceKey(i), one) for i, one in enumerate(rows)), None),
+    lambda _, children: CodedRows(*children),
+)
+
+
+def coded(x: Any, implementation: str | None = None) -> CodedRows:
+    """Returns x [..., in] with its codes, which have no gradient.
+
+    With implementation None or "mosaic", a Mosaic kernel may make them, if each row is on a single
+    device. A row that several devices share has a single scale.
+    """
+    if implementation == "mosaic" and row_codes.refuses(*_call(x)):
+        implementation = None
+    static = Static("row_codes", implementation)
+    return CodedRows(x, *primitive.call(ROW_CODES, static, _Rows(lax.stop_gradient(x))))
+
+
+def coded_by(largest: jax.Array, x: jax.Array) -> CodedRows:
+    """Returns x [..., in] with its codes, which have no gradient, by XLA.
+
+    Args:
+      largest: f32[...], max |x| of each row, or nearly so; larger numbers are clipped.
+      x: [..., in].
+    """
+    largest, constant = lax.stop_gradient((largest, x))
+    most = bound(QTYPE)
+    # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum and jnp.clip propagate NaN.
+    scales = jnp.maximum(largest * (1 / most), row_codes.LEAST)
+    quotients = constant.astype(jnp.float32) / scales[..., None]
+    return CodedRows(x, jnp.clip(quotients, -most, most).astype(QTYPE), scales)
+
+
+def coded_by_xla(x: jax.Array, shard: Shard) -> CodedRows:
+    """Returns x [..., in], of which a device may hold a part of each row, with its codes."""
+    return coded_by(shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)), x)
+
+
+class _Rows(NamedTuple):
+    """The operands of `ROW_CODES`: x [..., in]."""
+
+    x: Any
+
+
+def _call(x: jax.Array) -> tuple[int, int, Any]:
+    return x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype
+
+
+def _run_codes(static: Static, shard: Shard, operands: _Rows) -> tuple[jax.Array, jax.Array]:
+    (x,) = operands
+    choice = None
+    if not shard.summed:
+        candidate = (row_codes, _call(x))
+        choice = choose.choose(static.op, static.implementation, candidate, optional=True)
+    if choice is not None:
+        return choice.launch(x)
+    _, codes, scales = coded_by_xla(x, shard)
+    return codes, scales
+
+
+ROW_CODES = Op("row_codes", _run_codes, _Rows("t i"), ("t i", "t"), contracted="i")
+
+
+class Sums(NamedTuple):
+    """A product before its scales are applied, and the scales.
+
+    Attributes:
+      total: x̂ Ŵ [..., out], bf16 if x is bf16, else f32.
+      rows: s_x f32[...].
+      columns: s_w [out].
+    """
+
+    total: Any
+    rows: Any
+    columns: Any
+
+    @property
+    def scaled(self) -> jax.Array:
+        """Returns the scaled product, f32[..., out]."""
+        total = self.total.astype(jnp.float32) * self.rows[..., None]
+        return total * per_feature(self.columns, total)
+
+
+def sums(rows: CodedRows, kernel: Any, shard: Shard) -> Sums:
+    """Returns x W with quantised rows of x, before the scales are applied.
+
+    Args:
+      rows: x [..., in] and its codes.
+      kernel: [in, out], which `check_act_qtype` accepts.
+      shard: how the call is sharded.
+    """
+    total = shard.sum(_multiplied(rows.codes, kernel.qvalue, rows.dtype))
+    return Sums(total, rows.scales, quantised.repeated(kernel.scale, 1, kernel.shape[1])[0])
+
+
+def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the product of FP8 arrays, accumulated in fp32: bf16 if `dtype` is bf16, else f32."""
+    # cuBLAS requires contiguous columns. If they are not, XLA transposes int8 several times faster
+    # than FP8. If they are (`with_contiguous_columns`), this moves no data.
+    transposed = lax.bitcast_convert_type(qvalue, jnp.int8).T
+    transposed = lax.bitcast_convert_type(lax.optimization_barrier(transposed), qvalue.dtype)
+    # Not fp16, in which unscaled sums would overflow.
+    result = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    axes = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, transposed, axes, preferred_element_type=result)
+
+
+class Product(NamedTuple):
+    """The operands of a product: x [..., in], or its `CodedRows`, and kernel [in, out]."""
+
+    x: Any
+    kernel: Any
+
+
+def linear(precision: Any, operands: Product) -> jax.Array:
+    """Returns x W with quantised rows of x, in x's dtype; `precision` is that of x's gradient."""
+    x, kernel = operands
+    rows = x if isinstance(x, CodedRows) else coded(x)
+    return _linear(precision, _CodedProduct(*rows, kernel))
+
+
+class _CodedProduct(NamedTuple):
+    """The operands of a product: those of `CodedRows`, and kernel [in, out]."""
+
+    x: Any
+    codes: Any
+    scales: Any
+    kernel: Any
+
+
+def _define(precision: Any, operands: _CodedProduct) -> jax.Array:
+    *rows, kernel = operands
+    return sums(CodedRows(*rows), kernel, Shard()).scaled.astype(operands.x.dtype)
+
+
+def _linear_fwd(
+    precision: Any, operands: _CodedProduct, wanted: _CodedProduct
+) -> tuple[jax.Array, Any]:
+    if wanted.kernel:
+        check.refuse_kernel_gradient(operands.kernel)
+    return _define(precision, operands), operands.kernel
+
+
+def _linear_bwd(precision: Any, kernel: Any, dy: jax.Array) -> dict[str, jax.Array]:
+    return {"x": dot_general(precision, dy, quantised.dense(kernel, dy.dtype), (-1, 1))}
+
+
+_linear = residuals.with_gradient(_CodedProduct, _define, _linear_fwd, _linear_bwd)
+
+
+def with_contiguous_columns(kernel: Any) -> Any:
+    """Returns a quantised kernel [..., in, out] whose columns are contiguous in memory.
+
+    Shape, sharding and values do not change; codes are committed to their devices. An argument of a
+    jitted function keeps this layout; a result has JAX's default layout again. A traced or abstract
+    kernel is returned unchanged.
+    """
+    qvalue = kernel.qvalue
+    if isinstance(qvalue, Tracer) or not isinstance(qvalue, jax.Array):
+        return kernel
+    *lead, rows, columns = range(qvalue.ndim)
+    # This commits it to its devices: jax.jit reads an uncommitted array in the default layout.
+    layout = Format(Layout((*lead, columns, rows)), qvalue.sharding)
+    qvalue = jax.device_put(qvalue, layout)
+    return type(kernel)(qvalue, kernel.scale, kernel.zero_point, kernel.qtype)

@@ -1,0 +1,94 @@
+"""Finds the PyTorch counterparts of Flax layers and of weights that a module's own code reads."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+
+from dora_common.peft.layers import Layer, convolution_refusals
+from jax_dora.adapt.site import Site
+from jax_dora.layers import DoRALayer
+from jax_dora.layers.classes import kind_of
+from jax_dora.peft.names import Names
+
+
+def torch_layer(site: Site, names: Names, name_of: Callable[[str], str]) -> Layer | None:
+    """Returns the PyTorch layer for a weight, or for one layer's part of a stacked weight.
+
+    Args:
+      site: the weight.
+      names: translates parameter names.
+      name_of: translates a path to the name of the PyTorch module.
+
+    Returns:
+      the layer, or None if PyTorch has no counterpart that PEFT can adapt.
+    """
+    module: Any = site.found.module
+    if site.is_layer:
+        return _layer(name_of(site.names[0]), module, kind_of(module))
+    kernel = site.layout(1).kernel
+    experts, features, width = kernel.matrices
+    if not kernel.batch:
+        return Layer(name_of(site.names[0]), "linear", features, width)
+    param = names.parameter(site.param)
+    return Layer(
+        f"{name_of(site.found.paths[0])}.{param}".lstrip("."),
+        "experts",
+        features,
+        width,
+        experts=experts,
+        is_in_order=param in names.experts,
+    )
+
+
+def _layer(name: str, module: Any, kind: type[DoRALayer]) -> Layer | None:
+    if kind.base_type is nnx.Embed:
+        features, width = kind.unstacked_shape(module)
+        return Layer(name, "embedding", features, width)
+    if kind.base_type is nnx.Conv:
+        *window, _, width = module.kernel_shape
+        refusals = convolution_refusals(
+            module.feature_group_count,
+            window,
+            _each(module.kernel_dilation, len(window)),
+            _padding_mode(module.padding, window),
+        )
+        if any(step != 1 for step in _each(module.input_dilation, len(window))):
+            refusals = (*refusals, "has input dilation")
+        return Layer(name, "conv", module.in_features, width, tuple(window), refusals)
+    # PEFT does not support transposed convolutions.
+    if kind.base_type is nnx.ConvTranspose or not _is_linear(module, kind):
+        return None
+    _, features, width = kind.layout_of(module, 1).kernel.matrices
+    return Layer(name, "linear", features, width)
+
+
+def _each(steps: int | Sequence[int] | None, axes: int) -> Sequence[int]:
+    return (steps or 1,) * axes if steps is None or isinstance(steps, int) else steps
+
+
+def _padding_mode(padding: Any, window: Sequence[int]) -> str:
+    """Returns PyTorch's padding_mode.
+
+    PyTorch has no mode for "CAUSAL" padding or for padding that differs between both sides. PyTorch
+    models pad the input with zeros themselves in these cases, and so the mode is "zeros".
+    """
+    if padding in ("CIRCULAR", "REFLECT") and any(size > 1 for size in window):
+        return padding.lower()
+    return "zeros"
+
+
+def _is_linear(module: Any, kind: type[DoRALayer]) -> bool:
+    """Returns whether a projection corresponds to a PyTorch Linear.
+
+    It does if the kernel has no batch axes, and the output has its axes in the kernel's order.
+    """
+    if kind.base_type is nnx.Linear:
+        return True
+    if kind.base_type is nnx.Einsum and not module.einsum_str:
+        return False
+    equation = kind.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
+    out = equation.kernel_letters("o")
+    axes = len(kind.unstacked_shape(module))
+    has_matrix = set(equation.order) == {"i", "o"} and len(set(equation.kernel)) == axes
+    return has_matrix and out == "".join(letter for letter in equation.y if letter in out)

@@ -1,0 +1,146 @@
+"""Adapted products and lookups of a weight, whatever their axes and whichever operand the weight
+is.
+
+With W [in, out], g = magnitude / ‖W + s·AB‖ per column, and products over the last axis of x:
+
+    x W'    = xW + ((g-1)∘xW + g∘(s·xAB))           `jax_dora.ops.linear`
+    x W'ᵀ   = x̂ Wᵀ + s·(x̂ Bᵀ) Aᵀ   with x̂ = g∘x    for a weight that is tied to a head
+    W'[ids] = W[ids] + ((g-1)∘W[ids] + g∘(s·A[ids] B))
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_dora import ops
+from jax_dora.layers.call import NEXT_SEED, times_transposed
+from jax_dora.layers.rule import DoRARule
+from jax_dora.ops.compose import accumulator
+from jax_dora.ops.dispatch import mesh as meshes
+from jax_dora.ops.dropout import Dropout, drop_for
+from jax_dora.ops.linear import scaled_linear
+from jax_dora.ops.operands import Projection
+from jax_dora.tracing.operations import Lookup, Product, Ragged
+from jax_dora.tracing.product_plan import as_matrices, plan_product
+from jax_dora.tracing.weight import Weight, effective_weight
+
+
+class AdaptedReader:
+    """Computes the operations that read a weight, with its adapter.
+
+    Attributes:
+      rule: the adapter's settings.
+      dropout: the dropout of lora_a's input, or None; each product has its own mask.
+    """
+
+    def __init__(self, rule: DoRARule, dropout: Dropout | None) -> None:
+        self.rule = rule
+        self.dropout = dropout
+        self._products = 0
+
+    def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array | None:
+        plan = plan_product(weight, product, x)
+        if plan is None:
+            return None
+        dropout = self._next_dropout()
+        multiply = functools.partial(self._multiply, product, plan.is_transposed)
+
+        def compute(x: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
+            return plan(x.astype(product.dtype), arrays, multiply, dropout)
+
+        mesh = meshes.explicit(x, weight.kernel)
+        if mesh is not None:
+            spec = getattr(product.out_sharding, "spec", product.out_sharding)
+            if spec is None:
+                spec = meshes.result_spec(product, x, weight.base())
+            compute = meshes.with_auto_axes(compute, mesh, spec)
+        return compute(x, dict(weight.cast(product.dtype).arrays))
+
+    def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:
+        group = weight.whole_part(product.group)
+        used = (product.group, *product.contracted)
+        out = [axis for axis in range(len(weight.view)) if axis not in used]
+        in_order = weight.parts_of_axes(product.contracted) == weight.nontrivial_parts("i")
+        in_order = in_order and weight.parts_of_axes(out) == weight.nontrivial_parts("o")
+        if group is None or weight.parts("b") != (group,) or not in_order:
+            return None
+        arrays = as_matrices(weight, weight.arrays, (group,))
+        dtype, s = product.dtype, self.rule.scale
+        g = weight.arrays["g"].reshape(weight.sizes[group], -1)
+        rows = jnp.repeat(g, product.sizes, axis=0, total_repeat_length=x.shape[0])
+        dot = functools.partial(
+            lax.ragged_dot,
+            group_sizes=product.sizes,
+            precision=product.precision,
+            preferred_element_type=dtype,
+        )
+
+        def matrices(name: str) -> jax.Array:
+            return arrays[name][:, 0].astype(x.dtype)
+
+        base, dropped = dot(x, matrices("kernel")), x
+        if (dropout := self._next_dropout()) is not None:
+            dropped = drop_for(self.rule.implementation)(x, dropout.seed, dropout.rate)
+        corrected = base
+        if self.rule.dropout_mode != "adapter":
+            corrected = dot(dropped, matrices("kernel"))
+        lora = dot(dot(dropped, matrices("lora_a")).astype(x.dtype), matrices("lora_b"))
+        g = rows.astype(accumulator(dtype))
+        base, corrected, lora = (array.astype(g.dtype) for array in (base, corrected, lora))
+        y = base + ((g - 1) * corrected + g * (s * lora))
+        return y.astype(dtype).reshape(x.shape[0], *(weight.shape[axis] for axis in out))
+
+    def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> jax.Array | None:
+        others = [axis for axis in range(len(weight.view)) if axis != lookup.axis]
+        is_row = weight.parts("i") == (weight.whole_part(lookup.axis),) and not weight.axes("b")
+        if not is_row or weight.parts_of_axes(others) != weight.nontrivial_parts("o"):
+            return None
+        arrays = as_matrices(weight, weight.arrays)
+        count = indices.ndim - 1
+        numbers = lax.GatherDimensionNumbers((count,), (0,), (0,))
+
+        def take(matrix: jax.Array) -> jax.Array:
+            options = {"mode": lookup.mode, "fill_value": lookup.fill_value}
+            return lax.gather(matrix, indices, numbers, (1, matrix.shape[1]), **options)
+
+        dtype = weight.kernel.dtype
+        base, a = take(arrays["kernel"][0, 0]), take(arrays["lora_a"][0, 0]).astype(dtype)
+        lora = a @ arrays["lora_b"][0, 0].astype(dtype)
+        g = weight.arrays["g"].reshape(-1)
+        y = ops.compose(base, lora, g, self.rule.scale, implementation=self.rule.implementation)
+        y = y.reshape(*y.shape[:count], *(weight.shape[axis] for axis in others))
+        free = [axis for axis in range(y.ndim) if axis not in lookup.offset_dims]
+        return jnp.moveaxis(y, range(y.ndim), [*free, *lookup.offset_dims])
+
+    def other(self, weight: Weight, name: str) -> jax.Array:
+        return effective_weight(weight, self.rule.scale)
+
+    def _multiply(
+        self,
+        product: Product,
+        is_transposed: bool,
+        x: jax.Array,
+        arrays: dict[str, Any],
+        dropout: Dropout | None,
+    ) -> jax.Array:
+        """Returns x W', or x W'ᵀ if `is_transposed`, of x [..., in] and matrices."""
+        if is_transposed:
+            return times_transposed(x, **arrays, scale=self.rule.scale, precision=product.precision)
+        return scaled_linear(
+            Projection(x, **arrays, scale=self.rule.scale),
+            dropout,
+            implementation=self.rule.implementation,
+            precision=product.precision,
+            keep_inner=self.rule.keep_inner,
+        )
+
+    def _next_dropout(self) -> Dropout | None:
+        if self.dropout is None:
+            return None
+        seed = self.dropout.seed + jnp.uint32(self._products * NEXT_SEED % 2**32)
+        self._products += 1
+        return dataclasses.replace(self.dropout, seed=seed)

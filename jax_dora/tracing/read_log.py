@@ -1,0 +1,213 @@
+"""Records which operations read each weight in one abstract call of a model."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_dora.layers.base_layer import is_node
+from jax_dora.tracing.jaxpr_interpreter import current_scopes
+from jax_dora.tracing.operations import Lookup, Product, Ragged
+from jax_dora.tracing.trace import WeightTrace
+from jax_dora.tracing.weight import Weight
+
+type Key = tuple[str, str]
+"""A parameter: the path of its module, and its name there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One operation that reads a weight.
+
+    Attributes:
+      name: the name of the primitive.
+      kind: "product", "lookup" or "other".
+      axes: one letter for each axis of the weight, as in `AdapterSpec.axes`; "" for kind "other".
+      features: for a product, the number of its output features; for a lookup, the number of rows.
+      scopes: the paths of the modules whose methods contain the operation.
+      order: its position among all reads of the call.
+    """
+
+    name: str
+    kind: str
+    axes: str
+    features: int
+    scopes: frozenset[str]
+    order: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """The inputs to call a model with: a pytree whose leaves are the arrays.
+
+    Attributes:
+      args, kwargs: the arguments: arrays, `jax.ShapeDtypeStruct`s, modules or any other values.
+      function: a function that takes the model and calls it, used instead of arguments; or None.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    function: Callable[[Any], Any] | None = None
+
+    @classmethod
+    def of(cls, example: Any) -> "Example":
+        """Returns the `Example` for `apply_dora`'s argument `example`."""
+        if isinstance(example, Mapping):
+            return cls(kwargs=dict(example))
+        if isinstance(example, tuple | list):
+            return cls(tuple(example))
+        if callable(example):
+            return cls(function=example)
+        raise TypeError(
+            f"example is a {type(example).__name__}; expected a tuple of arguments such as "
+            "(tokens,), a dict of keyword arguments, or a function that takes the model and calls "
+            "it"
+        )
+
+    @classmethod
+    def of_arguments(cls, *args: Any, **kwargs: Any) -> "Example":
+        """Returns the `Example` for `coverage`'s arguments."""
+        is_function = len(args) == 1 and callable(args[0]) and not kwargs
+        return cls(function=args[0]) if is_function else cls(args, kwargs)
+
+    def call(self, model: Any) -> Any:
+        """Calls the model with these inputs."""
+        return self.function(model) if self.function else model(*self.args, **self.kwargs)
+
+
+jax.tree_util.register_dataclass(Example, data_fields=["args", "kwargs"], meta_fields=["function"])
+
+
+class ReadLog:
+    """Collects the reads of a model's call.
+
+    Attributes:
+      paths: the modules' paths. The index of a module is the number in its scope's name, "dora[3]".
+      reads: the reads of each weight.
+      method_shapes: the shape of each parameter in its module's methods; if it varies, the one with
+        the fewest axes.
+      results: the sizes of the last axes of the call's results.
+    """
+
+    def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
+        self.paths = list(paths)
+        self.reads: dict[Key, tuple[Read, ...]] = dict.fromkeys(keys, ())
+        self.method_shapes: dict[Key, tuple[int, ...]] = {}
+        self.results: frozenset[int] = frozenset()
+        self.count = itertools.count().__next__
+
+    def traced(self, trace: WeightTrace, key: Key, array: jax.Array) -> Any:
+        """Returns a tracer of `trace` for a weight's array that records what reads it."""
+        reader = Recorder(self, key, array.shape)
+        weight = Weight.of(None, {"kernel": array}, reader)
+        return trace.lift(jax.typeof(array), lambda: weight)
+
+    def record_shape(self, number: int, name: str, shape: tuple[int, ...]) -> None:
+        """Records the shape of a parameter in a method of module `number`."""
+        key = self.paths[number], name
+        self.method_shapes[key] = min(self.method_shapes.get(key, shape), shape, key=len)
+
+    def record_result(self, result: Any) -> None:
+        """Records the shapes of the call's result."""
+        leaves = (leaf for leaf in jax.tree.leaves(result) if not isinstance(leaf, nnx.Variable))
+        self.results = frozenset(leaf.shape[-1] for leaf in leaves if getattr(leaf, "ndim", 0))
+
+
+class Recorder:
+    """A `Reader` that records the reads of one weight and computes the base model's results."""
+
+    def __init__(self, log: ReadLog, key: Key, shape: tuple[int, ...]) -> None:
+        self.log, self.key, self.shape = log, key, shape
+        self.is_recorded = False
+
+    def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array:
+        self._record_operation("dot_general", "product", weight, product.contracted, product.batch)
+        return product(
+            x,
+            weight.base(),
+            precision=product.precision,
+            preferred_element_type=product.dtype,
+            out_sharding=product.out_sharding,
+        )
+
+    def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> None:
+        group = (product.group,)
+        self._record_operation("ragged_dot_general", "product", weight, product.contracted, group)
+        # Since this returns None, the caller asks for the whole array next. That is the same read.
+        self.is_recorded = True
+
+    def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> None:
+        self._record_operation("gather", "lookup", weight, (lookup.axis,), ())
+        self.is_recorded = True
+
+    def other(self, weight: Weight, name: str) -> jax.Array:
+        if not self.is_recorded:
+            self._append(name, "other", "", 0)
+        self.is_recorded = False
+        return weight.base()
+
+    def _append(self, name: str, kind: str, axes: str, features: int) -> None:
+        numbers = re.findall(r"dora\[(\d+)\]", current_scopes())
+        scopes = frozenset(self.log.paths[int(number)] for number in numbers)
+        read = Read(name, kind, axes, features, scopes, self.log.count())
+        self.log.reads[self.key] += (read,)
+
+    def _record_operation(
+        self, name: str, kind: str, weight: Weight, contracted: Sequence[int], batch: Sequence[int]
+    ) -> None:
+        """Records a product or lookup along these axes of the weight's array."""
+        every = range(len(weight.view))
+        contracted_axes, batch_axes, viewed_axes = (
+            {weight.origins[part] for part in weight.parts_of_axes(axes)}
+            for axes in (contracted, batch, every)
+        )
+
+        def role(axis: int) -> str:
+            if axis in weight.stacked:
+                return "s"
+            if axis in contracted_axes:
+                return "i"
+            is_indexed = axis not in viewed_axes and self.shape[axis] != 1
+            return "b" if axis in batch_axes or is_indexed else "o"
+
+        roles = [role(axis) for axis in range(len(self.shape))]
+        short = [axis for axis, size in enumerate(self.shape) if roles[axis] == "o" and size == 1]
+        if "i" not in roles and short:
+            # Views omit axes of size 1, so the contracted axis is one of these.
+            roles[short[0]] = "i"
+        axes = "".join(roles)
+        counted_role = "o" if kind == "product" else "i"
+        parts = zip(weight.sizes, weight.origins, strict=True)
+        sizes = [size for size, axis in parts if axes[axis] == counted_role]
+        self._append(name, kind, axes, math.prod(sizes))
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Splits a pytree of arrays, modules and other values into its arrays and a function that
+    rebuilds a copy of the pytree from such arrays."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
+    parts: list[Any] = []
+    merges: list[Any] = []
+    for leaf in leaves:
+        if is_node(leaf):
+            graphdef, state = nnx.split(leaf)
+            parts.append(state)
+            merges.append(functools.partial(nnx.merge, graphdef))
+        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            parts.append(leaf)
+            merges.append(lambda array: array)
+        else:
+            parts.append(None)
+            merges.append(lambda _, leaf=leaf: leaf)
+
+    def rebuild(parts: list[Any]) -> Any:
+        leaves = [merge(part) for merge, part in zip(merges, parts, strict=True)]
+        return jax.tree.unflatten(structure, leaves)
+
+    return parts, rebuild

@@ -1,0 +1,216 @@
+"""A decoder in FP8 on both sides: its norms and SwiGLU make the codes that its projections take."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_dora
+from jax_dora import DoRARule
+from jax_dora.layers.quantised_kernel import takes_codes
+from jax_dora.lm.models import CausalLM
+from jax_dora.lm.models.decoder_layer import RMSNorm
+from jax_dora.ops import row_scaled
+from tests.jax_dora.bank.adapters import drawn
+from tests.jax_dora.lm.models.conftest import SMALL
+from tests.jax_dora.meshes import automatic
+from tests.jax_dora.programs import equations
+from tests.jax_dora.small_models import train
+
+FP8 = "float8_e4m3fn"
+TOKENS = np.random.default_rng(0).integers(0, 97, (4, 9)).astype(np.int32)
+
+
+@functools.cache
+def base(act_qtype=FP8):
+    model = CausalLM(SMALL, rngs=nnx.Rngs(0))
+    # Larger weights than a fresh model's, whose layers change little.
+    for layer in (model.model.layers.self_attn, model.model.layers.mlp):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+            if hasattr(layer, name):
+                getattr(layer, name).kernel[...] *= 8
+    return jax_dora.quantize(model, FP8, path=".*_proj", act_qtype=act_qtype)
+
+
+@functools.cache
+def adapted(act_qtype=FP8):
+    rule = DoRARule(".*_proj", 3, 4.0)
+    return train(jax_dora.apply_dora(base(act_qtype), rule, rngs=nnx.Rngs(1)))
+
+
+def logits_of(model, tokens=TOKENS):
+    graphdef, state = nnx.split(model)
+    return jax.jit(lambda state: nnx.merge(graphdef, state)(tokens))(state)
+
+
+def made_codes(model, change=lambda model: model):
+    """Returns the operators that make codes, and their widths."""
+    graphdef, state = nnx.split(model)
+    found = equations(lambda state: change(nnx.merge(graphdef, state))(TOKENS), state)
+    ops = [one for one in found if one.primitive.name == "dora"]
+    return sorted(
+        (one.params["op"].name, one.outvars[0].aval.shape[-1])
+        for one in ops
+        if "codes" in one.params["op"].name
+    )
+
+
+def test_codes_of_a_norm_are_those_of_its_result():
+    """The scale is that of the largest number, up to its own rounding, so nothing overflows."""
+    norm = RMSNorm(64, dataclasses.replace(SMALL, dtype=jnp.bfloat16))
+    rng = np.random.default_rng(0)
+    norm.scale[...] = jnp.asarray(rng.normal(size=64), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(3, 50, 64)) * np.exp(rng.normal(size=(3, 50, 1)) * 4))
+    x = x.astype(jnp.bfloat16).at[0, 0].set(0).at[0, 1, 5].set(jnp.nan)
+    rows = jax.jit(norm.coded)(x)
+    np.testing.assert_array_equal(*(one.astype(jnp.float32) for one in (rows.x, jax.jit(norm)(x))))
+    assert not np.any(np.asarray(rows.codes[0, 0], np.float32))
+    assert np.all(np.isnan(np.asarray(rows.codes[0, 1], np.float32)))
+    y, codes = (np.asarray(one, np.float64).reshape(-1, 64)[2:] for one in rows[:2])
+    scales = np.asarray(rows.scales, np.float64).reshape(-1)[2:]
+    np.testing.assert_allclose(scales, np.abs(y).max(-1) / 448, rtol=2.0**-7)
+    # Half a unit of three bits, and of the smallest number.
+    bound = np.maximum(2.0**-4 * np.abs(y), 2.0**-10 * scales[:, None]) * (1 + 2.0**-7)
+    assert np.all(np.abs(codes * scales[:, None] - y) <= bound)
+
+
+def test_codes_of_a_norm_in_small_numbers():
+    """Where fp16 rounds by more than the codes' range allows, codes are the largest."""
+    norm = RMSNorm(64, dataclasses.replace(SMALL, dtype=jnp.float16))
+    norm.scale[...] = jnp.full(64, 1e-4, jnp.float16)
+    x = (1e-6 * jax.random.normal(jax.random.key(1), (200, 64))).astype(jnp.float16)
+    rows = norm.coded(x)
+    assert np.all(np.isfinite(np.asarray(rows.codes, np.float32)))
+    largest = np.abs(np.asarray(rows.x, np.float32)).max(-1)
+    assert np.any(np.asarray(rows.scales) * 464 < largest)
+
+
+@pytest.mark.parametrize("make", [base, adapted])
+def test_layers_take_the_codes_that_are_made_before(make):
+    """Codes are made for o_proj, by SwiGLU for down_proj if it is fused, and by the norms."""
+    in_swiglu = "row_codes" if make is base else "swiglu_codes"
+    assert made_codes(make()) == sorted([("row_codes", 32), (in_swiglu, 56)])
+    assert made_codes(make(None)) == []
+
+
+@pytest.mark.parametrize("make", [base, adapted])
+def test_near_the_model_whose_activations_are_not_quantised(make):
+    found, wanted = (np.asarray(logits_of(make(one)), np.float32) for one in (FP8, None))
+    off = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert 1e-3 < off < 0.1
+
+
+def test_gradients_are_near_those_without_codes():
+    def gradients(model):
+        graphdef, params, rest = nnx.split(model, jax_dora.DoRAParam, ...)
+
+        def loss(params):
+            logits = nnx.merge(graphdef, params, rest)(TOKENS).astype(jnp.float32)
+            return (logits * jnp.sin(jnp.arange(logits.size).reshape(logits.shape))).mean()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    found, wanted = (
+        np.concatenate([np.ravel(one) for one in jax.tree.leaves(gradients(adapted(kind)))])
+        for kind in (FP8, None)
+    )
+    off = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    assert 1e-3 < off < 0.2
+
+
+def test_rows_of_the_base_in_a_bank_are_the_base_s():
+    """A bank's layers take the codes that the base's layers take."""
+    model = base()
+    bank = jax_dora.AdapterBank(model, 2, 4)
+    bank = bank.load(0, drawn(bank, dict.fromkeys(bank.projections, 4)))
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def run(state, bank, ids):
+        return jax_dora.with_bank(nnx.merge(graphdef, state), bank, ids)(TOKENS)
+
+    found, wanted = run(state, bank, np.array([-1, 0, -1, 0])), logits_of(model)
+    np.testing.assert_array_equal(found[::2], wanted[::2])
+    ids = np.zeros(4, np.int32)
+    assert made_codes(model, lambda one: jax_dora.with_bank(one, bank, ids)) == made_codes(model)
+    assert np.all(np.any(found[1::2] != wanted[1::2], axis=(1, 2)))
+
+
+@pytest.mark.parametrize("axis", ["rows", "features"])
+def test_on_two_devices(axis):
+    """Rows on two devices have their own codes; a row that two devices share has one scale."""
+    mesh, model = automatic(x=2), adapted()
+    graphdef, state = nnx.split(model)
+
+    def placed(path, one):
+        by_rows = {"o_proj", "down_proj"} & {str(getattr(key, "key", "")) for key in path}
+        spec = P()
+        if axis == "features" and one.ndim == 3 and "kernel" in str(path):
+            spec = P(None, *(("x", None) if by_rows else (None, "x")))
+            spec = P(*(a if n > 1 else None for a, n in zip(spec, one.shape, strict=True)))
+        return jax.device_put(one, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(
+            TOKENS, NamedSharding(mesh, P("x" if axis == "rows" else None, None))
+        )
+        sharded = jax.tree_util.tree_map_with_path(placed, state)
+        found = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))(sharded, tokens)
+    found, wanted = np.asarray(found), np.asarray(logits_of(model))
+    assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
+
+
+def test_a_table_of_the_model():
+    assert "mlp/down_proj" in nnx.tabulate(base(), TOKENS, console_kwargs={"width": 400})
+
+
+def test_an_empty_batch():
+    assert logits_of(adapted(), TOKENS[:0]).shape == (0, 9, 97)
+
+
+def test_a_layer_takes_codes_or_says_that_it_does_not():
+    layers = base().model.layers
+    assert takes_codes(layers.mlp.up_proj)
+    assert takes_codes(adapted().model.layers.mlp.up_proj)
+    assert not takes_codes(base(None).model.layers.mlp.up_proj)
+    assert not takes_codes(base().lm_head)
+
+    class Other(jax_dora.DoRALinear):
+        pass
+
+    other = Other(4, 4, rank=2, alpha=2.0, rngs=nnx.Rngs(0))
+    other = jax_dora.quantize(nnx.Dict(one=other), FP8, act_qtype=FP8).one
+    assert not takes_codes(other)
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_layer_computes_the_same_with_codes(is_adapted, use_bias):
+    layer = nnx.Linear(16, 24, use_bias=use_bias, rngs=nnx.Rngs(0))
+    model = jax_dora.quantize(nnx.Dict(one=layer), FP8, act_qtype=FP8)
+    if is_adapted:
+        model = train(jax_dora.apply_dora(model, DoRARule("one", 3, 4.0), rngs=nnx.Rngs(1)))
+    layer = model.one
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 16)), jnp.float32)
+
+    def both(make, x):
+        y, pull = jax.vjp(lambda x: layer(make(x)), x)
+        return y, pull(jnp.sin(y))
+
+    found = jax.jit(functools.partial(both, row_scaled.coded))(x)
+    wanted = jax.jit(functools.partial(both, lambda x: x))(x)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    # The layer reads these codes and makes none of its own.
+    rows = row_scaled.coded(x)
+    doubled = rows._replace(scales=2 * rows.scales)
+    assert np.all(np.any(layer(doubled) != layer(rows), axis=-1))
+    # Codes of another dtype's rows are made again.
+    halves = x.astype(jnp.float16)
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(layer(row_scaled.coded(halves)), layer(halves))

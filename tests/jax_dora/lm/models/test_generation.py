@@ -1,0 +1,220 @@
+"""Generation with a cache: the full forward pass's tokens, and transformers'."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+import jax_dora
+from jax_dora.lm import models
+from jax_dora.lm.models import Sampling, generate
+from parity import tolerances
+from tests.jax_dora.lm.models.conftest import FAMILIES
+from tests.jax_dora.small_models import train
+from tests.tables import thinned
+
+LENGTHS = (5, 11, 1)
+
+
+def prompts_of(tokens):
+    return [tokens[0, : LENGTHS[0]].tolist(), tokens[1, : LENGTHS[1]].tolist(), [7]]
+
+
+def perturbed(model):
+    """With an adapter whose lora_b is not 0 and whose magnitude is not the norm."""
+    rule = jax_dora.DoRARule("model/layers/.*_proj", rank=3, alpha=5, dropout=0.5)
+    model = train(jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0)))
+    model.train()
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [False, True])
+def test_greedy_is_the_full_forward_pass(make_folder, tokens, adapted):
+    model = models.load_model(make_folder("qwen3-tied"))
+    if adapted:
+        model = perturbed(model)
+    prompts = prompts_of(tokens)
+    found = generate(model, prompts, 9)
+    # The model given is left in training, with its dropout streams where they were.
+    whole = nnx.merge(*nnx.split(model))
+    whole.eval()
+    longest = max(LENGTHS) + 9
+    forward = nnx.jit(lambda model, tokens: model(tokens))
+    for prompt, answer in zip(prompts, found, strict=True):
+        text = [*prompt, *answer]
+        row = np.zeros((1, longest), np.int32)
+        row[0, : len(text)] = text
+        logits = np.asarray(forward(whole, jnp.asarray(row)))[0]
+        assert np.argmax(logits[len(prompt) - 1 : len(text) - 1], axis=-1).tolist() == answer
+
+
+@pytest.mark.parametrize("family", thinned(FAMILIES, ["qwen3"]))
+def test_greedy_is_that_of_transformers(make_folder, make_torch_model, family, tokens):
+    theirs = make_torch_model(family)
+    model = models.load_model(make_folder(family))
+    prompts = prompts_of(tokens)
+    for prompt, answer in zip(prompts, generate(model, prompts, 7), strict=True):
+        config = transformers.GenerationConfig(
+            max_new_tokens=7, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        given = torch.tensor([prompt])
+        mask = torch.ones_like(given)
+        expected = theirs.generate(given, attention_mask=mask, generation_config=config)
+        assert answer == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll", [False, True])
+def test_rows_come_and_go(make_folder, tokens, unroll):
+    """Slots of a server: a row is filled while another waits, freed, and filled anew."""
+    model = models.load_model(make_folder("llama"), unroll=unroll)
+    whole = np.asarray(model(jnp.asarray(tokens)))
+    extend = nnx.jit(lambda model, *given: model.extend(*given))
+
+    def close(hidden, row, start, count):
+        found = np.asarray(model.logits(hidden))[row, :count]
+        expected = whole[0 if row == 2 else row, start : start + count]
+        peak = max(1.0, np.abs(expected).max())
+        assert np.abs(found - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS * peak
+
+    cache = models.make_cache(model.config, 3, 40)
+    # Row 0 gets 8 tokens, row 1 gets 3 and padding, row 2 nothing.
+    given = np.zeros((3, 8), np.int32)
+    given[:2] = tokens[:, :8]
+    hidden, cache = extend(model, jnp.asarray(given), cache, jnp.array([8, 3, 0]))
+    assert cache.lengths.tolist() == [8, 3, 0]
+    close(hidden, 0, 0, 8)
+    close(hidden, 1, 0, 3)
+    # Row 0 waits, row 1 goes on, row 2 starts with row 0's text.
+    given[1], given[2] = tokens[1, 3:11], tokens[0, :8]
+    hidden, cache = extend(model, jnp.asarray(given), cache, jnp.array([0, 8, 5]))
+    assert cache.lengths.tolist() == [8, 11, 5]
+    close(hidden, 1, 3, 8)
+    close(hidden, 2, 0, 5)
+    # Row 1 is freed, and starts anew; the others go on.
+    cache = cache._replace(lengths=cache.lengths.at[1].set(0))
+    given = np.stack([tokens[0, 8:16], tokens[1, :8], tokens[0, 5:13]])
+    hidden, cache = extend(model, jnp.asarray(given), cache, jnp.array([8, 8, 8]))
+    for row, start in ((0, 8), (1, 0), (2, 5)):
+        close(hidden, row, start, 8)
+
+
+@pytest.mark.slow
+def test_one_token_each_over_what_a_row_held_before(make_folder, tokens):
+    """Token by token, in rows of different lengths whose places hold another text's tokens, up to
+    the last place; a row that is full stays as it is."""
+    model = models.load_model(make_folder("llama"), unroll=True)
+    expected = np.asarray(nnx.jit(type(model).__call__)(model, tokens[:, :12]))
+
+    @nnx.jit
+    def extend(model, given, cache, counts):
+        hidden, cache = model.extend(given, cache, counts)
+        return model.logits(hidden)[:, -1], cache
+
+    cache = models.make_cache(model.config, 2, 12)
+    _, cache = extend(model, tokens[::-1, :12], cache, np.array([12, 12]))
+    cache = cache._replace(lengths=jnp.zeros_like(cache.lengths))
+    _, cache = extend(model, tokens[:, :12], cache, np.array([10, 7]))
+    for step in range(5):
+        places = np.array([10 + step, 7 + step])
+        going = places < 12
+        given = tokens[[0, 1], np.minimum(places, 11)][:, None]
+        logits, after = extend(model, given, cache, going.astype(np.int32))
+        for row in np.flatnonzero(going):
+            found, known = np.asarray(logits)[row], expected[row, places[row]]
+            peak = max(1.0, np.abs(known).max())
+            assert np.abs(found - known).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS * peak
+        for row in np.flatnonzero(~going):
+            assert jnp.array_equal(after.keys[:, row], cache.keys[:, row])
+        cache = after
+    assert cache.lengths.tolist() == [12, 12]
+
+
+@pytest.mark.slow
+def test_ends(make_folder, tokens):
+    model = models.load_model(make_folder("llama"))
+    prompts = prompts_of(tokens)
+    free = generate(model, prompts, 6)
+    end = free[0][2]
+    cut = generate(model, prompts, 6, ends={end})
+    assert cut == [text[: text.index(end)] if end in text else text for text in free]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    thinned([(0, 1.0), (5, 1.0), (0, 0.7), (9, 0.4), (1, 1.0)], [(9, 0.4)]),
+)
+def test_what_is_sampled_is_what_transformers_would(top_k, top_p):
+    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, seed=3)
+    check_draws(sampling.draw, 0.7, top_p, top_k)
+
+
+def check_draws(draw, temperature, top_p, top_k=0):
+    """Asserts that `draw(logits, places)` draws tokens as often as the probabilities say that
+    transformers leaves over."""
+    draws = 4000
+    logits = 2 * np.random.default_rng(0).standard_normal((1, 17), np.float32)
+    scores = transformers.TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
+    if top_k:
+        scores = transformers.TopKLogitsWarper(top_k)(None, scores)
+    scores = transformers.TopPLogitsWarper(top_p)(None, scores)
+    expected = torch.softmax(scores, -1).numpy()[0]
+    many = jnp.asarray(np.repeat(logits, draws, axis=0))
+    drawn = np.asarray(draw(many, jnp.zeros(draws, jnp.int32)))
+    found = np.bincount(drawn, minlength=17) / draws
+    assert (found[expected == 0] == 0).all()
+    # Five standard deviations of a share.
+    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws)).all()
+
+
+@pytest.mark.slow
+def test_draws_depend_on_seed_and_place():
+    logits = jnp.zeros((4, 1000))
+
+    def draw(seed, place):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        return sampling.draw(logits, jnp.full(4, place, jnp.int32)).tolist()
+
+    assert draw(0, 1) == draw(0, 1)
+    assert len({*draw(0, 1), *draw(0, 2), *draw(1, 1)}) == 12
+
+
+def test_logits_that_are_not_finite(make_folder):
+    model = models.load_model(make_folder("llama"))
+    embedding = model.model.embed_tokens.embedding
+    embedding.set_value(embedding[...].at[9].set(jnp.nan))
+    with pytest.raises(models.NotFiniteError, match="row 1 are not finite at new token 0"):
+        generate(model, [[7], [7, 9]], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1; expected a number at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0}, "top_p is 0; expected a number above 0 and at most 1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+    ],
+)
+def test_bad_sampling(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**changes)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "expected at least one in each row"),
+        ([[1], []], "expected at least one in each row"),
+        ([[1], [2, 10**6]], "prompts have token 1000000; expected 0 to "),
+        ([[-1]], "prompts have token -1; expected 0 to "),
+    ],
+)
+def test_bad_prompts(make_folder, prompts, message):
+    model = models.load_model(make_folder("llama"))
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompts, 1)

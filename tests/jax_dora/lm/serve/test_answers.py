@@ -1,0 +1,257 @@
+"""What the server answers is what the model with the adapter alone does, in any company."""
+
+import concurrent.futures
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from flax import nnx
+
+import jax_dora
+import jax_dora.peft
+from jax_dora.lm.models import generate, load_model
+from jax_dora.lm.serve.answers import TOKEN_ID_PREFIX, Completion
+from jax_dora.lm.serve.request import Piece, Token
+from tests.jax_dora.lm.models.test_text import byte_fallback_tokenizer
+
+NAMES = ("tiny", "french", "german", "lora", "small")
+# Shorter than a piece of a prompt, as long as one, and longer.
+PROMPTS = ("12+30=", "a" * 32, "What is a slot, and who pins it? " * 2)
+TIE = 1e-3  # logits that near may be told apart by the order of a sum in fp32
+
+
+def together(requests):
+    """Asks all at once."""
+    with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+        return [one.result() for one in [pool.submit(request) for request in requests]]
+
+
+def complete(client, model, prompt, **options):
+    options = {"max_tokens": 12, "temperature": 0} | options
+    return client.completions.create(model=model, prompt=prompt, **options).choices[0]
+
+
+def drawn_tokens(completion, tokenizer):
+    """The tokens of a completion with probabilities, each of which has a byte."""
+    names = completion.choices[0].logprobs.tokens
+    is_id = [name.startswith(TOKEN_ID_PREFIX) for name in names]
+    return [
+        int(name.removeprefix(TOKEN_ID_PREFIX)) if known else tokenizer.encode(name).ids[0]
+        for name, known in zip(names, is_id, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_every_adapter_answers_as_it_does_alone(served, adapters, reference):
+    """In any company: the same text, and the same probabilities to the last bit."""
+    server, client = served
+    assert [one.id for one in client.models.list()] == list(NAMES)
+    tokenizer = server.service.texts.tokenizer
+    asked = [(name, prompt) for prompt in PROMPTS for name in NAMES]
+
+    def request(one):
+        return lambda: complete(client, *one, logprobs=1)
+
+    # Twice, each time in other company.
+    mixed = together([request(one) for one in asked])
+    again = together([request(one) for one in asked[::-1]])[::-1]
+    alone = [request(one)() for one in asked]
+    for one, two, three, (name, _) in zip(mixed, again, alone, asked, strict=True):
+        assert one.text == two.text == three.text, name
+        assert one.logprobs.token_logprobs == two.logprobs.token_logprobs, name
+        assert one.logprobs.token_logprobs == three.logprobs.token_logprobs, name
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    for name in NAMES:
+        answers = reference.tokens(None if name == "tiny" else adapters / name, prompts, 12)
+        found = [
+            one.text for one, (asked_for, _) in zip(alone, asked, strict=True) if asked_for == name
+        ]
+        assert found == [tokenizer.decode(answer) for answer in answers], name
+    assert len({one.text for one in alone}) > len(asked) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["french", "german", "lora"])  # DoRA, also with rsLoRA, and LoRA
+def test_it_is_what_peft_and_the_merged_model_answer(served, model, adapters, name):
+    """But where their two likeliest tokens are as near as fp32 sums in two orders are."""
+    server, client = served
+    tokenizer = server.service.texts.tokenizer
+    transformers.utils.logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    theirs = peft.PeftModel.from_pretrained(theirs, adapters / name).eval()
+    merged = jax_dora.merge_dora(jax_dora.peft.load_adapter(load_model(model), adapters / name))
+    compared = 0
+    for prompt in PROMPTS:
+        text = complete(client, name, prompt).text
+        tokens = tokenizer.encode(prompt).ids
+        given = torch.tensor([tokens])
+        config = transformers.GenerationConfig(
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=256,
+            pad_token_id=256,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        found = theirs.generate(
+            input_ids=given, attention_mask=torch.ones_like(given), generation_config=config
+        )
+        answer = found.sequences[0, len(tokens) :].tolist()
+        likeliest = torch.stack(found.logits)[:, 0].topk(2).values.numpy()
+        near = np.flatnonzero(likeliest[:, 0] - likeliest[:, 1] < TIE)
+        if near.size:
+            continue
+        compared += 1
+        assert text == tokenizer.decode(answer, skip_special_tokens=True)
+        assert text == tokenizer.decode(generate(merged, [tokens], 12, ends=[256])[0])
+    assert compared >= 2
+
+
+@pytest.mark.slow
+def test_draws_depend_on_the_seed_alone(served):
+    _, client = served
+
+    def request(seed, **more):
+        options = {"temperature": 1.5, "top_p": 0.9, "seed": seed} | more
+        return lambda: complete(client, "german", "12", **options).text
+
+    alone = [request(seed)() for seed in (1, 2, -1)]
+    company = [request(9, temperature=0.7, top_p=1.0), request(8, temperature=0)]
+    mixed = together([request(1), *company, request(2), request(-1)])
+    assert [mixed[0], *mixed[3:]] == alone
+    assert len(set(alone)) == 3
+    assert request(None)() != request(None)()
+
+
+@pytest.mark.slow
+def test_streamed_is_the_same(served):
+    _, client = served
+    whole = complete(client, "french", "12+30=", logprobs=3)
+    options = {"max_tokens": 12, "temperature": 0, "logprobs": 3}
+    events = list(
+        client.completions.create(
+            model="french",
+            prompt="12+30=",
+            stream=True,
+            stream_options={"include_usage": True},
+            **options,
+        )
+    )
+    *events, last = events
+    assert "".join(one.choices[0].text for one in events) == whole.text
+    told = [value for one in events for value in one.choices[0].logprobs.token_logprobs]
+    assert told == whole.logprobs.token_logprobs
+    offsets = [value for one in events for value in one.choices[0].logprobs.text_offset]
+    assert offsets == whole.logprobs.text_offset
+    assert [one.choices[0].finish_reason for one in events][-1] == whole.finish_reason
+    assert (last.choices, last.usage.prompt_tokens, last.usage.completion_tokens) == ([], 6, 12)
+
+
+@pytest.mark.slow
+def test_chat(served, adapters, reference):
+    server, client = served
+    messages = [
+        {"role": "system", "content": "S"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "1+1"}, {"type": "text", "text": "="}],
+        },
+    ]
+    tokenizer = server.service.texts.tokenizer
+    prompt = tokenizer.encode("system: S\nuser: 1+1=\n").ids
+    [tokens] = reference.tokens(adapters / "german", [prompt], 9)
+    options = {"model": "german", "messages": messages, "temperature": 0, "max_tokens": 9}
+    answer = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    [choice] = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == tokenizer.decode(tokens)
+    content = choice.logprobs.content
+    assert len(content) == len(tokens) == answer.usage.completion_tokens
+    for one in content:
+        # Greedy: the likeliest is the one drawn.
+        assert one.top_logprobs[0].logprob == one.logprob
+        assert one.top_logprobs[0].logprob >= one.top_logprobs[1].logprob
+        assert one.bytes is None or bytes(one.bytes).decode() == one.token
+    events = list(client.chat.completions.create(**options, stream=True))
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(one.choices[0].delta.content or "" for one in events) == choice.message.content
+    # Without a limit the answer goes on to the end of its row.
+    del options["max_tokens"]
+    usage = client.chat.completions.create(**options).usage
+    assert usage.total_tokens <= 96
+
+
+@pytest.mark.slow
+def test_probabilities_are_the_model_s(served, adapters, reference):
+    server, client = served
+    ours = nnx.jit(lambda model, tokens: model(tokens))
+    prompt = server.service.texts.tokenizer.encode("12+30=").ids
+    answer = complete(client, "german", prompt, max_tokens=1, logprobs=5)
+    found = ours(reference.model(adapters / "german"), np.array([prompt]))
+    logits = np.asarray(found)[0, -1].astype(np.float64)
+    expected = np.sort(logits - np.log(np.sum(np.exp(logits))))[::-1][:5]
+    found = sorted(answer.logprobs.top_logprobs[0].values(), reverse=True)
+    np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=TIE)
+
+
+@pytest.mark.slow
+def test_stop_strings(served):
+    _, client = served
+    whole = complete(client, "french", "12+30=", max_tokens=20).text
+    for stop in (whole[3:6], [whole[7], "never"], ["\x00never", whole[2:4], whole[9:11]]):
+        stops = [stop] if isinstance(stop, str) else stop
+        expected = whole[: min(place for one in stops if (place := whole.find(one)) >= 0)]
+        answer = complete(client, "french", "12+30=", max_tokens=20, stop=stop)
+        assert (answer.text, answer.finish_reason) == (expected, "stop")
+
+
+def test_tokens_that_end_an_answer_count_but_have_no_text(served):
+    server, client = served
+    tokenizer = server.service.texts.tokenizer
+    options = {"model": "french", "prompt": "12+30=", "temperature": 0, "max_tokens": 12}
+    whole = client.completions.create(**options, logprobs=0)
+    assert whole.usage.completion_tokens == 12
+    tokens = drawn_tokens(whole, tokenizer)
+    before = tokens.index(tokens[7])
+    more = {"stop_token_ids": [tokens[7]], "ignore_eos": True}
+    answer = client.completions.create(**options, extra_body=more)
+    assert answer.choices[0].text == tokenizer.decode(tokens[:before])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == before + 1
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.completions.create(**options, **usage, extra_body=more)
+    assert last.usage == answer.usage
+
+
+def test_tokens_have_their_spaces_and_names_of_their_own():
+    """Of a tokenizer as Llama 2's, whose texts lose their first space, and which has bytes too."""
+    drawn = [
+        Token(256, -1.0, (Token(256, -1.0), Token(98, -2.0), Token(257, -3.0))),
+        Token(32, 0.0),
+    ]
+    writer = Completion("m", byte_fallback_tokenizer(), 1, True)
+    told = writer.whole([Piece(" a ", tuple(drawn), "length")])["choices"][0]["logprobs"]
+    assert told["tokens"] == [" a", " "]
+    assert told["text_offset"] == [0, 2]
+    assert told["top_logprobs"][0] == {" a": -1.0, "b": -2.0, "token_id:257": -3.0}
+
+
+def test_parts_of_a_letter_stand_where_it_does():
+    """And a byte that is no letter takes the place of one."""
+    tokens = [257, *"😀".encode(), 257, 0xB7, 257]
+    writer = Completion("m", byte_fallback_tokenizer(), 1, True)
+    pieces = [Piece("b😀b\ufffdb", tuple(Token(one, 0.0) for one in tokens), "length")]
+    told = writer.whole(pieces)["choices"][0]["logprobs"]
+    assert told["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 4]
+
+
+def test_special_tokens_take_no_place_in_the_text():
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.add_special_tokens(["<think>"])
+    tokens = [257, tokenizer.token_to_id("<think>"), 257]
+    pieces = [Piece("bb", tuple(Token(one, 0.0) for one in tokens), "length")]
+    told = Completion("m", tokenizer, 1, True).whole(pieces)["choices"][0]["logprobs"]
+    assert told["tokens"][1] == "<think>"
+    assert told["text_offset"] == [0, 1, 1]

@@ -1,0 +1,202 @@
+"""Products of FP8 activations and kernels, against fp64 products of the rounded and of the
+original operands."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.collectives import collectives
+from jax_dora.ops import Dropout, dora_linear, draw_seed, lora_linear, row_scaled
+from parity import oracle, tolerances
+from tests import quantised as kernels
+from tests.jax_dora.meshes import automatic, explicit
+from tests.quantised import NAMES, SCALE, both, near, operands
+from tests.tables import slow, thinned
+
+QTYPE = "float8_e4m3fn"
+SHAPE = (96, 24)
+GROWN = 1 + 2.0**-4  # How much larger than x its rounded rows may be, and with them the bounds.
+
+
+def kernel_of(shape=SHAPE, seed=0):
+    return kernels.draw(QTYPE, shape, (1, shape[1]), seed=seed)
+
+
+def rounded(x):
+    """Returns x̂ in fp64: x with rows that are rounded in NumPy."""
+    wide = np.asarray(x).astype(np.float32)
+    scale = np.abs(wide).max(-1, keepdims=True) / np.float32(448)
+    codes = (wide / scale).astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float64) * scale
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_bias"),
+    thinned(
+        itertools.product([jnp.float32, jnp.bfloat16, jnp.float16], [False, True]),
+        [(jnp.float32, False), (jnp.bfloat16, True), (jnp.float16, True)],
+    ),
+)
+def test_projection_and_gradients(dtype, with_bias):
+    check_projection(dtype, with_bias, None)
+
+
+def test_jax_differentiates_the_definition():
+    check_projection(jnp.float32, True, "eager")
+
+
+def test_the_kernels_that_round_rows_and_scale_sums(on_mosaic):
+    with on_mosaic():
+        check_projection(jnp.bfloat16, True, "mosaic", (128, 24))
+
+
+def check_projection(dtype, with_bias, implementation, shape=SHAPE):
+    kernel = kernel_of(shape)
+    (x, a, b, magnitude, bias), dy = operands(kernel, dtype=dtype, rows=(14,))
+    x = x * jnp.exp(jnp.linspace(-4, 4, 14)).astype(dtype)[:, None]  # Rows of their own sizes.
+    bias = bias if with_bias else None
+    options = {"act_qtype": QTYPE, "implementation": implementation}
+    y, gradients = both(kernel, (x, a, b, magnitude, bias), dy, **options)
+    assert y.dtype == dtype
+    meant = kernels.meant(kernel)
+    weights = oracle.from_flax(meant, a, b)
+    arguments = (x, *weights, magnitude, SCALE)
+    norm = oracle.norm(*weights, SCALE)
+    g = oracle.magnitude_scale(oracle.fp64(magnitude), norm, dtype)
+    apart = (rounded(x) - oracle.fp64(x)) @ meant
+    options = {} if bias is None else {"bias": bias}
+    exact = oracle.dora_linear(*arguments, dtype=dtype, **options)
+    bound = tolerances.dora_linear(dy, *arguments, dtype, **options)
+    assert np.all(np.abs(oracle.fp64(y) - exact - g * apart) <= GROWN * bound.y)
+    allowed = tolerances.quantised_rows(x, weights[0])
+    assert np.all(np.abs(apart) <= allowed)
+    assert np.all(np.abs(oracle.fp64(y) - exact) <= g * allowed + GROWN * bound.y)
+    wanted = oracle.dora_linear_grads(dy, *arguments, dtype=dtype)
+    for name, found in zip(NAMES, gradients, strict=True):
+        if found is None:
+            continue
+        turned = (lambda one: one.T) if name.startswith("lora") else (lambda one: one)
+        want = turned(getattr(wanted, f"d_{name}"))
+        if name == "magnitude":  # That of the very result.
+            want = want + (oracle.fp64(dy) * apart).sum(0) / norm
+        error = np.abs(oracle.fp64(found) - want)
+        assert np.all(error <= GROWN * turned(getattr(bound, f"d_{name}"))), name
+
+
+@pytest.mark.parametrize(
+    ("of_x", "spec", "with_bias"),
+    [slow("x", (None, "y"), False), slow(None, ("x", "y"), True), ("y", ("x", None), False)],
+)
+def test_on_automatic_axes(of_x, spec, with_bias):
+    """A row on two devices has one scale, and no array as large as the kernel is communicated."""
+    mesh, kernel = automatic(x=2, y=2), kernel_of((128, 24))
+    (x, a, b, magnitude, bias), dy = operands(kernel, rows=(4,))
+    bias = bias if with_bias else None
+
+    def call(kernel, x, a, b, magnitude, bias, dy):
+        def of(x, a, magnitude):
+            return dora_linear(x, kernel, a, b, magnitude, SCALE, bias=bias, act_qtype=QTYPE)
+
+        y, pull = jax.vjp(of, x, a, magnitude)
+        return y, pull(dy)
+
+    arguments = (kernel, x, a, b, magnitude, bias, dy)
+    wanted = jax.jit(call)(*arguments)
+
+    def placed(one):
+        axes = [None if size == 1 else axis for axis, size in zip(spec, one.shape, strict=True)]
+        return jax.device_put(one, NamedSharding(mesh, P(*axes)))
+
+    x = jax.device_put(x, NamedSharding(mesh, P(of_x, spec[0] if of_x != spec[0] else None)))
+    rest = jax.device_put((a, b, magnitude, bias, dy), NamedSharding(mesh, P()))
+    arguments = (jax.tree.map(placed, kernel), x, *rest)
+    compiled = jax.jit(call).lower(*arguments).compile()
+    near(compiled(*arguments), wanted)
+    assert max([one.bytes for one in collectives(compiled.as_text(), 4)]) < kernel.qvalue.size
+
+
+def test_on_explicit_axes_and_in_shard_map():
+    kernel = kernel_of((128, 24))
+    (x, a, b, magnitude, _), _ = operands(kernel, rows=(4,))
+    call = jax.jit(functools.partial(dora_linear, scale=SCALE, act_qtype=QTYPE))
+    wanted = call(x, kernel, a, b, magnitude)
+    mesh = explicit(x=2, y=2)
+    with jax.set_mesh(mesh):
+        on_mesh = jax.device_put(kernel, NamedSharding(mesh, P(None, "x")))
+        whole = jax.device_put((x, a, b, magnitude), NamedSharding(mesh, P()))
+        near(call(whole[0], on_mesh, *whole[1:]), wanted)
+    rows = jax.shard_map(
+        call, mesh=automatic(x=2, y=2), in_specs=(P("x"), P(), P(), P(), P()), out_specs=P("x")
+    )
+    near(rows(x, kernel, a, b, magnitude), wanted)
+
+
+def test_vmap_scan_and_lora_linear():
+    one, two = (kernel_of(seed=seed) for seed in (0, 1))
+    (x, a, b, magnitude, _), _ = operands(one, rows=(2, 7))
+    stacked = jax.tree.map(lambda *pair: jnp.stack(pair), one, two)
+
+    def call(kernel, x):
+        return dora_linear(x, kernel, a, b, magnitude, SCALE, act_qtype=QTYPE)
+
+    each = jnp.stack([call(kernel, x) for kernel in (one, two)])
+    near(jax.vmap(call, (0, None))(stacked, x), each)
+    near(jax.lax.scan(lambda c, kernel: (c, call(kernel, x)), None, stacked)[1], each)
+    near(jax.vmap(lambda x: call(one, x))(x), each[0])
+    inner = lora_linear(x, one, a, b, SCALE, act_qtype=QTYPE)
+    norm = oracle.norm(*oracle.from_flax(kernels.meant(one), a, b), SCALE)
+    near(each[0], inner * (magnitude / jnp.asarray(norm, jnp.float32))[None, None])
+
+
+def test_zeros_nan_and_small_rows():
+    kernel = kernel_of()
+    x = jnp.ones((4, 96)).at[0].set(0).at[1, 3].set(jnp.nan).at[2].multiply(1e-30)
+    y = row_scaled.linear(None, row_scaled.Product(x, kernel))
+    assert not y[0].any()
+    assert jnp.isnan(y[1]).all()
+    near(y[2] * 1e30, y[3])
+
+
+@pytest.mark.parametrize(
+    ("tiles", "qtype", "act_qtype", "message"),
+    [
+        ((3, 24), QTYPE, QTYPE, "kernel is quantised as float8_e4m3fn, scales 3×24"),
+        (
+            (1, 24),
+            "int8",
+            QTYPE,
+            "kernel is quantised as int8, scales 1×24",
+        ),
+        (None, None, QTYPE, "kernel is not quantised; expected float8_e4m3fn"),
+        ((1, 24), QTYPE, "int8", "act_qtype is 'int8'; expected None"),
+    ],
+)
+def test_bad_kernels(tiles, qtype, act_qtype, message):
+    kernel = jnp.ones(SHAPE) if tiles is None else kernels.draw(qtype, SHAPE, tiles)
+    (x, a, b, magnitude, _), _ = operands(kernel_of())
+    for call in (
+        lambda: dora_linear(x, kernel, a, b, magnitude, SCALE, act_qtype=act_qtype),
+        lambda: lora_linear(x, kernel, a, b, SCALE, act_qtype=act_qtype),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_unsupported_calls_raise():
+    kernel = kernel_of()
+    (x, a, b, magnitude, _), _ = operands(kernel)
+    options = {"act_qtype": QTYPE}
+    dropout = Dropout(draw_seed(jax.random.key(0)), 0.5, "input")
+    with pytest.raises(NotImplementedError, match="expected mode 'adapter'"):
+        dora_linear(x, kernel, a, b, magnitude, SCALE, dropout=dropout, **options)
+    with pytest.raises(NotImplementedError, match="base has dtype float32, neither bfloat16"):
+        dora_linear(x, kernel, a, b, magnitude, SCALE, implementation="mosaic", **options)
+    with pytest.raises(TypeError, match="is being differentiated"):
+        jax.grad(lambda k: row_scaled.linear(None, row_scaled.Product(x, k)).sum())(kernel)
