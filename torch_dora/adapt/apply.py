@@ -12,6 +12,7 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import ALL_LINEAR, as_rules, assign, listing
 from torch_dora.adapt.coverage import coverage
 from torch_dora.adapt.projections import is_linear, output_head, projection_shape
+from torch_dora.adapt.replacements import replacements, warn_of
 from torch_dora.adapt.rule import DoRARule
 from torch_dora.layers import (
     LAYERS,
@@ -136,7 +137,7 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
 
 def remove_dora(model: nn.Module) -> Any:
     """Restores the base layer of every adapted layer, in place: the model is exactly the base model
-    again.
+    again. Other parameters that a PEFT folder has replaced stay; a warning lists them.
 
     The parameters stay frozen. Returns ``model``, or the base layer if the model itself is a layer.
 
@@ -147,6 +148,7 @@ def remove_dora(model: nn.Module) -> Any:
     check_model(model)
     layers = list(dora_layers(model))
     placement.refuse_unreplaceable(layers, "remove adapters before fully_shard")
+    warn_of(replacements(model), "without its adapters, ")
     return replace_modules(
         model, {id(layer): layer.base.train(layer.training) for _, layer in layers}
     )

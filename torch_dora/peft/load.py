@@ -24,6 +24,7 @@ from torch_dora.adapt.apply import (
     replace_modules,
     replaced_id,
 )
+from torch_dora.adapt.replacements import replace
 from torch_dora.layers import (
     DoRALayer,
     dora_layers,
@@ -70,8 +71,8 @@ def load_adapter(
     output head, ``model`` is resized by its ``resize_token_embeddings``. A warning names both
     numbers.
 
-    What an earlier folder replaced in the base model is not restored; a warning lists what
-    ``save_adapter`` needs to store it again.
+    What an earlier folder replaced in the base model is not restored: a warning lists what this
+    folder does not replace too. Another one lists what ``save_adapter`` needs to store it again.
 
     If the model is sharded, all processes must call this function and read the folder. Layers that
     FSDP manages are not replaced: they need adapters of the folder's rank and alpha, which then get
@@ -142,6 +143,8 @@ def load_adapter(
                 parameter.requires_grad_(was)
             raise
     source.warn_about_replaced(fit, model_outline)
+    new_rows = {name: at for name, (_, at) in fit.tokens.items()}
+    replace(model, parameters, folder, dict.fromkeys(fit.parameters) | new_rows)
     warn_of_shared(model, fit.adapters.keys())
     replace_modules(model, new)
     for layer, tensors in values:
