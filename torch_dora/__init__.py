@@ -16,6 +16,7 @@ from torch_dora import peft as peft
 from torch_dora.adapt import DoRARule as DoRARule
 from torch_dora.adapt import apply_dora as apply_dora
 from torch_dora.adapt import coverage as coverage
+from torch_dora.adapt import disable_adapters as disable_adapters
 from torch_dora.adapt import merge_dora as merge_dora
 from torch_dora.adapt import remove_dora as remove_dora
 from torch_dora.bank import AdapterBank as AdapterBank

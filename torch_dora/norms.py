@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from torch_dora.layers import DoRALayer, dora_layers, placement, tied_modules
+from torch_dora.layers import adapted_layers, dora_layers, placement, tied_modules
 from torch_dora.ops import check, shards
 from torch_dora.ops.shards import full_tensor, is_sharded
 
@@ -39,7 +39,7 @@ def norms(model: nn.Module) -> dict[str, Tensor]:
         NotImplementedError: accelerate has offloaded a layer, FSDP1 has flattened its weight, or
             some of its tensors, or its sharded weight, are on the meta device.
     """
-    layers = _layers(model)
+    layers = adapted_layers(model)
     placement.refuse_offloaded(layers.items())
     placement.refuse_fsdp1(layers.items())
     placement.refuse_partly_meta(layers.items())
@@ -65,7 +65,7 @@ def reset_magnitudes(model: nn.Module) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: the same errors as :func:`norms`.
     """
-    layers = _layers(model)
+    layers = adapted_layers(model)
     for name, norm in norms(model).items():
         shards.fill(layers[name].magnitude, norm)
         if layers[name].constant_norm is not None:
@@ -96,7 +96,7 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
         TypeError: ``model`` is not a module, ``values`` is not a dict, or a norm is not a tensor of
             float32 or float64.
     """
-    layers = _layers(model)
+    layers = adapted_layers(model)
     if not isinstance(values, Mapping):
         raise TypeError(
             f"values is a {type(values).__name__}; expected the dict that torch_dora.norms(model) "
@@ -150,7 +150,7 @@ def freeze(model: nn.Module) -> nn.Module:
         TypeError, ValueError, NotImplementedError: the same errors as :func:`norms`.
     """
     values = norms(model)
-    for name, layer in _layers(model).items():
+    for name, layer in adapted_layers(model).items():
         layer.constant_norm = values[name]
         for parameter in ADAPTER_NAMES:
             getattr(layer, parameter).requires_grad_(False)
@@ -167,14 +167,3 @@ def _renew_norms_of_tied_weights(model: nn.Module, _: object) -> None:
     for name, layer in dora_layers(model):
         if layer.constant_norm is not None and name in tied:
             layer.constant_norm = full_tensor(layer.norm())
-
-
-def _layers(model: nn.Module) -> dict[str, DoRALayer]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    layers = dict(dora_layers(model))
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no DoRA layer; build it with one, or call apply_dora first"
-        )
-    return layers

@@ -137,6 +137,9 @@ def fresh() -> dict[str, Any]:
             fill(one.get_parameter(name), 2 * value)
         torch_dora.reset_magnitudes(one)
         found[f"doubled {kind}"] = one(batch())
+        fill(one.up.lora_b, torch.ones(HIDDEN, RANK))
+        with torch_dora.disable_adapters(one):
+            found[f"disabled {kind}"] = one(batch())
     return torch.utils._pytree.tree_map(_plain, found)
 
 

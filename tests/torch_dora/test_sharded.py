@@ -49,11 +49,13 @@ def test_folders_are_those_of_one_device(trained, tmp_path, count, kind):
 def test_fresh_adapters_are_the_base_model_and_the_same_everywhere():
     found = processes.run(inside.fresh, 2, "cpu")
     base = inside.base()
-    for kind in ("", "doubled "):
-        want = base(inside.batch())
-        torch.testing.assert_close(found[f"{kind}fsdp"], want)
-        torch.testing.assert_close(found[f"{kind}tp"], want)
-        base.load_state_dict({name: 2 * value for name, value in base.state_dict().items()})
+    want = base(inside.batch())
+    base.load_state_dict({name: 2 * value for name, value in base.state_dict().items()})
+    doubled = base(inside.batch())
+    for kind in ("fsdp", "tp"):
+        torch.testing.assert_close(found[kind], want)
+        torch.testing.assert_close(found[f"doubled {kind}"], doubled)
+        torch.testing.assert_close(found[f"disabled {kind}"], doubled)
     assert all(torch.equal(part, found["lora_a"][0]) for part in found["lora_a"])
     assert found["lora_a"][0].abs().min() > 0
 

@@ -100,6 +100,8 @@ class DoRALayer(nn.Module):
     magnitude: nn.Parameter
     constant_norm: Tensor | None
     """The norm that calls use; None (the usual case) to compute it on every call."""
+    is_disabled = False
+    """Whether calls compute as the base layer does; see :func:`torch_dora.disable_adapters`."""
 
     def __init__(
         self,
@@ -184,6 +186,22 @@ class DoRALayer(nn.Module):
         only."""
         self._update_base()
         return self.settings
+
+    def call_base(self, input: Tensor) -> Tensor:
+        """Returns the base layer's own result, with this layer's current tensors."""
+        base = self.settings
+        if any(getattr(self, name) is not tensor for name, tensor in base._parameters.items()):
+            base = self._base_copy()
+        # The instance's forward may be accelerate's, whose work this layer's own has done.
+        return type(base).forward(base, input)
+
+    def _base_copy(self) -> Any:
+        """Returns a copy of the base layer that has this layer's current tensors. The base keeps no
+        references to tensors of this call, as FSDP gathers them."""
+        base = copy.copy(self.settings)
+        for kind in ("_parameters", "_buffers"):
+            setattr(base, kind, {name: getattr(self, name) for name in getattr(base, kind)})
+        return base
 
     def _release_base(self) -> None:
         """Drops the base's references to the original tensors after FSDP or offloading has replaced

@@ -67,6 +67,8 @@ class DoRAConv(DoRALayer):
     def forward(self, input: Tensor) -> Tensor:
         """Returns [batch, out, *positions] for [batch, in, *positions], or both without the batch
         axis."""
+        if self.is_disabled:
+            return self.call_base(input)
         x, dropped = input, self.drop(input)
         channels = x.ndim - self.weight.ndim + 1
 

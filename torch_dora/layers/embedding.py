@@ -64,6 +64,8 @@ class DoRAEmbedding(DoRALayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., features] for integer ids [...]."""
+        if self.is_disabled:
+            return self.call_base(input)
         settings = self.settings
         padding, by_freq = settings.padding_idx, settings.scale_grad_by_freq
         base = F.embedding(

@@ -93,7 +93,9 @@ class DoRAExperts(DoRALayer):
 
     def read(self) -> Any:
         """Returns what the module gets for its parameter: the adapted matrices; in a compiled
-        program a tensor."""
+        program a tensor, and without the adapters the parameter."""
+        if self.is_disabled:
+            return self.weight
         matrices = ExpertMatrices.of(self)
         return matrices.tensor() if torch.compiler.is_compiling() else matrices
 

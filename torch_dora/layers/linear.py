@@ -51,6 +51,8 @@ class _LinearBase(DoRALayer):
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., out] for [..., in], in the result dtype of
         :func:`torch_dora.ops.dora_linear`."""
+        if self.is_disabled:
+            return self.call_base(input)
         x = input
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.call_on_nested(self, x)

@@ -36,8 +36,19 @@ class DoRALinear4bit(DoRALinear):
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns [..., out] for x [..., in], in x's dtype."""
+        if self.is_disabled:
+            return self.call_base(x)
         dtype = self.settings.compute_dtype
         return super().forward(x if dtype is None else x.to(dtype)).to(x.dtype)
+
+    def call_base(self, input: Tensor) -> Tensor:
+        """Returns the base layer's own result. On a CPU, its own code for evaluation is not used:
+        that puts the codes, which the adapted layer reads, into another order."""
+        base = self._base_copy()
+        base.support_avx512bf16_for_cpu = False
+        # Its call may replace the bias's data by a copy in another dtype.
+        base.bias = parameter_alias(self.bias)
+        return type(base).forward(base, input)
 
     @property
     def quant_state(self) -> Any:

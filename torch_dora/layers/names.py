@@ -30,6 +30,23 @@ def dora_layers(model: nn.Module) -> Iterator[tuple[str, DoRALayer]]:
             yield name, module
 
 
+def adapted_layers(model: nn.Module) -> dict[str, DoRALayer]:
+    """Returns the DoRA layers of ``model`` by name.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: it has no DoRA layer.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    layers = dict(dora_layers(model))
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no DoRA layer; build it with one, or call apply_dora first"
+        )
+    return layers
+
+
 def tied_modules(model: nn.Module) -> dict[str, list[str]]:
     """Returns, for every DoRA layer that shares its weight, the names of the other modules that
     have it."""
