@@ -89,9 +89,8 @@ types: $(SETUP)
 docs: $(SETUP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# Writes the tables of README and docs, docs/measured.md and the figures from the committed results.
+# Writes the numbers of README and docs, and the figures, from the committed results.
 figures: $(SETUP)
-	$(RUN) tools/measured.py
 	$(RUN) -m tools.pages
 
 format: $(SETUP)

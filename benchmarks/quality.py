@@ -207,8 +207,8 @@ def _compiled(graphdef: Any, sizes: Decoder) -> tuple[Any, Any, Any]:
 
 
 def pages() -> list[Path]:
-    """Returns the pages of this repository's documentation, without the generated one."""
-    return [page for page in sorted(ROOT.glob("docs/*.md")) if page.name != "measured.md"]
+    """Returns the guides of this repository's documentation."""
+    return sorted(ROOT.glob("docs/*.md"))
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Reads the results of the levels ops, layer, model and tune, and shows them as a table.
 
+    python -m benchmarks.report benchmarks/results/h200/ops.jsonl
+
 One row is one variant of one piece of work:
 
     group, shape, framework, variant   the operation, its sizes, and the variant
@@ -18,6 +20,7 @@ plus written, and the operations per second of a large bf16 matrix product.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -117,3 +120,8 @@ class Report(NamedTuple):
         yield f"{ratio:.2f}" if ratio else ""
         yield f"{floor / us:.0%}" if floor and us else ""
         yield f"{row['peak_bytes'] / 2**30:.1f}" if row.get("peak_bytes") else ""
+
+
+if __name__ == "__main__":
+    for file in sys.argv[1:]:
+        print(f"{file}\n\n{Report.read(Path(file)).text()}\n")

@@ -12,8 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.results import row, rows
-from tools import step_tables
-from tools.tables import timed
+from tools.tables import GAPS, PROFILED, profile, timed
 
 # The largest |g - 1| in trained adapters (arXiv 2603.22276).
 NEAR_UNITY = 0.0015
@@ -96,12 +95,12 @@ def layer() -> Figure:
 def step() -> Figure:
     """Draws the time of a step by operator, for each profiled program."""
     figure, (axes,) = panels(1, width=7)
-    profiles = [step_tables.profile_of(kind) for kind in step_tables.PROFILED.values()]
+    profiles = [profile(kind) for kind in PROFILED.values()]
     left = [0.0] * len(profiles)
     for operator in profiles[0]:
-        times = [profile[operator][1] for profile in profiles]
-        color = "#b0b0b0" if operator == step_tables.GAPS else None
-        axes.barh([*step_tables.PROFILED], times, left=left, label=operator, color=color)
+        times = [operators[operator][1] for operators in profiles]
+        color = "#b0b0b0" if operator == GAPS else None
+        axes.barh([*PROFILED], times, left=left, label=operator, color=color)
         left = [start + ms for start, ms in zip(left, times, strict=True)]
     axes.invert_yaxis()
     axes.set(xlabel="ms of a step")

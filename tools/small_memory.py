@@ -1,79 +1,52 @@
-"""The tables of docs/small-memory.md.
-
-One is the memory of fine-tuning, computed from shapes alone, and measured
-(`benchmarks/results/h100/quantised.jsonl`). The other is how much each format changes a model's
-results (`benchmarks/results/cpu/quality.jsonl`).
-"""
+"""The memory of fine-tuning over a quantised base model, computed from shapes alone."""
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 from flax import nnx
 
 import jax_dora
-from benchmarks import results
 from benchmarks.quantised import LLAMA_3_70B, QWEN_3_14B, QWEN_3_32B
+from benchmarks.results import Row, rows
 from benchmarks.step import LLAMA_3_8B
 from jax_dora.lm.finetune import estimate
 from jax_dora.lm.models import CausalLM, DecoderConfig
-from tools.markdown import gib, grid, table
 
-MEASURED = results.FOLDER / "cpu" / "quality.jsonl"
-RANK, TOKENS = 16, 4096
-WORKS = ("step", "memory")
-FORMATS = (None, "int8", "float8_e4m3fn", "nf4")
+RANK = 16
+# For each model its name in `h100/quantised.jsonl`, and the numbers of tokens of a step.
 MODELS = {
-    "Llama 3 8B": LLAMA_3_8B,
-    "Qwen3 14B": QWEN_3_14B,
-    "Qwen3 32B": QWEN_3_32B,
-    "Llama 3 70B": LLAMA_3_70B,
+    "Llama 3 8B": ("8B", LLAMA_3_8B, (4096,)),
+    "Qwen3 14B": ("14B", QWEN_3_14B, (4096,)),
+    "Qwen3 32B": ("32B", QWEN_3_32B, (4096,)),
+    "Llama 3 70B": ("70B", LLAMA_3_70B, (4096, 2048)),
 }
 
 
-def memory() -> str:
-    """Returns the GiB of base models, of everything in memory during a step, and of measured
-    steps, and how far the computed numbers are from the measured ones."""
-
-    def cell(name: str, qtype: str | None) -> str:
-        base, total = _bytes(name, qtype, TOKENS)
-        peaks = (
-            row["peak_bytes"]
-            for row in _measured_steps()
-            if (row["name"], row["qtype"], row["time"]) == (_short(name), qtype or "bf16", TOKENS)
-        )
-        return f"{gib(base)} / {gib(total)}{''.join(f' / **{gib(peak)}**' for peak in peaks)}"
-
-    names = {name: name for name in MODELS}
-    rows = grid("model", names, {one or "bfloat16": one for one in FORMATS}, cell)
-    return f"{rows}\n\nComputed minus measured: {'; '.join(map(_excess, _measured_steps()))}."
-
-
-def _measured_steps() -> list[dict[str, Any]]:
-    fields = {"kind": "DoRA", "keep_inner": None}
-    works = (results.rows("quantised", "h100", work=work, **fields) for work in WORKS)
-    return [row for row in itertools.chain(*works) if "peak_bytes" in row]
+def memory() -> list[Row]:
+    """Returns a row for each model, number of tokens and format of the base model: the computed
+    bytes of the base model, `base`, and of everything in memory during a step, `total`; and, if
+    the step was measured, its bytes, `peak`."""
+    measured = {
+        (line["name"], line["qtype"], line["time"]): line["peak_bytes"]
+        for work in ("step", "memory")
+        for line in rows("quantised", "h100", work=work, kind="DoRA", keep_inner=None)
+        if "peak_bytes" in line
+    }
+    found = []
+    for model, (name, config, lengths) in MODELS.items():
+        for tokens in lengths:
+            for qtype in ("bf16", "int8", "float8_e4m3fn", "nf4"):
+                base, total = _bytes(config, None if qtype == "bf16" else qtype, tokens)
+                line = {"model": model, "tokens": tokens, "qtype": qtype, "base": base}
+                peak = measured.get((name, qtype, tokens))
+                found.append(line | {"total": total} | ({"peak": peak} if peak else {}))
+    return found
 
 
-def _short(name: str) -> str:
-    """Returns the name of a model in the results of measurements."""
-    return name.split()[-1]
-
-
-def _excess(row: dict[str, Any]) -> str:
-    """Returns by how much the computed memory of a measured step is too large."""
-    name = next(name for name in MODELS if _short(name) == row["name"])
-    qtype, peak = row["qtype"], row["peak_bytes"]
-    _, total = _bytes(name, None if qtype == "bf16" else qtype, row["time"])
-    difference = (total - peak) / 2**30
-    step = f"{name}, {qtype}, {row['time']} tokens"
-    return f"{difference:+.1f} GiB ({total / peak - 1:+.0%}) for {step}"
-
-
-def _bytes(name: str, qtype: str | None, tokens: int) -> tuple[int, int]:
+def _bytes(config: DecoderConfig, qtype: str | None, tokens: int) -> tuple[int, int]:
     """Returns the bytes of the base model, and of everything in memory during a step."""
-    config = dataclasses.replace(MODELS[name], attention="cudnn")
+    config = dataclasses.replace(config, attention="cudnn")
     one, two = (_parts(config, layers, qtype, tokens) for layers in (1, 2))
     # Each further layer adds the same number of bytes.
     further = config.num_hidden_layers - 1
@@ -99,36 +72,3 @@ def _parts(config: DecoderConfig, layers: int, qtype: str | None, tokens: int) -
         abstract_model=nnx.eval_shape(make),
     )
     return estimate.memory(plan)
-
-
-def quality() -> str:
-    """Returns the table of the formats, and the one of the long runs."""
-    header, rows = results.read(MEASURED)
-    encoder = {row["format"]: row for row in rows if row["model"] == "encoder"}
-    long = [row for row in rows if "losses" in row]
-    lines = []
-    for row in rows:
-        if row["model"] != "decoder" or row in long:
-            continue
-        cells = ["–"] * 8
-        if other := encoder.get(row["format"]):
-            cells = [f"{other['weights']:.4f}", f"{other['cosine']:.5f}", f"{other['kl']:.6f}"]
-            cells += [f"{other['agreement']:.2%}", f"{row['weights']:.4f}"]
-            cells += [f"{row['cosine']:.7f}", f"{row['kl']:.7f}", f"{row['agreement']:.2%}"]
-        trained = f"{row['held_out']:.4f}" if "held_out" in row else "–"
-        lines.append([row["format"], *cells, trained])
-    names = ("weights", "1 − cosine", "KL", "top-1")
-    names = (*names, f"decoder: {names[0]}", *names[1:], "trained")
-    tenths = map(str, range(1, 1 + len(long[0]["losses"])))
-    runs = (
-        [row["format"], *(f"{loss:.3f}" for loss in row["losses"]), f"{row['held_out']:.4f}"]
-        for row in long
-    )
-    environment = header["environment"]
-    parts = [
-        table(["format", *names], lines),
-        f"Loss over {long[0]['steps']} steps of training, of each tenth, and held out:",
-        table(["base", *tenths, "held out"], runs),
-        f"Commit {environment['commit'][:7]}, jax {environment['jax']}, {environment['card']}.",
-    ]
-    return "\n\n".join(parts)

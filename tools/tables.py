@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,26 @@ from benchmarks.results import Row, read
 from benchmarks.results import row as row
 from benchmarks.results import rows as rows
 from benchmarks.scaling import Measured as Measured
+from benchmarks.step_table import VARIANTS, by_operator
 from parity import report as parity_report
+from tools.small_memory import memory as memory
 
 __all__ = [
-    *("Measured", "comparisons", "environment", "gib", "joined", "ratio", "row", "rows"),
+    *(
+        "Measured",
+        "Report",
+        "agreement",
+        "comparisons",
+        "environment",
+        "gib",
+        "joined",
+        "memory",
+        "outcomes",
+        "profiles",
+        "ratio",
+        "row",
+        "rows",
+    ),
     *("span", "table", "timed"),
 ]
 ROOT = Path(__file__).parents[1]
@@ -57,7 +74,8 @@ def joined(lines: Iterable[Row], on: str, by: str) -> list[Row]:
 
     Args:
       on: the names of these fields, which the row has too.
-      by: an f-string; its value for each of the rows is the name of a field that has that row.
+      by: an f-string, as in `table`; its value for each of the rows is the name of a field that
+        has that row.
 
     Raises:
       ValueError: two rows have the same values and the same name.
@@ -65,7 +83,7 @@ def joined(lines: Iterable[Row], on: str, by: str) -> list[Row]:
     found: dict[tuple[Any, ...], Row] = {}
     for line in lines:
         same = {name: line[name] for name in on.split() if name in line}
-        one, name = found.setdefault(tuple(same.items()), same), filled(by, line)
+        one, name = found.setdefault(tuple(same.items()), same), filled(by, line | {"line": line})
         if name in one:
             raise ValueError(f"two rows have {same} and are called {name!r}")
         one[name] = line
@@ -82,28 +100,83 @@ def timed(name: str, card: str, **fields: Any) -> list[Row]:
     report = Report.committed(name, card)
     found = []
     for line in report.rows:
+        sizes = {{"in": "fan_in"}.get(key, key): size for key, size in line["shape"].items()}
+        described = line | sizes | {"label": label(line)}
         us, floor = time(line), report.floor_us(line)
-        more = {
-            "label": label(line),
+        if us is None or any(described.get(key) != fields[key] for key in fields):
+            continue
+        measured = {
             "us": us,
             "wall_us": time(line, "wall"),
             "of_lora": report.ratio(line, "device", BEST_LORA),
             "wall_of_lora": report.ratio(line, "wall", BEST_LORA),
-            "of_floor": floor / us if floor and us else None,
+            "of_floor": floor and floor / us,
         }
-        sizes = {{"in": "fan_in"}.get(key, key): size for key, size in line["shape"].items()}
-        more = line | sizes | {key: value for key, value in more.items() if value}
-        if us and all(more.get(key) == fields[key] for key in fields):
-            found.append(more)
+        found.append(described | {key: value for key, value in measured.items() if value})
     return found
 
 
+# Programs of the level step whose kernels were recorded: their names on the pages and in the file.
+PROFILED = {
+    "DoRA": VARIANTS[0].name,
+    "DoRA by XLA": "kernels of jax_dora off: XLA's DoRA",
+    "LoRA": "LoRA in place of DoRA",
+}
+GAPS, WHOLE = "copies, and gaps between kernels", "the whole step"
+
+
+def profile(kind: str) -> dict[str, tuple[float | None, float]]:
+    """Returns for each operator of a step the number of its launches and its milliseconds."""
+    line = rows("step_table", "h100", kind=kind)[0]
+    operators = by_operator(line["kernels"])
+    found: dict[str, tuple[float | None, float]]
+    found = {name: (count, us / 1e3) for name, (count, us) in operators.items()}
+    return found | {GAPS: (None, line["ms"] - sum(ms for _, ms in found.values()))}
+
+
+def profiles() -> list[Row]:
+    """Returns for each operator its name, and its launches and milliseconds in each program."""
+    columns = {name: profile(kind) for name, kind in PROFILED.items()}
+    found: dict[str, Row] = {}
+    for program, operators in columns.items():
+        for name, (count, ms) in operators.items():
+            text = f"{ms:.1f}" if count is None else f"{count:,.0f} / {ms:.1f}"
+            found.setdefault(name, {"name": name})[program] = text
+        total = sum(ms for _, ms in operators.values())
+        found.setdefault(WHOLE, {"name": WHOLE})[program] = f"{total:.1f}"
+    return [line for name, line in found.items() if name != WHOLE] + [found[WHOLE]]
+
+
 def comparisons(file: str) -> list[Row]:
-    """Returns the judged comparisons of a parity report, such as "cuda/layer.jsonl", with `used`,
-    the share of the tolerance that an error takes."""
+    """Returns the rows of a parity report, such as "cuda/layer.jsonl"; those that are judged have
+    `used`, the share of the tolerance that the error takes."""
     _, found = parity_report.read(ROOT / "parity" / "reports" / file)
-    judged = (line for line in found if line.get("ok") is not None)
-    return [line | {"used": parity_report.used(line)} for line in judged]
+    return [
+        line | ({} if line["ok"] is None else {"used": parity_report.used(line)}) for line in found
+    ]
+
+
+def agreement(name: str, file: str) -> Row:
+    """Returns how many comparisons of a parity report are within tolerance, and the largest share
+    of a tolerance: of `JAX`, `torch` and `PEFT` compared with fp64, and with `each_other`."""
+    judged = [line for line in comparisons(file) if "used" in line]
+    card = environment(f"parity/reports/{file}")["card"]
+    found: Row = {"name": name, "file": file, "card": card, "all": len(judged)}
+    found["good"] = sum(line["ok"] for line in judged)
+    for line in judged:
+        sides = [side for side in (line["side"] or "").split(", ") if not side.startswith("fp64")]
+        if sides and math.isfinite(line["used"]):
+            [one, *others] = ("PEFT" if "peft" in side else side.split()[0] for side in sides)
+            which = "each_other" if others else one.replace("jax", "JAX")
+            found[which] = max(line["used"], found.get(which, 0.0))
+    return found
+
+
+def outcomes(file: str) -> list[Row]:
+    """Returns for each planted fault and package the outcome by level, from a report of the level
+    controls."""
+    found = [line | {"outcome": parity_report.outcome(line)} for line in comparisons(file)]
+    return joined(found, "case side", "{quantity}")
 
 
 def environment(file: str) -> Row:

@@ -21,10 +21,8 @@ import jax_dora.ops
 import jax_dora.peft
 import torch_dora
 import torch_dora.peft
-from benchmarks import results
 from jax_dora.lm.commands import parser
-from parity import report
-from tools import command_page, small_memory
+from tools import command_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,52 +48,6 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 
 def test_the_page_of_flags_is_the_parsers():
     assert command_page.PAGE.read_text() == command_page.page(), "run tools/command_page.py"
-
-
-def test_scales_of_rows_lose_less_than_one_scale():
-    """What docs/small-memory.md says of FP8 with a scale for each row or column, or with one."""
-    _, rows = results.read(small_memory.MEASURED)
-    costs = {(row["model"], row["format"]): row for row in rows if "cosine" in row}
-    same_lines = []
-    for model in ("encoder", "decoder"):
-        for fine, coarse in (
-            ("a scale an output", "one scale"),
-            ("on both sides, scales of rows and columns", "on both sides, one scale each"),
-        ):
-            joint = " " if fine.startswith("on") else ", "
-            one, other = (costs[model, f"float8_e4m3fn{joint}{name}"] for name in (fine, coarse))
-            for measure in ("weights", "cosine", "kl"):
-                assert one[measure] < other[measure]
-            if model == "encoder" and not fine.startswith("on"):
-                same_lines = [256 * one["agreement"], 256 * other["agreement"]]
-            else:
-                assert one["agreement"] > other["agreement"]
-    assert same_lines == [241, 242]
-    trained = [row["held_out"] for row in rows if "held_out" in row and "losses" not in row]
-    assert max(trained) - min(trained) < 0.001
-    one, other = (
-        costs["decoder", f"float8_e4m3fn, {name}"]["held_out"]
-        for name in ("a scale an output", "one scale")
-    )
-    assert one > other
-
-
-def test_the_computed_memory_is_too_large_where_it_was_measured():
-    text = (DOCS / "small-memory.md").read_text()
-    differences = [int(one) for one in re.findall(r"GiB \(([+-]\d+)%\)", text)]
-    assert len(differences) == 9
-    assert min(differences) >= 0
-    assert f"by {min(differences)} to {max(differences)} %" in text
-
-
-def test_what_is_said_of_parity_on_a_gpu():
-    counts = []
-    for level in ("quantised", "bank"):
-        _, rows = report.read(ROOT / "parity" / "reports" / "cuda" / f"{level}.jsonl")
-        judged = [row["ok"] for row in rows if row.get("ok") is not None]
-        counts.append(f"{sum(judged)} of {len(judged)}")
-    text = " ".join((DOCS / "fidelity.md").read_text().split())
-    assert f"{counts[0]} and {counts[1]} comparisons are within tolerance" in text
 
 
 def test_commands_are_accepted():

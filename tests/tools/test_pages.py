@@ -7,10 +7,18 @@ import pytest
 from tools import figures, pages
 
 PAGES = {path.relative_to(pages.ROOT).as_posix(): path.read_text() for path in pages.pages()}
+SITE = [page for page in PAGES if page != "docs/attempts.md"]
 FIELD = "<!-- value:"
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if FIELD in text])
+# One page computes the memory of models.
+SLOW = {"docs/measured/formats.md": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=SLOW.get(page, [])) for page, text in PAGES.items() if FIELD in text],
+)
 def test_numbers_are_those_of_the_results(page):
     assert PAGES[page] == pages.updated(PAGES[page]), "run `make figures`"
 
@@ -48,3 +56,14 @@ def test_a_column_that_no_row_has_is_named():
     table = """<!-- value: table([{"a": 1}], {"A": "{a}", "B": "{b}"}) --><!-- end -->"""
     with pytest.raises(ValueError, match=r"no row has the fields of the column 'B'"):
         pages.updated(table)
+
+
+def test_guides_hold_no_measurements():
+    measured = {page for page, text in PAGES.items() if FIELD in text}
+    assert {page for page in measured if not page.startswith("docs/measured/")} == {"README.md"}
+
+
+@pytest.mark.parametrize("page", SITE)
+def test_pages_are_short(page):
+    words = [word for word in pages.plain(PAGES[page]).split() if re.search(r"\w", word)]
+    assert len(words) <= 2500
