@@ -148,7 +148,8 @@ def _from_zero(axes: Any) -> None:
     axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
 
 
-FIGURES: tuple[Callable[[], Figure], ...] = (stability, layer, step, bank_growth, served)
+# Those of the site, which are not committed. `layer` is README's, and is.
+FIGURES: tuple[Callable[[], Figure], ...] = (stability, step, bank_growth, served)
 
 
 def write(folder: Path, makers: Sequence[Callable[[], Figure]] = FIGURES) -> None:

@@ -82,4 +82,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 if __name__ == "__main__":
     for path in pages():
         path.write_text(updated(path.read_text()))
-    figures.write(ROOT / "docs" / "figures")
+    figures.write(ROOT / "docs" / "figures", [figures.layer, *figures.FIGURES])

@@ -18,22 +18,22 @@ from parity import report as parity_report
 from tools.small_memory import memory as memory
 
 __all__ = [
-    *(
-        "Measured",
-        "Report",
-        "agreement",
-        "comparisons",
-        "environment",
-        "gib",
-        "joined",
-        "memory",
-        "outcomes",
-        "profiles",
-        "ratio",
-        "row",
-        "rows",
-    ),
-    *("span", "table", "timed"),
+    "Measured",
+    "Report",
+    "agreement",
+    "comparisons",
+    "environment",
+    "gib",
+    "joined",
+    "memory",
+    "outcomes",
+    "profiles",
+    "ratio",
+    "row",
+    "rows",
+    "span",
+    "table",
+    "timed",
 ]
 ROOT = Path(__file__).parents[1]
 
