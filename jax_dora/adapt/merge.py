@@ -147,7 +147,7 @@ def merge_dora(
         # Other attributes that share the parameter keep the base value.
         if id(getattr(base, name)) in shared:
             setattr(base, name, getattr(base, name).copy())
-        of_head = [one for one in layer_adapters if getattr(one, "adapt_attend", True)]
+        of_head = [one for one in layer_adapters if getattr(one, "adapt_attend", None) is not False]
         if len(of_head) < len(layer_adapters):
             merged = _untie_heads(merged, base, of_head)
         layers.append(_merge_layer(path, base, layer_adapters, requantize, return_report))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 from rich.console import Console
 
-from jax_dora.lm.commands import finetune, generate, inspect, merge_folder, serve
+from jax_dora.lm.commands import finetune, generate, inspect, merge, serve
 from jax_dora.lm.commands.flags import HelpFormatter, Parser, UsageError
 from jax_dora.lm.finetune.processes import FirstStoppedError
 from jax_dora.lm.finetune.stopping import DivergedError
@@ -17,7 +17,7 @@ from jax_dora.lm.models import NotFiniteError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = (finetune, generate, merge_folder, inspect, serve)
+COMMANDS = (finetune, generate, merge, inspect, serve)
 
 
 def parser() -> argparse.ArgumentParser:

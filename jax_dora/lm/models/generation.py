@@ -100,7 +100,7 @@ def generate_steps(
             f"prompts have {[len(prompt) for prompt in prompts]} tokens; expected at least one in "
             "each row"
         )
-    check_has_values(model, "jax_dora.lm.models.generation", can_trace=False)
+    check_has_values(model, "jax_dora.lm.models.generate", can_trace=False)
     size = model.config.vocab_size
     if invalid := [token for prompt in prompts for token in prompt if not 0 <= token < size]:
         raise ValueError(f"prompts have token {invalid[0]}; expected 0 to {size - 1}")

@@ -103,9 +103,9 @@ def test_the_linen_merge_names_a_parameter():
 
 def test_a_decoder_is_neither_run_nor_saved(tmp_path):
     model = nnx.eval_shape(lambda: models.make_model(SMALL))
-    with pytest.raises(ValueError, match=r"is abstract: .* jax_dora\.models\.generate reads"):
+    with pytest.raises(ValueError, match=r"is abstract: .* jax_dora\.lm\.models\.generate reads"):
         models.generate(model, [[1]], 1)
-    with pytest.raises(ValueError, match=r"is abstract: .* jax_dora\.models\.save_model reads"):
+    with pytest.raises(ValueError, match=r"is abstract: .* jax_dora\.lm\.models\.save_model reads"):
         models.save_model(model, tmp_path / "folder", {})
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.jax_dora.lm.finetune.runs import assert_one_line, finetune, last_of, metrics
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ON_CPU = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 OPTIONS = (
     *("--rank", "2", "--length", "24", "--batch", "2", "--accumulate", "1", "--dropout", "0.1"),

@@ -22,7 +22,7 @@ from jax_dora.lm.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
 from tests.jax_dora.lm.finetune.runs import FP8, OPTIONS, assert_one_line, finetune, told
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 OUT_OF_RANGE = {

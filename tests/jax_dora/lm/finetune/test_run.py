@@ -39,7 +39,7 @@ from tests.jax_dora.lm.finetune.runs import (
     told,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from jax_dora.lm.commands import main
 from tests.jax_dora.lm.finetune.soak import Soak
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 # Shares of the runs.
 WAYS = {
     "one device": (0.35, []),

@@ -30,7 +30,7 @@ from tests.jax_dora.meshes import automatic
 from tests.jax_dora.peft.peft_folders import peft_model
 from tests.tables import thinned
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 
 
