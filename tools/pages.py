@@ -9,7 +9,7 @@ A number, or a whole table, stands behind a comment that says where it comes fro
 
 `results` are Python statements, and `value` is what an f-string has in its braces. Both know the
 functions of `tools.tables` and the names from comments above them. This command writes the values
-anew, and `tests/docs/test_numbers.py` compares them with the files. mkdocs, which also calls this
+anew, and `tests/tools/test_pages.py` compares them with the files. mkdocs, which also calls this
 module, leaves the comments out and draws the figures.
 """
 
