@@ -20,7 +20,7 @@ from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.bank.projections import BankProjection, rejection_reason
 from jax_dora.ops.bank_slots import RANKS
-from jax_dora.ops.compose import accumulator
+from jax_dora.ops.dtypes import accumulator
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import torch_view
 

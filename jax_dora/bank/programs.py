@@ -19,7 +19,7 @@ from jax_dora.bank.host import CachedG, Facts, HostAdapter, piece_shape
 from jax_dora.bank.projections import BankProjection, groups
 from jax_dora.layers.call import bounded_norm
 from jax_dora.ops.bank_slots import RANKS, Slots
-from jax_dora.ops.compose import accumulator
+from jax_dora.ops.dtypes import accumulator
 
 # The number of axes of each array without the stack's axes: the slot axis and the axes behind it.
 SLOT_AXES = Slots(lora_a=3, lora_b=3, g=2, scale=1, rank=1)

@@ -19,8 +19,8 @@ from jax_dora import ops
 from jax_dora.layers.layout import Layout
 from jax_dora.layers.quantised_kernel import act_qtype_of
 from jax_dora.ops import check
-from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dispatch import mesh as meshes
+from jax_dora.ops.dtypes import accumulator
 from jax_dora.ops.linear import NORM_NAME, scaled_linear
 from jax_dora.ops.norm import epsilon, norm_implementation, ratio
 from jax_dora.ops.operands import Projection

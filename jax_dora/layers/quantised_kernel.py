@@ -25,8 +25,8 @@ from jax_dora.layers.layout import Layout
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised, row_scaled, weight_only
 from jax_dora.ops.dispatch import mesh as meshes
+from jax_dora.ops.dtypes import static_precision
 from jax_dora.ops.row_scaled import CodedRows
-from jax_dora.ops.shrink import static_precision
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 

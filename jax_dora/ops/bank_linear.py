@@ -23,14 +23,13 @@ from jax import lax
 
 from jax_dora.ops.bank_slots import Rows, Slots, compose_rows, rows_of
 from jax_dora.ops.bank_xla import low_rank_product
-from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.primitive import call_differentiable
 from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dtypes import accumulator, static_precision
 from jax_dora.ops.mosaic.bank import bank_decode, bank_expand, bank_rows
 from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member, plan
 from jax_dora.ops.operands import Static
-from jax_dora.ops.shrink import static_precision
 
 # The most tokens of prompts that are rows of the kernels for decoding. With 256 tokens these took
 # 345 µs a layer, or 375 without `jax_dora.bank.DECODING_OPTIONS`, and XLA's products 384; with 512

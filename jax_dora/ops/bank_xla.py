@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops.compose import accumulator
+from jax_dora.ops.dtypes import accumulator
 
 # lora_a and lora_b of `bank_slots.Slots`.
 Matrices = tuple[jax.Array, jax.Array]

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from jax_dora.ops import check, residuals
@@ -24,6 +23,7 @@ from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.choose import Choice
 from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dtypes import accumulator, per_feature
 from jax_dora.ops.mosaic.rows import compose_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import compose_forward as kernel
 from jax_dora.ops.operands import Composition, Static
@@ -217,13 +217,3 @@ def refuse_scale_gradient(wanted: bool | None) -> None:
             "scale is being differentiated; it is a constant of the adapter (alpha/r): wrap it in "
             "jax.lax.stop_gradient, or take the gradient with respect to the other arguments only"
         )
-
-
-def per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns a vector [out] as [1, ..., out], with the dtype and number of axes of `like`."""
-    return lax.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - 1)))
-
-
-def accumulator(*dtypes: Any) -> jnp.dtype:
-    """Returns the dtype for arithmetic on `dtypes`: fp64 if one of them is fp64, else fp32."""
-    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)

@@ -16,14 +16,14 @@ from jax.typing import ArrayLike
 
 from jax_dora.ops import check, quantised, row_scaled
 from jax_dora.ops import dropout as dropouts
-from jax_dora.ops.compose import accumulator, compose_delta, per_feature
+from jax_dora.ops.compose import compose_delta
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
+from jax_dora.ops.dtypes import accumulator, dot_general, per_feature, static_precision
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, define, projection
-from jax_dora.ops.shrink import dot_general, static_precision
 
 NORM_NAME = "dora_norm"
 

@@ -31,10 +31,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_dora.ops import check, quantised
-from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dtypes import accumulator
 from jax_dora.ops.mosaic.norm import one_pass_norm as kernel_norm
 from jax_dora.ops.mosaic.norm import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.mosaic.norm import stationary_norm

@@ -26,17 +26,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora.ops import check, projection_products, quantised, residuals
-from jax_dora.ops.compose import (
-    COMPOSE_BACKWARD,
-    ComposeBackward,
-    accumulator,
-    refuse_scale_gradient,
-)
+from jax_dora.ops.compose import COMPOSE_BACKWARD, ComposeBackward, refuse_scale_gradient
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dropout import drop
+from jax_dora.ops.dtypes import accumulator, dot_general
 from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.projection_products import BACK, FORWARD, Back
-from jax_dora.ops.shrink import REDUCE, REDUCE_BACK, Reduction, dot_general
+from jax_dora.ops.shrink import REDUCE, REDUCE_BACK, Reduction
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"

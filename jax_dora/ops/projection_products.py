@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import quantised, row_scaled, weight_only
-from jax_dora.ops.compose import accumulator, forward
+from jax_dora.ops.compose import forward
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dtypes import accumulator, dot_general
 from jax_dora.ops.mosaic.decode import decode_finish, decode_project
 from jax_dora.ops.mosaic.projection import expand_compose, project, project_back
 from jax_dora.ops.mosaic.rows import compose_forward
 from jax_dora.ops.operands import Projection, Static
-from jax_dora.ops.shrink import dot_general
 
 
 def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:

@@ -17,13 +17,12 @@ from jax.experimental.layout import Format, Layout
 from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 from jax_dora.ops import check, quantised, residuals
-from jax_dora.ops.compose import per_feature
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dtypes import dot_general, per_feature
 from jax_dora.ops.mosaic.rows import row_codes
 from jax_dora.ops.operands import Static
 from jax_dora.ops.rounding import bound
-from jax_dora.ops.shrink import dot_general
 
 QTYPE = row_codes.QTYPE
 

@@ -14,6 +14,7 @@ from jax import lax
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.shard import Op, Shard
 from jax_dora.ops.dropout import drop_for, kept_share
+from jax_dora.ops.dtypes import dot_general
 from jax_dora.ops.mosaic.projection import dropout_shrink, dropout_shrink_back, shrink
 from jax_dora.ops.operands import Static
 
@@ -111,29 +112,3 @@ def _with_kernel(
         transposed=kernel is dropout_shrink_back,
     )
     return product * jnp.float32(1 / kept_share(static.rate))
-
-
-def dot_general(precision, a, b, axes, dtype=None):
-    """Returns the contraction of a and b over `axes`, accumulated in fp32.
-
-    b is cast to a's dtype; the result has `dtype`, by default a's.
-    """
-    left, right = (
-        [axis % operand.ndim for axis in ((ax,) if isinstance(ax, int) else ax)]
-        for ax, operand in zip(axes, (a, b), strict=True)
-    )
-    return lax.dot_general(
-        a,
-        b.astype(a.dtype),
-        ((left, right), ((), ())),
-        precision=precision,
-        preferred_element_type=dtype or a.dtype,
-    )
-
-
-def static_precision(precision: jax.lax.PrecisionLike) -> Any:
-    """Returns `precision` as a static argument, hashable. Instead of None it is the default in the
-    current context, since a product may be traced later, in another one."""
-    if precision is None:
-        return jax.config.jax_default_matmul_precision
-    return tuple(precision) if isinstance(precision, list) else precision

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops import check, residuals, row_scaled
-from jax_dora.ops.compose import accumulator, per_feature
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.choose import Choice
 from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dtypes import accumulator, per_feature
 from jax_dora.ops.mosaic.rows import swiglu_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import swiglu_codes as kernel_with_codes
 from jax_dora.ops.operands import Gating, Static

@@ -14,10 +14,10 @@ from jax_dora.ops import quantised
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.primitive import call_differentiable
 from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dtypes import dot_general, static_precision
 from jax_dora.ops.mosaic.decode import decode_project, decode_quantised
 from jax_dora.ops.operands import Static
 from jax_dora.ops.row_scaled import Product
-from jax_dora.ops.shrink import dot_general, static_precision
 
 MOST_ROWS = decode_quantised.MOST_ROWS
 

@@ -19,9 +19,9 @@ from jax import lax
 from jax_dora import ops
 from jax_dora.layers.call import NEXT_SEED, times_transposed
 from jax_dora.layers.rule import DoRARule
-from jax_dora.ops.compose import accumulator
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
+from jax_dora.ops.dtypes import accumulator
 from jax_dora.ops.linear import scaled_linear
 from jax_dora.ops.operands import Projection
 from jax_dora.tracing.operations import Lookup, Product, Ragged

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from jax_dora.ops.compose import accumulator
+from jax_dora.ops.dtypes import accumulator
 from jax_dora.tracing.operations import Lookup, Product, Ragged
 
 # The axes of the adapter's arrays, as roles of the weight's axes; "r" is the rank axis.

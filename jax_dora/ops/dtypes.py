@@ -1,0 +1,43 @@
+"""The dtypes of intermediate results, and products and casts in them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def accumulator(*dtypes: Any) -> jnp.dtype:
+    """Returns the dtype for arithmetic on `dtypes`: fp64 if one of them is fp64, else fp32."""
+    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+
+
+def per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns a vector [out] as [1, ..., out], with the dtype and number of axes of `like`."""
+    return lax.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - 1)))
+
+
+def dot_general(precision, a, b, axes, dtype=None):
+    """Returns the contraction of a and b over `axes`, accumulated in fp32.
+
+    b is cast to a's dtype; the result has `dtype`, by default a's.
+    """
+    left, right = (
+        [axis % operand.ndim for axis in ((ax,) if isinstance(ax, int) else ax)]
+        for ax, operand in zip(axes, (a, b), strict=True)
+    )
+    return lax.dot_general(
+        a,
+        b.astype(a.dtype),
+        ((left, right), ((), ())),
+        precision=precision,
+        preferred_element_type=dtype or a.dtype,
+    )
+
+
+def static_precision(precision: jax.lax.PrecisionLike) -> Any:
+    """Returns `precision` as a static argument, hashable. Instead of None it is the default in the
+    current context, since a product may be traced later, in another one."""
+    if precision is None:
+        return jax.config.jax_default_matmul_precision
+    return tuple(precision) if isinstance(precision, list) else precision
