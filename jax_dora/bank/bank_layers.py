@@ -161,10 +161,10 @@ class BankLayer(nnx.Module):
             return _transpose(y.reshape(matrix.shape), rows + out, equation.y)
 
         operands = (base, x, bias, slots, ids, self._step(), part and part[0])
-        mesh = meshes.explicit(*jax.tree.leaves(operands))
-        if mesh is None:
-            return apply_adapters(operands)
-        return meshes.with_auto_axes(apply_adapters, mesh, jax.P(*meshes.spec(base)))(operands)
+        arrays = jax.tree.leaves(operands)
+        return meshes.on_explicit_axes(apply_adapters, lambda: jax.P(*meshes.spec(base)), *arrays)(
+            operands
+        )
 
 
 def apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array]:

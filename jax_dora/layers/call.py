@@ -77,10 +77,11 @@ def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = 
         return layer_layout.magnitude.from_matrices(norm[:, None])
 
     kernel = stored(arrays[0])
-    if mesh := meshes.explicit(kernel):
-        names = layer_layout.adapter_axes(meshes.spec(kernel))["magnitude"]
-        return meshes.with_auto_axes(compute, mesh, jax.P(*names))(tuple(arrays))
-    return compute(arrays)
+
+    def spec() -> jax.sharding.PartitionSpec:
+        return jax.P(*layer_layout.adapter_axes(meshes.spec(kernel))["magnitude"])
+
+    return meshes.on_explicit_axes(compute, spec, kernel)(tuple(arrays))
 
 
 def matrix_norm(

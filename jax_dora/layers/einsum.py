@@ -74,17 +74,14 @@ class DoRAProjection(DoRAProduct):
 
     def _result(self, operands: Mapping[str, Any]) -> jax.Array:
         x, kernel = operands["x"], stored(operands["kernel"])
-        mesh = meshes.explicit(x, kernel)
-        if mesh is None:
-            return self._by_matrices(operands)
 
         def base_result(x: jax.Array, kernel: jax.Array) -> jax.Array:
             equation = self.equation(self, x.ndim)
             einsum = f"{equation.x},{equation.kernel}->{equation.y}"
             return jnp.einsum(einsum, x, kernel.astype(x.dtype))
 
-        spec = meshes.result_spec(base_result, x, kernel)
-        return meshes.with_auto_axes(self._by_matrices, mesh, spec)(operands)
+        spec = functools.partial(meshes.result_spec, base_result, x, kernel)
+        return meshes.on_explicit_axes(self._by_matrices, spec, x, kernel)(operands)
 
     def _by_matrices(self, operands: Mapping[str, Any]) -> jax.Array:
         """Computes the result as one matrix product for each batch index."""

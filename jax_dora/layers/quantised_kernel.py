@@ -189,15 +189,16 @@ def _by_matrix(
         y = multiply(row_scaled.Product(x.reshape(*lead, matrix.shape[0]), matrix))
         return y.reshape(*lead, *out)
 
-    operands, x = row_scaled.Product(lhs, rhs), dtype_carrier(lhs)
-    mesh = meshes.explicit(x, rhs.qvalue)
-    if mesh is None:
-        return multiply_matrix(operands)
-    if out_sharding is None:
+    x = dtype_carrier(lhs)
+
+    def spec() -> jax.sharding.PartitionSpec:
+        if out_sharding is not None:
+            return getattr(out_sharding, "spec", out_sharding)
         of_x, of_kernel = meshes.spec(x), meshes.spec(rhs.qvalue)
-        out_sharding = jax.P(*(of_x[axis] for axis in rows), *(of_kernel[axis] for axis in columns))
-    spec = getattr(out_sharding, "spec", out_sharding)
-    return meshes.with_auto_axes(multiply_matrix, mesh, spec)(operands)
+        return jax.P(*(of_x[axis] for axis in rows), *(of_kernel[axis] for axis in columns))
+
+    multiply_on_mesh = meshes.on_explicit_axes(multiply_matrix, spec, x, rhs.qvalue)
+    return multiply_on_mesh(row_scaled.Product(lhs, rhs))
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:

@@ -24,8 +24,9 @@ from jax import lax
 from jax_dora.ops.bank_slots import Rows, Slots, compose_rows, rows_of
 from jax_dora.ops.bank_xla import low_rank_product
 from jax_dora.ops.dispatch import choose
+from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.primitive import call_differentiable
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, static_precision
 from jax_dora.ops.mosaic.bank import bank_decode, bank_expand, bank_rows
 from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member, plan

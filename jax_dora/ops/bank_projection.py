@@ -29,8 +29,9 @@ from jax_dora.ops.bank_linear import (
 )
 from jax_dora.ops.bank_slots import Rows, Slots, rows_of
 from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.primitive import call_differentiable
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, static_precision
 from jax_dora.ops.mosaic.bank import bank_project, bank_shrink
 from jax_dora.ops.operands import Static

@@ -22,7 +22,8 @@ from jax_dora.ops import check, residuals
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.choose import Choice
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.op import Op
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, per_feature
 from jax_dora.ops.mosaic.rows import compose_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import compose_forward as kernel
@@ -84,16 +85,16 @@ def _checked(op, base, lora, g, scale, implementation):
     check.has_shape("g", g, base.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Composition(base, lora, g, check.scale_array(scale))
-    function = functools.partial(_without_explicit_axes, Static(op, implementation))
-    return meshes.elementwise(function, base, lora)(operands)
+    function = functools.partial(_compose, Static(op, implementation))
+    return COMPOSE.on_explicit_axes(function, operands)(operands)
 
 
-def _without_explicit_axes(static: Static, operands: Composition) -> jax.Array:
+def _compose(static: Static, operands: Composition) -> jax.Array:
     """Returns the result on one device, or on a mesh without explicit axes."""
     operands = meshes.vary_alike(operands._replace(lora=operands.lora.astype(operands.base.dtype)))
     if static.implementation == "eager":
         return _composed(static, operands)
-    return meshes.differentiable(_compose)(static, operands)
+    return meshes.differentiable(_with_gradient)(static, operands)
 
 
 def forward(
@@ -207,7 +208,7 @@ def _compose_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, Any]:
     return {"base": d_base, "lora": d_lora, "g": None if d_g is None else d_g.astype(g.dtype)}
 
 
-_compose = residuals.with_gradient(Composition, _composed, _compose_fwd, _compose_bwd)
+_with_gradient = residuals.with_gradient(Composition, _composed, _compose_fwd, _compose_bwd)
 
 
 def refuse_scale_gradient(wanted: bool | None) -> None:

@@ -6,7 +6,6 @@
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jax_dora.ops.dtypes import accumulator, dot_general, per_feature, static_pr
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection, Static
 from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, define, projection
+from jax_dora.ops.projection_products import FORWARD
 
 NORM_NAME = "dora_norm"
 
@@ -146,7 +146,8 @@ def scaled_linear(
         op, implementation, static_precision(precision), rate, mode, keep_inner, act_qtype
     )
     operands = operands._replace(g=g, scale=check.scale_array(scale), seed=seed)
-    return _on_mesh(static, operands)(operands)
+    function = functools.partial(_linear, static)
+    return FORWARD.on_explicit_axes(function, operands)(operands)
 
 
 def lora_linear(
@@ -193,23 +194,7 @@ def lora_linear(
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
 
 
-def _on_mesh(static: Static, operands: Projection) -> Callable[[Projection], jax.Array]:
-    """Returns a function of `operands` that computes the result. On a mesh with explicit axes the
-    result is sharded like x's rows and the kernel's columns."""
-    function = functools.partial(_without_explicit_axes, static)
-    kernel = quantised.stored(operands.kernel)
-    mesh = meshes.explicit(operands.x, kernel)
-    if mesh is None:
-        return function
-    *rows, x_in = meshes.spec(operands.x)
-    kernel_in, columns = meshes.spec(kernel)
-    axes = jax.tree.leaves((rows, columns))
-    if (x_in and kernel_in) or len(axes) > len(set(axes)):
-        return function  # JAX raises its own error: the result's sharding is ambiguous
-    return meshes.with_auto_axes(function, mesh, jax.P(*rows, columns))
-
-
-def _without_explicit_axes(static: Static, operands: Projection) -> jax.Array:
+def _linear(static: Static, operands: Projection) -> jax.Array:
     """Returns the result on one device, or on a mesh without explicit axes."""
     operands = meshes.vary_alike(operands)
     x, kernel = operands.x, operands.kernel

@@ -32,8 +32,8 @@ from jax.typing import ArrayLike
 
 from jax_dora.ops import check, quantised
 from jax_dora.ops.dispatch import choose, primitive
-from jax_dora.ops.dispatch import mesh as meshes
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.op import Op
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator
 from jax_dora.ops.mosaic.norm import one_pass_norm as kernel_norm
 from jax_dora.ops.mosaic.norm import quantised_norm as kernel_quantised_norm
@@ -81,11 +81,7 @@ def factored_norm(
     operands = jax.tree.map(lax.stop_gradient, operands)
     scale_is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
     static = Static("factored_norm", implementation, scale_is_zero=scale_is_zero)
-    function = functools.partial(_call, static)
-    stored = quantised.stored(kernel)
-    if mesh := meshes.explicit(stored):
-        function = meshes.with_auto_axes(function, mesh, jax.P(meshes.spec(stored)[1]))
-    return function(operands)
+    return NORM.on_explicit_axes(functools.partial(_norm, static), operands)(operands)
 
 
 def norm_implementation(implementation: str | None) -> str | None:
@@ -97,7 +93,7 @@ def norm_implementation(implementation: str | None) -> str | None:
     return "xla" if implementation in choose.PLAIN else None
 
 
-def _call(static: Static, operands: AdaptedKernel) -> jax.Array:
+def _norm(static: Static, operands: AdaptedKernel) -> jax.Array:
     return primitive.call(NORM, static, operands)[0]
 
 

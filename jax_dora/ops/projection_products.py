@@ -15,7 +15,8 @@ from jax import lax
 from jax_dora.ops import quantised, row_scaled, weight_only
 from jax_dora.ops.compose import forward
 from jax_dora.ops.dispatch import choose
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.op import Op
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, dot_general
 from jax_dora.ops.mosaic.decode import decode_finish, decode_project
 from jax_dora.ops.mosaic.projection import expand_compose, project, project_back

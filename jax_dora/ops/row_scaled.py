@@ -18,7 +18,8 @@ from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 from jax_dora.ops import check, quantised, residuals
 from jax_dora.ops.dispatch import choose, primitive
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.op import Op
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import dot_general, per_feature
 from jax_dora.ops.mosaic.rows import row_codes
 from jax_dora.ops.operands import Static

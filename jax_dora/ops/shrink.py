@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops.dispatch import choose
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.op import Op
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dropout import drop_for, kept_share
 from jax_dora.ops.dtypes import dot_general
 from jax_dora.ops.mosaic.projection import dropout_shrink, dropout_shrink_back, shrink

@@ -21,7 +21,8 @@ from jax_dora.ops import check, residuals, row_scaled
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.choose import Choice
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.op import Op
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, per_feature
 from jax_dora.ops.mosaic.rows import swiglu_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import swiglu_codes as kernel_with_codes
@@ -81,16 +82,16 @@ def swiglu(
     static = Static("swiglu", implementation)
     if with_codes and meshes.explicit(gate, up) is None:
         return _with_codes(static, meshes.vary_alike(operands))
-    function = functools.partial(_without_explicit_axes, static)
-    return meshes.elementwise(function, gate, up)(operands)
+    function = functools.partial(_swiglu, static)
+    return SWIGLU_CODES.on_explicit_axes(function, operands)(operands)
 
 
-def _without_explicit_axes(static: Static, operands: Gating) -> jax.Array:
+def _swiglu(static: Static, operands: Gating) -> jax.Array:
     """Returns the result on one device, or on a mesh without explicit axes."""
     if static.implementation == "eager":
         return define(meshes.vary_alike(operands))
     _choose(static, operands.gate)  # raises already in the forward pass if "mosaic" is unsupported
-    return meshes.differentiable(_swiglu)(static, meshes.vary_alike(operands))
+    return meshes.differentiable(_with_gradient)(static, meshes.vary_alike(operands))
 
 
 def _with_codes(static: Static, operands: Gating) -> row_scaled.CodedRows:
@@ -98,7 +99,7 @@ def _with_codes(static: Static, operands: Gating) -> row_scaled.CodedRows:
     h, codes, scales = primitive.call(SWIGLU_CODES, static, constants)
     if static.implementation != "eager":
         operands = operands._replace(h=h)
-    return row_scaled.CodedRows(_without_explicit_axes(static, operands), codes, scales)
+    return row_scaled.CodedRows(_swiglu(static, operands), codes, scales)
 
 
 def define(operands: Gating) -> jax.Array:
@@ -206,6 +207,6 @@ def _swiglu_bwd(static: Static, kept: Any, dh: jax.Array) -> dict[str, Any]:
     return {name: d.astype(operand.dtype) for name, d, operand, want in fields if want}
 
 
-_swiglu = residuals.with_gradient(
+_with_gradient = residuals.with_gradient(
     Gating, lambda static, operands: define(operands), _swiglu_fwd, _swiglu_bwd
 )

@@ -12,8 +12,9 @@ from jax import lax
 
 from jax_dora.ops import quantised
 from jax_dora.ops.dispatch import choose
+from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.primitive import call_differentiable
-from jax_dora.ops.dispatch.shard import Op, Shard
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import dot_general, static_precision
 from jax_dora.ops.mosaic.decode import decode_project, decode_quantised
 from jax_dora.ops.operands import Static

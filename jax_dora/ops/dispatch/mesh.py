@@ -36,23 +36,23 @@ def spec(array: jax.Array) -> tuple[Any, ...]:
     return tuple(jax.typeof(array).sharding.spec)
 
 
-def elementwise(
-    function: Callable[[Any], jax.Array], first: jax.Array, second: jax.Array
-) -> Callable[[Any], jax.Array]:
+def on_explicit_axes(
+    function: Callable[..., jax.Array],
+    result: Callable[[], PartitionSpec | None],
+    *arrays: jax.Array,
+) -> Callable[..., jax.Array]:
     """Returns `function` such that it can be called on a mesh with explicit axes.
 
-    The operands of `function` include the two arrays [..., out]; its result is sharded like their
-    sum.
+    Args:
+      function: a function of operands, which include `arrays`.
+      result: returns how the result of `function` is sharded over explicit axes, or None if the
+        shardings of the arrays do not determine it; JAX then raises its own error.
+      *arrays: the arrays that may be on such a mesh.
     """
-    mesh = explicit(first, second)
-    if mesh is None:
+    mesh = explicit(*arrays)
+    if mesh is None or (spec := result()) is None:
         return function
-    pairs = list(zip(spec(first), spec(second), strict=True))
-    result = [a or b for a, b in pairs]
-    axes = jax.tree.leaves(result)
-    if len(axes) > len(set(axes)) or any(a and b and a != b for a, b in pairs):
-        return function  # JAX raises its own error for two different shardings
-    return with_auto_axes(function, mesh, jax.P(*result))
+    return with_auto_axes(function, mesh, spec)
 
 
 def result_spec(function: Callable[..., jax.Array], *operands: jax.Array) -> PartitionSpec:

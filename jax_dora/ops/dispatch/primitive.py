@@ -32,7 +32,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_dora.ops.dispatch.choose import PLAIN, interpreted
 from jax_dora.ops.dispatch.mesh import differentiable, to_unvarying, vary, vary_alike, varying
-from jax_dora.ops.dispatch.shard import UNSHARDED, Names, Op, Shard, spec
+from jax_dora.ops.dispatch.op import UNSHARDED, Names, Op
+from jax_dora.ops.dispatch.shard import Shard, spec
 
 # What XLA's scheduler is told of a Hopper GPU: the rates of projections in a training step, in
 # FLOP/s (`h200x2/profile.jsonl`) and in bytes/s of the kernel that they read (those of a copy in

@@ -1,32 +1,12 @@
-"""Finds each device's shards of an operator's arrays, by the names of their axes.
-
-An operator names the axes of its operands and results, as an einsum does. A device works on one
-block of every named axis. A result without the contracted axis is summed over the devices that the
-contracted axis is sharded over.
-
-A quantised operand is named like a plain one. Its scales have an axis for each of its axes: of the
-same name if every element has a scale of its own, the name in capitals if the axis is tiled, and
-"one_" + the name if there is a single scale. A tiled axis is sharded in whole tiles over a number
-of devices that divides the number of tiles, or not at all. An axis with a single scale is sharded
-only over a number of devices that divides it: XLA pads codes with zeros, which stand for other
-numbers in some formats.
-"""
+"""How the arrays of an operator are sharded over the devices of a mesh."""
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
-
-from jax_dora.ops.quantised import is_quantised, stored
-
-# The names of axes that are never sharded: the rank, a seed, and single scales.
-UNSHARDED = frozenset({"r", "s", "one_i", "one_o"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,175 +62,12 @@ class Shard:
         return lax.pmax(array, self.summed) if self.summed else array
 
 
-class Op(NamedTuple):
-    """An operator: its computation on one device, and the names of its arrays' axes.
-
-    Names are separated by spaces. "t" stands for all leading axes, "r" for the rank, "s" for the
-    axis of a seed.
-
-    Attributes:
-      name: the name that JAX programs show.
-      run: `(static, shard, operands) -> results`; chooses the kernel by `static.implementation`.
-      operands: the axis names of each field of the operands.
-      results: the axis names of each result.
-      contracted: the axis that is summed over in results without it.
-      is_projection: whether it multiplies rows by a whole kernel [in, out].
-    """
-
-    name: str
-    run: Callable[[Any, Shard, Any], tuple[Any, ...]]
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    contracted: str = ""
-    is_projection: bool = False
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class Names(NamedTuple):
-    """The axis names of every array in a call, a tuple for each array.
-
-    Attributes:
-      operands, results: the names of each array that is not None. A quantised operand has several
-        arrays: its codes, its scales, and its zero points if it has them.
-      contracted: the axes that are summed over.
-      tile_counts: for axes of quantised operands, the number of blocks that a device must hold
-        whole: the number of tiles, or with a single scale the number of elements.
-    """
-
-    operands: list[tuple[str, ...]]
-    results: list[tuple[str, ...]]
-    contracted: tuple[str, ...]
-    tile_counts: dict[str, int]
-
-    @classmethod
-    def of(cls, op: Op, operands: Sequence[Any], results: Sequence[Any]) -> "Names":
-        """Returns the axis names of a call.
-
-        Args:
-          op: the operator.
-          operands, results: arrays or their types, or None.
-        """
-        tile_counts: dict[str, int] = {}
-        named: list[list[tuple[str, ...]]] = []
-        for texts, arrays in ((op.operands, operands), (op.results, results)):
-            named.append([])
-            for text, array in zip(texts, arrays, strict=True):
-                if array is None:
-                    continue
-                names = _names(text, stored(array).ndim)
-                named[-1].append(names)
-                if is_quantised(array):
-                    axes = list(zip(names, array.scale.shape, array.shape, strict=True))
-                    for name, tiles, size in axes:
-                        if tiles != size:
-                            tile_counts[name] = size if tiles == 1 else tiles
-                    scales = tuple(_scale_axis_name(*axis) for axis in axes)
-                    named[-1] += [scales] * (len(jax.tree.leaves(array)) - 1)
-        all_names = dict.fromkeys(itertools.chain(*named[0], *named[1]))
-        contracted = (name for name in all_names if name.rstrip("0123456789") == op.contracted)
-        return cls(named[0], named[1], tuple(contracted), tile_counts)
-
-    def shard(self, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Shard:
-        """Returns how a call is sharded over a mesh.
-
-        A mesh axis is assigned to one named axis. The contracted axes come first, for mesh axes
-        that all operands with the contracted axis are sharded over; then the leading axes; then the
-        others. Under FSDP rows and weights are sharded over the same mesh axis: this order keeps
-        the rows sharded and gathers the weights.
-
-        Args:
-          mesh: the mesh.
-          operands, results: the PartitionSpecs that XLA proposes for the arrays.
-        """
-        operand_specs = list(zip(self.operands, operands, strict=True))
-        proposals: list[tuple[str, tuple[str, ...]]] = []
-        for name in reversed(self.contracted):
-            proposed = [
-                dict(zip(names, map(_mesh_axes, spec), strict=False)).get(name, ())
-                for names, spec in operand_specs
-                if name in names
-            ]
-            agreed = (axis for axis in proposed[0] if all(axis in axes for axes in proposed))
-            proposals.append((name, tuple(agreed)))
-        others: list[tuple[str, tuple[str, ...]]] = []
-        for names, spec in (*zip(self.results, results, strict=True), *operand_specs):
-            others += zip(names, map(_mesh_axes, spec), strict=False)
-        others.sort(key=lambda proposal: not proposal[0].startswith("t"))
-        assigned: dict[str, tuple[str, ...]] = {}
-        used: set[str] = set()
-        for name, axes in proposals + others:
-            free = tuple(axis for axis in axes if axis not in used)
-            can_shard = name not in UNSHARDED and not name.isupper()
-            if free and name not in assigned and can_shard and self._divides(mesh, free, name):
-                assigned[name] = free
-                used.update(free)
-        assigned |= {name.upper(): assigned[name] for name in self.tile_counts if name in assigned}
-        gathered = any(
-            set(_mesh_axes(entry)) - set(assigned.get(name, ()))
-            for names, spec in operand_specs
-            for name, entry in zip(names, spec, strict=False)
-            if len(names) > 1
-        )
-        summed = tuple(axis for name in self.contracted for axis in assigned.get(name, ()))
-        return Shard(tuple(assigned.items()), summed, gathered)
-
-    def _divides(self, mesh: Mesh, axes: Sequence[str], name: str) -> bool:
-        """Returns whether the devices along mesh axes divide the tiles of a named axis evenly."""
-        return self.tile_counts.get(name, 0) % math.prod(mesh.shape[axis] for axis in axes) == 0
-
-    def zero_padding(
-        self, shard: Shard, shapes: Sequence[tuple[int, ...]], operands: Sequence[Any]
-    ) -> list[Any]:
-        """Returns a device's operands with zeros in the padding of contracted axes.
-
-        XLA pads the last shard of an axis that the devices do not divide, with arbitrary values.
-
-        Args:
-          shard: how the call is sharded.
-          shapes: the global shape of each operand.
-          operands: the device's shard of each operand.
-        """
-        return [
-            self._with_zero_padding(shard, names, shape, operand)
-            for names, shape, operand in zip(self.operands, shapes, operands, strict=True)
-        ]
-
-    def _with_zero_padding(
-        self, shard: Shard, names: Sequence[str], shape: Any, array: Any
-    ) -> jax.Array:
-        for axis, name in enumerate(names):
-            size, mesh_axes = array.shape[axis], shard.mesh_axes(name)
-            if name not in self.contracted or not mesh_axes:
-                continue
-            if size * lax.axis_size(mesh_axes) == shape[axis]:
-                continue
-            index = lax.broadcasted_iota(jnp.int32, array.shape, axis) + shard.start(name, size)
-            array = jnp.where(index < shape[axis], array, jnp.zeros((), array.dtype))
-        return array
-
-
 def spec(names: Sequence[str], shard: Shard) -> jax.sharding.PartitionSpec:
     """Returns the PartitionSpec of an array with these axis names."""
     return jax.P(*(shard.mesh_axes(name) or None for name in names))
 
 
-def _names(text: str, rank: int) -> tuple[str, ...]:
-    names = text.split()
-    if names[:1] == ["t"]:
-        names[:1] = [f"t{axis}" for axis in range(rank - len(names) + 1)]
-    return tuple(names)
-
-
-def _scale_axis_name(name: str, tiles: int, size: int) -> str:
-    """Returns the name of an axis of `tiles` scales that belongs to an axis of `size` elements."""
-    if tiles == size:
-        return name
-    return f"one_{name}" if tiles == 1 else name.upper()
-
-
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
+def mesh_axes(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes in one entry of a PartitionSpec."""
     if isinstance(entry, str):
         return (entry,)
