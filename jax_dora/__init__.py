@@ -27,6 +27,7 @@ from jax_dora.layers import swiglu as swiglu
 from jax_dora.norms import freeze as freeze
 from jax_dora.norms import norms as norms
 from jax_dora.norms import remat_policy as remat_policy
+from jax_dora.norms import reset_magnitudes as reset_magnitudes
 from jax_dora.norms import with_norms as with_norms
 from jax_dora.tracing.registry import einsum_axes as einsum_axes
 from jax_dora.tracing.registry import register as register

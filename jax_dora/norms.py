@@ -32,7 +32,7 @@ from jax_dora.adapt.tree import FoundModule, check_model, find_dora_layers, name
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base import Constant
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
-from jax_dora.layers.call import g_of_call
+from jax_dora.layers.call import bounded_norm, g_of_call
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME
@@ -66,6 +66,29 @@ def norms(model: nnx.Module) -> dict[str, jax.Array]:
             check_kernel(layer.kernel_param[...], layer.layout, layer.stack)
             values[path] = layer.norm()
     return values
+
+
+def reset_magnitudes(model: nnx.Module) -> None:
+    """Sets every magnitude of `model` to the current norm of its layer, in place, so that g = 1.
+
+    Call this after other weights were put into an adapted model, by `nnx.update` or by assignment.
+    The magnitudes that `apply_dora` sets are the norms of the weights of that moment; with them,
+    even an adapter whose lora_b is zero would scale the new weights. A trained adapter loses what
+    its magnitudes have learned: it becomes the LoRA adapter of its lora_a and lora_b.
+
+    For Flax linen there is `jax_dora.linen.reset_magnitudes`.
+
+    Raises:
+      TypeError, ValueError: the same errors as `norms`.
+    """
+    layers = {found.paths[0]: found.module for found in _dora_layers(model)}
+    for path, norm in norms(model).items():
+        layer, magnitude = layers[path], layers[path].magnitude
+        value = bounded_norm(norm, layer.result_dtype).astype(magnitude.dtype)
+        magnitude.set_value(on_devices_of(magnitude.get_value(), value))
+        for given, new in ((layer.given_norm, norm), (layer.given_g, jnp.ones_like(norm))):
+            if given is not None:
+                given.set_value(on_devices_of(given.get_value(), new))
 
 
 def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array]) -> Model:

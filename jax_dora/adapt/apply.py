@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dora_common.rules import as_rules
+from dora_common.rules import ALL_LINEAR, as_rules
 from jax_dora.adapt.coverage import log_summary
 from jax_dora.adapt.find_sites import REMEDY, find_sites
 from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
@@ -77,6 +78,7 @@ def apply_dora[Model: nnx.Module](
     found = find_sites(copy, traced)
     matched = assign_rules(found, rules)
     _check_adaptable([site for site, _ in matched])
+    _check_linen(found, rules)
     replacements = {}
     for site, rule in matched:
         adapted = adapt_site(site, rule, rngs)
@@ -134,6 +136,23 @@ def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
         all_names = stack.combine(stack.stack_part(spec), names)
         target = NamedSharding(sharding.mesh, PartitionSpec(*all_names))
         variable.set_value(jax.device_put(variable.get_value(), target))
+
+
+def _check_linen(sites: list[Site], rules: Sequence[DoRARule]) -> None:
+    """Raises if "all-linear" would leave out the weights of a linen module without a word."""
+    left_out = [
+        site
+        for site in sites
+        if isinstance(site.found.module, nnx.bridge.ToNNX)
+        and not any(rule.excludes(name) for rule in rules for name in site.names)
+    ]
+    raise_for_sites(
+        left_out if any(rule.path == ALL_LINEAR for rule in rules) else [],
+        TypeError,
+        'the rules select "all-linear", and nothing here adapts the weights of a linen module that '
+        "nnx.bridge.ToNNX holds; expected nnx modules: write the module in nnx, or leave it out "
+        'with exclude=, such as exclude="a/.*" for a module at a. These weights would be left out',
+    )
 
 
 def _check_adaptable(matched: list[Site]) -> None:

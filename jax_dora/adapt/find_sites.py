@@ -207,7 +207,7 @@ def _mark_linen_sites(module: nnx.Module, sites: list[Site]) -> list[Site]:
     adapters: set[str] = set()
     for site in sites:
         site.is_linear = False
-        site.refusal = "a linen module's: adapt that by jax_dora.linen.apply_dora, then ToNNX"
+        site.refusal = "a linen module's, which nothing adapts inside nnx"
         prefixes = [f"{site.param}_"]
         if site.param.rpartition("/")[2] in kernels:
             prefixes.append(site.param.removesuffix(site.param.rpartition("/")[2]))

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.rules import listing
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
 from jax_dora.tracing.adapted_class import adapters_of, has_dora_type, restore_plain_class
@@ -57,14 +59,38 @@ def check_model(model: Any, *, for_linen: str | None = None) -> None:
 
 
 def find_dora_layers(model: nnx.Module) -> list[FoundModule]:
-    """Returns every DoRA layer and adapted weight of `model`, in the order of the paths."""
-    layers = []
-    for found in find_modules(model):
+    """Returns every DoRA layer and adapted weight of `model`, in the order of the paths.
+
+    Raises:
+      NotImplementedError: `model` holds a linen module with adapters, which would be left out.
+    """
+    layers, modules = [], find_modules(model)
+    if linen_modules := [found.paths[0] for found in modules if _has_linen_adapters(found.module)]:
+        raise NotImplementedError(
+            "the model holds linen modules with adapters in nnx.bridge.ToNNX, whose arrays are no "
+            "nnx.LoRAParams: they would be neither trained, saved nor merged here; expected "
+            "adapters by jax_dora.apply_dora alone: adapt, train and merge a linen module by "
+            f"jax_dora.linen, outside of nnx. These are:{listing(linen_modules)}"
+        )
+    for found in modules:
         if isinstance(found.module, DoRALayer):
             layers.append(found)
         for adapter in adapters_of(found.module):
             layers.append(FoundModule(adapter, tuple(map(adapter.path, found.paths))))
     return layers
+
+
+def _has_linen_adapters(module: Any) -> bool:
+    """Returns whether `module` is a linen module in `ToNNX` with adapters by `jax_dora.linen`."""
+    if not isinstance(module, nnx.bridge.ToNNX):
+        return False
+    names = {
+        "/".join((name, *keys))
+        for name, value in vars(module).items()
+        for keys, _ in nested_leaves(value)
+    }
+    ends = {name.removesuffix("lora_a") for name in names if name.endswith("lora_a")}
+    return any({f"{end}{name}" for name in ADAPTER_NAMES} <= names for end in ends)
 
 
 def find_modules(model: nnx.Module) -> list[FoundModule]:
@@ -129,8 +155,10 @@ def remove_dora[Model: nnx.Module](model: Model) -> Model:
 
     Raises:
       TypeError: `model` is not an nnx module.
+      NotImplementedError: `model` holds a linen module with adapters.
     """
     check_model(model, for_linen="jax_dora.linen.split_adapters")
+    find_dora_layers(model)  # raises for adapters that would stay
     copy = nnx.clone(model)
     modules = [found.module for found in find_modules(copy)]
     for module in modules:

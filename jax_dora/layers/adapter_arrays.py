@@ -40,7 +40,8 @@ def make_adapter(
       layer: the `DoRALayer` or `WeightAdapter`.
       rngs: an `nnx.Rngs`. It is unused if `arrays` are given and dropout is 0.
       inits: the initializers of lora_a and lora_b for a rule without its own.
-      arrays: lora_a, lora_b and magnitude; None creates a fresh adapter.
+      arrays: lora_a, lora_b and magnitude, which can be left out for a fresh one; None creates a
+        fresh adapter.
       by_layer: for a stack of layers, draw both arrays of a layer before those of the next layer;
         False draws lora_a of all layers first.
 
@@ -83,7 +84,7 @@ def make_adapter(
                 metadata["out_sharding"] = stack.combine(stack_names, metadata["out_sharding"])
             value = dataclasses.replace(box, raw_value=value, metadata=metadata)
         set_parameter(name, nnx.LoRAParam, value)
-    if arrays is None:
+    if arrays is None or "magnitude" not in arrays:
         magnitude = fresh_magnitude(layer)
         quantised.check_norm("its kernel", kernel.get_value(), magnitude)
     else:

@@ -19,6 +19,7 @@
 | weights.py | `LinenWeight`: an adapted parameter outside such layers |
 | find_sites.py | lists the weights of a linen model |
 | coverage.py | `coverage`: the table of a model's weights |
+| magnitudes.py | `reset_magnitudes` |
 | merge.py | `merge_dora` |
 | call_log.py | records the layers that a call reaches, and their stack axes |
 | params.py | `split_adapters`, `join_adapters`, `adapter_labels`: adapters in a tree of params |
@@ -27,6 +28,7 @@
 from jax_dora.linen.apply import apply_dora as apply_dora
 from jax_dora.linen.coverage import coverage as coverage
 from jax_dora.linen.dense import DoRADense as DoRADense
+from jax_dora.linen.magnitudes import reset_magnitudes as reset_magnitudes
 from jax_dora.linen.merge import merge_dora as merge_dora
 from jax_dora.linen.module import DoRA as DoRA
 from jax_dora.linen.params import adapter_labels as adapter_labels

@@ -6,7 +6,7 @@ from flax import linen as nn
 
 from dora_common.rules import as_rules
 from jax_dora.adapt.coverage import log_summary
-from jax_dora.adapt.site import assign_rules, raise_for_sites
+from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
 from jax_dora.layers.rule import DoRARule, Rules
 from jax_dora.linen.find_sites import HiddenModule, find_linen_sites
 from jax_dora.linen.module import DoRA
@@ -91,10 +91,11 @@ def _assign_weights(
         "the rules match modules or weights that cannot be adapted; narrow the rules' paths so "
         "that they do not match these",
     )
-    for site, _ in matched:
+    weights = {site: LinenWeight.of(site, rule) for site, rule in matched}
+    for site, weight in weights.items():
+        _check_names(site, weight)
         site.is_adapted = True
     log_summary(sites)
-    weights = tuple(LinenWeight.of(site, rule) for site, rule in matched if not site.is_layer)
     left_out = [site.names[0] for site in sites if site.is_layer and not site.is_linear]
     left_out += [
         name
@@ -103,4 +104,16 @@ def _assign_weights(
         for name in site.names
         if any(rule.excludes(name) for rule in rules)
     ]
-    return weights, tuple(left_out)
+    traced = tuple(weight for site, weight in weights.items() if not site.is_layer)
+    return traced, tuple(left_out)
+
+
+def _check_names(site: Site, weight: LinenWeight) -> None:
+    """Raises ValueError if the module has parameters with the names of the adapter's."""
+    taken = [path for path in weight.paths().values() if hasattr(site.found.module, path[-1])]
+    if taken and not site.is_adapted:
+        raise ValueError(
+            f"{site.names[0]!r} cannot be adapted: its module has a parameter {taken[0][-1]!r} of "
+            "its own, a name that the adapter needs; expected another name: rename the parameter "
+            "in the module, or leave this weight out by the rule's exclude="
+        )

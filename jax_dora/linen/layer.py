@@ -86,7 +86,7 @@ def dora_layer(
     module: nn.Module, cls: type[DoRALayer], base: Any, options: DoRARule, kernel: Any
 ) -> DoRALayer:
     """Returns the DoRA layer over `base` with the adapter in the params of `module`, which is
-    created if it is missing.
+    created if it is missing. A magnitude that alone is missing is set such that g = 1.
 
     Args:
       kernel: the parameter as `module` stores it. A fresh adapter has the same kind of box, unless
@@ -100,7 +100,7 @@ def dora_layer(
     scope: Any = module.scope
     is_in_loop = any("while_loop(" in name for name in scope.debug_path)
     can_create = module.is_mutable_collection("params") and not is_in_loop
-    if missing and not (len(missing) == 3 and can_create):
+    if missing and not (missing in (["magnitude"], [*ADAPTER_NAMES]) and can_create):
         path = "/".join(module.path)
         outside = ", method=…) with a method that calls the layer outside of nn.while_loop"
         raise ValueError(
@@ -109,11 +109,16 @@ def dora_layer(
             f"{outside if is_in_loop else ')'}"
         )
     arguments: dict[str, Any] = options.options()
-    if not missing:
+    if len(missing) < 3:
         arguments["arrays"] = {
-            name: nn.unbox(module.get_variable("params", name)) for name in ADAPTER_NAMES
+            name: nn.unbox(module.get_variable("params", name))
+            for name in ADAPTER_NAMES
+            if name not in missing
         }
-        return cls.from_base(base, rngs=nnx.Rngs(0), **arguments)
+        layer = cls.from_base(base, rngs=nnx.Rngs(0), **arguments)
+        for name in missing:
+            module.put_variable("params", name, boxed_like(kernel, layer)[name])
+        return layer
     boxes: dict[str, Any] = {}
     for name in ("lora_a", "lora_b"):
         if init := arguments.get(f"{name}_init"):

@@ -126,13 +126,15 @@ class DoRA(nn.Module):
         absent = weights_without_adapter(self.weights, params)
         if absent and self.is_mutable_collection("params"):
             # If all adapters are fresh and lora_b is zero, the model computes what the base does.
-            are_fresh = len(absent) == len(self.weights)
-            are_fresh = are_fresh and not any(
-                weight.spec.rule.lora_b_init for weight in self.weights
+            are_fresh = len(absent) == len(self.weights) and not any(
+                weight.spec.rule.lora_b_init or weight.paths()["lora_b"] in params
+                for weight in self.weights
             )
-            result = None
-            if are_fresh or not params.keys() >= {weight.path for weight in absent}:
-                # A call of the base creates the parameters, and updates the other collections.
+            result, has_weights = None, {weight.path for weight in absent} <= params.keys()
+            lacks_magnitudes = any(weight.paths()["lora_b"] in params for weight in absent)
+            if are_fresh or lacks_magnitudes or not has_weights:
+                # A call of the base creates the parameters and what its layers' adapters lack, and
+                # updates the other collections.
                 result = self._run_keeping_params(run, *args, **kwargs)
             params, created = traverse_util.flatten_dict(self.variables["params"]), {}
             for weight in absent:

@@ -12,18 +12,17 @@ Params = Mapping[str, Any]
 
 
 def is_adapter(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> bool:
-    """Returns whether a leaf of params belongs to an adapter: lora_a, lora_b or magnitude, or their
-    counterparts w_lora_a and so on next to a parameter w.
+    """Returns whether a leaf of params belongs to an adapter: lora_a, lora_b and magnitude side by
+    side, or w_lora_a, w_lora_b and w_magnitude. A model's own LoRA has no magnitude, and
+    `apply_dora` refuses to put an adapter next to parameters with the names of its arrays.
 
     Args:
       path: the path of the leaf.
       paths: the paths of all leaves.
     """
-    if path[-1] in ADAPTER_NAMES:
-        return True
     for name in ADAPTER_NAMES:
-        if path[-1].endswith(f"_{name}"):
-            prefix = path[-1].removesuffix(name)
+        prefix = path[-1].removesuffix(name)
+        if prefix != path[-1] and (not prefix or prefix.endswith("_")):
             return all((*path[:-1], prefix + other) in paths for other in ADAPTER_NAMES)
     return False
 

@@ -58,9 +58,14 @@ class LinenWeight:
         return self._adapter(params, rngs, arrays)
 
     def create_params(self, params: Mapping[tuple[str, ...], Any], key: jax.Array) -> Params:
-        """Returns the parameters of a fresh adapter, in the same kind of boxes as the weight."""
-        adapter = boxed_like(params[self.path], self._adapter(params, nnx.Rngs(key)))
-        return {path: adapter[name] for name, path in self.paths().items()}
+        """Returns the parameters of a fresh adapter, in the same kind of boxes as the weight; only
+        its magnitude if `params` has the others."""
+        arrays = {n: nn.unbox(params[path]) for n, path in self.paths().items() if path in params}
+        has_others = arrays.keys() == {"lora_a", "lora_b"}
+        adapter = self._adapter(params, nnx.Rngs(key), arrays if has_others else None)
+        boxed = boxed_like(params[self.path], adapter)
+        names = ["magnitude"] if has_others else ADAPTER_NAMES
+        return {self.paths()[name]: boxed[name] for name in names}
 
     def _adapter(
         self, params: Mapping[tuple[str, ...], Any], rngs: nnx.Rngs | None, arrays: Any = None

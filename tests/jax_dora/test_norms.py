@@ -320,3 +320,27 @@ class TestRematPolicy:
     def test_it_refuses_what_no_array_is_called(self, name, error, message):
         with pytest.raises(error, match=message):
             jax_dora.remat_policy("other", name)
+
+
+def test_magnitudes_of_weights_that_came_later(model):
+    """The base model's weights are put into an adapted model, by nnx.update and by assignment."""
+    pretrained, late = Model(nnx.Rngs(7)), nnx.clone(model)
+    nnx.update(late, nnx.state(pretrained, nnx.Param))
+    for _, variable in nnx.iter_graph(late):
+        if isinstance(variable, nnx.LoRAParam) and not isinstance(variable, jax_dora.DoRAParam):
+            variable[...] *= 0
+    assert not np.allclose(late(IDS), pretrained(IDS), rtol=0.05)
+    kept = jax_dora.with_norms(late, jax_dora.norms(late))
+    assert jax_dora.reset_magnitudes(kept) is None
+    assert (kept(IDS) == pretrained(IDS)).all()
+    assert (late(IDS) == pretrained(IDS)).all()  # the same variables
+    # An adapter that is not zero becomes LoRA: g = 1.
+    layer = nnx.clone(model).one
+    jax_dora.reset_magnitudes(layer)
+    weight = np.float64(layer.kernel[...])
+    weight = weight + layer.scale * np.float64(layer.lora_a[...]) @ np.float64(layer.lora_b[...])
+    np.testing.assert_allclose(layer.magnitude[...], np.linalg.norm(weight, axis=0), rtol=1e-6)
+    frozen = jax_dora.freeze(model)
+    frozen.one.kernel[...] = pretrained.one.kernel[...]
+    jax_dora.reset_magnitudes(frozen)
+    assert (frozen.one.given_g[...] == 1).all()

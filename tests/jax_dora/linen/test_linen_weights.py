@@ -17,6 +17,7 @@ from jax_dora.linen import (
     coverage,
     join_adapters,
     merge_dora,
+    reset_magnitudes,
     split_adapters,
 )
 from parity.oracle import fp64
@@ -359,3 +360,61 @@ class TestRefusals:
         else:
             with pytest.raises(TypeError, match="example is a int; expected a tuple"):
                 apply_dora(Embedder(), DoRARule("", 2, 4), example=example)
+
+
+@pytest.mark.parametrize("example", [None, (jnp.ones((3, WIDTH)),)])
+def test_magnitudes_of_weights_that_came_later(example):
+    """Pretrained weights are put into the parameters of an adapted model, layers of a scan too."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            w = self.param("w", nn.initializers.normal(0.3), (WIDTH, WIDTH))
+            return x + nn.Dense(WIDTH, name="d")(jnp.tanh(x)) @ w, None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            x, _ = nn.scan(Block, length=3, **split)(name="s")(x, None)
+            return nn.Dense(5, name="out")(x)
+
+    x, model = jnp.ones((3, WIDTH)), Stack()
+    first, pretrained = (model.init(jax.random.key(n), x) for n in (0, 1))
+    adapted = apply_dora(model, DoRARule("all-linear", 2, 3.0), example=example)
+    _, made = adapted.apply(first, x, rngs={"params": KEY}, mutable=["params"])
+    adapters, _ = split_adapters(made["params"])
+    stale = {"params": join_adapters(adapters, pretrained["params"])}
+    wanted = model.apply(pretrained, x)
+    assert not np.allclose(adapted.apply(stale, x), wanted, rtol=0.05)
+    reset = reset_magnitudes(adapted, stale, x)
+    assert (adapted.apply(reset, x) == wanted).all()
+    with pytest.raises(ValueError, match="no magnitude in params"):
+        reset_magnitudes(adapted, pretrained, x)
+
+
+class OwnLoRA(nn.Module):
+    """A weight with LoRA of the model's own, named as openpi names it."""
+
+    @nn.compact
+    def __call__(self, x):
+        normal = nn.initializers.normal(0.5)
+        w = self.param("w", normal, (WIDTH, 6))
+        a, b = self.param("w_lora_a", normal, (WIDTH, 2)), self.param("w_lora_b", normal, (2, 6))
+        return nn.Dense(4)(x @ w + (x @ a) @ b)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_lora_of_the_models_own_stays_its_own(rank):
+    x, model = jnp.ones((3, WIDTH)), OwnLoRA()
+    for rule in (DoRARule("w", rank, 3.0), DoRARule("all-linear", rank, 3.0)):
+        with pytest.raises(ValueError, match=r"'w' cannot be adapted: its module has .*'w_lora_a'"):
+            apply_dora(model, rule, example=(x,))
+    adapted = apply_dora(model, DoRARule("Dense_0", rank, 3.0), example=(x,))
+    params = adapted.init(KEY, x)["params"]
+    adapters, base = split_adapters(params)
+    assert adapters.keys() == {"Dense_0"}
+    assert base.keys() == {"w", "w_lora_a", "w_lora_b", "Dense_0"}
+    labels = adapter_labels(params)
+    assert labels["w_lora_a"] == "frozen"
+    assert labels["Dense_0"]["lora_a"] == "adapter"

@@ -461,11 +461,13 @@ class TestWeightsInContainers:
                 return self.new(self.old(x))
 
         base, more = Mixed(), {"rngs": nnx.Rngs(1), "example": (self.x,)}
-        model = apply_dora(base, DoRARule("all-linear", 2, 3), **more)
+        with pytest.raises(TypeError, match=r'select "all-linear", and nothing (.|\n)*\n  old '):
+            apply_dora(base, DoRARule("all-linear", 2, 3), **more)
+        model = apply_dora(base, DoRARule("all-linear", 2, 3, exclude="old"), **more)
         model.new.magnitude[...] *= 2
         assert jnp.allclose(model(self.x), merge_dora(model)(self.x), atol=1e-6)
         assert not jnp.allclose(model(self.x), base(self.x), atol=1e-2)
-        with pytest.raises(TypeError, match=r"old \(nnx.ToNNX\): a linen module's: adapt that by"):
+        with pytest.raises(TypeError, match=r"old \(nnx.ToNNX\): a linen module's, which"):
             apply_dora(base, DoRARule("old", 2, 3), **more)
 
     def test_those_of_an_adapted_linen_module_are_listed_as_adapted(self):
@@ -482,6 +484,12 @@ class TestWeightsInContainers:
         assert told == {"w": "adapted", "Dense_0/kernel": "adapted"}
         with pytest.raises(TypeError, match=r"Dense_0/kernel .*: a linen module's, by jax_dora"):
             apply_dora(model, DoRARule("Dense.*", 2, 3), rngs=nnx.Rngs(1))
+        # Its arrays are no LoRAParams: these would see none of them, or a part of a model's.
+        for function in (jax_dora.norms, jax_dora.get_adapter, merge_dora, jax_dora.remove_dora):
+            with pytest.raises(NotImplementedError, match="holds linen modules with adapters"):
+                function(model)
+        with pytest.raises(NotImplementedError, match="holds linen modules with adapters"):
+            jax_dora.peft.save_adapter(model, "unused")
 
     def test_those_in_an_nnx_list_are_refused(self):
         class Listed(nnx.Module):
