@@ -30,13 +30,29 @@ from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, static_precision
 from jax_dora.ops.mosaic.bank import bank_decode, bank_expand, bank_rows
 from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member, plan
-from jax_dora.ops.operands import Static
 
 # The most tokens of prompts that are rows of the kernels for decoding. With 256 tokens these took
 # 345 µs a layer, or 375 without `jax_dora.bank.DECODING_OPTIONS`, and XLA's products 384; with 512
 # tokens 574, 632 and 620 (`h100/tried.jsonl`, "small prompts with a bank, tiles of 64 rows, one
 # layer").
 MOST_PROMPT_TOKENS = 256
+
+
+# The name of the public function, for error messages.
+OP = "bank_linear"
+
+
+class BankSettings(NamedTuple):
+    """The settings of the operators of a bank.
+
+    Attributes:
+      implementation, precision: see `bank_linear`.
+      slots: the number of slots; only for rows of one token.
+    """
+
+    implementation: str | None
+    precision: Any
+    slots: int = 0
 
 
 def bank_linear(
@@ -112,11 +128,11 @@ def bank_linears(
       projections: projections with the same number of slots and the same maximum rank.
     """
     batch, time, _ = x.shape
-    static = Static("bank_linear", implementation, static_precision(precision))
+    settings = BankSettings(implementation, static_precision(precision))
     members, rows = [], []
     for base, slots, part, _ in projections:
         first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
-        static = static._replace(slots=count)
+        settings = settings._replace(slots=count)
         members.append(Member(slots.lora_a, slots.lora_b, slots.rank, first))
         rows.append(rows_of(slots, ids, first, count, accumulator(base.dtype)))
     call = BatchOperands(
@@ -128,17 +144,17 @@ def bank_linears(
         tuple(projection.bias for projection in projections),
     )
     if takes_tokens_as_rows(batch, time, implementation):
-        return call_differentiable(PROMPTS, _define_prompts, static, call)
+        return call_differentiable(PROMPTS, _define_prompts, settings, call)
     if time != 1:
         return [
-            call_differentiable(EXPAND, expand, static, operands)[0]
-            for operands in _expansions(static, call)
+            call_differentiable(EXPAND, expand, settings, operands)[0]
+            for operands in _expansions(settings, call)
         ]
     tokens = TokenOperands(x[:, 0], call.members, ids, step)
-    if _choice(static, tokens) is None:
-        products = _products(static, tokens)
+    if _choice(settings, tokens) is None:
+        products = _products(settings, tokens)
     else:
-        products = call_differentiable(TOKENS, _products, static, tokens)
+        products = call_differentiable(TOKENS, _products, settings, tokens)
     return _composed(call, products)
 
 
@@ -167,9 +183,8 @@ def step_of(
         (ids.shape[0], fan_in, out, slots, rank, dtype, dtype)
         for fan_in, out, rank, dtype in projections
     )
-    op = "bank_linear"
     has_kernel = any(
-        choose.choose(op, implementation, *_candidates(call), optional=True) for call in calls
+        choose.choose(OP, implementation, *_candidates(call), optional=True) for call in calls
     )
     return plan(ids, slots) if has_kernel else None
 
@@ -194,7 +209,7 @@ class Expansion(NamedTuple):
     bias: Any
 
 
-def _run_expand(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
+def _run_expand(settings: BankSettings, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
     base, z, lora_b, slot, g, scale, bias = operands
     groups, out, rank = slot.size, base.shape[-1], z.shape[-1]
     time = base.size // max(groups * out, 1)
@@ -208,9 +223,9 @@ def _run_expand(static: Static, shard: Shard, operands: Expansion) -> tuple[jax.
         bias,
     )
     call = (groups, time, rank, out, base.dtype)
-    choice = choose.choose(static.op, static.implementation, (bank_expand, call))
+    choice = choose.choose(OP, settings.implementation, (bank_expand, call))
     if choice is None:
-        (y,) = expand(static, flat)
+        (y,) = expand(settings, flat)
     else:
         y = choice.launch(*flat)
     return (y.reshape(base.shape),)
@@ -222,7 +237,7 @@ EXPAND = Op(
 
 
 def expansion(
-    static: Static,
+    settings: BankSettings,
     x: jax.Array,
     base: jax.Array,
     matrices: tuple[jax.Array, jax.Array],
@@ -233,14 +248,14 @@ def expansion(
     lora_b of all slots."""
     lora_a, lora_b = matrices
     own_a = lora_a[rows.slot].astype(x.dtype)
-    z = jnp.einsum("nti,nri->ntr", x, own_a, precision=static.precision)
+    z = jnp.einsum("nti,nri->ntr", x, own_a, precision=settings.precision)
     return Expansion(base, z, lora_b.astype(x.dtype), *rows, bias)
 
 
-def expand(static: Static, operands: Expansion) -> tuple[jax.Array]:
+def expand(settings: BankSettings, operands: Expansion) -> tuple[jax.Array]:
     """Returns the second product and the composition, by their definition."""
     base, z, lora_b, slot, g, scale, bias = operands
-    lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=static.precision)
+    lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=settings.precision)
     return (compose_rows(base, lora, Rows(slot, g, scale), bias),)
 
 
@@ -280,29 +295,31 @@ class BatchOperands(NamedTuple):
     biases: tuple[Any, ...]
 
 
-def _run_prompts(static: Static, shard: Shard, call: BatchOperands) -> tuple[jax.Array, ...]:
+def _run_prompts(
+    settings: BankSettings, shard: Shard, call: BatchOperands
+) -> tuple[jax.Array, ...]:
     batch, time, in_features = call.x.shape
     row_ids = jnp.repeat(call.ids, time)
     x = call.x.reshape(batch * time, in_features)
     tokens = TokenOperands(x, call.members, row_ids, None)
-    if _choice(static, tokens) is None:
-        return _define_prompts(static, call)
-    return _composed(call, _run_tokens(static, shard, tokens))
+    if _choice(settings, tokens) is None:
+        return _define_prompts(settings, call)
+    return _composed(call, _run_tokens(settings, shard, tokens))
 
 
 # As for `TOKENS`, XLA computes and partitions it on a mesh of several devices.
 PROMPTS = Op("bank_prompts", _run_prompts, (), ())
 
 
-def _define_prompts(static: Static, call: BatchOperands) -> tuple[jax.Array, ...]:
-    return tuple(expand(static, operands)[0] for operands in _expansions(static, call))
+def _define_prompts(settings: BankSettings, call: BatchOperands) -> tuple[jax.Array, ...]:
+    return tuple(expand(settings, operands)[0] for operands in _expansions(settings, call))
 
 
-def _expansions(static: Static, call: BatchOperands) -> Iterator[Expansion]:
+def _expansions(settings: BankSettings, call: BatchOperands) -> Iterator[Expansion]:
     """Yields the operands of `EXPAND` for each projection."""
     x, _, members, bases, rows, biases = call
     for member, base, own, bias in zip(members, bases, rows, biases, strict=True):
-        yield expansion(static, x, base, (member.lora_a, member.lora_b), own, bias)
+        yield expansion(settings, x, base, (member.lora_a, member.lora_b), own, bias)
 
 
 def _composed(call: BatchOperands, products: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -319,17 +336,15 @@ def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     return [(bank_decode, call), (bank_rows, call)]
 
 
-def _choice(static: Static, tokens: TokenOperands) -> choose.Choice | None:
+def _choice(settings: BankSettings, tokens: TokenOperands) -> choose.Choice | None:
     """Returns the kernel that was chosen for every projection, or None if they differ."""
     x, lora_a = tokens.x, tokens.members[0].lora_a
     outs = [member.lora_b.shape[2] for member in tokens.members]
 
     def call(out: int) -> tuple[Any, ...]:
-        return (*x.shape, out, static.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
+        return (*x.shape, out, settings.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
 
-    choices = [
-        choose.choose(static.op, static.implementation, *_candidates(call(out))) for out in outs
-    ]
+    choices = [choose.choose(OP, settings.implementation, *_candidates(call(out))) for out in outs]
     kernels = {choice and choice.kernel for choice in choices}
     if choices[0] is None or len(kernels) > 1:
         return None
@@ -337,23 +352,25 @@ def _choice(static: Static, tokens: TokenOperands) -> choose.Choice | None:
     return choices[0]._replace(config=config)
 
 
-def _run_tokens(static: Static, shard: Shard, tokens: TokenOperands) -> tuple[jax.Array, ...]:
-    choice = _choice(static, tokens)
+def _run_tokens(
+    settings: BankSettings, shard: Shard, tokens: TokenOperands
+) -> tuple[jax.Array, ...]:
+    choice = _choice(settings, tokens)
     if choice is None:
-        return _products(static, tokens)
-    return choice.launch(*tokens, slots=static.slots)
+        return _products(settings, tokens)
+    return choice.launch(*tokens, slots=settings.slots)
 
 
 # The operator has no axis names, so on a mesh of several devices XLA computes and partitions it.
 TOKENS = Op("bank_rows", _run_tokens, (), ())
 
 
-def _products(static: Static, tokens: TokenOperands) -> tuple[jax.Array, ...]:
+def _products(settings: BankSettings, tokens: TokenOperands) -> tuple[jax.Array, ...]:
     """Returns x A B of each projection, by XLA."""
     x, members, ids, _ = tokens
     return tuple(
         low_rank_product(
-            x, (member.lora_a, member.lora_b), ids, member.first, static.slots, static.precision
+            x, (member.lora_a, member.lora_b), ids, member.first, settings.slots, settings.precision
         )
         for member in members
     )

@@ -20,6 +20,8 @@ from jax import lax
 
 from jax_dora.ops.bank_linear import (
     EXPAND,
+    OP,
+    BankSettings,
     Expansion,
     Projection,
     bank_linears,
@@ -34,7 +36,6 @@ from jax_dora.ops.dispatch.primitive import call_differentiable
 from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, static_precision
 from jax_dora.ops.mosaic.bank import bank_project, bank_shrink
-from jax_dora.ops.operands import Static
 
 
 class WholeProjection(NamedTuple):
@@ -77,15 +78,12 @@ def bank_projections(
     Raises:
       NotImplementedError: the named implementation does not support the call.
     """
-    static = Static(
-        "bank_linear",
-        implementation,
-        static_precision(precision),
-        expand_implementation=implementation,
+    settings = WholeSettings(
+        implementation, BankSettings(implementation, static_precision(precision))
     )
     if takes_tokens_as_rows(x.shape[0], x.shape[1], implementation):
         bases = [
-            Projection(_base(static, x, kernel, layer), slots, part, bias)
+            Projection(_base(settings, x, kernel, layer), slots, part, bias)
             for kernel, slots, layer, part, bias in projections
         ]
         return bank_linears(x, bases, ids, precision=precision)
@@ -98,7 +96,14 @@ def bank_projections(
             kernel, layer = kernel[None], jnp.int32(0)
         operands.append(ProjectionOperands(kernel, layer, lora_a, lora_b, *rows, bias))
     prompts = PromptOperands(x, ids < 0, tuple(operands))
-    return call_differentiable(PROJECT, _define, static, prompts)
+    return call_differentiable(PROJECT, _define, settings, prompts)
+
+
+class WholeSettings(NamedTuple):
+    """The settings of `PROJECT`: `bank_projections`' implementation, and those of `EXPAND`."""
+
+    implementation: str | None
+    expand: BankSettings
 
 
 class ProjectionOperands(NamedTuple):
@@ -137,9 +142,9 @@ class PromptOperands(NamedTuple):
     projections: tuple[ProjectionOperands, ...]
 
 
-def _run(static: Static, shard: Shard, prompts: PromptOperands) -> tuple[jax.Array, ...]:
+def _run(settings: WholeSettings, shard: Shard, prompts: PromptOperands) -> tuple[jax.Array, ...]:
     x, is_base, projections = prompts
-    launches = [_with_kernels(static, x, p) for p in projections]
+    launches = [_with_kernels(settings, x, p) for p in projections]
     with_kernels = [(p, launch) for p, launch in zip(projections, launches, strict=True) if launch]
 
     # Both branches launch the kernels themselves: XLA copies an array that a branch only passes on.
@@ -148,19 +153,19 @@ def _run(static: Static, shard: Shard, prompts: PromptOperands) -> tuple[jax.Arr
 
     def with_base() -> tuple[jax.Array, ...]:
         return tuple(
-            jnp.where(is_base[:, None, None], _without_adapter(static, x, p), launch())
+            jnp.where(is_base[:, None, None], _without_adapter(settings, x, p), launch())
             for p, launch in with_kernels
         )
 
     found = iter(lax.cond(jnp.any(is_base), with_base, without_base) if with_kernels else ())
     return tuple(
-        next(found) if launch else primitive.call(EXPAND, *_expansion(static, x, p))[0]
+        next(found) if launch else primitive.call(EXPAND, *_expansion(settings, x, p))[0]
         for p, launch in zip(projections, launches, strict=True)
     )
 
 
 def _with_kernels(
-    static: Static, x: jax.Array, p: ProjectionOperands
+    settings: WholeSettings, x: jax.Array, p: ProjectionOperands
 ) -> Callable[[], jax.Array] | None:
     """Returns a function that computes a projection with Mosaic kernels, or None.
 
@@ -170,7 +175,7 @@ def _with_kernels(
 
     def choice(kernel: Any, *sizes: int) -> choose.Choice | None:
         call = (kernel, (batch, time, *sizes, x.dtype))
-        return choose.choose(static.op, static.implementation, call, optional=True)
+        return choose.choose(OP, settings.implementation, call, optional=True)
 
     shrink = choice(bank_shrink, in_features, rank)
     project = choice(bank_project, in_features, out, rank)
@@ -187,30 +192,34 @@ def _with_kernels(
 PROJECT = Op("bank_project", _run, (), ())
 
 
-def _base(static: Static, x: jax.Array, kernel: jax.Array, layer: jax.Array | None) -> jax.Array:
+def _base(
+    settings: WholeSettings, x: jax.Array, kernel: jax.Array, layer: jax.Array | None
+) -> jax.Array:
     """Returns x W."""
     if layer is not None:
         kernel = lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
     contracted = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, kernel, contracted, precision=static.precision)
+    return lax.dot_general(x, kernel, contracted, precision=settings.expand.precision)
 
 
-def _without_adapter(static: Static, x: jax.Array, p: ProjectionOperands) -> jax.Array:
+def _without_adapter(settings: WholeSettings, x: jax.Array, p: ProjectionOperands) -> jax.Array:
     """Returns x W + bias."""
     # The barrier keeps XLA from copying the layer's kernel out of a stack before the branch.
-    base = _base(static, x, p.kernel, lax.optimization_barrier(p.layer))
+    base = _base(settings, x, p.kernel, lax.optimization_barrier(p.layer))
     # Added as `nnx.Linear` does: XLA can add such a bias before it rounds the product, so that any
     # other sum may have other bits.
     return base if p.bias is None else base + p.bias.astype(x.dtype)[None, None]
 
 
-def _expansion(static: Static, x: jax.Array, p: ProjectionOperands) -> tuple[Static, Expansion]:
+def _expansion(
+    settings: WholeSettings, x: jax.Array, p: ProjectionOperands
+) -> tuple[BankSettings, Expansion]:
     """Returns the settings and operands of `EXPAND`, after the products x W and x A."""
-    base, rows = _base(static, x, p.kernel, p.layer), Rows(p.slot, p.g, p.scale)
-    operands = expansion(static, x, base, (p.lora_a, p.lora_b), rows, p.bias)
-    return static._replace(implementation=static.expand_implementation), operands
+    base, rows = _base(settings, x, p.kernel, p.layer), Rows(p.slot, p.g, p.scale)
+    operands = expansion(settings.expand, x, base, (p.lora_a, p.lora_b), rows, p.bias)
+    return settings.expand, operands
 
 
-def _define(static: Static, prompts: PromptOperands) -> tuple[jax.Array, ...]:
+def _define(settings: WholeSettings, prompts: PromptOperands) -> tuple[jax.Array, ...]:
     x, _, projections = prompts
-    return tuple(expand(*_expansion(static, x, p))[0] for p in projections)
+    return tuple(expand(*_expansion(settings, x, p))[0] for p in projections)

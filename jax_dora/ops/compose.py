@@ -27,7 +27,7 @@ from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, per_feature
 from jax_dora.ops.mosaic.rows import compose_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import compose_forward as kernel
-from jax_dora.ops.operands import Composition, Static
+from jax_dora.ops.operands import Composition, CompositionSettings
 
 
 def compose(
@@ -85,16 +85,16 @@ def _checked(op, base, lora, g, scale, implementation):
     check.has_shape("g", g, base.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Composition(base, lora, g, check.scale_array(scale))
-    function = functools.partial(_compose, Static(op, implementation))
+    function = functools.partial(_compose, CompositionSettings(op, implementation))
     return COMPOSE.on_explicit_axes(function, operands)(operands)
 
 
-def _compose(static: Static, operands: Composition) -> jax.Array:
+def _compose(settings: CompositionSettings, operands: Composition) -> jax.Array:
     """Returns the result on one device, or on a mesh without explicit axes."""
     operands = meshes.vary_alike(operands._replace(lora=operands.lora.astype(operands.base.dtype)))
-    if static.implementation == "eager":
-        return _composed(static, operands)
-    return meshes.differentiable(_with_gradient)(static, operands)
+    if settings.implementation == "eager":
+        return _composed(settings, operands)
+    return meshes.differentiable(_with_gradient)(settings, operands)
 
 
 def forward(
@@ -129,10 +129,10 @@ def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
     return y.astype(base.dtype), inner.astype(base.dtype) if want_inner else None
 
 
-def _forward(static: Static, shard: Shard, operands: Composition) -> tuple[Any, Any]:
-    choice = choose.choose(static.op, static.implementation, (kernel, _sizes(operands.base)))
-    delta = static.op == "compose_delta"
-    return forward(choice, *operands, want_inner=static.want_inner, delta=delta)
+def _forward(settings: CompositionSettings, shard: Shard, operands: Composition) -> tuple[Any, Any]:
+    choice = choose.choose(settings.op, settings.implementation, (kernel, _sizes(operands.base)))
+    delta = settings.op == "compose_delta"
+    return forward(choice, *operands, want_inner=settings.want_inner, delta=delta)
 
 
 COMPOSE = Op("compose", _forward, Composition("t o", "t o", "o", ""), ("t o", "t o"))
@@ -150,23 +150,39 @@ class ComposeBackward(NamedTuple):
     scale: Any
 
 
-def _backward(static: Static, shard: Shard, operands: ComposeBackward) -> tuple[Any, Any, Any]:
+class ComposeBackwardSettings(NamedTuple):
+    """The settings of compose's gradient.
+
+    Attributes:
+      op, implementation: see `CompositionSettings`.
+      want_base, want_lora: which gradients are computed.
+    """
+
+    op: str
+    implementation: str | None
+    want_base: bool = True
+    want_lora: bool = False
+
+
+def _backward(
+    settings: ComposeBackwardSettings, shard: Shard, operands: ComposeBackward
+) -> tuple[Any, Any, Any]:
     """Returns d_base and d_lora in dy's dtype and d_g f32[out]; None for those not wanted.
 
     A single pass reads dy and inner and writes the wanted gradients.
     """
     dy, inner, g, scale = operands
-    choice = choose.choose(static.op, static.implementation, (kernel_backward, _sizes(dy)))
-    delta = static.op == "compose_delta"
+    choice = choose.choose(settings.op, settings.implementation, (kernel_backward, _sizes(dy)))
+    delta = settings.op == "compose_delta"
     if choice is not None:
-        options = {"delta": delta, "want_base": static.want_base, "want_lora": static.want_lora}
+        options = {"delta": delta, "want_base": settings.want_base, "want_lora": settings.want_lora}
         d_base, d_lora, d_g = choice.launch(dy, inner, g, scale, **options)
         return d_base, d_lora, shard.sum(d_g)
     dtype = accumulator(dy.dtype)
     wide = dy.astype(dtype)
     g = per_feature(g, wide)
-    d_base = ((g - 1 if delta else g) * wide).astype(dy.dtype) if static.want_base else None
-    d_lora = (scale.astype(dtype) * (g * wide)).astype(dy.dtype) if static.want_lora else None
+    d_base = ((g - 1 if delta else g) * wide).astype(dy.dtype) if settings.want_base else None
+    d_lora = (scale.astype(dtype) * (g * wide)).astype(dy.dtype) if settings.want_lora else None
     d_g = None
     if inner is not None:
         d_g = shard.sum(jnp.sum(wide * inner.astype(dtype), axis=tuple(range(dy.ndim - 1))))
@@ -187,24 +203,26 @@ def _sizes(array: jax.Array) -> tuple[int, int, Any]:
     return array.size // max(array.shape[-1], 1), array.shape[-1], array.dtype
 
 
-def _composed(static: Static, operands: Composition) -> jax.Array:
-    return primitive.call(COMPOSE, static, operands)[0]
+def _composed(settings: CompositionSettings, operands: Composition) -> jax.Array:
+    return primitive.call(COMPOSE, settings, operands)[0]
 
 
 def _compose_fwd(
-    static: Static, operands: Composition, wanted: Composition
+    settings: CompositionSettings, operands: Composition, wanted: Composition
 ) -> tuple[jax.Array, Any]:
     refuse_scale_gradient(wanted.scale)
-    static = static._replace(want_inner=wanted.g is not None)
-    y, inner = primitive.call(COMPOSE, static, operands)
+    settings = settings._replace(want_inner=wanted.g is not None)
+    y, inner = primitive.call(COMPOSE, settings, operands)
     return y, (operands.g, operands.scale, inner, wanted)
 
 
-def _compose_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, Any]:
+def _compose_bwd(settings: CompositionSettings, kept: Any, dy: jax.Array) -> dict[str, Any]:
     g, scale, inner, wanted = kept
-    static = static._replace(want_base=bool(wanted.base), want_lora=bool(wanted.lora))
+    back = ComposeBackwardSettings(
+        settings.op, settings.implementation, bool(wanted.base), bool(wanted.lora)
+    )
     operands = ComposeBackward(dy, inner, g, scale)
-    d_base, d_lora, d_g = primitive.call(COMPOSE_BACKWARD, static, operands)
+    d_base, d_lora, d_g = primitive.call(COMPOSE_BACKWARD, back, operands)
     return {"base": d_base, "lora": d_lora, "g": None if d_g is None else d_g.astype(g.dtype)}
 
 

@@ -21,7 +21,7 @@ from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.dtypes import accumulator, dot_general, per_feature, static_precision
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
-from jax_dora.ops.operands import Projection, Static
+from jax_dora.ops.operands import Projection, ProjectionSettings
 from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, define, projection
 from jax_dora.ops.projection_products import FORWARD
 
@@ -142,11 +142,11 @@ def scaled_linear(
             "the dropped x by the kernel; expected mode 'adapter', or act_qtype None"
         )
     op = "lora_linear" if g is None else "dora_linear"
-    static = Static(
-        op, implementation, static_precision(precision), rate, mode, keep_inner, act_qtype
+    settings = ProjectionSettings(
+        op, implementation, static_precision(precision), act_qtype, keep_inner, rate, mode
     )
     operands = operands._replace(g=g, scale=check.scale_array(scale), seed=seed)
-    function = functools.partial(_linear, static)
+    function = functools.partial(_linear, settings)
     return FORWARD.on_explicit_axes(function, operands)(operands)
 
 
@@ -194,7 +194,7 @@ def lora_linear(
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
 
 
-def _linear(static: Static, operands: Projection) -> jax.Array:
+def _linear(settings: ProjectionSettings, operands: Projection) -> jax.Array:
     """Returns the result on one device, or on a mesh without explicit axes."""
     operands = meshes.vary_alike(operands)
     x, kernel = operands.x, operands.kernel
@@ -202,24 +202,24 @@ def _linear(static: Static, operands: Projection) -> jax.Array:
     if not quantised.is_quantised(kernel):
         kernel = kernel.astype(dtype)
     operands = operands._replace(x=x.astype(dtype), kernel=kernel)
-    if static.act_qtype is not None and operands.codes is None:
-        rows = row_scaled.coded(operands.x, static.implementation)
+    if settings.act_qtype is not None and operands.codes is None:
+        rows = row_scaled.coded(operands.x, settings.implementation)
         operands = operands._replace(codes=rows.codes, row_scales=rows.scales)
-    if static.rate and static.mode == "input":
-        return _with_dropped_input(static, operands)
-    if static.implementation == "eager":
-        return define(static, operands)
-    return meshes.differentiable(projection)(static, operands)
+    if settings.rate and settings.mode == "input":
+        return _with_dropped_input(settings, operands)
+    if settings.implementation == "eager":
+        return define(settings, operands)
+    return meshes.differentiable(projection)(settings, operands)
 
 
-def _with_dropped_input(static: Static, operands: Projection) -> jax.Array:
+def _with_dropped_input(settings: ProjectionSettings, operands: Projection) -> jax.Array:
     """Returns the result of dropout mode "input": base of x plus ΔY of the dropped x."""
     x, kernel, lora_a, lora_b, g, scale, bias, seed, *_ = operands
     assert g is not None
     assert seed is not None
-    dot = functools.partial(dot_general, static.precision, axes=(-1, 0))
-    implementation = static.implementation
-    dropped = drop_for(implementation)(x, seed, static.rate)
+    dot = functools.partial(dot_general, settings.precision, axes=(-1, 0))
+    implementation = settings.implementation
+    dropped = drop_for(implementation)(x, seed, settings.rate)
     dropped_base = quantised.apply_dense(dot, dropped, kernel)
     base, lora = quantised.apply_dense(dot, x, kernel), dot(dot(dropped, lora_a), lora_b)
     y = base + compose_delta(dropped_base, lora, g, scale, implementation=implementation)

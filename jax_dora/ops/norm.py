@@ -39,7 +39,7 @@ from jax_dora.ops.mosaic.norm import one_pass_norm as kernel_norm
 from jax_dora.ops.mosaic.norm import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.mosaic.norm import stationary_norm
 from jax_dora.ops.mosaic.norm.one_pass_norm import cut
-from jax_dora.ops.operands import AdaptedKernel, Static
+from jax_dora.ops.operands import AdaptedKernel, NormSettings
 
 BLOCK_ELEMENTS = 1 << 20
 EPS_FULL = 1e-12
@@ -80,8 +80,8 @@ def factored_norm(
     operands = AdaptedKernel(kernel, lora_a, lora_b, check.scale_array(scale))
     operands = jax.tree.map(lax.stop_gradient, operands)
     scale_is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
-    static = Static("factored_norm", implementation, scale_is_zero=scale_is_zero)
-    return NORM.on_explicit_axes(functools.partial(_norm, static), operands)(operands)
+    settings = NormSettings(implementation, scale_is_zero)
+    return NORM.on_explicit_axes(functools.partial(_norm, settings), operands)(operands)
 
 
 def norm_implementation(implementation: str | None) -> str | None:
@@ -93,26 +93,26 @@ def norm_implementation(implementation: str | None) -> str | None:
     return "xla" if implementation in choose.PLAIN else None
 
 
-def _norm(static: Static, operands: AdaptedKernel) -> jax.Array:
-    return primitive.call(NORM, static, operands)[0]
+def _norm(settings: NormSettings, operands: AdaptedKernel) -> jax.Array:
+    return primitive.call(NORM, settings, operands)[0]
 
 
-def _run(static: Static, shard: Shard, operands: AdaptedKernel) -> tuple[jax.Array]:
+def _run(settings: NormSettings, shard: Shard, operands: AdaptedKernel) -> tuple[jax.Array]:
     kernel, lora_a, lora_b, scale = operands
-    implementation = static.implementation
-    if static.scale_is_zero and implementation is None:
+    implementation = settings.implementation
+    if settings.scale_is_zero and implementation is None:
         implementation = "xla"
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
     is_quantised = quantised.is_quantised(kernel)
     stored = quantised.format_of(kernel) if is_quantised else kernel.dtype
     kernels = candidates(in_features, rank, out, stored, lora_a.dtype)
-    choice = choose.choose(static.op, implementation, *kernels)
+    choice = choose.choose("factored_norm", implementation, *kernels)
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
         squared = choice.launch(*arrays, lora_a, lora_b, scale)
         return (jnp.sqrt(shard.sum(squared)),)
     define = _define_quantised if is_quantised else _define
-    return (define(shard, static.scale_is_zero, operands),)
+    return (define(shard, settings.scale_is_zero, operands),)
 
 
 def candidates(

@@ -1,44 +1,46 @@
-"""The operands of the differentiable operators: one NamedTuple, and so one pytree, per operator.
+"""The operands and the settings of the differentiable operators, a NamedTuple each.
 
-A field holds an array, or None for an optional operand that is absent. The same NamedTuples also
-hold one value per operand: its gradient, whether the gradient is wanted, or its axis names.
+Operands are a pytree: a field holds an array, or None for an optional operand that is absent. The
+same NamedTuples also hold one value per operand: its gradient, whether the gradient is wanted, or
+its axis names. Settings are hashable, and static arguments under `jax.jit`.
 """
 
 from typing import Any, NamedTuple
 
 
-class Static(NamedTuple):
-    """The settings of a call that are not arrays. They are static arguments under `jax.jit`.
+class Implementation(NamedTuple):
+    """The settings of an operator that has no others.
 
     Attributes:
-      op: the operator's name, for error messages.
-      implementation, precision, keep_inner, act_qtype: see `dora_linear`.
+      implementation: None or one of `choose.IMPLEMENTATIONS`.
+    """
+
+    implementation: str | None
+
+
+class ProductSettings(NamedTuple):
+    """The settings of a product of matrices; see `dora_linear`."""
+
+    implementation: str | None
+    precision: Any = None
+
+
+class ProjectionSettings(NamedTuple):
+    """The settings of one adapted projection.
+
+    Attributes:
+      op: the name of the public function, for error messages.
+      implementation, precision, act_qtype, keep_inner: see `dora_linear`.
       rate, mode: the dropout's rate and mode.
-      global_shape: the shape of the whole x; a device may hold a shard of x.
-      dtype: the dtype of lora_a's gradient.
-      want_inner, want_base, want_lora, want_bias: which optional results are computed.
-      scale_is_zero: the norm's scale is known to be zero.
-      slots: the number of slots of a bank.
-      expand_implementation: the implementation of a bank's second product. It keeps the caller's
-        choice where `implementation` has been replaced by "xla".
     """
 
     op: str
     implementation: str | None
     precision: Any = None
+    act_qtype: str | None = None
+    keep_inner: bool = False
     rate: float = 0.0
     mode: str = "adapter"
-    keep_inner: bool = False
-    act_qtype: str | None = None
-    global_shape: tuple[int, ...] = ()
-    dtype: Any = None
-    want_inner: bool = False
-    want_base: bool = True
-    want_lora: bool = False
-    want_bias: bool = False
-    scale_is_zero: bool = False
-    slots: int = 0
-    expand_implementation: str | None = None
 
 
 class Projection(NamedTuple):
@@ -87,6 +89,20 @@ class Composition(NamedTuple):
     scale: Any
 
 
+class CompositionSettings(NamedTuple):
+    """The settings of compose.
+
+    Attributes:
+      op: "compose", "compose_delta", or the name of the public function that composes.
+      implementation: see `compose`.
+      want_inner: whether inner is a result.
+    """
+
+    op: str
+    implementation: str | None
+    want_inner: bool = False
+
+
 class Gating(NamedTuple):
     """The operands of SwiGLU and of its gradient.
 
@@ -108,6 +124,13 @@ class Gating(NamedTuple):
     h: Any = None
 
 
+class GatingSettings(NamedTuple):
+    """The settings of SwiGLU and its gradient; `want_bias` asks for the biases' gradients."""
+
+    implementation: str | None
+    want_bias: bool = False
+
+
 class AdaptedKernel(NamedTuple):
     """The operands of the norm: kernel [in, out], lora_a [in, r], lora_b [r, out], scale f32[]."""
 
@@ -115,3 +138,10 @@ class AdaptedKernel(NamedTuple):
     lora_a: Any
     lora_b: Any
     scale: Any
+
+
+class NormSettings(NamedTuple):
+    """The settings of the norm: `factored_norm`'s, and whether the scale is known to be zero."""
+
+    implementation: str | None
+    scale_is_zero: bool = False

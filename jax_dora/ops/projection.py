@@ -26,13 +26,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora.ops import check, projection_products, quantised, residuals
-from jax_dora.ops.compose import COMPOSE_BACKWARD, ComposeBackward, refuse_scale_gradient
+from jax_dora.ops.compose import (
+    COMPOSE_BACKWARD,
+    ComposeBackward,
+    ComposeBackwardSettings,
+    refuse_scale_gradient,
+)
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dropout import drop
 from jax_dora.ops.dtypes import accumulator, dot_general
-from jax_dora.ops.operands import Projection, Static
-from jax_dora.ops.projection_products import BACK, FORWARD, Back
-from jax_dora.ops.shrink import REDUCE, REDUCE_BACK, Reduction
+from jax_dora.ops.operands import ProductSettings, Projection, ProjectionSettings
+from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
+from jax_dora.ops.shrink import REDUCE, REDUCE_BACK, Reduction, ReductionSettings
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
@@ -40,9 +45,14 @@ RESULT_NAME = "dora_result"
 LEAST_G = 2.0**-40
 
 
-def define(static: Static, operands: Projection) -> jax.Array:
+def define(settings: ProjectionSettings, operands: Projection) -> jax.Array:
     """Returns y, or inner if g is None."""
-    return primitive.call(FORWARD, static, _with_z(static, operands, _scaled_lora_a(operands)))[0]
+    forward = _with_z(settings, operands, _scaled_lora_a(operands))
+    return primitive.call(FORWARD, _forward_settings(settings), forward)[0]
+
+
+def _forward_settings(settings: ProjectionSettings, want_inner: bool = False) -> ForwardSettings:
+    return ForwardSettings(*settings[:4], want_inner)
 
 
 def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
@@ -63,37 +73,40 @@ def _scaled_lora_a(operands: Projection) -> jax.Array:
     return projection_products.scaled_lora_a(operands.lora_a, operands.scale, operands.x.dtype)
 
 
-def _with_z(static: Static, operands: Projection, scaled: jax.Array) -> Projection:
+def _with_z(settings: ProjectionSettings, operands: Projection, scaled: jax.Array) -> Projection:
     """Returns the operands of `FORWARD`, with z = drop(x) (s·A)."""
     x, seed = operands.x, operands.seed
     reduction = Reduction(x, scaled, seed, operands.kernel)
-    (z,) = primitive.call(REDUCE, _reduction_settings(static, x), reduction)
+    (z,) = primitive.call(REDUCE, _reduction_settings(settings, x), reduction)
     # `FORWARD` may compute z again from lora_a, but not the z of a dropped x, which has kernels of
     # its own, nor that of an FP8 product, which sums its parts over devices itself.
-    lora_a = operands.lora_a if seed is None and static.act_qtype is None else None
+    lora_a = operands.lora_a if seed is None and settings.act_qtype is None else None
     return operands._replace(lora_a=lora_a, seed=None, z=z)
 
 
-def _reduction_settings(static: Static, x: jax.Array) -> Static:
+def _reduction_settings(
+    settings: ProjectionSettings, x: jax.Array, dtype: Any = None
+) -> ReductionSettings:
     """Returns the settings of `REDUCE` and `REDUCE_BACK`."""
+    implementation = settings.implementation
     # Without dropout no Mosaic kernel exists, so "mosaic" would always raise.
-    if static.implementation == "mosaic" and not static.rate:
-        static = static._replace(implementation=None)
-    return static._replace(global_shape=x.shape)
+    if implementation == "mosaic" and not settings.rate:
+        implementation = None
+    return ReductionSettings(implementation, settings.precision, settings.rate, x.shape, dtype)
 
 
 def _projection_fwd(
-    static: Static, operands: Projection, wanted: Projection
+    settings: ProjectionSettings, operands: Projection, wanted: Projection
 ) -> tuple[jax.Array, Any]:
     refuse_scale_gradient(wanted.scale)
     if wanted.kernel and quantised.is_quantised(operands.kernel):
         check.refuse_kernel_gradient(operands.kernel)
     operands = _with_divisible_g(operands)
     from_y, scaled = _result_holds_inner(operands, operands.x.dtype), _scaled_lora_a(operands)
-    forward = _with_z(static, operands, scaled)
+    forward = _with_z(settings, operands, scaled)
     want_inner = wanted.g is not None and not from_y
-    y, inner = primitive.call(FORWARD, static._replace(want_inner=want_inner), forward)
-    name = INNER_NAME if static.keep_inner else RESULT_NAME
+    y, inner = primitive.call(FORWARD, _forward_settings(settings, want_inner), forward)
+    name = INNER_NAME if settings.keep_inner else RESULT_NAME
     if wanted.g is not None and from_y:
         y = inner = jnp.asarray(checkpoint_name(y, name))
     elif wanted.g is not None:
@@ -107,15 +120,16 @@ def _projection_fwd(
     return y, (kept, wanted, z, inner, scaled if wanted.x else None)
 
 
-def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.Array]:
+def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> dict[str, jax.Array]:
     operands, wanted, z, inner, scaled = kept
     x, kernel, _, lora_b, g, scale, bias, *_ = operands
     wide = accumulator(dy.dtype)
-    dot = functools.partial(dot_general, static.precision)
+    dot = functools.partial(dot_general, settings.precision)
     rows = tuple(range(dy.ndim - 1))
     d, gradients = dy, {}
     if g is not None:
-        d, _, d_g = primitive.call(COMPOSE_BACKWARD, static, ComposeBackward(dy, inner, g, scale))
+        back = ComposeBackwardSettings(settings.op, settings.implementation)
+        d, _, d_g = primitive.call(COMPOSE_BACKWARD, back, ComposeBackward(dy, inner, g, scale))
         if d_g is not None:
             if _result_holds_inner(operands, dy.dtype):
                 d_g = d_g / g
@@ -123,9 +137,9 @@ def _projection_bwd(static: Static, kept: Any, dy: jax.Array) -> dict[str, jax.A
     if wanted.x or wanted.lora_a:
         dz = dot(d, lora_b, (-1, 1))
         if wanted.x:
-            gradients["x"] = _dx(static, operands, scaled, d, dz)
+            gradients["x"] = _dx(settings, operands, scaled, d, dz)
         if wanted.lora_a:
-            d_lora_a = _d_scaled_lora_a(static, operands, dz)
+            d_lora_a = _d_scaled_lora_a(settings, operands, dz)
             d_lora_a = scale.astype(wide) * d_lora_a.astype(wide)
             gradients["lora_a"] = d_lora_a.astype(operands.lora_a.dtype)
     if wanted.kernel:
@@ -142,18 +156,27 @@ projection = residuals.with_gradient(Projection, define, _projection_fwd, _proje
 
 
 def _dx(
-    static: Static, operands: Projection, scaled: jax.Array, d: jax.Array, dz: jax.Array
+    settings: ProjectionSettings,
+    operands: Projection,
+    scaled: jax.Array,
+    d: jax.Array,
+    dz: jax.Array,
 ) -> jax.Array:
     """Returns d Wᵀ + drop(dz (s·A)ᵀ), with x's dropout mask."""
     kernel, seed = operands.kernel, operands.seed
     if seed is None:
-        return primitive.call(BACK, static, Back(d, kernel, dz, scaled, operands.lora_b))[0]
-    through_adapter = drop(dot_general(static.precision, dz, scaled, (-1, 1)), seed, static.rate)
+        back = ProductSettings(settings.implementation, settings.precision)
+        return primitive.call(BACK, back, Back(d, kernel, dz, scaled, operands.lora_b))[0]
+    through_adapter = drop(
+        dot_general(settings.precision, dz, scaled, (-1, 1)), seed, settings.rate
+    )
     kernel = quantised.dense(kernel, d.dtype)
-    return dot_general(static.precision, d, kernel, (-1, 1)) + through_adapter
+    return dot_general(settings.precision, d, kernel, (-1, 1)) + through_adapter
 
 
-def _d_scaled_lora_a(static: Static, operands: Projection, dz: jax.Array) -> jax.Array:
+def _d_scaled_lora_a(
+    settings: ProjectionSettings, operands: Projection, dz: jax.Array
+) -> jax.Array:
     """Returns drop(x)ᵀ dz in the accumulator's dtype.
 
     If several devices may sum it and x and lora_a are bf16, it is bf16, so that as many bytes are
@@ -165,6 +188,6 @@ def _d_scaled_lora_a(static: Static, operands: Projection, dz: jax.Array) -> jax
         dtype = x.dtype
     if seed is None:
         rows = tuple(range(x.ndim - 1))
-        return dot_general(static.precision, x, dz, (rows, rows), dtype)
-    static = _reduction_settings(static, x)._replace(dtype=dtype)
-    return primitive.call(REDUCE_BACK, static, Reduction(x, dz, seed))[0]
+        return dot_general(settings.precision, x, dz, (rows, rows), dtype)
+    back = _reduction_settings(settings, x, dtype)
+    return primitive.call(REDUCE_BACK, back, Reduction(x, dz, seed))[0]

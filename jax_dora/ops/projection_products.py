@@ -21,7 +21,7 @@ from jax_dora.ops.dtypes import accumulator, dot_general
 from jax_dora.ops.mosaic.decode import decode_finish, decode_project
 from jax_dora.ops.mosaic.projection import expand_compose, project, project_back
 from jax_dora.ops.mosaic.rows import compose_forward
-from jax_dora.ops.operands import Projection, Static
+from jax_dora.ops.operands import ProductSettings, Projection
 
 
 def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -30,7 +30,22 @@ def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
 
 
-def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, Any]:
+class ForwardSettings(NamedTuple):
+    """The settings of `FORWARD`.
+
+    Attributes:
+      op, implementation, precision, act_qtype: see `ProjectionSettings`.
+      want_inner: whether inner is a result.
+    """
+
+    op: str
+    implementation: str | None
+    precision: Any = None
+    act_qtype: str | None = None
+    want_inner: bool = False
+
+
+def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> tuple[Any, Any]:
     """Returns (y, inner or None); y is inner if g is None.
 
     If the inputs are sharded, each device computes its partial z from lora_a, so that no product
@@ -38,16 +53,16 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
     saves a pass over x.
 
     Args:
-      static: the settings.
+      settings: the settings.
       shard: how the call is sharded.
       operands: the operands, with z.
     """
-    if static.act_qtype is not None:
-        return _forward_with_quantised_rows(static, shard, operands)
+    if settings.act_qtype is not None:
+        return _forward_with_quantised_rows(settings, shard, operands)
     if shard.summed:
-        return _forward_with_sharded_inputs(static, shard, operands)
+        return _forward_with_sharded_inputs(settings, shard, operands)
     x, kernel, lora_a, lora_b, g, scale, bias, _, z, *_ = operands
-    dot, one = functools.partial(dot_general, static.precision), jnp.float32(1)
+    dot, one = functools.partial(dot_general, settings.precision), jnp.float32(1)
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
     form = quantised.format_of(kernel) if is_quantised else None
@@ -60,12 +75,12 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
         compose_forward: (rows, out, x.dtype),
     }
     # `decode_project` needs lora_a, and neither kernel for few rows returns inner.
-    if static.want_inner or lora_a is None:
+    if settings.want_inner or lora_a is None:
         del candidates[decode_project]
-    if static.want_inner:
+    if settings.want_inner:
         del candidates[decode_finish]
-    choice = choose.choose(static.op, static.implementation, *candidates.items())
-    options = {"want_inner": static.want_inner}
+    choice = choose.choose(settings.op, settings.implementation, *candidates.items())
+    options = {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
     # The kernels for few rows multiply x A by s: computing s·A would be another pass over A.
     a = None if lora_a is None else lora_a.astype(x.dtype)
@@ -78,7 +93,9 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
         lora_b, g, bias = shard.as_copies(lora_b, g, bias)
         kernel = quantised.dense(kernel, x.dtype)
         return choice.launch(x, kernel, z, lora_b, g, bias, **options)
-    by_codes = weight_only.choice(static, rows, kernel, x.dtype) if is_quantised else None
+    by_codes = None
+    if is_quantised:
+        by_codes = weight_only.choice(settings.implementation, rows, kernel, x.dtype)
     if by_codes is not None:
         base = by_codes.launch(x, kernel.qvalue, kernel.scale)
     else:
@@ -93,7 +110,7 @@ def _forward(static: Static, shard: Shard, operands: Projection) -> tuple[Any, A
 
 
 def _forward_with_sharded_inputs(
-    static: Static, shard: Shard, operands: Projection
+    settings: ForwardSettings, shard: Shard, operands: Projection
 ) -> tuple[Any, Any]:
     """Returns (y, inner or None), summed over the devices that share the input features."""
     x, _, lora_a, _, g, scale, bias, _, z, *_ = operands
@@ -101,39 +118,39 @@ def _forward_with_sharded_inputs(
         z = shard.on_first_device(z)
     else:
         a = scaled_lora_a(lora_a, scale, x.dtype)
-        z = dot_general(static.precision, x, a, (-1, 0))
+        z = dot_general(settings.precision, x, a, (-1, 0))
     operands = operands._replace(z=z, bias=shard.on_first_device(bias))
     single = Shard(gathered=shard.gathered)
-    if not static.want_inner:
-        return shard.sum(_forward(static, single, operands)[0]), None
+    if not settings.want_inner:
+        return shard.sum(_forward(settings, single, operands)[0]), None
     # inner is summed before g is applied, because the backward pass needs the whole inner.
     operands = operands._replace(g=None, bias=None)
-    inner = shard.sum(_forward(static._replace(want_inner=False), single, operands)[0])
+    inner = shard.sum(_forward(settings._replace(want_inner=False), single, operands)[0])
     zeros, one = jnp.zeros_like(inner), jnp.float32(1)
     return forward(None, inner, zeros, g, one, bias, want_inner=False)[0], inner
 
 
 def _forward_with_quantised_rows(
-    static: Static, shard: Shard, operands: Projection
+    settings: ForwardSettings, shard: Shard, operands: Projection
 ) -> tuple[Any, Any]:
     """Returns (y, inner or None), with base as an FP8 product with one scale per row of x.
 
     The adapter's products, g and the bias have the same dtypes as without quantised activations.
     """
     x, kernel, _, lora_b, g, _, bias, _, z, *codes = operands
-    one, options = jnp.float32(1), {"want_inner": static.want_inner}
+    one, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
     base = row_scaled.sums(row_scaled.CodedRows(x, *codes), kernel, shard)
     out, rank = kernel.shape[1], z.shape[-1]
     call = (base.total.size // max(out, 1), rank, out, base.total.dtype)
-    choice = choose.choose(static.op, static.implementation, (expand_compose, call))
+    choice = choose.choose(settings.op, settings.implementation, (expand_compose, call))
     if choice is not None:
         g = jnp.ones(out, jnp.float32) if g is None else g
         scales = base.rows, base.columns
         return choice.launch(base.total, z, lora_b, g, one, bias, scales, **options)
-    dot = functools.partial(dot_general, static.precision, axes=(-1, 0))
+    dot = functools.partial(dot_general, settings.precision, axes=(-1, 0))
     scaled, lora = base.scaled, dot(z, lora_b)
-    if static.implementation == "eager":
+    if settings.implementation == "eager":
         # JAX differentiates this, and the rounding of x has no gradient.
         exact = quantised.apply_dense(dot, x, kernel).astype(scaled.dtype)
         scaled = exact + lax.stop_gradient(scaled - exact)
@@ -172,16 +189,16 @@ class Back(NamedTuple):
     lora_b: Any
 
 
-def _back(static: Static, shard: Shard, operands: Back) -> tuple[jax.Array]:
+def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.Array]:
     """Returns dx = d Wᵀ + dz (s·A)ᵀ."""
     d, kernel, dz, lora_a, lora_b = operands
-    dot = functools.partial(dot_general, static.precision)
+    dot = functools.partial(dot_general, settings.precision)
     if shard.summed:
         dz = dot(d, lora_b, (-1, 1))
     kernel = quantised.dense(kernel, d.dtype)
     in_features, out = kernel.shape
     call = (d.size // max(out, 1), in_features, out, d.dtype)
-    choice = choose.choose(static.op, static.implementation, (project_back, call), optional=True)
+    choice = choose.choose(BACK.name, settings.implementation, (project_back, call), optional=True)
     if choice is not None:
         choice = choice.during_collectives(shard.gathered or shard.shares_rows)
         dx = choice.launch(d, kernel, dz, *shard.as_copies(lora_a))

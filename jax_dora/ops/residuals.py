@@ -24,25 +24,25 @@ def with_gradient(
 
     Args:
       kind: the NamedTuple class of the operands, which are arrays and None.
-      define: `(static, operands) -> result`.
-      forward: `(static, operands, wanted) -> (result, kept)`; `wanted` is a `kind` with True for
+      define: `(settings, operands) -> result`.
+      forward: `(settings, operands, wanted) -> (result, kept)`; `wanted` is a `kind` with True for
         each operand that is differentiated, and None for the others.
-      backward: `(static, kept, cotangent) -> gradients`, a dict from an operand's name to its
+      backward: `(settings, kept, cotangent) -> gradients`, a dict from an operand's name to its
         gradient; an operand without a gradient is absent or None.
     """
     function = jax.custom_vjp(define, nondiff_argnums=(0,))
 
-    def with_residuals(static: Any, primals: Any) -> tuple[Any, Any]:
+    def with_residuals(settings: Any, primals: Any) -> tuple[Any, Any]:
         operands = jax.tree.map(lambda primal: primal.value, primals)
         wanted = kind(
             *(any(leaf.perturbed for leaf in jax.tree.leaves(p)) or None for p in primals)
         )
-        result, kept = forward(static, operands, wanted)
+        result, kept = forward(settings, operands, wanted)
         return result, pack(kept)
 
-    def gradients(static: Any, packed: Any, cotangent: Any) -> tuple[Any]:
+    def gradients(settings: Any, packed: Any, cotangent: Any) -> tuple[Any]:
         is_zero = isinstance(cotangent, SymbolicZero)
-        by_name = {} if is_zero else backward(static, unpack(packed), cotangent)
+        by_name = {} if is_zero else backward(settings, unpack(packed), cotangent)
         return (kind(*(by_name.get(name) for name in kind._fields)),)
 
     function.defvjp(with_residuals, gradients, symbolic_zeros=True)

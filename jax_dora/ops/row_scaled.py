@@ -22,7 +22,7 @@ from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import dot_general, per_feature
 from jax_dora.ops.mosaic.rows import row_codes
-from jax_dora.ops.operands import Static
+from jax_dora.ops.operands import Implementation
 from jax_dora.ops.rounding import bound
 
 QTYPE = row_codes.QTYPE
@@ -112,8 +112,8 @@ def coded(x: Any, implementation: str | None = None) -> CodedRows:
     """
     if implementation == "mosaic" and row_codes.refuses(*_call(x)):
         implementation = None
-    static = Static("row_codes", implementation)
-    return CodedRows(x, *primitive.call(ROW_CODES, static, _Rows(lax.stop_gradient(x))))
+    settings = Implementation(implementation)
+    return CodedRows(x, *primitive.call(ROW_CODES, settings, _Rows(lax.stop_gradient(x))))
 
 
 def coded_by(largest: jax.Array, x: jax.Array) -> CodedRows:
@@ -146,12 +146,14 @@ def _call(x: jax.Array) -> tuple[int, int, Any]:
     return x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype
 
 
-def _run_codes(static: Static, shard: Shard, operands: _Rows) -> tuple[jax.Array, jax.Array]:
+def _run_codes(
+    settings: Implementation, shard: Shard, operands: _Rows
+) -> tuple[jax.Array, jax.Array]:
     (x,) = operands
     choice = None
     if not shard.summed:
         candidate = (row_codes, _call(x))
-        choice = choose.choose(static.op, static.implementation, candidate, optional=True)
+        choice = choose.choose("row_codes", settings.implementation, candidate, optional=True)
     if choice is not None:
         return choice.launch(x)
     _, codes, scales = coded_by_xla(x, shard)

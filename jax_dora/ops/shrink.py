@@ -17,7 +17,23 @@ from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dropout import drop_for, kept_share
 from jax_dora.ops.dtypes import dot_general
 from jax_dora.ops.mosaic.projection import dropout_shrink, dropout_shrink_back, shrink
-from jax_dora.ops.operands import Static
+
+
+class ReductionSettings(NamedTuple):
+    """The settings of `REDUCE` and `REDUCE_BACK`.
+
+    Attributes:
+      implementation, precision: see `dora_linear`.
+      rate: the dropout's rate.
+      global_shape: the shape of the whole x; a device may hold a shard of x.
+      dtype: the dtype of the result of `REDUCE_BACK`.
+    """
+
+    implementation: str | None
+    precision: Any
+    rate: float
+    global_shape: tuple[int, ...]
+    dtype: Any = None
 
 
 class Reduction(NamedTuple):
@@ -36,37 +52,39 @@ class Reduction(NamedTuple):
     kernel: Any = None
 
 
-def _reduce(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
+def _reduce(settings: ReductionSettings, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
     """Returns drop(x) lora_a in x's dtype.
 
     Mosaic's product waits for the gather of kernel. Otherwise XLA, which starts a gather as late as
     it can, would hide it behind this short product.
     """
     x, lora_a, seed, kernel = operands
-    z = _with_kernel(dropout_shrink, static, shard, operands)
+    z = _with_kernel(dropout_shrink, settings, shard, operands)
     if z is None and seed is None and shard.gathered:
         call = (x.size // max(x.shape[-1], 1), *lora_a.shape, x.dtype)
         candidate = (shrink, call)
-        choice = choose.choose(static.op, static.implementation, candidate, optional=True)
+        choice = choose.choose(REDUCE.name, settings.implementation, candidate, optional=True)
         if choice is not None:
             x, _ = lax.optimization_barrier((x, kernel))
             z = choice.during_collectives(True).launch(x, lora_a)
     if z is None:
-        z = dot_general(static.precision, _dropped(static, shard, operands), lora_a, (-1, 0))
+        z = dot_general(settings.precision, _dropped(settings, shard, operands), lora_a, (-1, 0))
     return (shard.sum(z.reshape(*x.shape[:-1], lora_a.shape[-1]).astype(x.dtype)),)
 
 
-def _reduce_back(static: Static, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
-    """Returns drop(x)ᵀ dz in `static.dtype`."""
+def _reduce_back(
+    settings: ReductionSettings, shard: Shard, operands: Reduction
+) -> tuple[jax.Array]:
+    """Returns drop(x)ᵀ dz in `settings.dtype`."""
     x, dz, seed, *_ = operands
-    d_lora_a = _with_kernel(dropout_shrink_back, static, shard, operands)
+    d_lora_a = _with_kernel(dropout_shrink_back, settings, shard, operands)
     if d_lora_a is None:
         # Without this barrier XLA may keep drop(x) from the forward pass instead of computing it.
         x, seed = lax.optimization_barrier((x, seed))
-        dropped = _dropped(static, shard, Reduction(x, dz, seed))
+        dropped = _dropped(settings, shard, Reduction(x, dz, seed))
         rows = tuple(range(x.ndim - 1))
-        d_lora_a = dot_general(static.precision, dropped, dz, (rows, rows), static.dtype)
-    return (shard.sum(d_lora_a.astype(static.dtype)),)
+        d_lora_a = dot_general(settings.precision, dropped, dz, (rows, rows), settings.dtype)
+    return (shard.sum(d_lora_a.astype(settings.dtype)),)
 
 
 REDUCE = Op("reduce", _reduce, Reduction("t i", "i r", "s", "i o"), ("t r",), contracted="i")
@@ -75,13 +93,13 @@ REDUCE_BACK = Op(
 )
 
 
-def _dropped(static: Static, shard: Shard, operands: Reduction) -> jax.Array:
+def _dropped(settings: ReductionSettings, shard: Shard, operands: Reduction) -> jax.Array:
     """Returns drop(x)."""
     x, seed = operands.x, operands.seed
     if seed is None:
         return x
-    drop = drop_for(static.implementation)
-    return drop(x, seed, static.rate, _start(shard, x), static.global_shape)
+    drop = drop_for(settings.implementation)
+    return drop(x, seed, settings.rate, _start(shard, x), settings.global_shape)
 
 
 def _start(shard: Shard, x: jax.Array) -> tuple[Any, ...]:
@@ -91,7 +109,7 @@ def _start(shard: Shard, x: jax.Array) -> tuple[Any, ...]:
 
 
 def _with_kernel(
-    kernel: Any, static: Static, shard: Shard, operands: Reduction
+    kernel: Any, settings: ReductionSettings, shard: Shard, operands: Reduction
 ) -> jax.Array | None:
     """Returns f32 drop(x) right or drop(x)ᵀ right for x [rows, in]; None if XLA computes it."""
     x, right, seed, *_ = operands
@@ -99,8 +117,8 @@ def _with_kernel(
         return None
     rows, right = x.reshape(-1, x.shape[-1]), right.reshape(-1, right.shape[-1])
     call = (*rows.shape, right.shape[-1], x.dtype)
-    choice = choose.choose(static.op, static.implementation, (kernel, call), optional=True)
-    if choice is None or x.shape[1:-1] != static.global_shape[1:-1]:
+    choice = choose.choose(REDUCE.name, settings.implementation, (kernel, call), optional=True)
+    if choice is None or x.shape[1:-1] != settings.global_shape[1:-1]:
         return None  # The kernel requires that the global numbers of x's rows are consecutive.
     *first, column = _start(shard, x)
     start = (first[0] * math.prod(x.shape[1:-1]) if first else 0, column)
@@ -109,7 +127,7 @@ def _with_kernel(
         right.astype(x.dtype),
         seed,
         jnp.stack([jnp.asarray(index, jnp.uint32) for index in start]),
-        rate=static.rate,
+        rate=settings.rate,
         transposed=kernel is dropout_shrink_back,
     )
-    return product * jnp.float32(1 / kept_share(static.rate))
+    return product * jnp.float32(1 / kept_share(settings.rate))

@@ -26,7 +26,7 @@ from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulator, per_feature
 from jax_dora.ops.mosaic.rows import swiglu_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import swiglu_codes as kernel_with_codes
-from jax_dora.ops.operands import Gating, Static
+from jax_dora.ops.operands import Gating, GatingSettings
 
 
 def swiglu(
@@ -79,27 +79,29 @@ def swiglu(
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Gating(gate, up, gate_g, gate_bias, up_g, up_bias)
-    static = Static("swiglu", implementation)
+    settings = GatingSettings(implementation)
     if with_codes and meshes.explicit(gate, up) is None:
-        return _with_codes(static, meshes.vary_alike(operands))
-    function = functools.partial(_swiglu, static)
+        return _with_codes(settings, meshes.vary_alike(operands))
+    function = functools.partial(_swiglu, settings)
     return SWIGLU_CODES.on_explicit_axes(function, operands)(operands)
 
 
-def _swiglu(static: Static, operands: Gating) -> jax.Array:
+def _swiglu(settings: GatingSettings, operands: Gating) -> jax.Array:
     """Returns the result on one device, or on a mesh without explicit axes."""
-    if static.implementation == "eager":
+    if settings.implementation == "eager":
         return define(meshes.vary_alike(operands))
-    _choose(static, operands.gate)  # raises already in the forward pass if "mosaic" is unsupported
-    return meshes.differentiable(_with_gradient)(static, meshes.vary_alike(operands))
+    _choose(
+        settings, operands.gate
+    )  # raises already in the forward pass if "mosaic" is unsupported
+    return meshes.differentiable(_with_gradient)(settings, meshes.vary_alike(operands))
 
 
-def _with_codes(static: Static, operands: Gating) -> row_scaled.CodedRows:
+def _with_codes(settings: GatingSettings, operands: Gating) -> row_scaled.CodedRows:
     constants = jax.tree.map(lax.stop_gradient, operands)
-    h, codes, scales = primitive.call(SWIGLU_CODES, static, constants)
-    if static.implementation != "eager":
+    h, codes, scales = primitive.call(SWIGLU_CODES, settings, constants)
+    if settings.implementation != "eager":
         operands = operands._replace(h=h)
-    return row_scaled.CodedRows(_swiglu(static, operands), codes, scales)
+    return row_scaled.CodedRows(_swiglu(settings, operands), codes, scales)
 
 
 def define(operands: Gating) -> jax.Array:
@@ -142,10 +144,10 @@ def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (y1, y2), (g1, g2)
 
 
-def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]:
+def _backward(settings: GatingSettings, shard: Shard, operands: Gating) -> tuple[Any, ...]:
     """Returns the gradient of every operand; None for the biases unless `want_bias`."""
     gate, up, gate_g, gate_bias, up_g, up_bias, dh, _ = operands
-    choice = _choose(static, gate)
+    choice = _choose(settings, gate)
     if choice is None:
         gradients = define_backward(dh, operands)
     else:
@@ -157,18 +159,18 @@ def _backward(static: Static, shard: Shard, operands: Gating) -> tuple[Any, ...]
             up_g,
             gate_bias,
             up_bias,
-            want_bias=static.want_bias,
+            want_bias=settings.want_bias,
         )
         d_gate_bias, d_up_bias = d_biases or (None, None)
         gradients = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
-    if not static.want_bias:
+    if not settings.want_bias:
         gradients = gradients._replace(gate_bias=None, up_bias=None)
     return *gradients[:2], *map(shard.sum, gradients[2:6])
 
 
-def _choose(static: Static, gate: jax.Array) -> Choice | None:
+def _choose(settings: GatingSettings, gate: jax.Array) -> Choice | None:
     call = (gate.size // max(gate.shape[-1], 1), gate.shape[-1], gate.dtype)
-    return choose.choose(static.op, static.implementation, (kernel_backward, call))
+    return choose.choose("swiglu", settings.implementation, (kernel_backward, call))
 
 
 _RESULTS = ("t o", "t o", "o", "o", "o", "o")
@@ -177,14 +179,14 @@ SWIGLU_BACKWARD = Op(
 )
 
 
-def _run_codes(static: Static, shard: Shard, operands: Gating) -> tuple[jax.Array, ...]:
+def _run_codes(settings: GatingSettings, shard: Shard, operands: Gating) -> tuple[jax.Array, ...]:
     """Returns h, its codes and their scales."""
     gate, up, gate_g, gate_bias, up_g, up_bias, *_ = operands
     choice = None
     if not shard.summed:
         rows, vectors = gate.size // max(gate.shape[-1], 1), 2 if gate_bias is up_bias else 4
         candidate = (kernel_with_codes, (rows, gate.shape[-1], gate.dtype, vectors))
-        choice = choose.choose(static.op, static.implementation, candidate, optional=True)
+        choice = choose.choose("swiglu", settings.implementation, candidate, optional=True)
     if choice is not None:
         return choice.launch(gate, up, gate_g, up_g, gate_bias, up_bias)
     return tuple(row_scaled.coded_by_xla(define(operands), shard))
@@ -195,18 +197,20 @@ SWIGLU_CODES = Op(
 )
 
 
-def _swiglu_fwd(static: Static, operands: Gating, wanted: Gating) -> tuple[jax.Array, Any]:
+def _swiglu_fwd(
+    settings: GatingSettings, operands: Gating, wanted: Gating
+) -> tuple[jax.Array, Any]:
     return define(operands), (operands._replace(h=None), wanted)
 
 
-def _swiglu_bwd(static: Static, kept: Any, dh: jax.Array) -> dict[str, Any]:
+def _swiglu_bwd(settings: GatingSettings, kept: Any, dh: jax.Array) -> dict[str, Any]:
     operands, wanted = kept
-    static = static._replace(want_bias=bool(wanted.gate_bias or wanted.up_bias))
-    gradients = primitive.call(SWIGLU_BACKWARD, static, operands._replace(dh=dh))
+    settings = settings._replace(want_bias=bool(wanted.gate_bias or wanted.up_bias))
+    gradients = primitive.call(SWIGLU_BACKWARD, settings, operands._replace(dh=dh))
     fields = zip(Gating._fields, gradients, operands, wanted, strict=False)
     return {name: d.astype(operand.dtype) for name, d, operand, want in fields if want}
 
 
 _with_gradient = residuals.with_gradient(
-    Gating, lambda static, operands: define(operands), _swiglu_fwd, _swiglu_bwd
+    Gating, lambda settings, operands: define(operands), _swiglu_fwd, _swiglu_bwd
 )

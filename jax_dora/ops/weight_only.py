@@ -17,7 +17,7 @@ from jax_dora.ops.dispatch.primitive import call_differentiable
 from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import dot_general, static_precision
 from jax_dora.ops.mosaic.decode import decode_project, decode_quantised
-from jax_dora.ops.operands import Static
+from jax_dora.ops.operands import ProductSettings
 from jax_dora.ops.row_scaled import Product
 
 MOST_ROWS = decode_quantised.MOST_ROWS
@@ -30,12 +30,12 @@ def product(operands: Product, precision: lax.PrecisionLike = None) -> jax.Array
       operands: x [..., in] with at most `MOST_ROWS` rows, and a quantised kernel [in, out].
       precision: the precision of a dense product, as in `jax.lax.dot_general`.
     """
-    static = Static("quantised_product", None, static_precision(precision))
-    (y,) = call_differentiable(OP, _define, static, operands)
+    settings = ProductSettings(None, static_precision(precision))
+    (y,) = call_differentiable(OP, _define, settings, operands)
     return y
 
 
-def choice(static: Static, rows: int, kernel: Any, dtype: Any) -> choose.Choice | None:
+def choice(implementation: str | None, rows: int, kernel: Any, dtype: Any) -> choose.Choice | None:
     """Returns the kernel for a product of `rows` rows, or None for a dense copy of W.
 
     Its `launch` takes x, qvalue and scale.
@@ -45,22 +45,22 @@ def choice(static: Static, rows: int, kernel: Any, dtype: Any) -> choose.Choice 
         decode_project: (rows, in_features, out, 0, form, dtype),
         decode_quantised: (rows, in_features, out, form, dtype),
     }
-    return choose.choose(static.op, static.implementation, *candidates.items(), optional=True)
+    return choose.choose(OP.name, implementation, *candidates.items(), optional=True)
 
 
-def _run(static: Static, shard: Shard, operands: Product) -> tuple[jax.Array]:
+def _run(settings: ProductSettings, shard: Shard, operands: Product) -> tuple[jax.Array]:
     x, kernel = operands
-    found = choice(static, x.size // max(kernel.shape[0], 1), kernel, x.dtype)
+    found = choice(settings.implementation, x.size // max(kernel.shape[0], 1), kernel, x.dtype)
     if found is None:
-        return (shard.sum(_define(static, operands)[0]),)
+        return (shard.sum(_define(settings, operands)[0]),)
     return (shard.sum(found.launch(x, kernel.qvalue, kernel.scale)),)
 
 
 OP = Op("quantised_product", _run, Product("t i", "i o"), ("t o",), "i", is_projection=True)
 
 
-def _define(static: Static, operands: Product) -> tuple[jax.Array]:
+def _define(settings: ProductSettings, operands: Product) -> tuple[jax.Array]:
     def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return dot_general(static.precision, x, kernel, (-1, 0))
+        return dot_general(settings.precision, x, kernel, (-1, 0))
 
     return (quantised.apply_dense(multiply, *operands),)

@@ -76,7 +76,7 @@ def differentiable[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     There it is jitted, because JAX does not run a custom gradient otherwise.
 
     Args:
-      function: a function of (static, operands).
+      function: a function of (settings, operands).
     """
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     return _compiled(function) if manual else function
@@ -84,7 +84,7 @@ def differentiable[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Any:
-    return jax.jit(lambda static, operands: function(static, operands), static_argnums=0)
+    return jax.jit(lambda settings, operands: function(settings, operands), static_argnums=0)
 
 
 def vary_alike[Tree](operands: Tree) -> Tree:

@@ -38,7 +38,8 @@ class Op(NamedTuple):
 
     Attributes:
       name: the name that JAX programs show.
-      run: `(static, shard, operands) -> results`; chooses the kernel by `static.implementation`.
+      run: `(settings, shard, operands) -> results`. The settings are a NamedTuple of hashable
+        values, by whose `implementation` the kernel is chosen.
       operands: the axis names of each field of the operands.
       results: the axis names of each result.
       contracted: the axis that is summed over in results without it.

@@ -42,66 +42,66 @@ from jax_dora.ops.dispatch.shard import Shard, spec
 FLOP_RATE, BYTE_RATE, SECONDS = 7e14, 3e12, 3e-5
 
 
-def call(op: Op, static: Any, operands: Any) -> tuple[Any, ...]:
+def call(op: Op, settings: Any, operands: Any) -> tuple[Any, ...]:
     """Returns the results of `op`, in a program for any number of devices.
 
     Args:
       op: the operator.
-      static: a NamedTuple of hashable settings with a field `implementation`; passed to `op.run`.
+      settings: a NamedTuple of hashable settings with a field `implementation`; passed to `op.run`.
       operands: a NamedTuple of arrays and None; one of the arrays may be quantised.
     """
-    if interpreted() or static.implementation in PLAIN:
+    if interpreted() or settings.implementation in PLAIN:
         # The interpreter uses ordered callbacks, which a lowering rule must not contain.
         axes = varying(operands)
-        if static.implementation == "mosaic":
+        if settings.implementation == "mosaic":
             operands = jax.tree.map(to_unvarying, operands)
-        results = op.run(static, Shard(), operands)
+        results = op.run(settings, Shard(), operands)
         return jax.tree.map(lambda result: vary(result, axes), results)
     leaves, tree = jax.tree.flatten(operands)
-    params = {"op": op, "static": static, "tree": tree}
+    params = {"op": op, "settings": settings, "tree": tree}
     shapes = _shapes(map(jax.typeof, leaves), **params)
     return jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
 
 
 def call_differentiable(
-    op: Op, define: Callable[[Any, Any], tuple[jax.Array, ...]], static: Any, operands: Any
+    op: Op, define: Callable[[Any, Any], tuple[jax.Array, ...]], settings: Any, operands: Any
 ) -> tuple[jax.Array, ...]:
     """Returns the results of `call`. Their gradient is that of `define`, the operator's definition,
-    a function of (static, operands)."""
-    return differentiable(_call_with_gradient)((op, define, static), vary_alike(operands))
+    a function of (settings, operands)."""
+    return differentiable(_call_with_gradient)((op, define, settings), vary_alike(operands))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _call_with_gradient(settings: tuple[Op, Any, Any], operands: Any) -> tuple[jax.Array, ...]:
-    op, _, static = settings
-    return call(op, static, operands)
+    op, _, settings = settings
+    return call(op, settings, operands)
 
 
 @_call_with_gradient.defjvp
 def _jvp_of_definition(settings: tuple[Op, Any, Any], primals: Any, tangents: Any) -> Any:
-    _, define, static = settings
-    return jax.jvp(functools.partial(define, static), primals, tangents)
+    _, define, settings = settings
+    return jax.jvp(functools.partial(define, settings), primals, tangents)
 
 
 # Jitted so that the abstract evaluation and the lowering share one trace of the operator.
 @functools.partial(jax.jit, static_argnums=range(3))
-def _traced(op: Op, static: Any, tree: Any, *leaves: jax.Array) -> Any:
-    return op.run(static, Shard(), tree.unflatten(leaves))
+def _traced(op: Op, settings: Any, tree: Any, *leaves: jax.Array) -> Any:
+    return op.run(settings, Shard(), tree.unflatten(leaves))
 
 
 @functools.partial(jax.jit, static_argnums=range(3))
-def _bound(op: Op, static: Any, tree: Any, *leaves: jax.Array) -> Any:
-    return _op_p.bind(*leaves, op=op, static=static, tree=tree)
+def _bound(op: Op, settings: Any, tree: Any, *leaves: jax.Array) -> Any:
+    return _op_p.bind(*leaves, op=op, settings=settings, tree=tree)
 
 
-def _shapes(avals: Iterable[Any], *, op: Op, static: Any, tree: Any) -> Any:
+def _shapes(avals: Iterable[Any], *, op: Op, settings: Any, tree: Any) -> Any:
     # "mosaic" stays, so that an unsupported call raises here, by the shapes of the whole arrays.
-    static = static if static.implementation == "mosaic" else _with_xla(static)
-    return _traced.eval_shape(op, static, tree, *map(_unvarying, avals))
+    settings = settings if settings.implementation == "mosaic" else _with_xla(settings)
+    return _traced.eval_shape(op, settings, tree, *map(_unvarying, avals))
 
 
-def _with_xla(static: Any) -> Any:
-    return static._replace(implementation="xla")
+def _with_xla(settings: Any) -> Any:
+    return settings._replace(implementation="xla")
 
 
 def _unvarying(aval: Any) -> Any:
@@ -116,9 +116,9 @@ prim_requires_devices_during_lowering.add(_op_p)
 
 
 @_op_p.def_impl
-def _execute(*operands: Any, op: Op, static: Any, tree: Any) -> Any:
+def _execute(*operands: Any, op: Op, settings: Any, tree: Any) -> Any:
     with jax.disable_jit(False):  # if jit were disabled, `_bound` would call this function again
-        return _bound(op, static, tree, *operands)
+        return _bound(op, settings, tree, *operands)
 
 
 @_op_p.def_abstract_eval
@@ -137,7 +137,7 @@ def _types(*avals: Any, **params: Any) -> list[Any]:
     ]
 
 
-def _raise_not_differentiable(*_: Any, op: Op, static: Any, tree: Any) -> Any:
+def _raise_not_differentiable(*_: Any, op: Op, settings: Any, tree: Any) -> Any:
     raise NotImplementedError(
         f"JAX cannot differentiate the kernels of {op.name}, as a gradient of a gradient requires; "
         "pass implementation='xla', or 'eager' for forward mode too: in a model it is an option of "
@@ -161,21 +161,21 @@ class _Batched(NamedTuple):
     tree: Any
     axes: tuple[int | None, ...]
 
-    def __call__(self, static: Any, shard: Shard, operands: Any) -> Any:
+    def __call__(self, settings: Any, shard: Shard, operands: Any) -> Any:
         def run_one(*leaves: jax.Array) -> Any:
-            return self.run(static, shard, self.tree.unflatten(leaves))
+            return self.run(settings, shard, self.tree.unflatten(leaves))
 
         return jax.vmap(run_one, in_axes=self.axes)(*jax.tree.leaves(operands))
 
 
-def _batch(arrays: Any, axes: Any, *, op: Op, static: Any, tree: Any) -> Any:
+def _batch(arrays: Any, axes: Any, *, op: Op, settings: Any, tree: Any) -> Any:
     axes = tuple(axes)
     if _is_leading_axis(op, tree, axes):
         pairs = zip(arrays, axes, strict=True)
         arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in pairs]
     else:
         op = Op(f"batch of {op.name}", _Batched(op.run, tree, axes), (), ())
-    results = _op_p.bind(*arrays, op=op, static=static, tree=tree)
+    results = _op_p.bind(*arrays, op=op, settings=settings, tree=tree)
     return results, [0] * len(results)
 
 
@@ -197,24 +197,24 @@ def _is_leading_axis(op: Op, tree: Any, axes: Sequence[int | None]) -> bool:
     ) and all(names.startswith("t") for names in op.results)
 
 
-def _lower(ctx: Any, *operands: Any, op: Op, static: Any, tree: Any, cuda: bool = False) -> Any:
-    if not cuda and static.implementation == "mosaic":
+def _lower(ctx: Any, *operands: Any, op: Op, settings: Any, tree: Any, cuda: bool = False) -> Any:
+    if not cuda and settings.implementation == "mosaic":
         raise NotImplementedError(
             "implementation 'mosaic' runs on a Hopper GPU (compute capability 9.0), and this "
             f"program is being built for {', '.join(ctx.module_context.platforms)}; pass "
             "implementation=None or 'xla', or run it under plgpu.force_gpu_interpret_mode()"
         )
-    static = static if cuda else _with_xla(static)
+    settings = settings if cuda else _with_xla(settings)
     mesh, single_device = _devices(ctx.module_context)
     avals = [_unvarying(aval) for aval in ctx.avals_in]
     if mesh is not None and op.operands:
-        function = _partitioned(op, static, tree, avals)
+        function = _partitioned(op, settings, tree, avals)
         if cuda:
             seconds = _projection_seconds(tree, avals, mesh) if op.is_projection else SECONDS
             function = _timed(function, seconds)
-    elif single_device or static.implementation != "mosaic":
-        static = static if single_device else _with_xla(static)
-        function = functools.partial(_traced, op, static, tree)
+    elif single_device or settings.implementation != "mosaic":
+        settings = settings if single_device else _with_xla(settings)
+        function = functools.partial(_traced, op, settings, tree)
     else:
         raise NotImplementedError(
             "implementation 'mosaic' takes the arrays of one device, and this program is built for "
@@ -247,9 +247,9 @@ def _devices(module: Any) -> tuple[Mesh | None, bool]:
     return Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names), False
 
 
-def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
+def _partitioned(op: Op, settings: Any, tree: Any, avals: Sequence[Any]) -> Any:
     """Returns the operator as a function of arrays that are sharded over a mesh."""
-    shapes = _shapes(avals, op=op, static=static, tree=tree)
+    shapes = _shapes(avals, op=op, settings=settings, tree=tree)
     names = Names.of(op, tree.unflatten(avals), shapes)
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
@@ -261,7 +261,7 @@ def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
             # An empty mesh, because a device's shards are not sharded further.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 parts = names.zero_padding(shard, [aval.shape for aval in avals], leaves)
-                return jax.tree.leaves(op.run(static, shard, tree.unflatten(parts)))
+                return jax.tree.leaves(op.run(settings, shard, tree.unflatten(parts)))
 
         def shardings(arrays: Sequence[tuple[str, ...]]) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, spec(axes, shard)) for axes in arrays)
@@ -270,7 +270,7 @@ def _partitioned(op: Op, static: Any, tree: Any, avals: Sequence[Any]) -> Any:
 
     all_names = dict.fromkeys(itertools.chain(*names.operands, *names.results))
     function = custom_partitioning(
-        lambda *leaves: jax.tree.leaves(_traced(op, _with_xla(static), tree, *leaves))
+        lambda *leaves: jax.tree.leaves(_traced(op, _with_xla(settings), tree, *leaves))
     )
     function.def_partition(
         partition,

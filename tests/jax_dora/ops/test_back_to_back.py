@@ -21,7 +21,6 @@ from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dropout import Dropout, draw_seed
-from jax_dora.ops.operands import Static
 from tests import quantised
 
 LAUNCHES = 4000
@@ -54,7 +53,7 @@ def few_rows(qtype: str | None, rows: int, n_in: int, out: int) -> tuple[Callabl
 
 def product(qtype: str, rows: int, n_in: int, out: int) -> tuple[Callable[..., Any], Any]:
     """A product of many rows with codes, without an adapter."""
-    call = functools.partial(weight_only.choice, Static("product", "mosaic", None), rows)
+    call = functools.partial(weight_only.choice, "mosaic", rows)
 
     def launch(x: jax.Array, kernel: Any) -> jax.Array:
         found = call(kernel, x.dtype)

@@ -16,9 +16,9 @@ from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch.choose import Target
 from jax_dora.ops.mosaic.projection import project, project_back
 from jax_dora.ops.norm import NORM
-from jax_dora.ops.operands import AdaptedKernel, Projection, Static
-from jax_dora.ops.projection_products import BACK, FORWARD, Back
-from jax_dora.ops.shrink import REDUCE, Reduction
+from jax_dora.ops.operands import AdaptedKernel, NormSettings, ProductSettings, Projection
+from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
+from jax_dora.ops.shrink import REDUCE, Reduction, ReductionSettings
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned
@@ -81,7 +81,7 @@ def test_few_rows_take_as_long_as_reading_the_kernel(kernel, size):
     assert 1 <= 2 * seconds * primitive.BYTE_RATE / (IN * OUT * size) < 1.01
 
 
-def of_device(op, static, operands, mesh, specs, results):
+def of_device(op, settings, operands, mesh, specs, results):
     """Returns (the program of one device, lowered for CUDA; the specs of its operands)."""
     leaves, tree = jax.tree.flatten(operands)
     avals = [
@@ -90,7 +90,7 @@ def of_device(op, static, operands, mesh, specs, results):
         )
         for leaf in leaves
     ]
-    whole = primitive._partitioned(op, static, tree, avals)
+    whole = primitive._partitioned(op, settings, tree, avals)
 
     def placed(arrays, specs):
         return [
@@ -98,7 +98,7 @@ def of_device(op, static, operands, mesh, specs, results):
             for a, spec in zip(arrays, specs, strict=True)
         ]
 
-    made = jax.tree.leaves(primitive._shapes(avals, op=op, static=static, tree=tree))
+    made = jax.tree.leaves(primitive._shapes(avals, op=op, settings=settings, tree=tree))
     _, run, _, shardings = whole.partition(mesh, placed(leaves, specs), placed(made, results))
     parts = [
         jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
@@ -151,10 +151,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_device_runs_the_kernel_on_its_part(on_hopper, name, want_inner):
     proposed, taken, result = LAYOUTS[name]
-    static = Static("dora_linear", "mosaic", want_inner=want_inner)
+    settings = ForwardSettings("dora_linear", "mosaic", want_inner=want_inner)
     results = [result] * (1 + want_inner)
     mesh = automatic(data=2)
-    text, specs = of_device(FORWARD, static, FORWARD_OPERANDS, mesh, proposed, results)
+    text, specs = of_device(FORWARD, settings, FORWARD_OPERANDS, mesh, proposed, results)
     assert specs == taken
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
     # Copies keep XLA from joining the kernel with reading lora_b from a stack of layers.
@@ -175,12 +175,13 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
 
     monkeypatch.setattr(choose, "launch_shared", recorded)
     proposed, _, result = LAYOUTS[name]
-    static = Static("dora_linear", "mosaic")
-    of_device(FORWARD, static, FORWARD_OPERANDS, automatic(data=2), proposed, [result])
+    settings = ForwardSettings("dora_linear", "mosaic")
+    of_device(FORWARD, settings, FORWARD_OPERANDS, automatic(data=2), proposed, [result])
     x, kernel, a, b, _, _, z = proposed
     forward = FORWARD_OPERANDS
+    back = ProductSettings("mosaic")
     operands = Back(aval(ROWS, OUT), forward.kernel, forward.z, forward.lora_a, forward.lora_b)
-    text, _ = of_device(BACK, static, operands, automatic(data=2), [result, kernel, z, a, b], [x])
+    text, _ = of_device(BACK, back, operands, automatic(data=2), [result, kernel, z, a, b], [x])
     copies = re.findall(r"optimization_barrier %.*tensor<4096x64xbf16>", text)
     assert len(copies) == (name == "fsdp")
     wanted = {
@@ -202,10 +203,10 @@ def test_during_collectives_a_kernel_has_a_block_per_tile(on_hopper, monkeypatch
 def test_z_is_a_kernel_that_waits_where_kernels_are_gathered(
     on_hopper, rows, rank, kernel_spec, kernels
 ):
-    static = Static("dora_linear", None, global_shape=(2 * rows, IN))
+    settings = ReductionSettings(None, None, 0.0, (2 * rows, IN))
     operands = Reduction(aval(2 * rows, IN), aval(IN, rank), None, aval(IN, OUT))
     specs = [ROWS_CUT, kernel_spec, kernel_spec]
-    text, taken = of_device(REDUCE, static, operands, automatic(data=2), specs, [ROWS_CUT])
+    text, taken = of_device(REDUCE, settings, operands, automatic(data=2), specs, [ROWS_CUT])
     assert taken == [ROWS_CUT, WHOLE, WHOLE]
     assert text.count("custom_call @mosaic_gpu") == kernels
     waits = re.findall(rf"optimization_barrier %.*tensor<{IN}x{OUT}xbf16>", text)
@@ -213,10 +214,10 @@ def test_z_is_a_kernel_that_waits_where_kernels_are_gathered(
 
 
 def test_z_waits_for_quantised_kernels(on_hopper):
-    static = Static("dora_linear", None, global_shape=(8192, IN))
+    settings = ReductionSettings(None, None, 0.0, (8192, IN))
     operands = Reduction(aval(8192, IN), aval(IN, 384), None, INT8)
     specs = [ROWS_CUT, ROWS_CUT, ROWS_CUT, WHOLE]
-    text, _ = of_device(REDUCE, static, operands, automatic(data=2), specs, [ROWS_CUT])
+    text, _ = of_device(REDUCE, settings, operands, automatic(data=2), specs, [ROWS_CUT])
     assert re.findall(rf"optimization_barrier %.*tensor<{IN}x{OUT}xi8>", text)
 
 
@@ -224,19 +225,19 @@ def test_the_norm_sums_only_vectors(on_hopper):
     operands = AdaptedKernel(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
     mesh = automatic(data=2, model=2)
     specs = [("data", "model"), ("data",), (N, "model"), ()]
-    text, _ = of_device(NORM, Static("factored_norm", None), operands, mesh, specs, [("model",)])
+    text, _ = of_device(NORM, NormSettings(None), operands, mesh, specs, [("model",)])
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
     (summed,) = re.findall(r"all_reduce.*?-> (tensor<[^>]*>)", text, re.DOTALL)
     assert summed == f"tensor<{OUT // 2}xf32>"
 
 
 def test_a_shard_at_which_the_kernel_loses_uses_xla(on_hopper):
-    static = Static("dora_linear", None)
+    settings = ForwardSettings("dora_linear", None)
     operands = FORWARD_OPERANDS._replace(x=aval(1024, IN), z=aval(1024, RANK))
     specs = [("data",), (), (), (), (), (), ("data",)]
-    text, _ = of_device(FORWARD, static, operands, automatic(data=2), specs, [("data",)])
+    text, _ = of_device(FORWARD, settings, operands, automatic(data=2), specs, [("data",)])
     assert "mosaic_gpu" not in text
-    text, _ = of_device(FORWARD, static, operands, automatic(data=1), specs, [("data",)])
+    text, _ = of_device(FORWARD, settings, operands, automatic(data=1), specs, [("data",)])
     assert "mosaic_gpu" in text
 
 
