@@ -1,0 +1,1 @@
+"""Language models with DoRA: the decoder, fine-tuning, the server, and the command `jax-dora`."""
