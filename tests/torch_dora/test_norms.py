@@ -6,7 +6,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from bitsandbytes import nn as bnb
+from bitsandbytes.nn import modules as bnb
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D

@@ -14,6 +14,7 @@ from torch_dora.adapt.coverage import coverage
 from torch_dora.adapt.projections import is_linear, output_head, projection_shape
 from torch_dora.adapt.replacements import replacements, warn_of
 from torch_dora.adapt.rule import DoRARule
+from torch_dora.adapt.whole_saves import warn_for_adapted
 from torch_dora.layers import (
     LAYERS,
     DoRAExperts,
@@ -247,6 +248,7 @@ def replace_modules(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module
     put_parameters_back(model)
     model = new.get(id(model), model)
     fast_path.disable_for_adapted(model, DoRALayer)
+    warn_for_adapted(model)
     return model
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dora_common.merge_report import MergedLayer, MergeReport
 from dora_common.rules import listing
 from torch_dora.adapt.apply import check_model
+from torch_dora.adapt.whole_saves import warn_for_adapted
 from torch_dora.layers import (
     DoRALayer,
     dora_layers,
@@ -86,6 +87,7 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     put_parameters_back(merged)
     replaced_forward.refuse_shared(model, merged, {id(layer) for layer in plain.values()})
     fast_path.disable_for_adapted(merged, DoRALayer)
+    warn_for_adapted(merged)
     if tied:
         record_untied(merged)
     if not any(is_quantised(parameter) for parameter in merged.parameters()):

@@ -13,11 +13,12 @@ from torch import nn
 from dora_common.rules import listing
 from torch_dora.layers.names import named_modules
 
-_NAMES = ("forward", "_old_forward")  # accelerate's forward calls _old_forward
+# accelerate's forward calls _old_forward; save_pretrained is that of torch_dora.adapt.whole_saves.
+_NAMES = ("forward", "_old_forward", "save_pretrained")
 
 
 def rebind(module: nn.Module, copies: Mapping[int, nn.Module]) -> None:
-    """Makes the instance's own ``forward`` of a copied module call the copies.
+    """Makes the instance's own methods, such as ``forward``, of a copied module call the copies.
 
     Args:
         module: the copy.

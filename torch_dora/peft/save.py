@@ -70,6 +70,44 @@ def save_adapter(
         RuntimeError: writing failed in the first process; raised in the other processes.
         TypeError: an argument has the wrong type.
     """
+    source, config = prepare(
+        model,
+        use_dora=use_dora,
+        modules_to_save=modules_to_save,
+        trainable_token_indices=trainable_token_indices,
+        bias=bias,
+        for_peft=for_peft,
+        base_model_name_or_path=base_model_name_or_path,
+        task_type=task_type,
+        dtype=dtype,
+        config=config,
+    )
+    mesh = shards.largest_mesh(model.parameters())
+    source.write(
+        folder,
+        config,
+        save_file,
+        overwrite=overwrite,
+        run=functools.partial(shards.run_on_first, mesh),
+    )
+
+
+@torch.no_grad()
+def prepare(
+    model: nn.Module,
+    *,
+    use_dora: bool = True,
+    modules_to_save: Sequence[str] | str = (),
+    trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
+    bias: str = "none",
+    for_peft: bool = True,
+    base_model_name_or_path: str | None = None,
+    task_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    config: AdapterConfig | None = None,
+) -> tuple[Source, AdapterConfig]:
+    """Returns what :func:`save_adapter` writes. Takes its arguments, and raises its errors except
+    those about numbers and files."""
     if dtype is not None:
         check.is_float_dtype("dtype", dtype)
     layers = layers_of(model)
@@ -85,7 +123,6 @@ def save_adapter(
         for attribute in ADAPTER_NAMES
     )
     parameters = parameters_of(model)
-    mesh = shards.largest_mesh(model.parameters())
 
     def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # A copy, since safetensors does not accept two tensors that share memory.
@@ -123,13 +160,7 @@ def save_adapter(
     )
     _refuse_to_lose(parameters, config, modules)
     warn_of_shared(model, modules.keys())
-    source.write(
-        folder,
-        config,
-        save_file,
-        overwrite=overwrite,
-        run=functools.partial(shards.run_on_first, mesh),
-    )
+    return source, config
 
 
 def _refuse_to_lose(
