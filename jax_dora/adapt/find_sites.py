@@ -230,12 +230,32 @@ def _nested_sites(found: FoundModule) -> list[Site]:
         if isinstance(value, nnx.Param) and not hasattr(value, "ndim"):
             refusal = "its parameter holds several arrays: make each a separate parameter"
             leaves = ((keys, type(value)(leaf)) for keys, leaf in nested_leaves(value.get_value()))
+        elif arrays := _foreign_arrays(value):
+            kind = class_name(type(value))
+            refusal = f"it is inside a {kind}, which is no nnx module: write the module in nnx"
+            leaves = ((keys, nnx.Param(array)) for keys, array in arrays)
         for keys, weight in leaves:
             if is_weight(weight):
                 param = "/".join((name, *keys))
                 paths = _paths_within(found, param)
                 sites.append(Site(paths, found, param, refusal=refusal, nested_param=weight))
     return sites
+
+
+def _foreign_arrays(value: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns (keys, array) for every array in a module of another framework: Equinox's modules are
+    pytrees, and Keras' layers list their `weights`."""
+    framework = type(value).__module__.partition(".")[0]
+    if is_node(value) or isinstance(value, list | tuple | dict | jax.Array) or framework == "qwix":
+        return []
+    if framework == "keras":
+        weights = enumerate(getattr(value, "weights", ()))
+        arrays = [((getattr(w, "name", str(n)),), w) for n, w in weights]
+    else:
+        leaves = jax.tree_util.tree_leaves_with_path(value)
+        arrays = [((jax.tree_util.keystr(path).strip("."),), leaf) for path, leaf in leaves if path]
+    found = ((keys, getattr(leaf, "value", leaf)) for keys, leaf in arrays)
+    return [(keys, array) for keys, array in found if isinstance(array, jax.Array)]
 
 
 def _reads_of(traced: ReadLog | None, found: FoundModule, param: str) -> tuple[Read, ...] | None:

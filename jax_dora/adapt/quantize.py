@@ -1,5 +1,6 @@
 """`quantize`: replaces a model's kernels by quantised ones, in layers that keep their class."""
 
+import logging
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.hyperparameters import is_integer
-from dora_common.rules import Rule, listing
+from dora_common.rules import ALL_LINEAR, Rule, listing
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site, raise_for_no_parameters, raise_for_sites
 from jax_dora.adapt.tree import check_model, named_in_errors
@@ -23,6 +24,8 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import quantised
 from jax_dora.ops.rounding import make, round_to
 from jax_dora.ops.row_scaled import QTYPE, check_format, with_contiguous_columns
+
+_LOG = logging.getLogger("jax_dora")
 
 TILE_SIZES = {"nf4": 64, "int4": 64, "int8": None, "float8_e4m3fn": None}
 
@@ -99,6 +102,19 @@ def quantize[Model: nnx.Module](
         "expected nnx.Linear, and nnx.LinearGeneral without batch axes: omit act_qtype, or narrow "
         "path so that it does not match these",
     )
+    left_out = [
+        f"{site.names[0]} {list(site.shape)}"
+        for site in found
+        if path == ALL_LINEAR and site.param and not (site.is_layer or site.is_adapted)
+    ]
+    if left_out:
+        _LOG.warning(
+            "quantize: %r leaves out weights that the code of their modules reads; of these only "
+            "the layers nnx.Linear, nnx.LinearGeneral, nnx.Einsum and nnx.Conv compute with a "
+            "quantised kernel: %s",
+            path,
+            ", ".join(left_out),
+        )
     done: dict[int, str] = {}
     for site in matched:
         parameter = site.parameter

@@ -534,3 +534,24 @@ def test_without_jit():
         wrt = nnx.DiffState(0, nnx.LoRAParam)
         grads = nnx.grad(lambda model: model(jnp.ones((2, WIDTH))).sum(), argnums=wrt)(adapted)
     assert jnp.any(grads["lora_b"][...])
+
+
+def test_a_module_of_another_framework_is_listed_with_the_reason():
+    """Equinox's modules are dataclasses that are pytrees."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Linear:
+        weight: jax.Array
+        bias: jax.Array
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.other = nnx.data(Linear(jnp.ones((4, 3)), jnp.ones(4)))
+
+    told = [(one.path, one.status, one.how) for one in jax_dora.coverage(Model()).weights]
+    [(path, status, how)] = told
+    assert (path, status) == ("other/weight", "not adaptable")
+    assert "Linear, which is no nnx module" in how
+    with pytest.raises(ValueError, match=r"(?s)other/weight"):
+        jax_dora.apply_dora(Model(), jax_dora.DoRARule("all-linear", 2, 4), rngs=nnx.Rngs(0))

@@ -563,3 +563,18 @@ def test_without_qwix(monkeypatch):
 def test_nothing_imports_qwix_unasked():
     code = "import sys, jax_dora; assert 'qwix' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_weights_that_all_linear_leaves_out_are_named(caplog):
+    class Own(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((16, 8)))
+            self.dense = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+
+    model = jax_dora.quantize(Own(), "int8")
+    assert isinstance(model.dense.kernel.get_value(), qwix.QArray)
+    assert "leaves out weights" in caplog.text
+    assert caplog.text.rstrip().endswith("w [16, 8]")
+    caplog.clear()
+    jax_dora.quantize(Own(), "int8", path="dense")
+    assert not caplog.text
