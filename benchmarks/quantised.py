@@ -49,7 +49,6 @@ from jax_dora import ops
 from jax_dora.layers.quantised_kernel import compute_quantised
 from jax_dora.lm.models import DecoderConfig, make_model
 from jax_dora.ops import linear, quantised, row_scaled, weight_only
-from jax_dora.ops.operands import Projection
 from jax_dora.ops.rounding import round_to
 
 FORMATS = ("bf16", *quantised.FORMATS)
@@ -281,8 +280,7 @@ def _frozen(n: int, **options: Any) -> Callable[..., Any]:
 
     @jax.jit
     def layer(x: jax.Array, kernel: Any, lora_a: jax.Array, lora_b: jax.Array, g: jax.Array):
-        operands = Projection(x, kernel, lora_a, lora_b, g, scale=0.7)
-        return linear.scaled_linear(operands, **options)
+        return linear.scaled_linear(x, kernel, lora_a, lora_b, g, 0.7, **options)
 
     return functools.partial(layer, g=jnp.ones(n))
 

@@ -30,9 +30,9 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from jax_dora.adapt.tree import FoundModule, check_model, find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer
-from jax_dora.layers.base import Constant
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
-from jax_dora.layers.call import bounded_norm, g_of_call
+from jax_dora.layers.dora_layer import Constant
+from jax_dora.layers.magnitude import bounded_norm, g_of_call
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.projection import INNER_NAME

@@ -29,8 +29,8 @@ from jax_dora.adapt.tree import (
 )
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, set_and_verify
-from jax_dora.layers.call import bounded_norm, matrix_norm
 from jax_dora.layers.layout import Layout
+from jax_dora.layers.magnitude import bounded_norm, matrix_norm
 from jax_dora.layers.quantised_kernel import check_kernel, compute_plain
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised

@@ -17,8 +17,8 @@ from jax_dora.adapt.site import Site, raise_for_no_parameters, raise_for_sites
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, pad_axes, set_and_verify
-from jax_dora.layers.call import fresh_magnitude
 from jax_dora.layers.classes import kind_of
+from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.layers.quantised_kernel import LAYERS, compute_quantised
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import quantised

@@ -11,8 +11,8 @@ import jax
 from flax import nnx
 
 from jax_dora.adapt.tree import FoundModule, find_modules, remove_dora, shared_variables
-from jax_dora.layers.base import Constant
 from jax_dora.layers.classes import kind_of
+from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.stack import stacked_axes
 from jax_dora.ops import quantised
 from jax_dora.tracing.adapted_class import own_methods

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jax_dora import ops
 from jax_dora.bank.host import CachedG, Facts, HostAdapter, piece_shape
 from jax_dora.bank.projections import BankProjection, groups
-from jax_dora.layers.call import bounded_norm
+from jax_dora.layers.magnitude import bounded_norm
 from jax_dora.ops.bank_slots import RANKS, Slots
 from jax_dora.ops.dtypes import accumulator
 

@@ -3,35 +3,37 @@
 A call of `DoRALinear` takes these steps. Other projections and convolutions differ in step 2;
 `DoRAEmbed` looks up rows instead.
 
-1. `DoRAProduct.__call__` (product.py) collects the operands. `call.operands_of_call` promotes x,
-   kernel and bias as the base layer does, and computes g = magnitude / norm. `call.dropout_of_call`
-   draws the dropout seed.
-2. `_result` computes y = g ∘ x (kernel + s·lora_a lora_b) + bias from the operands, by
+1. `DoRAProduct.__call__` (product.py) collects the operands. `operands_of_call` promotes x, kernel
+   and bias as the base layer does, and computes g = magnitude / norm. `seeds.dropout_of_call` draws
+   the dropout seed.
+2. `matrix_product` computes y = g ∘ x (kernel + s·lora_a lora_b) + bias from the operands, by
    `jax_dora.ops`.
-3. `call.with_out_sharding` shards the result if the caller asks for it.
+3. `out_sharding.with_out_sharding` shards the result if the caller asks for it.
 
 | file | content |
 | --- | --- |
 | rule.py | `DoRARule`: the options of an adapter, and their checks |
-| base.py | `DoRALayer`: the base class of all DoRA layers |
+| dora_layer.py | `DoRALayer`: the base class of all DoRA layers |
 | product.py | `DoRAProduct`: a DoRA layer that multiplies its input by its kernel |
-| linear.py, projection.py, conv.py, embed.py | the layers themselves |
-| swiglu.py | silu(gate(x)) * up(x) of two layers in one operation |
-| registry.py | the table from Flax layer to DoRA layer |
+| linear.py, einsum.py, conv.py, embed.py | the layers themselves |
+| gate_up.py | silu(gate(x)) * up(x) of two layers in one operation |
+| classes.py | the table from Flax layer to DoRA layer |
 | adapter_arrays.py | creates lora_a, lora_b and magnitude, fresh or from given arrays |
 | base_layer.py | the Flax layer below: which layers can be adapted, their attributes and sharding |
 | layout.py | the layer's parameters as batches of matrices, whatever their shape |
-| call.py | the parts of a call: norm, g, dropout, product, sharding of the result |
+| magnitude.py | the norm, and g = magnitude / norm |
+| seeds.py | the dropout seeds of a call |
+| out_sharding.py | the sharding that a caller asks for |
 | stack.py | layers that `nnx.vmap` has stacked in one module |
-| quantised.py | Flax layers that compute with a quantised kernel |
+| quantised_kernel.py | Flax layers that compute with a quantised kernel |
 """
 
 from jax_dora.layers.adapter_arrays import DoRAParam as DoRAParam
-from jax_dora.layers.base import DoRALayer as DoRALayer
 from jax_dora.layers.classes import DORA_CLASSES as DORA_CLASSES
 from jax_dora.layers.classes import dora_class_of as dora_class_of
 from jax_dora.layers.conv import DoRAConv as DoRAConv
 from jax_dora.layers.conv import DoRAConvTranspose as DoRAConvTranspose
+from jax_dora.layers.dora_layer import DoRALayer as DoRALayer
 from jax_dora.layers.einsum import DoRAEinsum as DoRAEinsum
 from jax_dora.layers.einsum import DoRALinearGeneral as DoRALinearGeneral
 from jax_dora.layers.embed import DoRAEmbed as DoRAEmbed

@@ -10,8 +10,8 @@ from flax import nnx
 from flax.typing import Initializer
 
 from jax_dora.layers.base_layer import axis_names, sharded_like
-from jax_dora.layers.call import fresh_magnitude
 from jax_dora.layers.layout import Axes
+from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import allocate_stack, set_layer
 from jax_dora.ops import quantised

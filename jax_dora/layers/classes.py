@@ -4,8 +4,8 @@ from typing import Any
 
 from flax import nnx
 
-from jax_dora.layers.base import DoRALayer
 from jax_dora.layers.conv import DoRAConv, DoRAConvTranspose
+from jax_dora.layers.dora_layer import DoRALayer
 from jax_dora.layers.einsum import DoRAEinsum, DoRALinearGeneral
 from jax_dora.layers.embed import DoRAEmbed
 from jax_dora.layers.linear import DoRALinear

@@ -1,6 +1,6 @@
 """DoRA for nnx.Conv and nnx.ConvTranspose."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,15 +59,25 @@ class DoRAConvolution(DoRAProduct):
     def layout_of(cls, module: Any, rank: int) -> Layout:
         return convolution_layout(module.kernel_shape, _groups(module), rank)
 
-    def _result(self, operands: Mapping[str, Any]) -> jax.Array:
-        x, kernel, g, dropout = (operands[name] for name in ("x", "kernel", "g", "dropout"))
+    @property
+    def _function(self) -> Callable[..., jax.Array]:
+        return self._convolution
+
+    def _convolution(
+        self,
+        x: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array | None,
+        lora_a: jax.Array,
+        lora_b: jax.Array,
+        g: jax.Array,
+        dropout: ops.Dropout | None,
+    ) -> jax.Array:
         dropped = x
         if dropout is not None:
             dropped = drop_for(self.implementation)(x, dropout.seed, dropout.rate)
         base = self._convolve(x, kernel)
-        lora = self._expand(
-            self._convolve(dropped, operands["lora_a"].astype(x.dtype)), operands["lora_b"]
-        )
+        lora = self._expand(self._convolve(dropped, lora_a.astype(x.dtype)), lora_b)
         if dropout is None or dropout.mode == "adapter":
             y = ops.compose(base, lora, g, self.scale, implementation=self.implementation)
         else:
@@ -75,7 +85,6 @@ class DoRAConvolution(DoRAProduct):
             y = base + ops.compose_delta(
                 corrected, lora, g, self.scale, implementation=self.implementation
             )
-        bias = operands["bias"]
         return y if bias is None else y + bias.reshape((1,) * (y.ndim - 1) + (-1,))
 
     def _convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:

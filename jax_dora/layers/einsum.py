@@ -12,16 +12,16 @@ The norm is taken over the input axes, for every output feature of every batch i
 import functools
 import math
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_dora.layers.call import product, split_dropout
-from jax_dora.layers.product import DoRAProduct
+from jax_dora.layers.product import DoRAProduct, matrix_product
 from jax_dora.layers.rule import DoRARule
+from jax_dora.layers.seeds import split_dropout
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.quantised import stored
 
@@ -72,7 +72,11 @@ class DoRAProjection(DoRAProduct):
     def kernel_axes(cls, module: Any) -> str:
         return cls.equation(module).order
 
-    def _result(self, operands: Mapping[str, Any]) -> jax.Array:
+    @property
+    def _function(self) -> Callable[..., jax.Array]:
+        return self._on_any_mesh
+
+    def _on_any_mesh(self, **operands: Any) -> jax.Array:
         x, kernel = operands["x"], stored(operands["kernel"])
 
         def base_result(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -109,10 +113,11 @@ class DoRAProjection(DoRAProduct):
             arrays[name] = getattr(layout, name).to_matrices(operands[name])
         arrays["g"] = layout.magnitude.to_matrices(operands["g"])[:, 0]
         arrays["dropout"] = split_dropout(operands["dropout"], arrays["kernel"].shape[0])
+        product = matrix_product(self)
         if batch:
-            y = jax.vmap(functools.partial(product, self))(arrays)
+            y = jax.vmap(lambda arrays: product(**arrays))(arrays)
         else:
-            y = product(self, jax.tree.map(lambda array: array[0], arrays))[None]
+            y = product(**jax.tree.map(lambda array: array[0], arrays))[None]
         y = y.reshape([size[letter] for letter in batch + rows + out])
         return y.transpose([(batch + rows + out).index(letter) for letter in equation.y])
 

@@ -9,10 +9,12 @@ from flax import nnx
 from flax.typing import Initializer
 
 from jax_dora import ops
-from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import g_of_call, times_transposed, with_out_sharding
+from jax_dora.layers.dora_layer import DoRALayer
+from jax_dora.layers.magnitude import g_of_call
+from jax_dora.layers.out_sharding import with_out_sharding
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dispatch.mesh import with_auto_axes
+from jax_dora.ops.linear import times_transposed
 
 
 class DoRAEmbed(DoRALayer, nnx.Embed):

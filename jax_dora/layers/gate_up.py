@@ -11,10 +11,11 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
-from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, operands_of_call
+from jax_dora.layers.dora_layer import DoRALayer
 from jax_dora.layers.linear import DoRALinear
+from jax_dora.layers.product import operands_of_call
 from jax_dora.layers.quantised_kernel import act_qtype_of, dtype_carrier, takes_codes
+from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.ops.projection import RESULT_NAME
 
 

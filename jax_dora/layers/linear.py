@@ -5,7 +5,6 @@ from typing import Any, Self
 from flax import nnx
 
 from jax_dora.layers.base_layer import check_base
-from jax_dora.layers.call import product
 from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import OPTIONS, layer_rule
 
@@ -95,5 +94,3 @@ class DoRALinear(DoRAProduct, nnx.Linear):
     @classmethod
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.in_features, module.out_features
-
-    _result = product  # pyright: ignore[reportAssignmentType]

@@ -1,17 +1,27 @@
-"""The base class of the DoRA layers that multiply their input by their kernel."""
+"""The base class of the DoRA layers that multiply their input by their kernel, and their product.
 
-from collections.abc import Mapping
+The parts of a call are functions rather than methods because `nnx.tabulate` lists and compiles
+every public method that a call reaches.
+"""
+
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, operands_of_call, with_out_sharding
+from jax_dora import ops
+from jax_dora.layers.dora_layer import DoRALayer
+from jax_dora.layers.magnitude import g_of_call
+from jax_dora.layers.out_sharding import with_out_sharding
+from jax_dora.layers.quantised_kernel import act_qtype_of
+from jax_dora.layers.seeds import dropout_of_call
+from jax_dora.ops.linear import scaled_linear
 
 
 class DoRAProduct(DoRALayer):
-    """A DoRA layer over a projection or a convolution. A subclass defines `_result`."""
+    """A DoRA layer over a projection or a convolution."""
 
     kernel: nnx.Param
     bias: nnx.Param | None
@@ -43,9 +53,46 @@ class DoRAProduct(DoRALayer):
         """
         operands = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
         if out_sharding is None:
-            return self._result(operands)
-        return with_out_sharding(out_sharding, self._result, operands)
+            return self._function(**operands)
+        function = self._function
+        return with_out_sharding(out_sharding, lambda arrays: function(**arrays), operands)
 
-    def _result(self, operands: Mapping[str, Any]) -> jax.Array:
-        """Computes the result of a call from its arrays, which `operands_of_call` returns."""
-        raise NotImplementedError
+    @property
+    def _function(self) -> Callable[..., jax.Array]:
+        """Returns the function of the arrays of a call that computes its result."""
+        return matrix_product(self)
+
+
+def operands_of_call(
+    layer: Any, inputs: jax.Array, dropout: ops.Dropout | None = None
+) -> dict[str, Any]:
+    """Returns the arrays of a call by name: x, kernel and bias as the base layer promotes them,
+    lora_a, lora_b, g and the dropout.
+
+    g is computed from the parameters as stored, so it does not depend on the dtype of the
+    computation.
+    """
+    bias = None if layer.bias is None else layer.bias[...]
+    x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+    return {
+        "x": x,
+        "kernel": kernel,
+        "bias": bias,
+        "lora_a": layer.lora_a[...],
+        "lora_b": layer.lora_b[...],
+        "g": g_of_call(layer, x.dtype),
+        "dropout": dropout,
+    }
+
+
+def matrix_product(layer: Any) -> Callable[..., jax.Array]:
+    """Returns g ∘ x (kernel + s·lora_a lora_b) + bias as a function of the arrays of
+    `operands_of_call`, which are matrices, with the layer's settings."""
+    return functools.partial(
+        scaled_linear,
+        scale=layer.scale,
+        implementation=layer.implementation,
+        precision=layer.precision,
+        keep_inner=layer.keep_inner,
+        act_qtype=act_qtype_of(layer),
+    )

@@ -99,8 +99,14 @@ def dora_linear(
         norm = jnp.asarray(checkpoint_name(norm, NORM_NAME))
     g = magnitude_scale(magnitude, norm, _dtype(x, kernel))
     return scaled_linear(
-        Projection(x, kernel, lora_a, lora_b, g, scale, bias),
-        dropout,
+        x,
+        kernel,
+        lora_a,
+        lora_b,
+        g,
+        scale,
+        bias=bias,
+        dropout=dropout,
         implementation=implementation,
         precision=precision,
         keep_inner=keep_inner,
@@ -109,9 +115,15 @@ def dora_linear(
 
 
 def scaled_linear(
-    operands: Projection,
-    dropout: Dropout | None = None,
+    x: Any,
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array | None,
+    scale: ArrayLike,
     *,
+    bias: jax.Array | None = None,
+    dropout: Dropout | None = None,
     implementation: str | None = None,
     precision: jax.lax.PrecisionLike = None,
     keep_inner: bool = False,
@@ -120,14 +132,14 @@ def scaled_linear(
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g.
 
     Args:
-      operands: the operands, without seed, z and codes. g has any float dtype; None means ones. x
-        can be `row_scaled.CodedRows`, of act_qtype.
-      dropout, implementation, precision, keep_inner, act_qtype: see `dora_linear`.
+      x: [..., in], or its `row_scaled.CodedRows`, of act_qtype.
+      g: [out], any float dtype; None means ones.
+      kernel, lora_a, lora_b, scale, bias, dropout: see `dora_linear`.
+      implementation, precision, keep_inner, act_qtype: see `dora_linear`.
     """
-    if isinstance(operands.x, row_scaled.CodedRows):
-        x, codes, row_scales = operands.x
-        operands = operands._replace(x=x, codes=codes, row_scales=row_scales)
-    x, kernel, lora_a, lora_b, g, scale, bias, *_ = operands
+    codes = row_scales = None
+    if isinstance(x, row_scaled.CodedRows):
+        x, codes, row_scales = x
     _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
     for name, vector in (("g", g), ("bias", bias)):
         if vector is not None:
@@ -145,7 +157,10 @@ def scaled_linear(
     settings = ProjectionSettings(
         op, implementation, static_precision(precision), act_qtype, keep_inner, rate, mode
     )
-    operands = operands._replace(g=g, scale=check.scale_array(scale), seed=seed)
+    scale = check.scale_array(scale)
+    operands = Projection(
+        x, kernel, lora_a, lora_b, g, scale, bias, seed, codes=codes, row_scales=row_scales
+    )
     function = functools.partial(_linear, settings)
     return FORWARD.on_explicit_axes(function, operands)(operands)
 
@@ -185,13 +200,35 @@ def lora_linear(
             "and lora_linear has no g; expected mode 'adapter'"
         )
     inner = scaled_linear(
-        Projection(x, kernel, lora_a, lora_b, g=None, scale=scale),
-        dropout,
+        x,
+        kernel,
+        lora_a,
+        lora_b,
+        None,
+        scale,
+        dropout=dropout,
         implementation=implementation,
         precision=precision,
         act_qtype=act_qtype,
     )
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
+
+
+def times_transposed(
+    x: jax.Array,
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array,
+    scale: float,
+    precision: Any = None,
+) -> jax.Array:
+    """Returns x W'ᵀ of x [..., out], as x̂ Wᵀ + s·(x̂ lora_bᵀ) lora_aᵀ with x̂ = g∘x."""
+    dtype, dot = x.dtype, functools.partial(jnp.matmul, precision=precision)
+    scaled = (x.astype(g.dtype) * g.reshape((1,) * (x.ndim - 1) + g.shape)).astype(dtype)
+    wide = lora_b.astype(accumulator(lora_b.dtype, dtype))
+    z = dot(scaled, (scale * wide).astype(dtype).T)
+    return dot(scaled, kernel.T) + dot(z, lora_a.astype(dtype).T)
 
 
 def _linear(settings: ProjectionSettings, operands: Projection) -> jax.Array:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from dora_common.peft.layers import Layer, Shape
 from jax_dora.adapt.site import Site
-from jax_dora.layers.base import Constant
+from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.layout import Axes, convolution_layout
 from jax_dora.layers.stack import Stack
 

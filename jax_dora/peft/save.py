@@ -18,7 +18,7 @@ from dora_common.peft.save import Adapted, Source
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.layers.base_layer import check_has_values
-from jax_dora.layers.call import fresh_magnitude
+from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.ops import check
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import TorchLayer, TorchParameter

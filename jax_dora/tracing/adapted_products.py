@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora import ops
-from jax_dora.layers.call import NEXT_SEED, times_transposed
 from jax_dora.layers.rule import DoRARule
+from jax_dora.layers.seeds import NEXT_SEED
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.dtypes import accumulator
-from jax_dora.ops.linear import scaled_linear
-from jax_dora.ops.operands import Projection
+from jax_dora.ops.linear import scaled_linear, times_transposed
 from jax_dora.tracing.operations import Lookup, Product, Ragged
 from jax_dora.tracing.product_plan import as_matrices, plan_product
 from jax_dora.tracing.weight import Weight, effective_weight
@@ -131,8 +130,10 @@ class AdaptedReader:
         if is_transposed:
             return times_transposed(x, **arrays, scale=self.rule.scale, precision=product.precision)
         return scaled_linear(
-            Projection(x, **arrays, scale=self.rule.scale),
-            dropout,
+            x,
+            **arrays,
+            scale=self.rule.scale,
+            dropout=dropout,
             implementation=self.rule.implementation,
             precision=product.precision,
             keep_inner=self.rule.keep_inner,

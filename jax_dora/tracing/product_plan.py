@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
-from jax_dora.layers.call import split_dropout
+from jax_dora.layers.seeds import split_dropout
 from jax_dora.ops.dropout import Dropout
 from jax_dora.tracing.operations import Product
 from jax_dora.tracing.weight import Weight

@@ -11,10 +11,11 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers.adapter_arrays import make_adapter
-from jax_dora.layers.base import DoRALayer
-from jax_dora.layers.call import dropout_of_call, g_of_call
+from jax_dora.layers.dora_layer import DoRALayer
 from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.magnitude import g_of_call
 from jax_dora.layers.rule import DoRARule
+from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.layers.stack import Stack
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.tracing.adapted_products import AdaptedReader

@@ -16,8 +16,8 @@ from jax_dora.layers.adapter_arrays import (
     make_adapter,
 )
 from jax_dora.layers.base_layer import check_base, check_has_values, copy_attributes, new_instance
-from jax_dora.layers.call import layer_norm
 from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.magnitude import layer_norm
 from jax_dora.layers.quantised_kernel import LAYERS, compute_as_stored
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack

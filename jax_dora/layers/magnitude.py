@@ -1,0 +1,102 @@
+"""A layer's norm, and g = magnitude / norm."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_dora import ops
+from jax_dora.layers.layout import Layout
+from jax_dora.ops import check
+from jax_dora.ops.dispatch import mesh as meshes
+from jax_dora.ops.linear import NORM_NAME
+from jax_dora.ops.norm import epsilon, norm_implementation, ratio
+from jax_dora.ops.quantised import stored
+
+
+def g_of_call(
+    layer: Any,
+    dtype: Any,
+    arrays: Sequence[jax.Array] = (),
+    layout: Layout | None = None,
+    order: Callable[[jax.Array], jax.Array] = lambda array: array,
+) -> jax.Array:
+    """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape.
+
+    A frozen layer returns its stored g. Otherwise the norm is the given norm or, without one,
+    computed here and tagged so that `jax_dora.remat_policy` keeps it.
+
+    Args:
+      arrays, layout: kernel, lora_a and lora_b, and how to view them as matrices; the layer's own
+        by default.
+      order: permutes the axes of the stored magnitude, norm and g to those of `arrays`.
+    """
+    if layer.given_g is not None:
+        return order(layer.given_g[...])
+    magnitude = order(layer.magnitude[...])
+    if layer.given_norm is not None:
+        norm = order(layer.given_norm[...])
+    else:
+        arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
+        norm = checkpoint_name(layer_norm(layer, arrays, layout), NORM_NAME)
+    check.is_float("magnitude", magnitude)
+    check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
+    return ratio(magnitude, bounded_norm(norm, layer.result_dtype), dtype)
+
+
+def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = None) -> jax.Array:
+    """Returns ‖kernel + s·lora_a lora_b‖ of one layer's kernel, lora_a and lora_b, in its
+    magnitude's shape."""
+    layer_layout: Layout = layout or layer.layout
+    implementation = norm_implementation(layer.implementation)
+    if layer_layout.is_one_matrix:
+        return ops.factored_norm(*arrays, scale=layer.scale, implementation=implementation)
+
+    def compute(arrays: Sequence[jax.Array]) -> jax.Array:
+        matrices = [
+            axes.to_matrices(array) for axes, array in zip(layer_layout[:3], arrays, strict=True)
+        ]
+        norm = matrix_norm(*matrices, scale=layer.scale, implementation=implementation)
+        return layer_layout.magnitude.from_matrices(norm[:, None])
+
+    kernel = stored(arrays[0])
+
+    def spec() -> jax.sharding.PartitionSpec:
+        return jax.P(*layer_layout.adapter_axes(meshes.spec(kernel))["magnitude"])
+
+    return meshes.on_explicit_axes(compute, spec, kernel)(tuple(arrays))
+
+
+def matrix_norm(
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: float,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns the norm of every column of kernel + scale·lora_a lora_b: f32[n, out] for a kernel
+    [n, in, out], lora_a [n, in, r] and lora_b [n, r, out]."""
+    norm = functools.partial(ops.factored_norm, scale=scale, implementation=implementation)
+    if kernel.shape[0] == 1:
+        return norm(kernel[0], lora_a[0], lora_b[0])[None]
+    return jax.vmap(norm)(kernel, lora_a, lora_b)
+
+
+def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the norm, clipped to a positive and finite range.
+
+    The lower bound is the eps of `ops.magnitude_scale` for results of `dtype`, which is the
+    smallest number that it divides by. The upper bound keeps the norm finite if the squares of
+    finite numbers overflow. NaN stays NaN.
+
+    A fresh layer's magnitude is this value, so its g is 1 for every finite kernel.
+    """
+    return jnp.clip(norm, epsilon(dtype), jnp.finfo(norm.dtype).max)
+
+
+def fresh_magnitude(layer: Any) -> jax.Array:
+    """Returns the magnitude with which a DoRA layer scales nothing: g = 1."""
+    return bounded_norm(layer.norm(), layer.result_dtype)
