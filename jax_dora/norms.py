@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
@@ -35,6 +36,7 @@ from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.magnitude import bounded_norm, g_of_call
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.ops.linear import NORM_NAME
+from jax_dora.ops.norm import ratio
 from jax_dora.ops.projection import INNER_NAME
 from jax_dora.tracing.weight_adapter import WeightAdapter
 
@@ -76,19 +78,22 @@ def reset_magnitudes(model: nnx.Module) -> None:
     even an adapter whose lora_b is zero would scale the new weights. A trained adapter loses what
     its magnitudes have learned: it becomes the LoRA adapter of its lora_a and lora_b.
 
-    For Flax linen there is `jax_dora.linen.reset_magnitudes`.
+    Each magnitude keeps its dtype and sharding. The norms of a model from `with_norms` and the
+    constant g of a model from `freeze` are set too.
 
     Raises:
       TypeError, ValueError: the same errors as `norms`.
     """
+    check_model(model, for_linen="jax_dora.linen.reset_magnitudes")
     layers = {found.paths[0]: found.module for found in _dora_layers(model)}
     for path, norm in norms(model).items():
-        layer, magnitude = layers[path], layers[path].magnitude
-        value = bounded_norm(norm, layer.result_dtype).astype(magnitude.dtype)
-        magnitude.set_value(on_devices_of(magnitude.get_value(), value))
-        for given, new in ((layer.given_norm, norm), (layer.given_g, jnp.ones_like(norm))):
-            if given is not None:
-                given.set_value(on_devices_of(given.get_value(), new))
+        layer = layers[path]
+        magnitude = bounded_norm(norm, layer.result_dtype)
+        g = ratio(magnitude, magnitude, layer.result_dtype)
+        new = {"magnitude": magnitude, "given_norm": norm, "given_g": g}
+        for name, value in new.items():
+            if (variable := getattr(layer, name)) is not None:
+                _set_like(variable, value)
 
 
 def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array]) -> Model:
@@ -228,6 +233,15 @@ def _dora_layers(model: nnx.Module) -> list[FoundModule]:
             "with one, or call apply_dora first"
         )
     return layers
+
+
+def _set_like(variable: nnx.Variable, value: jax.Array) -> None:
+    """Sets the value of a variable, with the dtype and the sharding of its current value."""
+    before = variable.get_value()
+    value = value.astype(before.dtype)
+    if not any(isinstance(array, Tracer) for array in (before, value)):
+        value = jax.device_put(value, before.sharding)
+    variable.set_value(value)
 
 
 def _constant_of(layer: DoRALayer | WeightAdapter) -> type[Constant]:

@@ -1,4 +1,4 @@
-"""`norms`, `with_norms`, `freeze` and `remat_policy`: what computes a norm, and what uses one."""
+"""Norms as values: what computes, sets, uses and keeps them."""
 
 import functools
 import itertools
@@ -250,10 +250,97 @@ def test_norms_on_a_mesh(names, kind):
         np.testing.assert_allclose(given(x, out), layer(x, out), rtol=1e-6)
 
 
+class Traced(nnx.Module):
+    """Experts and another weight that the module's own code reads."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.experts = nnx.Param(jax.random.normal(rngs.params(), (3, WIDTH, 8)))
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("eto,oi->eti", jnp.einsum("ti,eio->eto", x, self.experts[...]), self.w)
+
+
+ROWS = jax.random.normal(jax.random.key(2), (5, WIDTH))
+LATER: dict[str, Any] = {
+    "every layer": (Model, IDS[0]),
+    "grouped convolution": (
+        lambda rngs: nnx.Conv(WIDTH, 8, (3,), feature_group_count=2, rngs=rngs),
+        jax.random.normal(jax.random.key(2), (2, 5, WIDTH)),
+    ),
+    "einsum": (lambda rngs: nnx.Einsum("ti,oi->to", (8, WIDTH), rngs=rngs), ROWS),
+    "traced": (Traced, ROWS),
+    "quantised": (
+        lambda rngs: jax_dora.quantize(nnx.Linear(WIDTH, 8, rngs=rngs), "nf4", tile_size=8),
+        ROWS,
+    ),
+}
+
+
+def with_later_weights(kind: str) -> tuple[Any, Any, jax.Array]:
+    """Returns a fresh adapter over weights that came after it, their plain model, and inputs."""
+    make, x = LATER[kind]
+    rule = DoRARule(".*", 2, 4)
+    model = jax_dora.apply_dora(make(nnx.Rngs(0)), rule, rngs=nnx.Rngs(1), example=(x,))
+    plain = make(nnx.Rngs(7))
+    doubled = jax.tree.map(lambda a: 2 * a if a.dtype == jnp.float32 else a, nnx.state(plain))
+    nnx.update(plain, doubled)
+    nnx.update(model, nnx.state(plain))
+    return model, plain, x
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_fresh_adapter_of_weights_that_came_later_changes_nothing(kind):
+    model, plain, x = with_later_weights(kind)
+    want = plain(x)
+    copies = [jax_dora.freeze(model), jax_dora.with_norms(model, jax_dora.norms(model))]
+    assert jnp.abs(model(x) - want).max() > 0.01 * jnp.abs(want).max()
+    for one in (model, *copies):
+        assert jax_dora.reset_magnitudes(one) is None
+        np.testing.assert_allclose(one(x), want, rtol=1e-5, atol=1e-5)
+
+
+@nnx.jit
+def reset(model):
+    jax_dora.reset_magnitudes(model)
+
+
+@pytest.mark.parametrize("function", [jax_dora.reset_magnitudes, reset])
+def test_magnitudes_are_reset_to_the_norms_of_the_adapter_as_it_is(model, function):
+    changed = nnx.clone(model)
+    kinds = {path: type(variable) for path, variable in nnx.iter_graph(changed)}
+    function(changed)
+    linear, stack = changed.one, changed.stack
+    for layer, index in [(linear, ...), *((stack, number) for number in range(3))]:
+        parts = (layer.kernel, layer.lora_a, layer.lora_b)
+        kernel, lora_a, lora_b = (np.asarray(part[index], np.float64) for part in parts)
+        want = np.linalg.norm(kernel + 2 * lora_a @ lora_b, axis=0)
+        np.testing.assert_allclose(layer.magnitude[index], want, rtol=1e-6)
+    assert kinds == {path: type(variable) for path, variable in nnx.iter_graph(changed)}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_magnitudes_that_are_reset_stay_sharded(kind):
+    """The weights that came later are whole on every device."""
+    mesh = mesh_of(kind, a=2, b=2)
+    with jax.set_mesh(mesh):
+        layer = sharded_layer(nnx.Rngs(0), ("a", "b"))
+        before = layer.magnitude[...]
+        later = jax.device_put(2 * layer.kernel[...], NamedSharding(mesh, jax.P()))
+        layer.kernel.set_value(later)
+        jax_dora.reset_magnitudes(layer)
+        assert layer.magnitude[...].sharding == before.sharding
+        parts = (layer.kernel, layer.lora_a, layer.lora_b)
+        kernel, lora_a, lora_b = (np.asarray(part[...], np.float64) for part in parts)
+        want = np.linalg.norm(kernel + layer.scale * lora_a @ lora_b, axis=0)
+        np.testing.assert_allclose(layer.magnitude[...], want, rtol=1e-6)
+
+
 def test_values_that_do_not_fit(model):
     values = jax_dora.norms(model)
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    for function in (jax_dora.norms, jax_dora.freeze, lambda m: jax_dora.with_norms(m, {})):
+    functions = [jax_dora.norms, jax_dora.reset_magnitudes, jax_dora.freeze]
+    for function in (*functions, lambda m: jax_dora.with_norms(m, {})):
         with pytest.raises(ValueError, match="Linear has no DoRA layer"):
             function(linear)
         with pytest.raises(TypeError, match=r"model is a dict; expected an nnx\.Module"):
