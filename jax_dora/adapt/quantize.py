@@ -88,11 +88,11 @@ def quantize[Model: nnx.Module](
     copy = nnx.clone(model)
     found = find_sites(copy, stack_axis=0)
     matched = _matched(found, path)
-    row_wise = nnx.Linear | nnx.LinearGeneral
+    row_scaled = nnx.Linear | nnx.LinearGeneral
     others = [
         site
         for site in matched
-        if not isinstance(layer := site.found.module, row_wise)
+        if not isinstance(layer := site.found.module, row_scaled)
         or getattr(layer, "batch_axis", None)
     ]
     raise_for_sites(

@@ -20,7 +20,7 @@ from jax_dora.ops.bank_linear import Projection, bank_linear, bank_linears
 from jax_dora.ops.bank_projection import WholeProjection, bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dispatch import mesh as meshes
-from jax_dora.ops.row_scaled import CodedRows
+from jax_dora.ops.row_scaled import plain
 
 _BANK_ATTRIBUTES = frozenset(
     f"bank_{name}" for name in (*Slots._fields, "ids", "step", "layer", "implementation", "kernel")
@@ -109,8 +109,7 @@ class BankLayer(nnx.Module):
     def _promoted(self, inputs: Any) -> tuple[jax.Array, Any, Any]:
         """Returns inputs, without codes, kernel and bias (or None) in the dtype of the products."""
         bias = None if self.bias is None else self.bias[...]
-        x = inputs.x if isinstance(inputs, CodedRows) else inputs
-        return self.promote_dtype((x, self.kernel[...], bias), dtype=self.dtype)
+        return self.promote_dtype((plain(inputs), self.kernel[...], bias), dtype=self.dtype)
 
     def _projection(self, inputs: Any) -> Projection:
         slots, _, part = self._slots()
@@ -168,7 +167,7 @@ class BankLayer(nnx.Module):
 
 
 def apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array]:
-    """Returns the results of several layers for the same x, an array or `CodedRows`.
+    """Returns the results of several layers for the same x, an array or `RowScaled`.
 
     If all are similar layers of a bank, they are computed together. With few tokens, this takes as
     many launches of the bank's kernels as a single layer.

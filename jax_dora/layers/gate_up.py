@@ -76,7 +76,7 @@ def swiglu_into(layer: Any, gate: Any, up: Any, inputs: Any) -> Any:
     """Returns `swiglu(gate, up, inputs)` for a call of `layer`: if the layer takes them, with codes
     that are made in the same pass.
 
-    inputs can be `CodedRows` if gate and up take them.
+    inputs can be `RowScaled` if gate and up take them.
     """
     if takes_codes(layer) and _is_fused(gate, up, inputs):
         return _fused(gate, up, inputs, with_codes=True)

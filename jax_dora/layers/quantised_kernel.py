@@ -5,7 +5,7 @@ product as attributes. The functions below replace them. They dequantise the ker
 and again for the product's gradient. For few rows, as in decoding and for prompts, `dot_general`
 and `einsum` do without that. With plain arrays all do what Flax's functions do.
 
-A layer whose `dot_general` is `dot_general_by_rows` quantises its activations too. Nothing else
+A layer whose `dot_general` is `row_scaled_dot_general` quantises its activations too. Nothing else
 records that, neither in a base layer nor in a DoRA layer.
 """
 
@@ -26,7 +26,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised, row_scaled, weight_only
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dtypes import static_precision
-from jax_dora.ops.row_scaled import CodedRows
+from jax_dora.ops.row_scaled import RowScaled
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
@@ -57,10 +57,8 @@ def check_kernel(kernel: Any, layout: Layout, stack: Stack) -> None:
 
 def dtype_carrier(array: Any) -> Any:
     """Returns the array whose dtype takes part in promotion: the scales of a quantised array, x of
-    `CodedRows`, or the array itself."""
-    if isinstance(array, CodedRows):
-        return array.x
-    return array.scale if quantised.is_quantised(array) else array
+    `RowScaled`, or the array itself."""
+    return array.scale if quantised.is_quantised(array) else row_scaled.plain(array)
 
 
 def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
@@ -68,7 +66,7 @@ def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> A
     promoted = dtypes.promote_dtype(tuple(map(dtype_carrier, args)), dtype=dtype, inexact=inexact)
 
     def is_kept(one: Any, cast: Any) -> bool:
-        has_codes = isinstance(one, CodedRows) and one.dtype == cast.dtype
+        has_codes = isinstance(one, RowScaled) and one.dtype == cast.dtype
         return has_codes or quantised.is_quantised(one)
 
     pairs = zip(args, promoted, strict=True)
@@ -133,7 +131,7 @@ def _has_few_rows(lhs: jax.Array, rhs: Any, dimension_numbers: Any) -> bool:
     return is_few and not batched and [*kernel_axes] == [*range(len(kernel_axes))]
 
 
-def dot_general_by_rows(
+def row_scaled_dot_general(
     lhs: Any,
     rhs: Any,
     dimension_numbers: Any,
@@ -141,7 +139,7 @@ def dot_general_by_rows(
     out_sharding: Any = None,
 ) -> jax.Array:
     """Returns `dot_general` without batch axes. For a quantised kernel [*in, *out] it is an FP8
-    product by `row_scaled`; lhs can then be `CodedRows` [..., in]."""
+    product by `row_scaled`; lhs can then be `RowScaled` [..., in]."""
     if not quantised.is_quantised(rhs):
         options = {"precision": precision, "out_sharding": out_sharding}
         return lax.dot_general(lhs, rhs, dimension_numbers, **options)
@@ -181,7 +179,7 @@ def _by_matrix(
 
     def multiply_matrix(operands: row_scaled.Product) -> jax.Array:
         x, kernel = operands
-        if isinstance(x, CodedRows):
+        if isinstance(x, RowScaled):
             return multiply(operands)
         x = x.transpose(*rows, *x_contracted)
         lead, out = x.shape[: len(rows)], [kernel.shape[axis] for axis in columns]
@@ -288,7 +286,7 @@ ARITHMETIC = {
     "einsum_op": einsum,
     "conv_general_dilated": convolve,
 }
-ROW_WISE_ARITHMETIC = {"dot_general": dot_general_by_rows}
+ROW_SCALED_ARITHMETIC = {"dot_general": row_scaled_dot_general}
 
 
 def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
@@ -297,7 +295,7 @@ def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
     Args:
       act_qtype: the format that activations are quantised to, as in `jax_dora.ops.dora_linear`.
     """
-    for name, function in (ARITHMETIC | ROW_WISE_ARITHMETIC if act_qtype else ARITHMETIC).items():
+    for name, function in (ARITHMETIC | ROW_SCALED_ARITHMETIC if act_qtype else ARITHMETIC).items():
         if hasattr(layer, name):
             setattr(layer, name, function)
 
@@ -316,11 +314,13 @@ def compute_as_stored(layer: Any) -> None:
 def act_qtype_of(layer: Any) -> str | None:
     """Returns the format to which a layer, adapted or not, quantises its activations; None for no
     quantisation."""
-    return row_scaled.QTYPE if getattr(layer, "dot_general", None) is dot_general_by_rows else None
+    return (
+        row_scaled.QTYPE if getattr(layer, "dot_general", None) is row_scaled_dot_general else None
+    )
 
 
 def takes_codes(layer: Any) -> bool:
-    """Returns whether a layer quantises its inputs and can be called with `CodedRows`."""
+    """Returns whether a layer quantises its inputs and can be called with `RowScaled`."""
     # A subclass may compute something else with its inputs.
     can_take = type(layer) is nnx.Linear or vars(type(layer)).get("can_take_codes", False)
     return can_take and act_qtype_of(layer) is not None

@@ -132,15 +132,12 @@ def scaled_linear(
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g.
 
     Args:
-      x: [..., in], or its `row_scaled.CodedRows`, of act_qtype.
+      x: [..., in], or its `row_scaled.RowScaled`, of act_qtype.
       g: [out], any float dtype; None means ones.
       kernel, lora_a, lora_b, scale, bias, dropout: see `dora_linear`.
       implementation, precision, keep_inner, act_qtype: see `dora_linear`.
     """
-    codes = row_scales = None
-    if isinstance(x, row_scaled.CodedRows):
-        x, codes, row_scales = x
-    _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
+    _check_operands(row_scaled.plain(x), kernel, lora_a, lora_b, implementation, act_qtype)
     for name, vector in (("g", g), ("bias", bias)):
         if vector is not None:
             check.is_float(name, vector)
@@ -158,9 +155,7 @@ def scaled_linear(
         op, implementation, static_precision(precision), act_qtype, keep_inner, rate, mode
     )
     scale = check.scale_array(scale)
-    operands = Projection(
-        x, kernel, lora_a, lora_b, g, scale, bias, seed, codes=codes, row_scales=row_scales
-    )
+    operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
     function = functools.partial(_linear, settings)
     return FORWARD.on_explicit_axes(function, operands)(operands)
 
@@ -238,10 +233,13 @@ def _linear(settings: ProjectionSettings, operands: Projection) -> jax.Array:
     dtype = _dtype(x, kernel)
     if not quantised.is_quantised(kernel):
         kernel = kernel.astype(dtype)
-    operands = operands._replace(x=x.astype(dtype), kernel=kernel)
-    if settings.act_qtype is not None and operands.codes is None:
-        rows = row_scaled.coded(operands.x, settings.implementation)
-        operands = operands._replace(codes=rows.codes, row_scales=rows.scales)
+    if isinstance(x, row_scaled.RowScaled):
+        x = x._replace(x=x.x.astype(dtype))
+    else:
+        x = x.astype(dtype)
+        if settings.act_qtype is not None:
+            x = row_scaled.coded(x, settings.implementation)
+    operands = operands._replace(x=x, kernel=kernel)
     if settings.rate and settings.mode == "input":
         return _with_dropped_input(settings, operands)
     if settings.implementation == "eager":

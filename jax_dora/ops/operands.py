@@ -47,7 +47,8 @@ class Projection(NamedTuple):
     """The operands of one adapted projection.
 
     Attributes:
-      x: [..., in].
+      x: [..., in], or its `row_scaled.RowScaled` if it is quantised for the product with the
+        kernel.
       kernel: [in, out].
       lora_a: [in, r].
       lora_b: [r, out].
@@ -57,8 +58,6 @@ class Projection(NamedTuple):
       seed: uint32[2], the seed of x's dropout.
       z: [..., r], drop(x) (scale·lora_a), once it has been computed. lora_a is then None if z must
         not be recomputed from it.
-      codes, row_scales: those of `row_wise.CodedRows`, if x is quantised for the product with the
-        kernel.
     """
 
     x: Any
@@ -70,14 +69,6 @@ class Projection(NamedTuple):
     bias: Any = None
     seed: Any = None
     z: Any = None
-    codes: Any = None
-    row_scales: Any = None
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Returns (rows, in, rank, out)."""
-        in_features, out = self.kernel.shape
-        return self.x.size // max(self.x.shape[-1], 1), in_features, self.lora_a.shape[1], out
 
 
 class Composition(NamedTuple):

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_dora.ops import check, projection_products, quantised, residuals
+from jax_dora.ops import check, projection_products, quantised, residuals, row_scaled
 from jax_dora.ops.compose import (
     COMPOSE_BACKWARD,
     ComposeBackward,
@@ -52,7 +52,7 @@ def define(settings: ProjectionSettings, operands: Projection) -> jax.Array:
 
 
 def _forward_settings(settings: ProjectionSettings, want_inner: bool = False) -> ForwardSettings:
-    return ForwardSettings(*settings[:4], want_inner)
+    return ForwardSettings(*settings[:3], want_inner)
 
 
 def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
@@ -75,12 +75,12 @@ def _scaled_lora_a(operands: Projection) -> jax.Array:
 
 def _with_z(settings: ProjectionSettings, operands: Projection, scaled: jax.Array) -> Projection:
     """Returns the operands of `FORWARD`, with z = drop(x) (s·A)."""
-    x, seed = operands.x, operands.seed
+    x, seed = row_scaled.plain(operands.x), operands.seed
     reduction = Reduction(x, scaled, seed, operands.kernel)
     (z,) = primitive.call(REDUCE, _reduction_settings(settings, x), reduction)
     # `FORWARD` may compute z again from lora_a, but not the z of a dropped x, which has kernels of
     # its own, nor that of an FP8 product, which sums its parts over devices itself.
-    lora_a = operands.lora_a if seed is None and settings.act_qtype is None else None
+    lora_a = operands.lora_a if seed is None and x is operands.x else None
     return operands._replace(lora_a=lora_a, seed=None, z=z)
 
 
@@ -114,8 +114,8 @@ def _projection_fwd(
         y = jnp.asarray(checkpoint_name(y, RESULT_NAME))
         inner = jnp.asarray(checkpoint_name(inner, name))
     # The bias stays, because it determines whether `inner` holds inner or y.
-    x = operands.x if wanted.lora_a or wanted.kernel else None
-    kept = operands._replace(x=x, codes=None, row_scales=None)
+    x = row_scaled.plain(operands.x) if wanted.lora_a or wanted.kernel else None
+    kept = operands._replace(x=x)
     z = forward.z if wanted.lora_b else None
     return y, (kept, wanted, z, inner, scaled if wanted.x else None)
 
@@ -137,7 +137,9 @@ def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> d
     if wanted.x or wanted.lora_a:
         dz = dot(d, lora_b, (-1, 1))
         if wanted.x:
-            gradients["x"] = _dx(settings, operands, scaled, d, dz)
+            dx = _dx(settings, operands, scaled, d, dz)
+            is_coded = settings.act_qtype is not None
+            gradients["x"] = row_scaled.RowScaled(dx, None, None) if is_coded else dx
         if wanted.lora_a:
             d_lora_a = _d_scaled_lora_a(settings, operands, dz)
             d_lora_a = scale.astype(wide) * d_lora_a.astype(wide)

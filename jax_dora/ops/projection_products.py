@@ -34,14 +34,13 @@ class ForwardSettings(NamedTuple):
     """The settings of `FORWARD`.
 
     Attributes:
-      op, implementation, precision, act_qtype: see `ProjectionSettings`.
+      op, implementation, precision: see `ProjectionSettings`.
       want_inner: whether inner is a result.
     """
 
     op: str
     implementation: str | None
     precision: Any = None
-    act_qtype: str | None = None
     want_inner: bool = False
 
 
@@ -57,11 +56,11 @@ def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> t
       shard: how the call is sharded.
       operands: the operands, with z.
     """
-    if settings.act_qtype is not None:
+    if isinstance(operands.x, row_scaled.RowScaled):
         return _forward_with_quantised_rows(settings, shard, operands)
     if shard.summed:
         return _forward_with_sharded_inputs(settings, shard, operands)
-    x, kernel, lora_a, lora_b, g, scale, bias, _, z, *_ = operands
+    x, kernel, lora_a, lora_b, g, scale, bias, _, z = operands
     dot, one = functools.partial(dot_general, settings.precision), jnp.float32(1)
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
@@ -113,7 +112,7 @@ def _forward_with_sharded_inputs(
     settings: ForwardSettings, shard: Shard, operands: Projection
 ) -> tuple[Any, Any]:
     """Returns (y, inner or None), summed over the devices that share the input features."""
-    x, _, lora_a, _, g, scale, bias, _, z, *_ = operands
+    x, _, lora_a, _, g, scale, bias, _, z = operands
     if lora_a is None:
         z = shard.on_first_device(z)
     else:
@@ -137,10 +136,11 @@ def _forward_with_quantised_rows(
 
     The adapter's products, g and the bias have the same dtypes as without quantised activations.
     """
-    x, kernel, _, lora_b, g, _, bias, _, z, *codes = operands
+    rows, kernel, _, lora_b, g, _, bias, _, z = operands
+    x = rows.x
     one, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
-    base = row_scaled.sums(row_scaled.CodedRows(x, *codes), kernel, shard)
+    base = row_scaled.sums(rows, kernel, shard)
     out, rank = kernel.shape[1], z.shape[-1]
     call = (base.total.size // max(out, 1), rank, out, base.total.dtype)
     choice = choose.choose(settings.op, settings.implementation, (expand_compose, call))
@@ -161,7 +161,9 @@ def _forward_with_quantised_rows(
 FORWARD = Op(
     "project",
     _forward,
-    Projection("t i", "i o", "i r", "r o", "o", "", "o", "s", "t r", "t i", "t"),
+    Projection(
+        row_scaled.RowScaled("t i", "t i", "t"), "i o", "i r", "r o", "o", "", "o", "s", "t r"
+    ),
     ("t o", "t o"),
     contracted="i",
     is_projection=True,

@@ -67,7 +67,7 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
     )
 
 
-class CodedRows(NamedTuple):
+class RowScaled(NamedTuple):
     """Rows and their FP8 codes, x ≈ codes ∘ scales.
 
     A layer for which `jax_dora.layers.quantised_kernel.takes_codes` is true can be called with it
@@ -98,13 +98,18 @@ class CodedRows(NamedTuple):
 
 # `nnx.tabulate` requires that tuples among a layer's inputs have numbers as keys.
 register_pytree_with_keys(
-    CodedRows,
-    lambda rows: (tuple((SequenceKey(i), one) for i, one in enumerate(rows)), None),
-    lambda _, children: CodedRows(*children),
+    RowScaled,
+    lambda rows: (tuple((SequenceKey(i), array) for i, array in enumerate(rows)), None),
+    lambda _, children: RowScaled(*children),
 )
 
 
-def coded(x: Any, implementation: str | None = None) -> CodedRows:
+def plain(x: Any) -> Any:
+    """Returns x [..., in] itself, of an array or of `RowScaled`."""
+    return x.x if isinstance(x, RowScaled) else x
+
+
+def coded(x: Any, implementation: str | None = None) -> RowScaled:
     """Returns x [..., in] with its codes, which have no gradient.
 
     With implementation None or "mosaic", a Mosaic kernel may make them, if each row is on a single
@@ -113,10 +118,10 @@ def coded(x: Any, implementation: str | None = None) -> CodedRows:
     if implementation == "mosaic" and row_codes.refuses(*_call(x)):
         implementation = None
     settings = Implementation(implementation)
-    return CodedRows(x, *primitive.call(ROW_CODES, settings, _Rows(lax.stop_gradient(x))))
+    return RowScaled(x, *primitive.call(ROW_CODES, settings, _Rows(lax.stop_gradient(x))))
 
 
-def coded_by(largest: jax.Array, x: jax.Array) -> CodedRows:
+def coded_by(largest: jax.Array, x: jax.Array) -> RowScaled:
     """Returns x [..., in] with its codes, which have no gradient, by XLA.
 
     Args:
@@ -128,10 +133,10 @@ def coded_by(largest: jax.Array, x: jax.Array) -> CodedRows:
     # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum and jnp.clip propagate NaN.
     scales = jnp.maximum(largest * (1 / most), row_codes.LEAST)
     quotients = constant.astype(jnp.float32) / scales[..., None]
-    return CodedRows(x, jnp.clip(quotients, -most, most).astype(QTYPE), scales)
+    return RowScaled(x, jnp.clip(quotients, -most, most).astype(QTYPE), scales)
 
 
-def coded_by_xla(x: jax.Array, shard: Shard) -> CodedRows:
+def coded_by_xla(x: jax.Array, shard: Shard) -> RowScaled:
     """Returns x [..., in], of which a device may hold a part of each row, with its codes."""
     return coded_by(shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)), x)
 
@@ -183,7 +188,7 @@ class Sums(NamedTuple):
         return total * per_feature(self.columns, total)
 
 
-def sums(rows: CodedRows, kernel: Any, shard: Shard) -> Sums:
+def sums(rows: RowScaled, kernel: Any, shard: Shard) -> Sums:
     """Returns x W with quantised rows of x, before the scales are applied.
 
     Args:
@@ -208,7 +213,7 @@ def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:
 
 
 class Product(NamedTuple):
-    """The operands of a product: x [..., in], or its `CodedRows`, and kernel [in, out]."""
+    """The operands of a product: x [..., in], or its `RowScaled`, and kernel [in, out]."""
 
     x: Any
     kernel: Any
@@ -217,37 +222,25 @@ class Product(NamedTuple):
 def linear(precision: Any, operands: Product) -> jax.Array:
     """Returns x W with quantised rows of x, in x's dtype; `precision` is that of x's gradient."""
     x, kernel = operands
-    rows = x if isinstance(x, CodedRows) else coded(x)
-    return _linear(precision, _CodedProduct(*rows, kernel))
+    return _linear(precision, Product(x if isinstance(x, RowScaled) else coded(x), kernel))
 
 
-class _CodedProduct(NamedTuple):
-    """The operands of a product: those of `CodedRows`, and kernel [in, out]."""
-
-    x: Any
-    codes: Any
-    scales: Any
-    kernel: Any
+def _define(precision: Any, operands: Product) -> jax.Array:
+    return sums(*operands, Shard()).scaled.astype(operands.x.dtype)
 
 
-def _define(precision: Any, operands: _CodedProduct) -> jax.Array:
-    *rows, kernel = operands
-    return sums(CodedRows(*rows), kernel, Shard()).scaled.astype(operands.x.dtype)
-
-
-def _linear_fwd(
-    precision: Any, operands: _CodedProduct, wanted: _CodedProduct
-) -> tuple[jax.Array, Any]:
+def _linear_fwd(precision: Any, operands: Product, wanted: Product) -> tuple[jax.Array, Any]:
     if wanted.kernel:
         check.refuse_kernel_gradient(operands.kernel)
     return _define(precision, operands), operands.kernel
 
 
-def _linear_bwd(precision: Any, kernel: Any, dy: jax.Array) -> dict[str, jax.Array]:
-    return {"x": dot_general(precision, dy, quantised.dense(kernel, dy.dtype), (-1, 1))}
+def _linear_bwd(precision: Any, kernel: Any, dy: jax.Array) -> dict[str, Any]:
+    dx = dot_general(precision, dy, quantised.dense(kernel, dy.dtype), (-1, 1))
+    return {"x": RowScaled(dx, None, None)}
 
 
-_linear = residuals.with_gradient(_CodedProduct, _define, _linear_fwd, _linear_bwd)
+_linear = residuals.with_gradient(Product, _define, _linear_fwd, _linear_bwd)
 
 
 def with_contiguous_columns(kernel: Any) -> Any:

@@ -53,7 +53,7 @@ def swiglu(
         or "mosaic" this may be a Mosaic kernel.
 
     Returns:
-      [..., out] in gate's dtype; with codes a `row_scaled.CodedRows` of it, except on a mesh with
+      [..., out] in gate's dtype; with codes a `row_scaled.RowScaled` of it, except on a mesh with
       explicit axes.
 
     Raises:
@@ -96,12 +96,12 @@ def _swiglu(settings: GatingSettings, operands: Gating) -> jax.Array:
     return meshes.differentiable(_with_gradient)(settings, meshes.vary_alike(operands))
 
 
-def _with_codes(settings: GatingSettings, operands: Gating) -> row_scaled.CodedRows:
+def _with_codes(settings: GatingSettings, operands: Gating) -> row_scaled.RowScaled:
     constants = jax.tree.map(lax.stop_gradient, operands)
     h, codes, scales = primitive.call(SWIGLU_CODES, settings, constants)
     if settings.implementation != "eager":
         operands = operands._replace(h=h)
-    return row_scaled.CodedRows(_swiglu(settings, operands), codes, scales)
+    return row_scaled.RowScaled(_swiglu(settings, operands), codes, scales)
 
 
 def define(operands: Gating) -> jax.Array:

@@ -19,7 +19,7 @@ from jax_dora.lm.models.attention import Segments, attend, attend_segments
 from jax_dora.lm.models.cache import LayerCache
 from jax_dora.lm.models.config import DecoderConfig
 from jax_dora.ops.projection import RESULT_NAME
-from jax_dora.ops.row_scaled import CodedRows, coded_by
+from jax_dora.ops.row_scaled import RowScaled, coded_by
 
 # Makes a projection: nnx.Linear, or a callable with its arguments that returns an adapted layer.
 MakeLinear = Callable[..., Any]
@@ -39,7 +39,7 @@ class RMSNorm(nnx.Module):
         normed = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
         return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
 
-    def coded(self, x: jax.Array) -> CodedRows:
+    def coded(self, x: jax.Array) -> RowScaled:
         """Returns the result with its FP8 codes, which XLA computes in the passes of the norm.
 
         Each row's scale is that of its largest result before rounding, so it is known when the
@@ -155,8 +155,8 @@ class DecoderLayer(nnx.Module):
 
 
 def _on_x(function: Callable[[jax.Array], jax.Array], rows: Any) -> Any:
-    """Returns `function` of an array, or of the x of `CodedRows`."""
-    if isinstance(rows, CodedRows):
+    """Returns `function` of an array, or of the x of `RowScaled`."""
+    if isinstance(rows, RowScaled):
         return rows._replace(x=function(rows.x))
     return function(rows)
 

@@ -14,7 +14,7 @@ numbers in some formats.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,8 @@ class Op(NamedTuple):
       name: the name that JAX programs show.
       run: `(settings, shard, operands) -> results`. The settings are a NamedTuple of hashable
         values, by whose `implementation` the kernel is chosen.
-      operands: the axis names of each field of the operands.
+      operands: the axis names of each field of the operands. For a field that may hold a tuple of
+        arrays, a tuple; its first names are those of an array that is alone.
       results: the axis names of each result.
       contracted: the axis that is summed over in results without it.
       is_projection: whether it multiplies rows by a whole kernel [in, out].
@@ -48,13 +49,19 @@ class Op(NamedTuple):
 
     name: str
     run: Callable[[Any, Shard, Any], tuple[Any, ...]]
-    operands: tuple[str, ...]
+    operands: tuple[Any, ...]
     results: tuple[str, ...]
     contracted: str = ""
     is_projection: bool = False
 
     def __repr__(self) -> str:
         return self.name
+
+    def named(self, operands: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+        """Yields the axis names of every operand, and the operand; of every part of a tuple."""
+        for text, operand in zip(self.operands, operands, strict=False):
+            parts = operand if isinstance(operand, tuple) else (operand,)
+            yield from zip(text if isinstance(text, tuple) else (text,), parts, strict=False)
 
     def on_explicit_axes(
         self, function: Callable[[Any], jax.Array], operands: Any
@@ -66,12 +73,12 @@ class Op(NamedTuple):
         are sharded differently, or if both factors of a projection are sharded along the axis that
         is summed over, then JAX raises its own error.
         """
-        first = tuple(map(stored, operands[:2]))
+        first = [stored(one[0] if isinstance(one, tuple) else one) for one in operands[:2]]
         return meshes.on_explicit_axes(function, lambda: self._result_spec(first), *first)
 
     def _result_spec(self, operands: Sequence[jax.Array]) -> jax.sharding.PartitionSpec | None:
         sharded: dict[str, list[Any]] = {}
-        for text, array in zip(self.operands, operands, strict=False):
+        for text, array in self.named(operands):
             for name, axes in zip(_names(text, array.ndim), meshes.spec(array), strict=True):
                 sharded.setdefault(name, []).extend([axes] if axes else [])
         found = [sharded[name] for name in _names(self.results[0], operands[0].ndim)]
@@ -110,9 +117,9 @@ class Names(NamedTuple):
         """
         tile_counts: dict[str, int] = {}
         named: list[list[tuple[str, ...]]] = []
-        for texts, arrays in ((op.operands, operands), (op.results, results)):
+        for pairs in (op.named(operands), zip(op.results, results, strict=True)):
             named.append([])
-            for text, array in zip(texts, arrays, strict=True):
+            for text, array in pairs:
                 if array is None:
                     continue
                 names = _names(text, stored(array).ndim)

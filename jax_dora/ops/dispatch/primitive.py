@@ -189,10 +189,9 @@ def _is_leading_axis(op: Op, tree: Any, axes: Sequence[int | None]) -> bool:
     """
     if not op.operands or op.contracted == "t":
         return False
-    fields = zip(op.operands, tree.unflatten(range(len(axes))), strict=True)
     return all(
         names != "s" and (axes[index] is not None) == names.startswith("t")
-        for names, field in fields
+        for names, field in op.named(tree.unflatten(range(len(axes))))
         for index in jax.tree.leaves(field)
     ) and all(names.startswith("t") for names in op.results)
 
@@ -304,7 +303,7 @@ def _projection_seconds(tree: Any, avals: Sequence[Any], mesh: Mesh) -> float:
     """Returns the time of a device's even share of a projection, estimated from the FLOPs and from
     the bytes of the kernel."""
     rows, kernel, *_ = tree.unflatten(avals)
-    flops = 2 * (rows.size // max(rows.shape[-1], 1)) * math.prod(kernel.shape)
+    flops = 2 * math.prod(rows.shape[:-1]) * math.prod(kernel.shape)
     moved = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(kernel))
     return max(flops / FLOP_RATE, moved / BYTE_RATE) / mesh.size
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax_dora.ops import swiglu
 from jax_dora.ops.mosaic.rows import swiglu_codes
 from jax_dora.ops.mosaic.rows.swiglu_backward import config, launch
-from jax_dora.ops.row_scaled import CodedRows
+from jax_dora.ops.row_scaled import RowScaled
 from parity import oracle, tolerances
 from tests.jax_dora.ops.mosaic.rows.test_row_codes import check as check_codes
 from tests.jax_dora.programs import aval, for_cuda
@@ -49,7 +49,7 @@ def check(dh, values, implementation=None, train_biases=True, *, with_codes=Fals
     def both(dh, *values):
         h, pull = jax.vjp(call, *values)
         if with_codes:
-            return h, pull(CodedRows(dh, jnp.ones_like(h.codes), jnp.ones_like(h.scales)))
+            return h, pull(RowScaled(dh, jnp.ones_like(h.codes), jnp.ones_like(h.scales)))
         return h, pull(dh)
 
     h, found = both(dh, *values[:count])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora import quantize
-from jax_dora.layers.quantised_kernel import dot_general, dot_general_by_rows, einsum
+from jax_dora.layers.quantised_kernel import dot_general, einsum, row_scaled_dot_general
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.mosaic.decode import decode_project
 from jax_dora.ops.weight_only import MOST_ROWS
@@ -290,7 +290,7 @@ def test_contracted_axes_must_have_the_same_sizes():
             dot_general(jnp.ones((rows, 64, 2)), heads, (((1, 2), (0, 1)), ((), ())))
     float8 = quantised.draw("float8_e4m3fn", (128, 24), (1, 24))
     with pytest.raises(TypeError, match=r"\[64\].*\[128\]"):
-        dot_general_by_rows(jnp.ones((3, 64)), float8, LAST)
+        row_scaled_dot_general(jnp.ones((3, 64)), float8, LAST)
 
 
 def test_precisions_of_every_form():
