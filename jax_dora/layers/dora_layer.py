@@ -67,6 +67,7 @@ class DoRALayer(nnx.Module):
       plain_type: the class of the base layer: `base_type` or a subclass.
       stack_axis: for a stack of layers, the axis along which the kernels are stacked; -1 is the
         last.
+      act_qtype: the format of quantised activations; only in a layer that quantises them.
       rank, alpha, use_rslora, keep_inner, dropout_mode, adapter_dtype, implementation: see
         `jax_dora.DoRARule`.
     """

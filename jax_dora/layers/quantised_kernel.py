@@ -5,8 +5,8 @@ product as attributes. The functions below replace them. They dequantise the ker
 and again for the product's gradient. For few rows, as in decoding and for prompts, `dot_general`
 and `einsum` do without that. With plain arrays all do what Flax's functions do.
 
-A layer whose `dot_general` is `row_scaled_dot_general` quantises its activations too. Nothing else
-records that, neither in a base layer nor in a DoRA layer.
+A layer that quantises its activations too says so in its attribute `act_qtype`, and its
+`dot_general` is `row_scaled_dot_general`. Other layers have no such attribute.
 """
 
 import inspect
@@ -295,9 +295,19 @@ def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
     Args:
       act_qtype: the format that activations are quantised to, as in `jax_dora.ops.dora_linear`.
     """
-    for name, function in (ARITHMETIC | ROW_SCALED_ARITHMETIC if act_qtype else ARITHMETIC).items():
+    _forget_act_qtype(layer)
+    functions = ARITHMETIC
+    if act_qtype is not None:
+        layer.act_qtype = act_qtype
+        functions = ARITHMETIC | ROW_SCALED_ARITHMETIC
+    for name, function in functions.items():
         if hasattr(layer, name):
             setattr(layer, name, function)
+
+
+def _forget_act_qtype(layer: Any) -> None:
+    if act_qtype_of(layer) is not None:
+        del layer.act_qtype
 
 
 def compute_as_stored(layer: Any) -> None:
@@ -314,9 +324,7 @@ def compute_as_stored(layer: Any) -> None:
 def act_qtype_of(layer: Any) -> str | None:
     """Returns the format to which a layer, adapted or not, quantises its activations; None for no
     quantisation."""
-    return (
-        row_scaled.QTYPE if getattr(layer, "dot_general", None) is row_scaled_dot_general else None
-    )
+    return getattr(layer, "act_qtype", None)
 
 
 def takes_codes(layer: Any) -> bool:
@@ -328,6 +336,7 @@ def takes_codes(layer: Any) -> bool:
 
 def compute_plain(layer: Any) -> None:
     """Reverses `compute_quantised`."""
+    _forget_act_qtype(layer)
     for name, default in _plain_arithmetic(layer).items():
         setattr(layer, name, default)
 

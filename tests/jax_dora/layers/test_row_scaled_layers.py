@@ -41,7 +41,7 @@ def test_plain_layers_compute_by_rows_and_a_fresh_adapter_changes_no_bit():
     base = quantize(Block(nnx.Rngs(0)), FP8, act_qtype=FP8)
     assert type(base.gate) is nnx.Linear
     adapted = apply_dora(base, RULE, rngs=nnx.Rngs(1))
-    assert [act_qtype_of(layer) for layer in (adapted.gate, adapted.down)] == [FP8, FP8]
+    assert [layer.act_qtype for layer in (base.up, adapted.gate, adapted.down)] == [FP8] * 3
     hidden = jnp.ones((3, 4, 6)) * x[:, :6][:, None]
 
     @nnx.jit
@@ -123,6 +123,7 @@ def test_coverage_merging_and_removing():
     assert act_qtype_of(jax_dora.remove_dora(model).gate) == FP8
     merged = merge_dora(model)
     assert act_qtype_of(merged.gate) is None
+    assert not hasattr(merged.gate, "act_qtype")
     again, _ = merge_dora(model, requantize=True, return_report=True)
     assert act_qtype_of(again.gate) == FP8
     x = inputs()
