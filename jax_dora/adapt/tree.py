@@ -87,7 +87,7 @@ def _has_linen_adapters(module: Any) -> bool:
     names = {
         "/".join((name, *keys))
         for name, value in vars(module).items()
-        for keys, _ in nested_leaves(value)
+        for keys, _ in [((), value), *nested_leaves(value)]
     }
     ends = {name.removesuffix("lora_a") for name in names if name.endswith("lora_a")}
     return any({f"{end}{name}" for name in ADAPTER_NAMES} <= names for end in ends)

@@ -9,6 +9,7 @@ from flax import traverse_util
 from jax_dora.adapt.coverage import Coverage, table
 from jax_dora.linen.find_sites import find_linen_sites, lora_a_path
 from jax_dora.linen.module import DoRA
+from jax_dora.linen.params import is_adapter
 from jax_dora.tracing.read_log import Example, split_arrays
 
 
@@ -38,7 +39,7 @@ def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
         variables = jax.eval_shape(lambda arrays: _init(model, rebuild(arrays)), arrays)
         params = traverse_util.flatten_dict(variables["params"])
         for site in sites:
-            site.is_adapted = site.is_matched and lora_a_path(site) in params
+            site.is_adapted = site.is_matched and is_adapter(lora_a_path(site), params)
     return table(sites)
 
 

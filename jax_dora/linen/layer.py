@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import linen as nn
@@ -18,6 +18,7 @@ from flax.linen.dtypes import promote_dtype
 from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers import DORA_CLASSES, DoRALayer, DoRARule
 from jax_dora.layers.base_layer import pad_axes
+from jax_dora.linen.params import is_adapter
 
 # The nnx counterpart of each linen layer, and linen's names for settings that nnx names otherwise.
 COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] = {
@@ -27,6 +28,10 @@ COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] 
     nn.Conv: (nnx.Conv, {"out_features": "features"}),
     nn.Embed: (nnx.Embed, {}),
 }
+
+
+# Marks the names of an adapter in a scope, where Flax records the names that a module declares.
+_ADAPTER = "jax_dora"
 
 
 def dora_class_of(module: nn.Module) -> type[DoRALayer] | None:
@@ -94,8 +99,12 @@ def dora_layer(
 
     Raises:
       ValueError: the adapter is missing, in whole or in part, and params is not mutable, or the
-        call is in an `nn.while_loop`, which cannot create parameters.
+        call is in an `nn.while_loop`, which cannot create parameters. Or code of the model has
+        declared a parameter with the name of one of the adapter's.
     """
+    for name in ADAPTER_NAMES:
+        cast(Any, module.scope).reservations[name].add(_ADAPTER)
+    check_own_names(module)
     missing = [name for name in ADAPTER_NAMES if not module.has_variable("params", name)]
     scope: Any = module.scope
     is_in_loop = any("while_loop(" in name for name in scope.debug_path)
@@ -127,6 +136,23 @@ def dora_layer(
     for name, value in boxed_like(kernel, layer, boxes).items():
         module.put_variable("params", name, value)
     return layer
+
+
+def check_own_names(module: nn.Module) -> None:
+    """Raises ValueError if the code of a module has declared, in this call, parameters that are
+    named like an adapter's arrays: in the scope of an adapted layer, or all three side by side,
+    which `split_adapters` would take for an adapter."""
+    reservations = cast(Any, module.scope).reservations
+    declared = {name for name, columns in reservations.items() if "params" in columns}
+    taken = {name for name in declared if _ADAPTER in reservations[name]}
+    taken |= {name for name in declared if is_adapter((name,), {(other,) for other in declared})}
+    if taken:
+        raise ValueError(
+            f"the module at {'/'.join(module.path)!r} has parameters of its own with the names of "
+            f"an adapter's: {', '.join(sorted(taken))}; expected other names, since adapters are "
+            "stored next to the weights and found by these names: rename the parameters in the "
+            "module"
+        )
 
 
 def boxed_like(kernel: Any, adapter: Any, boxes: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import traverse_util
+from flax.errors import ModifyScopeVariableError
 
 from jax_dora.linen.module import DoRA
 from jax_dora.linen.params import is_adapter
@@ -44,8 +45,17 @@ def reset_magnitudes(
     quiet = adapted.clone(deterministic=True) if isinstance(adapted, DoRA) else adapted
     others = {**variables, "params": traverse_util.unflatten_dict(params)}
     rngs = {"params": jax.random.key(0)}  # Nothing is drawn: only norms are missing.
-    _, made = quiet.apply(others, *args, rngs=rngs, mutable=["params"], method=method, **kwargs)
-    found = traverse_util.flatten_dict(made["params"])
+
+    def call(mutable: list[str]) -> Any:
+        options: Any = {"rngs": rngs, "mutable": mutable, "method": method}
+        _, made = quiet.apply(others, *args, **options, **kwargs)
+        return traverse_util.flatten_dict(made["params"])
+
+    try:
+        found = call(["params"])
+    except ModifyScopeVariableError:
+        # The call updates other collections too, such as BatchNorm's statistics, which are dropped.
+        found = call([*others])
     if missed := sorted("/".join(path) for path in magnitudes - found.keys()):
         raise ValueError(
             f"this call of the model does not reach {missed}; expected method= and inputs that "

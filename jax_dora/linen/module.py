@@ -16,7 +16,13 @@ from jax_dora.adapt.tree import named_in_errors
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.call_log import CallLog, has_computed_params, holds_parameters, stack_axes
 from jax_dora.linen.find_sites import HiddenModule
-from jax_dora.linen.layer import COUNTERPARTS, counterpart, dora_class_of, dora_layer
+from jax_dora.linen.layer import (
+    COUNTERPARTS,
+    check_own_names,
+    counterpart,
+    dora_class_of,
+    dora_layer,
+)
 from jax_dora.linen.params import adapted_modules
 from jax_dora.linen.weights import LinenWeight, trace_adapted_params, weights_without_adapter
 from jax_dora.tracing.trace import weight_trace
@@ -189,13 +195,16 @@ class _Interceptor:
         self.writers: list[str] = []
 
     def __call__(self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        if not isinstance(context.module, _PARAMETER_WRITERS):
-            return self._call(next_fun, args, kwargs, context)
-        self.writers.append(type(context.module).__name__)
+        is_writer = isinstance(context.module, _PARAMETER_WRITERS)
+        if is_writer:
+            self.writers.append(type(context.module).__name__)
         try:
-            return self._call(next_fun, args, kwargs, context)
+            result = self._call(next_fun, args, kwargs, context)
         finally:
-            self.writers.pop()
+            if is_writer:
+                self.writers.pop()
+        check_own_names(context.module)
+        return result
 
     def _call(self, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Calls a method, or the DoRA layer instead if a rule matches the layer."""

@@ -391,6 +391,33 @@ def test_magnitudes_of_weights_that_came_later(example):
     assert (adapted.apply(reset, x) == wanted).all()
     with pytest.raises(ValueError, match="no magnitude in params"):
         reset_magnitudes(adapted, pretrained, x)
+    # An adapter that is not zero becomes LoRA: g = 1.
+    changed = jax.tree.map(lambda leaf: leaf + 0.1, stale)
+    params = reset_magnitudes(adapted, changed, x)["params"]
+    layers = [(params["out"], "kernel", "", ...)]
+    layers += [(params["s"]["d"], "kernel", "", number) for number in range(3)]
+    layers += [(params["s"], "w", "w_", number) for number in range(3) if example]
+    for layer, kernel, prefix, index in layers:
+        names = [kernel, *(f"{prefix}{name}" for name in ("lora_a", "lora_b"))]
+        w, a, b = (np.float64(layer[name])[index] for name in names)
+        norm = np.linalg.norm(w + 1.5 * a @ b, axis=0)
+        np.testing.assert_allclose(layer[f"{prefix}magnitude"][index], norm, rtol=1e-6)
+
+
+def test_magnitudes_of_a_model_that_updates_other_collections():
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(nn.BatchNorm(use_running_average=False)(x))
+
+    x, adapted = jnp.ones((3, WIDTH)), apply_dora(Normed(), DoRARule("Dense_0", 2, 3.0))
+    variables = adapted.init(KEY, x)
+    dense = variables["params"]["Dense_0"]
+    later = dense | {"kernel": 2 * dense["kernel"]}
+    params = variables["params"] | {"Dense_0": later}
+    reset = reset_magnitudes(adapted, {**variables, "params": params}, x)
+    assert jnp.allclose(reset["params"]["Dense_0"]["magnitude"], 2 * dense["magnitude"])
+    assert reset["batch_stats"] is variables["batch_stats"]
 
 
 class OwnLoRA(nn.Module):
@@ -404,6 +431,52 @@ class OwnLoRA(nn.Module):
         return nn.Dense(4)(x @ w + (x @ a) @ b)
 
 
+class BesideDense(nn.Module):
+    """LoRA of the model's own in the scope of a layer that can be adapted."""
+
+    is_first: bool
+
+    @nn.compact
+    def __call__(self, x):
+        dense, normal = nn.Dense(6), nn.initializers.normal(0.5)
+        nn.share_scope(self, dense)
+        y = None if self.is_first else dense(x)
+        a, b = self.param("lora_a", normal, (WIDTH, 2)), self.param("lora_b", normal, (2, 6))
+        return (dense(x) if y is None else y) + (x @ a) @ b
+
+
+class OwnDoRA(nn.Module):
+    """An adapter of the model's own, with all the names."""
+
+    @nn.compact
+    def __call__(self, x):
+        normal = nn.initializers.normal(0.5)
+        a, b = self.param("lora_a", normal, (WIDTH, 2)), self.param("lora_b", normal, (2, WIDTH))
+        return x + (x @ a) @ b * self.param("magnitude", normal, (1, WIDTH))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("example", [None, (jnp.ones((3, WIDTH)),)])
+def test_lora_of_the_models_own_in_the_scope_of_a_layer_is_refused(is_first, example):
+    x, model, rule = jnp.ones((3, WIDTH)), BesideDense(is_first), DoRARule("", 2, 3.0)
+    pretrained = model.init(KEY, x)
+    more = {"rngs": {"params": KEY}, "mutable": ["params"]}
+    with pytest.raises(ValueError, match=r"of its own.*: rename the parameter"):
+        apply_dora(model, rule, example=example).apply(pretrained, x, **more)
+    with pytest.raises(ValueError, match=r"of its own.*: rename the parameter"):
+        apply_dora(model, rule, example=example).init(KEY, x)
+
+
+@pytest.mark.parametrize("example", [None, (jnp.ones((3, WIDTH)),)])
+def test_arrays_of_the_models_own_that_look_like_an_adapter_are_refused(example):
+    model = nn.Sequential([OwnDoRA(), nn.Dense(3)])
+    adapted = apply_dora(model, DoRARule("layers_1", 2, 3.0), example=example)
+    with pytest.raises(
+        ValueError, match=r"at 'layers_0' .*: lora_a, lora_b, magnitude; expected other"
+    ):
+        adapted.init(KEY, jnp.ones((3, WIDTH)))
+
+
 @pytest.mark.parametrize("rank", [2, 3])
 def test_lora_of_the_models_own_stays_its_own(rank):
     x, model = jnp.ones((3, WIDTH)), OwnLoRA()
@@ -414,6 +487,9 @@ def test_lora_of_the_models_own_stays_its_own(rank):
     params = adapted.init(KEY, x)["params"]
     adapters, base = split_adapters(params)
     assert adapters.keys() == {"Dense_0"}
+    told = {one.path: one.status for one in coverage(adapted, x).weights}
+    assert told.pop("Dense_0") == "adapted"
+    assert told == dict.fromkeys(("w", "w_lora_a", "w_lora_b"), "adaptable")
     assert base.keys() == {"w", "w_lora_a", "w_lora_b", "Dense_0"}
     labels = adapter_labels(params)
     assert labels["w_lora_a"] == "frozen"

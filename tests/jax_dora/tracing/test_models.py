@@ -490,6 +490,9 @@ class TestWeightsInContainers:
                 function(model)
         with pytest.raises(NotImplementedError, match="holds linen modules with adapters"):
             jax_dora.peft.save_adapter(model, "unused")
+        top = jax_dora.linen.apply_dora(linen.Dense(3), DoRARule("", 2, 3))
+        with pytest.raises(NotImplementedError, match="holds linen modules with adapters"):
+            jax_dora.norms(nnx.bridge.ToNNX(top, rngs=nnx.Rngs(0)).lazy_init(self.x))
 
     def test_those_in_an_nnx_list_are_refused(self):
         class Listed(nnx.Module):
