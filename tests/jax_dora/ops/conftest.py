@@ -1,11 +1,15 @@
 """Fixtures that run Mosaic kernels: interpreted with race detection, or natively (`-m gpu`)."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
 
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops.mosaic.hopper.launch import launcher
 from jax_dora.ops.mosaic.projection.strip_tiling import Config
 
 # A race condition raises an error.
@@ -31,3 +35,23 @@ def on_mosaic(request: pytest.FixtureRequest) -> Callable[[], AbstractContextMan
 def low_rank_config(request: pytest.FixtureRequest) -> Config:
     """Returns each of several different configs of `strip_tiling`."""
     return request.param
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], list[tuple[int, ...]]]:
+    """Returns a function that returns a list, to which a kernel from then on appends the shape of
+    its first operand whenever its `launch` is traced, interpreted or natively."""
+
+    def watch(kernel: ModuleType) -> list[tuple[int, ...]]:
+        launch, shapes = kernel.launch, []
+
+        @launcher(*launch.static)
+        @functools.wraps(launch.__wrapped__)
+        def run(*operands: Any, **settings: Any) -> Any:
+            shapes.append(operands[0].shape)
+            return launch(*operands, **settings)
+
+        monkeypatch.setattr(kernel, "launch", run)
+        return shapes
+
+    return watch

@@ -66,16 +66,9 @@ def test_agrees_with_fp64(on_mosaic, implementation):
     assert np.isnan(fp64(y[3])).all()
 
 
-def test_small_prompts_are_rows_of_the_kernels_for_decoding(on_mosaic, monkeypatch):
+def test_small_prompts_are_rows_of_the_kernels_for_decoding(on_mosaic, monkeypatch, watched):
     """80 tokens of four requests, in two tiles of rows."""
-    launched = []
-
-    def launch(x, *others, **settings):
-        launched.append(x.shape)
-        return kernel(x, *others, **settings)
-
-    kernel = bank_rows.launch
-    monkeypatch.setattr(bank_rows, "launch", launch)
+    launched = watched(bank_rows)
     monkeypatch.setattr(bank_rows, "wins", lambda *call, **settings: True)
     monkeypatch.setattr(bank_decode, "wins", lambda *call, **settings: False)
     monkeypatch.setattr(choose.Target, "prefers_mosaic", True)

@@ -15,15 +15,12 @@ from tests.quantised import NAMES, SCALE, both, operands
 from tests.tables import thinned
 
 
-def check(qtype, rows, shape, tiles, dtype, *, is_trained, monkeypatch):
+def check(qtype, rows, shape, tiles, dtype, *, is_trained, watched):
     """Checks a projection, with its gradients if `is_trained`, and that the kernel ran.
 
     Scales are powers of two, so that W, whose NF4 values are rounded to `dtype`, is exact in it.
     """
-    launch, seen = decode_quantised.launch, []
-    monkeypatch.setattr(
-        decode_quantised, "launch", lambda *a, **k: seen.append(1) or launch(*a, **k)
-    )
+    seen = watched(decode_quantised)
     kernel = quantised.draw(qtype, shape, tiles, exact=True)
     (x, a, b, magnitude, bias), dy = operands(kernel, dtype=dtype, rows=(rows,))
     weight = jnp.asarray(quantised.meant(kernel), dtype)
@@ -62,20 +59,20 @@ SMALL = [
 
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize(("qtype", "rows", "shape", "tiles", "dtype"), thinned(SMALL, SMALL[:1]))
-def test_agrees_with_fp64(monkeypatch, qtype, rows, shape, tiles, dtype, is_trained):
+def test_agrees_with_fp64(monkeypatch, watched, qtype, rows, shape, tiles, dtype, is_trained):
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0", sm_count=2))
     monkeypatch.setattr(decode_quantised, "wins", lambda *_: True)
     arguments = qtype, rows, shape, tiles, dtype
     with plgpu.force_gpu_interpret_mode():
-        check(*arguments, is_trained=is_trained, monkeypatch=monkeypatch)
+        check(*arguments, is_trained=is_trained, watched=watched)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("rows", [65, 300, 896])
 @pytest.mark.parametrize("qtype", ["nf4", "int4", "int8", "float8_e4m3fn"])
-def test_agrees_with_fp64_at_full_size(monkeypatch, qtype, rows, is_trained):
+def test_agrees_with_fp64_at_full_size(watched, qtype, rows, is_trained):
     shape = (2048, 1024)
     tiles = (32, 1024) if qtype in ("nf4", "int4") else (1, 1024)
     arguments = qtype, rows, shape, tiles, jnp.bfloat16
-    check(*arguments, is_trained=is_trained, monkeypatch=monkeypatch)
+    check(*arguments, is_trained=is_trained, watched=watched)

@@ -273,19 +273,13 @@ def test_finish_refuses_with_a_reason():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("qtype", "rows"), [("nf4", 4), ("int8", 2), (None, 8)])
-def test_a_projection_of_few_rows_uses_the_kernels(on_mosaic, monkeypatch, qtype, rows):
+def test_a_projection_of_few_rows_uses_the_kernels(on_mosaic, watched, qtype, rows):
     kernel, lora_a, lora_b = draw(qtype, 128, 8, 256, (2, 256), jnp.float32)
     x, magnitude, bias = operands(kernel, (rows, 128), jnp.bfloat16)
     if qtype is None:
         kernel = kernel.astype(jnp.bfloat16)
     norm = ops.factored_norm(kernel, lora_a, lora_b, SCALE)
-    launch, seen = decode_project.launch, []
-
-    def watched(*operands, **knobs):
-        seen.append(operands[0].shape)
-        return launch(*operands, **knobs)
-
-    monkeypatch.setattr(decode_project, "launch", watched)
+    seen = watched(decode_project)
     with on_mosaic():
         found = ops.dora_linear(
             *(x, kernel, lora_a, lora_b, magnitude, SCALE),
