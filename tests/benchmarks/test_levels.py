@@ -46,6 +46,7 @@ LEVELS = {
         {"transformers", "torch_dora DoRA", "PEFT LoRA", "PEFT DoRA"},
     ),
     "scale": (("--layouts", "tp"), "kind", {"base", "LoRA", "DoRA"}),
+    "compile": ((), "kind", {"LoRA", "DoRA"}),
     "sizes": ((), "task", {"decode", "gradient"}),
     "quantised": (
         (),
