@@ -16,8 +16,8 @@ from jax_dora.layers import DoRALinear
 from jax_dora.layers.base_layer import copy_attributes, new_instance
 from jax_dora.layers.einsum import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.layers.quantised_kernel import compute_as_stored
-from jax_dora.ops.bank_linear import Projection, bank_linear, bank_linears
-from jax_dora.ops.bank_projection import WholeProjection, bank_projections
+from jax_dora.ops.bank_linear import SlotProjection, bank_linear, bank_linears
+from jax_dora.ops.bank_projection import bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.row_scaled import plain
@@ -83,8 +83,8 @@ class BankLayer(nnx.Module):
     def _equation(self, ndim: int) -> Equation:
         raise NotImplementedError
 
-    def _slots(self) -> tuple[Slots, jax.Array, tuple[jax.Array, int] | None]:
-        """Returns the adapters, the ids, and (first, count) of this layer's slots or None.
+    def _slots(self) -> tuple[jax.Array, SlotProjection]:
+        """Returns the ids, and a projection with the adapters and the number of its first slot.
 
         If the adapters are those of a whole stack, then the layers' slots are concatenated.
         """
@@ -97,10 +97,10 @@ class BankLayer(nnx.Module):
                 "of one layer after the other, as in nnx.scan"
             )
         if not lead:
-            return slots, ids, None
+            return ids, SlotProjection(slots)
         count = slots.lora_a.shape[lead]
         whole = jax.tree.map(lambda one: one.reshape(-1, *one.shape[lead + 1 :]), slots)
-        return whole, ids, (layer * count, count)
+        return ids, SlotProjection(whole, first=layer * count, slot_count=count)
 
     def _step(self) -> jax.Array | None:
         step = self.bank_step.get_value()
@@ -111,9 +111,9 @@ class BankLayer(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         return self.promote_dtype((plain(inputs), self.kernel[...], bias), dtype=self.dtype)
 
-    def _projection(self, inputs: Any) -> Projection:
-        slots, _, part = self._slots()
-        return Projection(self._unbiased()(inputs), slots, part, self._promoted(inputs)[2])
+    def _projection(self, inputs: Any) -> SlotProjection:
+        _, projection = self._slots()
+        return projection._replace(base=self._unbiased()(inputs), bias=self._promoted(inputs)[2])
 
     def _unbiased(self) -> Any:
         """Returns the base layer without its bias, since the magnitude does not scale the bias."""
@@ -126,7 +126,7 @@ class BankLayer(nnx.Module):
         """Returns the layer's result; `settings` are passed to the base layer."""
         x, _, bias = self._promoted(inputs)
         base = self._unbiased()(inputs, **settings)
-        slots, ids, part = self._slots()
+        ids, (slots, *_, first, count, _, _, _) = self._slots()
         equation = self._equation(inputs.ndim)
         _check_rows(equation, x.shape, ids)
         in_, out = (equation.kernel_letters(sort) for sort in "io")
@@ -151,7 +151,8 @@ class BankLayer(nnx.Module):
                 _transpose(x, equation.x, rows + in_).reshape(batch, tokens, in_features),
                 slots,
                 ids,
-                part=None if part is None else (first, part[1]),
+                first=first,
+                slot_count=count,
                 step=step,
                 bias=bias,
                 precision=self.precision,
@@ -159,7 +160,7 @@ class BankLayer(nnx.Module):
             )
             return _transpose(y.reshape(matrix.shape), rows + out, equation.y)
 
-        operands = (base, x, bias, slots, ids, self._step(), part and part[0])
+        operands = (base, x, bias, slots, ids, self._step(), first)
         arrays = jax.tree.leaves(operands)
         return meshes.on_explicit_axes(apply_adapters, lambda: jax.P(*meshes.spec(base)), *arrays)(
             operands
@@ -257,14 +258,14 @@ class BankLinear(BankLayer, nnx.Linear):
             and meshes.explicit(inputs, kernel, self.bank_ids[...]) is None
         )
 
-    def _whole_projection(self, inputs: jax.Array) -> WholeProjection:
+    def _whole_projection(self, inputs: jax.Array) -> SlotProjection:
         x, kernel, bias = self._promoted(inputs)
-        slots, ids, part = self._slots()
+        ids, projection = self._slots()
         _check_rows(self._equation(3), x.shape, ids)
         stack, layer = self.bank_kernel.get_value(), None
         if stack is not None and stack.ndim > 2 and stack.dtype == kernel.dtype:
             kernel, layer = stack.reshape(-1, *stack.shape[-2:]), self.bank_layer[...]
-        return WholeProjection(kernel, slots, layer, part, bias)
+        return projection._replace(kernel=kernel, layer=layer, bias=bias)
 
 
 def _apply_to_prompts(layers: Sequence[BankLinear], inputs: jax.Array) -> list[jax.Array]:

@@ -14,7 +14,7 @@ adapter whose rank is below the bank's maximum is contiguous in memory.
 - `bank_projection` also computes base, if it is not used elsewhere.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +47,7 @@ class BankSettings(NamedTuple):
 
     Attributes:
       implementation, precision: see `bank_linear`.
-      slots: the number of slots; only for rows of one token.
+      slots: the number of slots of a layer; only for rows of one token.
     """
 
     implementation: str | None
@@ -61,7 +61,8 @@ def bank_linear(
     slots: Slots,
     ids: jax.Array,
     *,
-    part: tuple[jax.Array, int] | None = None,
+    first: jax.Array | None = None,
+    slot_count: int | None = None,
     step: jax.Array | None = None,
     bias: jax.Array | None = None,
     precision: lax.PrecisionLike = None,
@@ -74,8 +75,7 @@ def bank_linear(
       x: [batch, time, in].
       slots: the adapters.
       ids: i32[batch], each row's slot, from `checked_ids`; -1 for the base without an adapter.
-      part: (first, count): use only slots `first` to `first + count`, for one layer of a stack
-        whose `slots` hold all layers. ids count from `first`.
+      first, slot_count: see `SlotProjection`.
       step: `step_of` the ids, which all projections of a model share; computed here if None.
       bias: [out]; never scaled.
       precision: the precision of the products, as in `jax.lax.dot_general`.
@@ -92,7 +92,7 @@ def bank_linear(
     """
     (y,) = bank_linears(
         x,
-        [Projection(base, slots, part, bias)],
+        [SlotProjection(slots, base, first=first, slot_count=slot_count, bias=bias)],
         ids,
         step=step,
         precision=precision,
@@ -101,18 +101,75 @@ def bank_linear(
     return y
 
 
-class Projection(NamedTuple):
-    """One of several projections of the same x. The fields are `bank_linear`'s arguments."""
+class SlotProjection(NamedTuple):
+    """One of several projections of the same x, with adapters in slots.
 
-    base: jax.Array
-    slots: Slots
-    part: tuple[jax.Array, int] | None = None
-    bias: jax.Array | None = None
+    A caller gives the fields up to `bias`. `of_rows` replaces the arrays of all slots by those of
+    the batch's rows for the operators, which use only some of the fields; the others are None.
+
+    Attributes:
+      slots: the adapters, perhaps of all layers of a stack.
+      base: [batch, time, out], x times the kernel; for `bank_linears`.
+      kernel: [in, out] in x's dtype, or the kernels of a stack of layers, [layers, in, out]; for
+        `bank_projections`.
+      layer: i32[], the index of the layer in a stack of kernels.
+      first, slot_count: use only this number of slots from i32[] `first` on, for one layer of a
+        stack. ids count from `first`. By default all slots.
+      bias: [out]; never scaled.
+      rows: the slot, g and scale of each row.
+      z: [batch, time, rank], x A of each row's adapter.
+    """
+
+    slots: Any
+    base: Any = None
+    kernel: Any = None
+    layer: Any = None
+    first: Any = None
+    slot_count: int | None = None
+    bias: Any = None
+    rows: Any = None
+    z: Any = None
+
+    @property
+    def layer_slots(self) -> int:
+        """Returns the number of slots of the layer."""
+        return self.slots.lora_a.shape[0] if self.slot_count is None else self.slot_count
+
+    def of_rows(self, ids: jax.Array, dtype: Any) -> "SlotProjection":
+        """Returns the projection with `rows`, of an accumulator's `dtype`, for i32[batch] ids."""
+        first = jnp.int32(0) if self.first is None else self.first
+        rows = rows_of(self.slots, ids, first, self.layer_slots, dtype)
+        slots = self.slots._replace(g=None, scale=None)
+        return self._replace(slots=slots, first=first, slot_count=None, rows=rows)
+
+    def of_tokens(self) -> "SlotProjection":
+        """Returns the fields that the product x A B reads."""
+        return SlotProjection(self.slots, first=self.first)
+
+    def composed(self, lora: jax.Array) -> jax.Array:
+        """Returns the result, given the adapters' product in any shape of base's size."""
+        return compose_rows(self.base, lora.reshape(self.base.shape), self.rows, self.bias)
+
+
+class Batch(NamedTuple):
+    """The operands of all projections of the same x.
+
+    Attributes:
+      x: [batch, time, in]; for rows of one token [rows, in].
+      ids: i32[batch].
+      projections: the projections.
+      step: `step_of` the ids, or None.
+    """
+
+    x: Any
+    ids: Any
+    projections: tuple[SlotProjection, ...]
+    step: Any = None
 
 
 def bank_linears(
     x: jax.Array,
-    projections: Sequence[Projection],
+    projections: Sequence[SlotProjection],
     ids: jax.Array,
     *,
     step: jax.Array | None = None,
@@ -128,34 +185,21 @@ def bank_linears(
       projections: projections with the same number of slots and the same maximum rank.
     """
     batch, time, _ = x.shape
-    settings = BankSettings(implementation, static_precision(precision))
-    members, rows = [], []
-    for base, slots, part, _ in projections:
-        first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
-        settings = settings._replace(slots=count)
-        members.append(Member(slots.lora_a, slots.lora_b, slots.rank, first))
-        rows.append(rows_of(slots, ids, first, count, accumulator(base.dtype)))
-    call = BatchOperands(
-        x,
-        ids,
-        tuple(members),
-        tuple(projection.base for projection in projections),
-        tuple(rows),
-        tuple(projection.bias for projection in projections),
-    )
+    settings = BankSettings(implementation, static_precision(precision), projections[0].layer_slots)
+    found = tuple(one.of_rows(ids, accumulator(one.base.dtype)) for one in projections)
     if takes_tokens_as_rows(batch, time, implementation):
-        return call_differentiable(PROMPTS, _define_prompts, settings, call)
+        return call_differentiable(PROMPTS, _define_prompts, settings, Batch(x, ids, found))
     if time != 1:
         return [
-            call_differentiable(EXPAND, expand, settings, operands)[0]
-            for operands in _expansions(settings, call)
+            call_differentiable(EXPAND, expand, settings, shrunk(settings, x, one))[0]
+            for one in found
         ]
-    tokens = TokenOperands(x[:, 0], call.members, ids, step)
+    tokens = Batch(x[:, 0], ids, tuple(one.of_tokens() for one in found), step)
     if _choice(settings, tokens) is None:
         products = _products(settings, tokens)
     else:
         products = call_differentiable(TOKENS, _products, settings, tokens)
-    return _composed(call, products)
+    return [one.composed(lora) for one, lora in zip(found, products, strict=True)]
 
 
 def takes_tokens_as_rows(batch: int, time: int, implementation: str | None) -> bool:
@@ -189,146 +233,77 @@ def step_of(
     return plan(ids, slots) if has_kernel else None
 
 
-class Expansion(NamedTuple):
-    """The operands of the second product and the composition.
-
-    Attributes:
-      base: [batch, time, out].
-      z: [batch, time, rank].
-      lora_b: [slots, rank, out].
-      slot, g, scale: see `Rows`.
-      bias: [out], or None.
-    """
-
-    base: Any
-    z: Any
-    lora_b: Any
-    slot: Any
-    g: Any
-    scale: Any
-    bias: Any
-
-
-def _run_expand(settings: BankSettings, shard: Shard, operands: Expansion) -> tuple[jax.Array]:
-    base, z, lora_b, slot, g, scale, bias = operands
-    groups, out, rank = slot.size, base.shape[-1], z.shape[-1]
+def _run_expand(
+    settings: BankSettings, shard: Shard, projection: SlotProjection
+) -> tuple[jax.Array]:
+    base, z, rows = projection.base, projection.z, projection.rows
+    groups, out, rank = rows.slot.size, base.shape[-1], z.shape[-1]
     time = base.size // max(groups * out, 1)
-    flat = Expansion(
-        base.reshape(groups, time, out),
-        z.reshape(groups, time, rank),
-        lora_b,
-        slot.reshape(groups),
-        g.reshape(groups, out),
-        scale.reshape(groups),
-        bias,
+    flat = projection._replace(
+        base=base.reshape(groups, time, out),
+        z=z.reshape(groups, time, rank),
+        rows=Rows(
+            rows.slot.reshape(groups), rows.g.reshape(groups, out), rows.scale.reshape(groups)
+        ),
     )
     call = (groups, time, rank, out, base.dtype)
     choice = choose.choose(OP, settings.implementation, (bank_expand, call))
     if choice is None:
         (y,) = expand(settings, flat)
     else:
-        y = choice.launch(*flat)
+        y = choice.launch(flat.base, flat.z, flat.slots.lora_b, *flat.rows, flat.bias)
     return (y.reshape(base.shape),)
 
 
 EXPAND = Op(
-    "bank_expand", _run_expand, Expansion("t o", "t r", "s r o", "t", "t o", "t", "o"), ("t o",)
+    "bank_expand",
+    _run_expand,
+    SlotProjection(
+        Slots(None, "s r o", None, None, None),
+        base="t o",
+        bias="o",
+        rows=Rows("t", "t o", "t"),
+        z="t r",
+    ),
+    ("t o",),
 )
 
 
-def expansion(
-    settings: BankSettings,
-    x: jax.Array,
-    base: jax.Array,
-    matrices: tuple[jax.Array, jax.Array],
-    rows: Rows,
-    bias: jax.Array | None,
-) -> Expansion:
-    """Returns the operands of `EXPAND`, with x A by a batched product; `matrices` are lora_a and
-    lora_b of all slots."""
-    lora_a, lora_b = matrices
-    own_a = lora_a[rows.slot].astype(x.dtype)
+def shrunk(settings: BankSettings, x: jax.Array, projection: SlotProjection) -> SlotProjection:
+    """Returns the operands of `EXPAND`, with z = x A by a batched product."""
+    slots, rows = projection.slots, projection.rows
+    own_a = slots.lora_a[rows.slot].astype(x.dtype)
     z = jnp.einsum("nti,nri->ntr", x, own_a, precision=settings.precision)
-    return Expansion(base, z, lora_b.astype(x.dtype), *rows, bias)
+    slots = Slots(None, slots.lora_b.astype(x.dtype), None, None, None)
+    return SlotProjection(slots, base=projection.base, bias=projection.bias, rows=rows, z=z)
 
 
-def expand(settings: BankSettings, operands: Expansion) -> tuple[jax.Array]:
+def expand(settings: BankSettings, projection: SlotProjection) -> tuple[jax.Array]:
     """Returns the second product and the composition, by their definition."""
-    base, z, lora_b, slot, g, scale, bias = operands
-    lora = jnp.einsum("ntr,nro->nto", z, lora_b[slot], precision=settings.precision)
-    return (compose_rows(base, lora, Rows(slot, g, scale), bias),)
+    lora_b = projection.slots.lora_b[projection.rows.slot]
+    lora = jnp.einsum("ntr,nro->nto", projection.z, lora_b, precision=settings.precision)
+    return (projection.composed(lora),)
 
 
-class TokenOperands(NamedTuple):
-    """The operands of the products for rows of one token.
-
-    Attributes:
-      x: [rows, in].
-      members: the adapters of each projection of x.
-      ids: i32[rows].
-      step: `step_of` the ids, or None.
-    """
-
-    x: Any
-    members: tuple[Member, ...]
-    ids: Any
-    step: Any
-
-
-class BatchOperands(NamedTuple):
-    """The operands of all projections of the same x.
-
-    Attributes:
-      x: [batch, time, in].
-      ids: i32[batch].
-      members: the adapters of each projection.
-      bases: [batch, time, out] of each projection.
-      rows: `bank_slots.rows_of` of each projection.
-      biases: [out] or None, of each projection.
-    """
-
-    x: Any
-    ids: Any
-    members: tuple[Member, ...]
-    bases: tuple[Any, ...]
-    rows: tuple[Rows, ...]
-    biases: tuple[Any, ...]
-
-
-def _run_prompts(
-    settings: BankSettings, shard: Shard, call: BatchOperands
-) -> tuple[jax.Array, ...]:
-    batch, time, in_features = call.x.shape
-    row_ids = jnp.repeat(call.ids, time)
-    x = call.x.reshape(batch * time, in_features)
-    tokens = TokenOperands(x, call.members, row_ids, None)
+def _run_prompts(settings: BankSettings, shard: Shard, batch: Batch) -> tuple[jax.Array, ...]:
+    rows, time, in_features = batch.x.shape
+    tokens = Batch(
+        batch.x.reshape(rows * time, in_features),
+        jnp.repeat(batch.ids, time),
+        tuple(one.of_tokens() for one in batch.projections),
+    )
     if _choice(settings, tokens) is None:
-        return _define_prompts(settings, call)
-    return _composed(call, _run_tokens(settings, shard, tokens))
+        return _define_prompts(settings, batch)
+    products = _run_tokens(settings, shard, tokens)
+    return tuple(one.composed(lora) for one, lora in zip(batch.projections, products, strict=True))
 
 
 # As for `TOKENS`, XLA computes and partitions it on a mesh of several devices.
 PROMPTS = Op("bank_prompts", _run_prompts, (), ())
 
 
-def _define_prompts(settings: BankSettings, call: BatchOperands) -> tuple[jax.Array, ...]:
-    return tuple(expand(settings, operands)[0] for operands in _expansions(settings, call))
-
-
-def _expansions(settings: BankSettings, call: BatchOperands) -> Iterator[Expansion]:
-    """Yields the operands of `EXPAND` for each projection."""
-    x, _, members, bases, rows, biases = call
-    for member, base, own, bias in zip(members, bases, rows, biases, strict=True):
-        yield expansion(settings, x, base, (member.lora_a, member.lora_b), own, bias)
-
-
-def _composed(call: BatchOperands, products: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns the projections, given the adapters' products of all tokens [tokens, out]."""
-    _, _, _, bases, rows, biases = call
-    return tuple(
-        compose_rows(base, lora.reshape(base.shape), own, bias)
-        for base, lora, own, bias in zip(bases, products, rows, biases, strict=True)
-    )
+def _define_prompts(settings: BankSettings, batch: Batch) -> tuple[jax.Array, ...]:
+    return tuple(expand(settings, shrunk(settings, batch.x, one))[0] for one in batch.projections)
 
 
 def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -336,10 +311,10 @@ def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     return [(bank_decode, call), (bank_rows, call)]
 
 
-def _choice(settings: BankSettings, tokens: TokenOperands) -> choose.Choice | None:
+def _choice(settings: BankSettings, tokens: Batch) -> choose.Choice | None:
     """Returns the kernel that was chosen for every projection, or None if they differ."""
-    x, lora_a = tokens.x, tokens.members[0].lora_a
-    outs = [member.lora_b.shape[2] for member in tokens.members]
+    x, slots = tokens.x, [one.slots for one in tokens.projections]
+    lora_a, outs = slots[0].lora_a, [one.lora_b.shape[2] for one in slots]
 
     def call(out: int) -> tuple[Any, ...]:
         return (*x.shape, out, settings.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
@@ -352,25 +327,27 @@ def _choice(settings: BankSettings, tokens: TokenOperands) -> choose.Choice | No
     return choices[0]._replace(config=config)
 
 
-def _run_tokens(
-    settings: BankSettings, shard: Shard, tokens: TokenOperands
-) -> tuple[jax.Array, ...]:
+def _run_tokens(settings: BankSettings, shard: Shard, tokens: Batch) -> tuple[jax.Array, ...]:
     choice = _choice(settings, tokens)
     if choice is None:
         return _products(settings, tokens)
-    return choice.launch(*tokens, slots=settings.slots)
+    members = tuple(
+        Member(slots.lora_a, slots.lora_b, slots.rank, first)
+        for slots, _, _, _, first, *_ in tokens.projections
+    )
+    return choice.launch(tokens.x, members, tokens.ids, tokens.step, slots=settings.slots)
 
 
 # The operator has no axis names, so on a mesh of several devices XLA computes and partitions it.
 TOKENS = Op("bank_rows", _run_tokens, (), ())
 
 
-def _products(settings: BankSettings, tokens: TokenOperands) -> tuple[jax.Array, ...]:
+def _products(settings: BankSettings, tokens: Batch) -> tuple[jax.Array, ...]:
     """Returns x A B of each projection, by XLA."""
-    x, members, ids, _ = tokens
+    slots, precision = settings.slots, settings.precision
     return tuple(
         low_rank_product(
-            x, (member.lora_a, member.lora_b), ids, member.first, settings.slots, settings.precision
+            tokens.x, (one.slots.lora_a, one.slots.lora_b), tokens.ids, one.first, slots, precision
         )
-        for member in members
+        for one in tokens.projections
     )

@@ -22,14 +22,14 @@ from jax_dora.ops.bank_linear import (
     EXPAND,
     OP,
     BankSettings,
-    Expansion,
-    Projection,
+    Batch,
+    SlotProjection,
     bank_linears,
     expand,
-    expansion,
+    shrunk,
     takes_tokens_as_rows,
 )
-from jax_dora.ops.bank_slots import Rows, Slots, rows_of
+from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.primitive import call_differentiable
@@ -38,25 +38,9 @@ from jax_dora.ops.dtypes import accumulator, static_precision
 from jax_dora.ops.mosaic.bank import bank_project, bank_shrink
 
 
-class WholeProjection(NamedTuple):
-    """One of several projections of the same x, including the product with the kernel.
-
-    Attributes:
-      kernel: [in, out] in x's dtype; or the kernels of a stack of layers, [layers, in, out].
-      slots, part, bias: see `bank.bank_linear`.
-      layer: i32[], the index of the layer in a stack.
-    """
-
-    kernel: jax.Array
-    slots: Slots
-    layer: jax.Array | None = None
-    part: tuple[jax.Array, int] | None = None
-    bias: jax.Array | None = None
-
-
 def bank_projections(
     x: jax.Array,
-    projections: Sequence[WholeProjection],
+    projections: Sequence[SlotProjection],
     ids: jax.Array,
     *,
     precision: lax.PrecisionLike = None,
@@ -83,20 +67,22 @@ def bank_projections(
     )
     if takes_tokens_as_rows(x.shape[0], x.shape[1], implementation):
         bases = [
-            Projection(_base(settings, x, kernel, layer), slots, part, bias)
-            for kernel, slots, layer, part, bias in projections
+            one._replace(base=_base(settings, x, one), kernel=None, layer=None)
+            for one in projections
         ]
         return bank_linears(x, bases, ids, precision=precision)
-    operands = []
-    for kernel, slots, layer, part, bias in projections:
-        first, count = part or (jnp.int32(0), slots.lora_a.shape[0])
-        rows = rows_of(slots, ids, first, count, accumulator(x.dtype))
-        lora_a, lora_b = slots.lora_a.astype(x.dtype), slots.lora_b.astype(x.dtype)
-        if kernel.ndim == 2:
-            kernel, layer = kernel[None], jnp.int32(0)
-        operands.append(ProjectionOperands(kernel, layer, lora_a, lora_b, *rows, bias))
-    prompts = PromptOperands(x, ids < 0, tuple(operands))
-    return call_differentiable(PROJECT, _define, settings, prompts)
+    operands = [_operands(x, ids, one) for one in projections]
+    return call_differentiable(PROJECT, _define, settings, Batch(x, ids, tuple(operands)))
+
+
+def _operands(x: jax.Array, ids: jax.Array, projection: SlotProjection) -> SlotProjection:
+    """Returns a projection as an operand of `PROJECT`, with a stack of kernels."""
+    found = projection.of_rows(ids, accumulator(x.dtype))
+    lora_a, lora_b = (array.astype(x.dtype) for array in found.slots[:2])
+    found = found._replace(slots=Slots(lora_a, lora_b, None, None, None), first=None)
+    if found.kernel.ndim == 2:
+        return found._replace(kernel=found.kernel[None], layer=jnp.int32(0))
+    return found
 
 
 class WholeSettings(NamedTuple):
@@ -106,44 +92,8 @@ class WholeSettings(NamedTuple):
     expand: BankSettings
 
 
-class ProjectionOperands(NamedTuple):
-    """The operands of one projection.
-
-    Attributes:
-      kernel: [layers, in, out].
-      layer: i32[].
-      lora_a: [slots, rank, in].
-      lora_b: [slots, rank, out].
-      slot, g, scale: see `bank_slots.Rows`.
-      bias: [out], or None.
-    """
-
-    kernel: Any
-    layer: Any
-    lora_a: Any
-    lora_b: Any
-    slot: Any
-    g: Any
-    scale: Any
-    bias: Any
-
-
-class PromptOperands(NamedTuple):
-    """The operands of all projections of the same x.
-
-    Attributes:
-      x: [batch, time, in].
-      is_base: bool[batch], which rows have no adapter.
-      projections: the operands of each projection.
-    """
-
-    x: Any
-    is_base: Any
-    projections: tuple[ProjectionOperands, ...]
-
-
-def _run(settings: WholeSettings, shard: Shard, prompts: PromptOperands) -> tuple[jax.Array, ...]:
-    x, is_base, projections = prompts
+def _run(settings: WholeSettings, shard: Shard, batch: Batch) -> tuple[jax.Array, ...]:
+    x, is_base, projections = batch.x, batch.ids < 0, batch.projections
     launches = [_with_kernels(settings, x, p) for p in projections]
     with_kernels = [(p, launch) for p, launch in zip(projections, launches, strict=True) if launch]
 
@@ -159,19 +109,21 @@ def _run(settings: WholeSettings, shard: Shard, prompts: PromptOperands) -> tupl
 
     found = iter(lax.cond(jnp.any(is_base), with_base, without_base) if with_kernels else ())
     return tuple(
-        next(found) if launch else primitive.call(EXPAND, *_expansion(settings, x, p))[0]
+        next(found)
+        if launch
+        else primitive.call(EXPAND, settings.expand, _shrunk(settings, x, p))[0]
         for p, launch in zip(projections, launches, strict=True)
     )
 
 
 def _with_kernels(
-    settings: WholeSettings, x: jax.Array, p: ProjectionOperands
+    settings: WholeSettings, x: jax.Array, p: SlotProjection
 ) -> Callable[[], jax.Array] | None:
     """Returns a function that computes a projection with Mosaic kernels, or None.
 
     x A is computed here, the rest when the function is called.
     """
-    (batch, time, in_features), out, rank = x.shape, p.g.shape[-1], p.lora_a.shape[1]
+    (batch, time, in_features), out, rank = x.shape, p.rows.g.shape[-1], p.slots.lora_a.shape[1]
 
     def choice(kernel: Any, *sizes: int) -> choose.Choice | None:
         call = (kernel, (batch, time, *sizes, x.dtype))
@@ -181,9 +133,9 @@ def _with_kernels(
     project = choice(bank_project, in_features, out, rank)
     if shrink is None or project is None:
         return None
-    unscaled = shrink.launch(x, p.lora_a, p.slot)
-    z = (p.scale[:, None, None] * unscaled).astype(x.dtype)
-    operands = x, p.kernel, p.layer, z, p.lora_b, p.slot, p.g, p.bias
+    unscaled = shrink.launch(x, p.slots.lora_a, p.rows.slot)
+    z = (p.rows.scale[:, None, None] * unscaled).astype(x.dtype)
+    operands = x, p.kernel, p.layer, z, p.slots.lora_b, *p.rows[:2], p.bias
     return functools.partial(project.launch, *operands)
 
 
@@ -192,34 +144,30 @@ def _with_kernels(
 PROJECT = Op("bank_project", _run, (), ())
 
 
-def _base(
-    settings: WholeSettings, x: jax.Array, kernel: jax.Array, layer: jax.Array | None
-) -> jax.Array:
+def _base(settings: WholeSettings, x: jax.Array, p: SlotProjection) -> jax.Array:
     """Returns x W."""
-    if layer is not None:
-        kernel = lax.dynamic_index_in_dim(kernel, layer, keepdims=False)
+    kernel = p.kernel
+    if p.layer is not None:
+        kernel = lax.dynamic_index_in_dim(kernel, p.layer, keepdims=False)
     contracted = (((x.ndim - 1,), (0,)), ((), ()))
     return lax.dot_general(x, kernel, contracted, precision=settings.expand.precision)
 
 
-def _without_adapter(settings: WholeSettings, x: jax.Array, p: ProjectionOperands) -> jax.Array:
+def _without_adapter(settings: WholeSettings, x: jax.Array, p: SlotProjection) -> jax.Array:
     """Returns x W + bias."""
     # The barrier keeps XLA from copying the layer's kernel out of a stack before the branch.
-    base = _base(settings, x, p.kernel, lax.optimization_barrier(p.layer))
+    base = _base(settings, x, p._replace(layer=lax.optimization_barrier(p.layer)))
     # Added as `nnx.Linear` does: XLA can add such a bias before it rounds the product, so that any
     # other sum may have other bits.
     return base if p.bias is None else base + p.bias.astype(x.dtype)[None, None]
 
 
-def _expansion(
-    settings: WholeSettings, x: jax.Array, p: ProjectionOperands
-) -> tuple[BankSettings, Expansion]:
-    """Returns the settings and operands of `EXPAND`, after the products x W and x A."""
-    base, rows = _base(settings, x, p.kernel, p.layer), Rows(p.slot, p.g, p.scale)
-    operands = expansion(settings.expand, x, base, (p.lora_a, p.lora_b), rows, p.bias)
-    return settings.expand, operands
+def _shrunk(settings: WholeSettings, x: jax.Array, p: SlotProjection) -> SlotProjection:
+    """Returns the operands of `EXPAND`, after the products x W and x A."""
+    return shrunk(settings.expand, x, p._replace(base=_base(settings, x, p)))
 
 
-def _define(settings: WholeSettings, prompts: PromptOperands) -> tuple[jax.Array, ...]:
-    x, _, projections = prompts
-    return tuple(expand(*_expansion(settings, x, p))[0] for p in projections)
+def _define(settings: WholeSettings, batch: Batch) -> tuple[jax.Array, ...]:
+    return tuple(
+        expand(settings.expand, _shrunk(settings, batch.x, p))[0] for p in batch.projections
+    )

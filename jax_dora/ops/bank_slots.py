@@ -55,9 +55,9 @@ class Rows(NamedTuple):
       scale: f32[batch]; 0 for id -1, NaN for an invalid id.
     """
 
-    slot: jax.Array
-    g: jax.Array
-    scale: jax.Array
+    slot: Any
+    g: Any
+    scale: Any
 
 
 def _rows_of(slots: Slots, ids: jax.Array, first: jax.Array, count: int, dtype: Any) -> Rows:

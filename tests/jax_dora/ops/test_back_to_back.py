@@ -17,8 +17,8 @@ from jax import lax
 
 from jax_dora import ops
 from jax_dora.ops import weight_only
-from jax_dora.ops.bank_linear import bank_linear
-from jax_dora.ops.bank_projection import WholeProjection, bank_projections
+from jax_dora.ops.bank_linear import SlotProjection, bank_linear
+from jax_dora.ops.bank_projection import bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dropout import Dropout, draw_seed
 from tests import quantised
@@ -128,7 +128,7 @@ def bank(rows: int, tokens: int, n_in: int, out: int) -> tuple[Callable[..., Any
     held = slots_of(n_in, out)
     if tokens > 1:
         call = functools.partial(bank_projections, implementation="mosaic")
-        projection = WholeProjection(kernel_of(None, n_in, out), held)
+        projection = SlotProjection(held, kernel=kernel_of(None, n_in, out))
         return call, (normal(1, rows, tokens, n_in), [projection], ids)
     call = functools.partial(bank_linear, implementation="mosaic")
     return call, (normal(6, rows, 1, out), normal(1, rows, 1, n_in), held, ids)

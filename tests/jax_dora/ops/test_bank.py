@@ -178,7 +178,9 @@ def test_a_layer_uses_its_slots_of_a_stack(rows, time):
     base, x = (jax.random.normal(key, (rows, time, size)) for size in (64, 40))
     ids = jnp.asarray(np.random.default_rng(0).integers(-1, 4, rows), jnp.int32)
     alone = bank_linear(base, x, held, ids)
-    y = jax.jit(lambda first: bank_linear(base, x, stack, ids, part=(first, 3)))(jnp.int32(3))
+    y = jax.jit(lambda first: bank_linear(base, x, stack, ids, first=first, slot_count=3))(
+        jnp.int32(3)
+    )
     assert np.array_equal(np.isnan(y), np.isnan(alone))
     assert np.isnan(np.asarray(y)).all(axis=(1, 2)).tolist() == (ids == 3).tolist()
     assert jnp.allclose(y, alone, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank_linear import bank_linear
-from jax_dora.ops.bank_projection import WholeProjection, bank_projections
+from jax_dora.ops.bank_linear import SlotProjection, bank_linear
+from jax_dora.ops.bank_projection import bank_projections
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dispatch import choose
 from parity.oracle import fp64
@@ -25,7 +25,7 @@ def prompts(seed, time, dtype=jnp.bfloat16, features=64):
 
 
 def bank_projection(x, kernel, slots, ids, *, implementation=None, **others):
-    one = WholeProjection(kernel, slots, **others)
+    one = SlotProjection(slots, kernel=kernel, **others)
     return bank_projections(x, [one], ids, implementation=implementation)[0]
 
 
@@ -107,7 +107,10 @@ def test_projections_of_the_same_x_equal_single_projections(on_mosaic, implement
         return bank_projection(*arrays, implementation=implementation)
 
     def together(numbers):
-        layers = [WholeProjection(stack, slots, number, (3 * number, 3)) for number in numbers]
+        layers = [
+            SlotProjection(slots, kernel=stack, layer=number, first=3 * number, slot_count=3)
+            for number in numbers
+        ]
         return bank_projections(x, layers, ids, implementation=implementation)
 
     with on_mosaic():
@@ -125,7 +128,7 @@ def test_projections_share_a_branch_and_unsupported_ones_use_xla(monkeypatch):
         of_slots = aval(4, out, dtype=jnp.float32), aval(4, dtype=jnp.float32)
         ranks = aval(4, dtype=jnp.int32)
         bank = Slots(aval(4, 8, 4096), aval(4, 8, out), *of_slots, ranks)
-        return WholeProjection(aval(4096, out), bank)
+        return SlotProjection(bank, kernel=aval(4096, out))
 
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
     projections = [projection(out) for out in (4096, 14_336, 512)]
@@ -142,7 +145,7 @@ def test_small_prompts_share_a_launch_of_the_kernels_for_decoding(monkeypatch):
     def projection(out):
         of_slots = aval(4, out, dtype=jnp.float32), aval(4, dtype=jnp.float32)
         bank = Slots(aval(4, 8, 4096), aval(4, 8, out), *of_slots, aval(4, dtype=jnp.int32))
-        return WholeProjection(aval(4096, out), bank)
+        return SlotProjection(bank, kernel=aval(4096, out))
 
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
     projections, ids = [projection(out) for out in (4096, 14_336)], aval(4, dtype=jnp.int32)

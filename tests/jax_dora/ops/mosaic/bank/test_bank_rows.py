@@ -195,8 +195,8 @@ def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
     ids, first = aval(rows, dtype=jnp.int32), aval(dtype=jnp.int32)
 
     def call(base, x, bank, ids, first):
-        part = (first, slots)
-        return bank_linear(base, x, bank, ids, part=part, implementation="mosaic")
+        part = {"first": first, "slot_count": slots}
+        return bank_linear(base, x, bank, ids, **part, implementation="mosaic")
 
     text = for_cuda(call, aval(rows, 1, out), aval(rows, 1, n_in), bank, ids, first)
     name = "dora_bank_decode" if rows <= 8 and rank <= 64 else "dora_bank_rows"
