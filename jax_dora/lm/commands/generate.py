@@ -13,7 +13,14 @@ import json
 import sys
 
 import jax_dora
-from jax_dora.lm.commands.flags import add_end_token, integer, not_negative, share, usage_errors
+from jax_dora.lm.commands.flags import (
+    add_end_token,
+    integer,
+    not_negative,
+    number,
+    share,
+    usage_errors,
+)
 from jax_dora.lm.commands.folders import adapted_model, add_model_flags, base_folder, text_settings
 from jax_dora.lm.models import Sampling, generate, generate_steps
 from jax_dora.lm.models.text import TextStream
@@ -53,7 +60,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="sample from the most likely tokens with this total probability only",
     )
-    add("--seed", type=integer(0, 2**32 - 1), default=0, metavar="N", help="random seed")
+    add(
+        "--min-p",
+        type=number("from 0 to 1", lambda value: 0 <= value <= 1),
+        default=0.0,
+        metavar="X",
+        help="sample from tokens at least this many times as likely as the most likely one only",
+    )
+    add(
+        "--seed",
+        type=integer(0, 2**64 - 1),
+        default=0,
+        metavar="N",
+        help="random seed; equal prompts get equal completions",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():
         if args.system is not None and not args.chat:
             raise ValueError("--system is given without --chat; expected both")
-        for flag, is_given in {"top-k": args.top_k != 0, "top-p": args.top_p != 1}.items():
+        given = {"top-k": args.top_k, "top-p": args.top_p != 1, "min-p": args.min_p}
+        for flag, is_given in given.items():
             if is_given and args.temperature == 0:
                 raise ValueError(
                     f"--{flag} is given without --temperature; expected a temperature above 0"
@@ -91,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.adapter is not None:
             model = jax_dora.freeze(model)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     # A reply in a chat is a separate text. Otherwise, the completion continues the prompt.
     streams = [TextStream(texts.tokenizer, before=() if args.chat else ids) for ids in tokens]
     if len(prompts) == 1:

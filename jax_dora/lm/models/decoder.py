@@ -191,6 +191,21 @@ class CausalLM(nnx.Module):
         """
         return self.model.extend(tokens, cache, counts, rows)
 
+    def next_logits(
+        self,
+        tokens: jax.Array,
+        cache: Cache,
+        counts: jax.Array | None = None,
+        rows: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Reads more tokens, as `extend`, and returns the logits [batch, vocab] of the token after
+        the last new one of each row, and the updated cache. Rows with count 0 get other logits."""
+        hidden, cache = self.extend(tokens, cache, counts, rows)
+        if counts is None or tokens.shape[1] == 1:
+            return self.logits(hidden[:, -1]), cache
+        last = jnp.maximum(counts - 1, 0)[:, None, None]
+        return self.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0]), cache
+
     def resize_token_embeddings(self, tokens: int) -> None:
         """Changes the number of tokens, in place. The weights of new tokens are zero."""
 

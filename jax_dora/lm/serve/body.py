@@ -9,8 +9,8 @@ import secrets
 from typing import Any
 
 from jax_dora.lm.models.chat import CONTENT, text_of
+from jax_dora.lm.models.sampling import TOP_LOGPROBS, Sampling
 from jax_dora.lm.serve.errors import ApiError, invalid_field
-from jax_dora.lm.serve.request import TOP_LOGPROBS, SamplingParams
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 # Fields of unsupported features, with the values that have no effect.
@@ -41,11 +41,15 @@ IGNORED = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "meta
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The fields that completions and chats have in common."""
+    """The fields that completions and chats have in common; see `Request` for most of them."""
 
     model: str
     max_tokens: int | None
-    sampling: SamplingParams
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    logprobs: int | None
     stream: bool
     include_usage: bool
 
@@ -103,15 +107,17 @@ def _fields(
     fields = Fields(
         model=model,
         max_tokens=max_tokens,
-        sampling=SamplingParams(
+        sampling=Sampling(
             temperature=_number(body, "temperature", 0.0, 2.0, 1.0),
+            top_k=_integer(body, "top_k", 0, 2**31 - 1) or 0,
             top_p=_number(body, "top_p", 0.0, 1.0, 1.0, above=True),
+            min_p=_number(body, "min_p", 0.0, 1.0, 0.0),
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
-            stop=_stops(body.pop("stop", None)),
-            stop_token_ids=_tokens(body, "stop_token_ids"),
-            ignore_eos=_boolean(body, "ignore_eos"),
-            logprobs=logprobs,
         ),
+        stop=_stops(body.pop("stop", None)),
+        stop_token_ids=_tokens(body, "stop_token_ids"),
+        ignore_eos=_boolean(body, "ignore_eos"),
+        logprobs=logprobs,
         stream=stream,
         include_usage=_boolean(options, "include_usage"),
     )

@@ -17,8 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jax_dora.bank.slot_cache import SlotCache
+from jax_dora.lm.models.sampling import Drawn
 from jax_dora.lm.models.text import TextStream
-from jax_dora.lm.serve.draw import Drawn
 from jax_dora.lm.serve.metrics import Metrics
 from jax_dora.lm.serve.request import Answer, Piece, Request, Token
 from jax_dora.lm.serve.runner import ModelRunner, PromptPiece
@@ -93,12 +93,12 @@ class Engine:
                 f"{request.max_tokens}; expected at least 1 each, and {self.capacity} together at "
                 "most"
             )
-        tokenizer, ends, sampling = self._tokenizer, self._ends, request.sampling
+        tokenizer, ends = self._tokenizer, self._ends
         if request.adapter is not None and (texts := request.adapter.texts) is not None:
             tokenizer, ends = texts.tokenizer, frozenset(texts.end_tokens)
-        ends = (frozenset() if sampling.ignore_eos else ends) | set(sampling.stop_token_ids)
+        ends = (frozenset() if request.ignore_eos else ends) | set(request.stop_token_ids)
         before = request.prompt if request.continues_prompt else ()
-        answer = Answer(request, TextStream(tokenizer, sampling.stop, before=before), ends)
+        answer = Answer(request, TextStream(tokenizer, request.stop, before=before), ends)
         with self._changed:
             if self._failed:
                 raise RuntimeError(self._failed)
@@ -243,7 +243,7 @@ class Engine:
             return
         tokens, finite = np.asarray(drawn.tokens), np.asarray(drawn.finite)
         logprobs = None
-        if any(one.request.sampling.logprobs is not None for _, one in unfinished):
+        if any(one.request.logprobs is not None for _, one in unfinished):
             logprobs = jax.device_get(drawn[2:])
         for row, one in unfinished:
             if finite[row]:
@@ -264,7 +264,7 @@ class Engine:
         answer.drawn += 1
         self.metrics.tokens.inc()
         text = answer.stream.add(token)
-        tokens = (_with_logprobs(token, row, request.sampling.logprobs, logprobs),)
+        tokens = (_with_logprobs(token, row, request.logprobs, logprobs),)
         if answer.stream.stopped:
             self._end(answer, Piece(text, tokens, "stop"))
         elif answer.drawn == request.max_tokens:

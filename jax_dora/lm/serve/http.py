@@ -166,7 +166,7 @@ class _Handlers:
             fields, adapter, tokens, pieces.put, continues_prompt=kind.continues_prompt
         )
         cancel = functools.partial(service.engine.cancel, answer)
-        has_logprobs = fields.sampling.logprobs is not None
+        has_logprobs = fields.logprobs is not None
         writer = kind(fields.model, texts.tokenizer, len(tokens), has_logprobs)
         if fields.stream:
             return _EventStream(pieces, writer, fields.include_usage, cancel)

@@ -4,10 +4,9 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from jax_dora.lm.models.sampling import GREEDY, Sampling
 from jax_dora.lm.models.text import TextStream
 from jax_dora.lm.serve.adapters import ServedAdapter
-
-TOP_LOGPROBS = 20  # the largest number that may be requested, as in OpenAI's interface
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +15,8 @@ class Token:
 
     Attributes:
       token: the token's id.
-      logprob: the logarithm of its probability, before temperature and top_p are applied; NaN if
-        the request does not ask for it.
+      logprob: the logarithm of its probability, before `Sampling` is applied; NaN if the request
+        does not ask for it.
       alternatives: the most likely tokens at the same position, the most likely first; as many as
         requested.
     """
@@ -48,32 +47,6 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of an answer are chosen, what ends it, and what is reported about its tokens.
-
-    Attributes:
-      temperature: the divisor of the logits; 0 for greedy decoding.
-      top_p: tokens are drawn from the most likely ones with this total probability (arXiv
-        1904.09751).
-      seed: the seed of the random draws, with 64 bits. A draw depends only on the logits, the seed
-        and the position in the text.
-      stop: strings that end the answer, which are not part of it.
-      stop_token_ids: tokens that end the answer, in addition to the model's and the adapter's.
-      ignore_eos: whether only `stop_token_ids` and `stop` end the answer.
-      logprobs: the number of most likely tokens to report at each position; None for no
-        probabilities.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt, and how to continue it.
 
@@ -82,7 +55,12 @@ class Request:
       max_tokens: the maximum number of tokens of the answer.
       sink: a function that the engine calls in its thread with every `Piece`.
       adapter: the adapter to use; None for the base model.
-      sampling: how the answer is generated.
+      sampling: how tokens are drawn.
+      stop: strings that end the answer, which are not part of it.
+      stop_token_ids: tokens that end the answer, in addition to the model's and the adapter's.
+      ignore_eos: whether only `stop_token_ids` and `stop` end the answer.
+      logprobs: the number of most likely tokens to report at each position; None for no
+        probabilities.
       continues_prompt: whether the answer continues the prompt's text, so that a space between them
         belongs to the answer.
       arrival: when the request arrived, by `time.monotonic`.
@@ -92,7 +70,11 @@ class Request:
     max_tokens: int
     sink: Callable[[Piece], None]
     adapter: ServedAdapter | None = None
-    sampling: SamplingParams = SamplingParams()
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
     continues_prompt: bool = False
     arrival: float = dataclasses.field(default_factory=time.monotonic)
 

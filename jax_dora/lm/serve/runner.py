@@ -31,7 +31,7 @@ from jax_dora.bank import DECODING_OPTIONS
 from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.lm.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
 from jax_dora.lm.models.decoder import for_inference, loop_options
-from jax_dora.lm.serve.draw import DrawFeatures, Drawn, DrawSettings, draw
+from jax_dora.lm.models.sampling import GREEDY, DrawFeatures, Drawn, RowSettings, Sampling, draw
 from jax_dora.lm.serve.request import Request
 from jax_dora.ops.bank_linear import MOST_PROMPT_TOKENS
 
@@ -79,13 +79,22 @@ class PromptPiece(NamedTuple):
     start: int
 
 
+class Row(NamedTuple):
+    """What the host knows about a row; by default, that it has no request."""
+
+    slot: int = -1  # of its adapter in the bank; -1 for the base model
+    sampling: Sampling = GREEDY
+    logprobs: bool = False
+
+
 class RowArrays(NamedTuple):
     """The arrays of all rows that the programs change."""
 
     cache: Cache
     logits: jax.Array  # [rows, vocab], of the token after the last one in the cache
     tokens: jax.Array  # i32[rows], the latest tokens
-    settings: DrawSettings
+    adapters: jax.Array  # i32[rows]: slots of the bank, -1 for the base model
+    settings: RowSettings
     active: jax.Array  # i32[rows]: 1 in the rows that the latest program adds tokens to, else 0
     drawn: tuple[Drawn, ...]  # the latest results, the oldest first
 
@@ -129,8 +138,8 @@ class ModelRunner:
         self.widths = tuple(_widths(chunk))
         self.prompts_per_call = {width: min(chunk // width, rows) for width in self.widths}
         self._arrays = _empty(model.config, rows, capacity)
-        self._host_settings = _default_settings(rows)
-        # The features that the settings on the device need; None if those on the host have changed.
+        self._rows = [Row()] * rows
+        # The features that the settings on the device need; None if `_rows` has changed since.
         self._features: DrawFeatures | None = None
         self._active_rows: tuple[int, ...] = ()
 
@@ -143,12 +152,7 @@ class ModelRunner:
 
     def assign_row(self, row: int, request: Request, slot: int) -> None:
         """Assigns a row to a request; `slot` is the slot of its adapter in the bank, or -1."""
-        sampling = request.sampling
-        seed = np.array([sampling.seed >> 32, sampling.seed & 0xFFFF_FFFF], np.uint32)
-        has_logprobs = sampling.logprobs is not None
-        values = (slot, seed, sampling.temperature, sampling.top_p, has_logprobs)
-        for array, value in zip(self._host_settings, values, strict=True):
-            array[row] = value
+        self._rows[row] = Row(slot, request.sampling, request.logprobs is not None)
         self._features = None
 
     def free_row(self, row: int) -> None:
@@ -157,8 +161,7 @@ class ModelRunner:
         Masked positions have an attention probability of 0, but 0 times NaN is NaN. So values of a
         failed request must not remain in the cache.
         """
-        for array, value in zip(self._host_settings, _default_settings(1), strict=True):
-            array[row] = value[0]
+        self._rows[row] = Row()
         self._features = None
         self._replace(cache=_wipe(self._arrays.cache, np.int32(row)))
 
@@ -208,13 +211,15 @@ class ModelRunner:
     def _run(self, program: Program, *arguments: Any) -> Drawn:
         """Runs a program, and draws the next tokens of the active rows."""
         if self._features is None:
-            # Copies, since the arrays on the host may change during the transfer.
-            copies = DrawSettings(*(one.copy() for one in self._host_settings))
-            self._features = DrawFeatures.needed_by(copies)
-            self._replace(settings=_overwrite(self._arrays.settings, copies))
-        cache, logits, tokens, settings, active, (oldest, *others) = self._arrays
+            slots, samplings, logprobs = zip(*self._rows, strict=True)
+            self._features = DrawFeatures.needed_by(samplings, logprobs=any(logprobs))
+            old = self._arrays.adapters, self._arrays.settings
+            new = np.array(slots, np.int32), RowSettings.of(samplings)
+            adapters, settings = _overwrite(old, new)
+            self._replace(adapters=adapters, settings=settings)
+        cache, logits, tokens, adapters, settings, active, (oldest, *others) = self._arrays
         bank = None if self._bank is None else self._bank.bank
-        logits, cache = program(self._state, bank, cache, logits, settings.adapters, *arguments)
+        logits, cache = program(self._state, bank, cache, logits, adapters, *arguments)
         tokens, drawn = _draw(
             self._sharding, self._features, logits, cache.lengths, active, settings, tokens, oldest
         )
@@ -250,28 +255,15 @@ def _widths(chunk: int) -> Iterable[int]:
         yield chunk
 
 
-def _default_settings(rows: int) -> DrawSettings:
-    """Returns the settings of rows without a request, on the host."""
-    arrays: dict[str, Any] = {
-        "adapters": np.full((rows,), -1, np.int32),
-        "seeds": np.zeros((rows, 2), np.uint32),
-        "temperatures": np.zeros((rows,), np.float32),
-        "top_p": np.ones((rows,), np.float32),
-        "logprobs": np.zeros((rows,), np.bool_),
-    }
-    return DrawSettings(**arrays)
-
-
 @functools.partial(jax.jit, static_argnums=range(3))
 def _empty(config: DecoderConfig, rows: int, capacity: int) -> RowArrays:
     """Returns the arrays of rows without a request."""
     logits = jnp.zeros((rows, config.vocab_size), config.dtype)
     zeros = jnp.zeros((rows,), jnp.int32)
-    settings = jax.tree.map(jnp.asarray, _default_settings(rows))
-    drawn = draw(logits, settings, zeros, DrawFeatures(False, False, False))
-    arrays = RowArrays(
-        make_cache(config, rows, capacity), logits, zeros, settings, zeros, (drawn,) * RESULTS
-    )
+    settings = jax.tree.map(jnp.asarray, RowSettings.of([GREEDY] * rows))
+    drawn = draw(logits, settings, zeros, DrawFeatures())
+    cache = make_cache(config, rows, capacity)
+    arrays = RowArrays(cache, logits, zeros, zeros - 1, settings, zeros, (drawn,) * RESULTS)
     return RowArrays(*_constrain(config.sharding, *arrays))
 
 
@@ -308,9 +300,7 @@ def _prefill(
     model = nnx.merge(graphdef, state)
     model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
     cache = cache._replace(lengths=cache.lengths.at[rows].set(starts, mode="drop"))
-    hidden, cache = model.extend(tokens, cache, counts, rows)
-    last = jnp.maximum(counts - 1, 0)[:, None, None]
-    values = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+    values, cache = model.next_logits(tokens, cache, counts, rows)
     return _constrain(model.config.sharding, logits.at[rows].set(values, mode="drop"), cache)
 
 
@@ -330,8 +320,8 @@ def _decode(
     # Unrolled, since a loop would copy each layer's weights out of the stack in every step.
     model.model.config = dataclasses.replace(model.config, unroll=True)
     model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
-    hidden, cache = model.extend(latest[:, None], cache, active)
-    logits = _written(logits, model.logits(hidden[:, 0]))
+    values, cache = model.next_logits(latest[:, None], cache, active)
+    logits = _written(logits, values)
     return _constrain(model.config.sharding, logits, cache)
 
 
@@ -342,7 +332,7 @@ def _draw(
     logits: jax.Array,
     positions: jax.Array,
     active: jax.Array,
-    settings: DrawSettings,
+    settings: RowSettings,
     latest: jax.Array,
     old: Drawn,
 ) -> tuple[jax.Array, Drawn]:

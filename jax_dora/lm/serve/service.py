@@ -126,8 +126,7 @@ class Service:
           ApiError: the prompt and max_tokens exceed a row's capacity, a token in stop_token_ids
             does not exist, or the engine is full or has stopped.
         """
-        stops = fields.sampling.stop_token_ids
-        self._check_known("stop_token_ids", stops, self.texts_of(adapter))
+        self._check_known("stop_token_ids", fields.stop_token_ids, self.texts_of(adapter))
         capacity = self.engine.capacity
         room = capacity - len(prompt)
         max_tokens = fields.max_tokens if fields.max_tokens is not None else max(room, 1)
@@ -141,7 +140,16 @@ class Service:
                 code="context_length_exceeded",
             )
         request = Request(
-            tuple(prompt), max_tokens, sink, adapter, fields.sampling, continues_prompt
+            tuple(prompt),
+            max_tokens,
+            sink,
+            adapter,
+            fields.sampling,
+            fields.stop,
+            fields.stop_token_ids,
+            fields.ignore_eos,
+            fields.logprobs,
+            continues_prompt,
         )
         try:
             return self.engine.submit(request)

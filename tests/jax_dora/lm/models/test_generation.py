@@ -143,43 +143,15 @@ def test_ends(make_folder, tokens):
     assert cut == [text[: text.index(end)] if end in text else text for text in free]
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p"),
-    thinned([(0, 1.0), (5, 1.0), (0, 0.7), (9, 0.4), (1, 1.0)], [(9, 0.4)]),
-)
-def test_what_is_sampled_is_what_transformers_would(top_k, top_p):
-    sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, seed=3)
-    check_draws(sampling.draw, 0.7, top_p, top_k)
-
-
-def check_draws(draw, temperature, top_p, top_k=0):
-    """Asserts that `draw(logits, places)` draws tokens as often as the probabilities say that
-    transformers leaves over."""
-    draws = 4000
-    logits = 2 * np.random.default_rng(0).standard_normal((1, 17), np.float32)
-    scores = transformers.TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits))
-    if top_k:
-        scores = transformers.TopKLogitsWarper(top_k)(None, scores)
-    scores = transformers.TopPLogitsWarper(top_p)(None, scores)
-    expected = torch.softmax(scores, -1).numpy()[0]
-    many = jnp.asarray(np.repeat(logits, draws, axis=0))
-    drawn = np.asarray(draw(many, jnp.zeros(draws, jnp.int32)))
-    found = np.bincount(drawn, minlength=17) / draws
-    assert (found[expected == 0] == 0).all()
-    # Five standard deviations of a share.
-    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws)).all()
-
-
-@pytest.mark.slow
-def test_draws_depend_on_seed_and_place():
-    logits = jnp.zeros((4, 1000))
-
-    def draw(seed, place):
-        sampling = Sampling(temperature=1.0, seed=seed)
-        return sampling.draw(logits, jnp.full(4, place, jnp.int32)).tolist()
-
-    assert draw(0, 1) == draw(0, 1)
-    assert len({*draw(0, 1), *draw(0, 2), *draw(1, 1)}) == 12
+def test_a_row_is_sampled_the_same_in_any_batch(make_folder, tokens):
+    model = models.load_model(make_folder("llama"))
+    first, second, _ = prompts_of(tokens)
+    settings = [Sampling(1.5, seed=seed) for seed in (3, 3, 4)] + [Sampling(0.9, top_p=0.8)]
+    same, again, other, last = generate(model, [first] * 3 + [second], 5, settings)
+    assert same == again != other
+    assert [last] == generate(model, [second], 5, settings[-1])
+    with pytest.raises(ValueError, match="sampling has 4 settings; expected one for all prompts"):
+        generate(model, [first], 5, settings)
 
 
 def test_logits_that_are_not_finite(make_folder):
@@ -188,21 +160,6 @@ def test_logits_that_are_not_finite(make_folder):
     embedding.set_value(embedding[...].at[9].set(jnp.nan))
     with pytest.raises(models.NotFiniteError, match="row 1 are not finite at new token 0"):
         generate(model, [[7], [7, 9]], 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": -1}, "temperature is -1; expected a number at least 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0}, "top_p is 0; expected a number above 0 and at most 1"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"seed": 2**32}, "seed is 4294967296"),
-    ],
-)
-def test_bad_sampling(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**changes)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jax_dora
 import jax_dora.peft
-from jax_dora.lm.models import generate, load_model
+from jax_dora.lm.models import Sampling, generate, load_model
 from jax_dora.lm.serve.answers import TOKEN_ID_PREFIX, Completion
 from jax_dora.lm.serve.request import Piece, Token
 from tests.jax_dora.lm.models.test_text import byte_fallback_tokenizer
@@ -107,6 +107,18 @@ def test_it_is_what_peft_and_the_merged_model_answer(served, model, adapters, na
         assert text == tokenizer.decode(answer, skip_special_tokens=True)
         assert text == tokenizer.decode(generate(merged, [tokens], 12, ends=[256])[0])
     assert compared >= 2
+
+
+def test_sampled_is_what_generate_samples(served, model):
+    server, client = served
+    tokenizer, prompts = server.service.texts.tokenizer, PROMPTS[:3]
+    options = {"temperature": 1.2, "top_p": 0.9, "seed": 2**40 + 5}
+    more = {"top_k": 50, "min_p": 0.001}
+    tokens = [tokenizer.encode(one).ids for one in prompts]
+    expected = generate(load_model(model), tokens, 12, Sampling(**options, **more), ends=[256])
+    for prompt, answer in zip(prompts, expected, strict=True):
+        text = complete(client, "tiny", prompt, extra_body=more, **options).text
+        assert text == tokenizer.decode(answer)
 
 
 @pytest.mark.slow

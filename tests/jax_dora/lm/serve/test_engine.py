@@ -18,7 +18,7 @@ from jax_dora.lm.serve import runner as programs
 from jax_dora.lm.serve.adapters import ServedAdapter
 from jax_dora.lm.serve.engine import Engine, QueueFullError
 from jax_dora.lm.serve.metrics import Metrics
-from jax_dora.lm.serve.request import Request, SamplingParams
+from jax_dora.lm.serve.request import Request
 from jax_dora.lm.serve.runner import ModelRunner, PromptPiece
 from tests.jax_dora.lm.serve import serving
 from tests.jax_dora.lm.serve.test_answers import complete
@@ -291,8 +291,7 @@ def test_ends_of_a_request(options, adapter_ends, finish, served, fake):
     if adapter_ends is not None:
         texts = dataclasses.replace(served[0].service.texts, end_tokens=adapter_ends)
         adapter = ServedAdapter("a", None, texts)
-    sampling = SamplingParams(**options)
-    engine.submit(Request((1, 2, 3), 4, pieces.append, adapter=adapter, sampling=sampling))
+    engine.submit(Request((1, 2, 3), 4, pieces.append, adapter=adapter, **options))
     run(engine)
     assert (pieces[-1].finish, pieces[-1].ended) == (finish, finish == "stop")
     assert sum(len(one.tokens) for one in pieces) == (4 if finish == "length" else 0)

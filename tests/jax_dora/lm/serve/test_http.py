@@ -135,6 +135,8 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("completions", {"temperature": True}, "temperature is True"),
         ("completions", {"temperature": float("nan")}, "temperature is nan"),
         ("completions", {"top_p": 0}, "top_p is 0; expected a number above 0"),
+        ("completions", {"top_k": -1}, "top_k is -1; expected a whole number from 0"),
+        ("completions", {"min_p": 1.5}, "min_p is 1.5; expected a number from 0.0 to 1.0"),
         ("completions", {"seed": 2**63}, "seed is 9223372036854775808"),
         ("completions", {"stop": ["a"] * 5}, "stop is"),
         ("completions", {"stop": [""]}, "expected strings of 1 to 256"),
