@@ -1,4 +1,4 @@
-"""Adapters away from where they begin."""
+"""Adapters away from where they begin, and a module of packed experts."""
 
 import torch
 from torch import nn
@@ -16,3 +16,16 @@ def trained[Module: nn.Module](module: Module) -> Module:
             layer.reset_magnitude()
             layer.magnitude.mul_(1 + torch.randn_like(layer.magnitude) / 20)
     return module
+
+
+class Experts(nn.Module):
+    """Packed experts [experts, in, out], multiplied as transformers' modules do."""
+
+    is_transposed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.randn(3, 6, 8))
+
+    def forward(self, x):
+        return torch.bmm(x, self.down_proj)

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 import torch_dora
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
-from tests.torch_dora.adapters import trained
+from tests.torch_dora.adapters import Experts, trained
 from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALinear, freeze, with_norms
 from torch_dora.ops import norm as norm_module
 
@@ -207,19 +207,6 @@ def test_a_frozen_layer_has_the_norm_of_a_weight_that_is_loaded_by_its_other_nam
         one.load_state_dict(state, strict=False)
     x = torch.randn(5, 6)
     assert torch.equal(frozen(x), model(x))
-
-
-class Experts(nn.Module):
-    """Packed experts [experts, in, out], read as transformers' modules do."""
-
-    is_transposed = True
-
-    def __init__(self):
-        super().__init__()
-        self.down_proj = nn.Parameter(torch.randn(3, 6, 8))
-
-    def forward(self, x):
-        return torch.bmm(x, self.down_proj)
 
 
 PLAIN = {

@@ -12,23 +12,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import torch_dora
-from tests.torch_dora.adapters import trained
+from tests.torch_dora.adapters import Experts, trained
 from tests.torch_dora.peft_folders import IDS, base, llama, output, peft_folder, qwen3
 from torch_dora import DoRARule, apply_dora, disable_adapters
-
-
-class Experts(nn.Module):
-    """Packed experts, read as transformers' modules do."""
-
-    is_transposed = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down_proj = nn.Parameter(torch.randn(3, 6, 8))
-
-    def forward(self, x):
-        return torch.bmm(x, self.down_proj)
-
 
 LAYERS: dict[str, Any] = {
     "linear": (lambda: nn.Linear(6, 8), torch.randn(5, 6)),

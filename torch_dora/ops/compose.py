@@ -115,6 +115,14 @@ def forward(
     return result, cast(unbiased + scaled, base.dtype) if want_inner else None
 
 
+if triton_forward is not None:
+
+    @triton_forward.compose.define
+    def _definition(base, lora, g, bias, scale, delta, want_inner) -> list[Tensor]:
+        result, inner = forward(base, lora, g, bias, scale, delta, want_inner, "eager")
+        return [result] if inner is None else [result, inner]
+
+
 def backward(
     dy: Tensor,
     inner: Tensor | None,

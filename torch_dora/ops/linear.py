@@ -286,6 +286,15 @@ def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation)
     return forward(base, lora, g, bias, scale, False, want_inner, implementation)
 
 
+if choose.TRITON_MODE is not None:
+
+    @expand_compose.expand_compose.define
+    def _definition(base, z, lora_b, g, bias, scale, want_inner) -> list[Tensor]:
+        lora = F.linear(z, lora_b)
+        y, inner = forward(base, lora, g, bias, scale, False, want_inner, "eager")
+        return [y] if inner is None else [y, inner]
+
+
 def result_dtype(x: Tensor, weight: Tensor | Bits4) -> torch.dtype:
     """Returns the dtype of the result of ``torch.nn.functional.linear``."""
     # A quantised weight reports the dtype before quantisation, even if the model was cast since.

@@ -211,6 +211,17 @@ def _(weight, lora_a, lora_b, scale, implementation):
     return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
 
 
+@_factored_norm.define
+def _definition(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, implementation: str
+) -> Tensor:
+    dtype = accumulation_dtype(weight, lora_a, lora_b)
+    weight, lora_a, lora_b = (operand.to(dtype) for operand in (weight, lora_a, lora_b))
+    cross = (lora_b * (weight @ lora_a.T)).sum(1)
+    ba_sq = (lora_b * (lora_b @ (lora_a @ lora_a.T))).sum(1)
+    return assemble_norm(weight.square().sum(1), cross, ba_sq, scale)
+
+
 # A decomposed program does not detach the arguments of these operators.
 _norm_of_codes.op.register_autograd(lambda ctx, _: (None,) * 7)
 _factored_norm.op.register_autograd(lambda ctx, _: (None,) * 5)

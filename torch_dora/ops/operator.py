@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import register_decomposition
 
 from torch_dora.ops import choose
 
@@ -28,6 +29,12 @@ class Operator[**P, R]:
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> R:
         function: Any = self.op if _must_record(arguments) else self.function
         return function(*arguments, **named)
+
+    def define(self, definition: Callable[P, R]) -> Callable[P, R]:
+        """Registers plain operations that compute the operator, for torch.onnx.export. Programs of
+        torch.export keep the operator, since decomposed ones lose ``detach``: gradients would flow
+        through the norm."""
+        return register_decomposition(self.op._opoverload)(definition)
 
 
 def operator[**P, R](name: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
