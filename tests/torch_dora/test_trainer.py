@@ -172,6 +172,13 @@ def test_a_model_without_an_adapter_is_refused(tmp_path: Path) -> None:
         trainer(base(llama), tmp_path)
 
 
+def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+    run = trainer(adapted(), tmp_path)
+    run.model.lm_head.weight.ds_id = 0  # as DeepSpeed's ZeRO-3 marks a parameter
+    with pytest.raises(NotImplementedError, match=r"sharded these .*:\n  lm_head\.weight$"):
+        run.train()
+
+
 def test_save_pretrained_warns_of_whole_models(tmp_path: Path, caplog: Any) -> None:
     model = adapted()
     for one in (model, copy.deepcopy(model), nn.Sequential(model)[0]):
