@@ -261,11 +261,11 @@ def filled(bank: Any, ranks: tuple[int, ...]) -> Any:
 
 def _scaled(adapter: HostAdapter, factor: float) -> HostAdapter:
     """Returns an adapter with the same matrices and a multiple of the scale."""
-    facts = {
-        path: one._replace(scale=one.scale * np.float32(factor))
-        for path, one in adapter.facts.items()
+    scalings = {
+        path: scaling._replace(scale=scaling.scale * np.float32(factor))
+        for path, scaling in adapter.scalings.items()
     }
-    return dataclasses.replace(adapter, facts=facts, cached_g=CachedG())
+    return dataclasses.replace(adapter, scalings=scalings, cached_g=CachedG())
 
 
 def compiled_kinds(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Row
-from jax_dora.bank.host import Facts, HostAdapter, piece_shape
+from jax_dora.bank.host import HostAdapter, Scaling, block_shape
 from jax_dora.ops.bank_slots import RANKS
 
 EXPONENT = 1.5  # of Zipf's law
@@ -33,21 +33,21 @@ def draw_ids(mix: str, rows: int, slots: int) -> np.ndarray:
 def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
     """Returns an adapter of random numbers in host memory, laid out as by `AdapterBank.read`."""
     rng = np.random.default_rng(seed)
-    facts, pieces = {}, []
+    scalings, blocks = {}, []
     for start in range(0, rank, RANKS):
-        count, piece = min(RANKS, rank - start), {}
+        count, block = min(RANKS, rank - start), {}
         for path, projection in bank.projections.items():
-            piece[path] = both = np.zeros(piece_shape(projection), projection.dtype)
+            block[path] = both = np.zeros(block_shape(projection), projection.dtype)
             for array in np.split(both, [projection.sizes[0]], axis=-1):
                 drawn = rng.standard_normal((*array.shape[:-2], count, array.shape[-1]), np.float32)
                 array[..., :count, :] = drawn * array.shape[-1] ** -0.5
-        pieces.append(piece)
+        blocks.append(block)
     for path, projection in bank.projections.items():
         stack = projection.stack.shape
         magnitude = rng.uniform(0.5, 1.5, (*stack, projection.sizes[1])).astype(np.float32)
         ones = np.ones(stack, np.float32)
-        facts[path] = Facts(magnitude, ones > 0, 0.5 * ones, (rank * ones).astype(np.int32))
-    return HostAdapter(tuple(pieces), facts, rank)
+        scalings[path] = Scaling(magnitude, ones > 0, 0.5 * ones, (rank * ones).astype(np.int32))
+    return HostAdapter(tuple(blocks), scalings, rank)
 
 
 def bytes_read(bank: Any, ids: np.ndarray) -> Row:

@@ -15,7 +15,7 @@ from dora_common.rules import ALL_LINEAR
 from dora_common.slots import check_ids, check_ids_array, check_room, check_sizes, check_slot
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
-from jax_dora.bank.host import HostAdapter, piece_shape, read_adapter, read_folder
+from jax_dora.bank.host import HostAdapter, block_shape, read_adapter, read_folder
 from jax_dora.bank.programs import Arrays, BankPrograms, BaseModel
 from jax_dora.bank.projections import BankProjection, projections
 from jax_dora.layers.base_layer import check_has_values
@@ -87,7 +87,7 @@ class AdapterBank:
         """Sets everything but the arrays."""
         found = projections(model, path)
         self._base: BaseModel | None = BaseModel(
-            model, {one.path: kernel for one, kernel in found.items()}
+            model, {projection.path: kernel for projection, kernel in found.items()}
         )
         self._programs = BankPrograms(self._base, slots, max_rank, found)
 
@@ -196,7 +196,7 @@ class AdapterBank:
         number = self._slot(slot)
         # In a traced function, even a number from the host becomes a tracer.
         arrays = (jax.device_put(number), *jax.tree.leaves(self.arrays))
-        if any(isinstance(one, Tracer) for one in arrays):
+        if any(isinstance(array, Tracer) for array in arrays):
             raise TypeError(
                 "load is called in a function that JAX traces; expected a call outside: load first "
                 "and pass the bank to the function as an argument, which does not recompile it"
@@ -259,18 +259,21 @@ class AdapterBank:
         return np.int32(slot)
 
     def _check_rank(self, adapter: HostAdapter) -> None:
-        for path, facts in adapter.facts.items():
-            check_room(int(np.max(facts.rank)), path, self.max_rank)
+        for path, scaling in adapter.scalings.items():
+            check_room(int(np.max(scaling.rank)), path, self.max_rank)
 
     def _check_fits(self, adapter: HostAdapter) -> None:
         """Raises ValueError unless the adapter was read by a bank with the same projections."""
-        facts = {path: one.magnitude.shape for path, one in adapter.facts.items()}
+        found = {path: scaling.numerator.shape for path, scaling in adapter.scalings.items()}
         expected = {
-            path: (*one.stack.shape, one.sizes[1]) for path, one in self.projections.items()
+            path: (*projection.stack.shape, projection.sizes[1])
+            for path, projection in self.projections.items()
         }
-        shapes = {path: piece_shape(one) for path, one in self.projections.items()}
-        if facts != expected or any(
-            array.shape != shapes[path] for piece in adapter.pieces for path, array in piece.items()
+        shapes = {path: block_shape(projection) for path, projection in self.projections.items()}
+        if found != expected or any(
+            array.shape != shapes[path]
+            for block in adapter.rank_blocks
+            for path, array in block.items()
         ):
             raise ValueError(
                 "adapter was read by the bank of another model; expected one that this bank has "

@@ -99,7 +99,7 @@ class BankLayer(nnx.Module):
         if not lead:
             return ids, SlotProjection(slots)
         count = slots.lora_a.shape[lead]
-        whole = jax.tree.map(lambda one: one.reshape(-1, *one.shape[lead + 1 :]), slots)
+        whole = jax.tree.map(lambda array: array.reshape(-1, *array.shape[lead + 1 :]), slots)
         return ids, SlotProjection(whole, first=layer * count, slot_count=count)
 
     def _step(self) -> jax.Array | None:
@@ -126,11 +126,11 @@ class BankLayer(nnx.Module):
         """Returns the layer's result; `settings` are passed to the base layer."""
         x, _, bias = self._promoted(inputs)
         base = self._unbiased()(inputs, **settings)
-        ids, (slots, *_, first, count, _, _, _) = self._slots()
+        ids, held = self._slots()
         equation = self._equation(inputs.ndim)
         _check_rows(equation, x.shape, ids)
         in_, out = (equation.kernel_letters(sort) for sort in "io")
-        rows = equation.x[0] + "".join(one for one in equation.x[1:] if one not in in_)
+        rows = equation.x[0] + "".join(letter for letter in equation.x[1:] if letter not in in_)
         if bias is not None:
             letters = [letter for letter in equation.y if letter in equation.kernel]
             bias = _transpose(
@@ -139,7 +139,7 @@ class BankLayer(nnx.Module):
                 out,
             ).reshape(-1)
         batch, in_features, out_features = (
-            one.shape[-1] for one in (ids, slots.lora_a, slots.lora_b)
+            array.shape[-1] for array in (ids, held.slots.lora_a, held.slots.lora_b)
         )
 
         def apply_adapters(operands: Any) -> jax.Array:
@@ -152,7 +152,7 @@ class BankLayer(nnx.Module):
                 slots,
                 ids,
                 first=first,
-                slot_count=count,
+                slot_count=held.slot_count,
                 step=step,
                 bias=bias,
                 precision=self.precision,
@@ -160,7 +160,7 @@ class BankLayer(nnx.Module):
             )
             return _transpose(y.reshape(matrix.shape), rows + out, equation.y)
 
-        operands = (base, x, bias, slots, ids, self._step(), first)
+        operands = (base, x, bias, held.slots, ids, self._step(), held.first)
         arrays = jax.tree.leaves(operands)
         return meshes.on_explicit_axes(apply_adapters, lambda: jax.P(*meshes.spec(base)), *arrays)(
             operands

@@ -49,24 +49,24 @@ class HostAdapter:
     `AdapterBank.read` returns it, and `AdapterBank.load` loads it without further preparation.
 
     Attributes:
-      pieces: lora_a and lora_b by path, concatenated to [*stack, RANKS, in + out]. The first piece
-        has ranks 0 to 7, the second ranks 8 to 15, and so on. A piece lacks the paths with smaller
-        ranks. All pieces have the same shapes, so that one compiled program writes adapters of
-        every rank.
-      facts: everything else, for every path of the bank.
+      rank_blocks: lora_a and lora_b by path, concatenated to [*stack, RANKS, in + out]. The first
+        block has ranks 0 to 7, the second ranks 8 to 15, and so on. A block lacks the paths with
+        smaller ranks. All blocks have the same shapes, so that one compiled program writes
+        adapters of every rank.
+      scalings: everything else, for every path of the bank.
       rank: the largest rank.
       cached_g: the g from the last load.
     """
 
-    pieces: tuple[Mapping[str, np.ndarray], ...]
-    facts: Mapping[str, "Facts"]
+    rank_blocks: tuple[Mapping[str, np.ndarray], ...]
+    scalings: Mapping[str, "Scaling"]
     rank: int
     cached_g: "CachedG" = dataclasses.field(default_factory=lambda: CachedG(), compare=False)
 
     @functools.cached_property
     def nbytes(self) -> int:
         """The size in host memory in bytes, with g, which the first load caches."""
-        g = sum(one.magnitude.nbytes for one in self.facts.values())
+        g = sum(scaling.numerator.nbytes for scaling in self.scalings.values())
         return g + sum(array.nbytes for array in self._arrays())
 
     @functools.cached_property
@@ -78,23 +78,23 @@ class HostAdapter:
         return digest.digest()
 
     def _arrays(self) -> Iterator[np.ndarray]:
-        for piece in self.pieces:
-            yield from piece.values()
-        for facts in self.facts.values():
-            yield from facts
+        for block in self.rank_blocks:
+            yield from block.values()
+        for scaling in self.scalings.values():
+            yield from scaling
 
-    def facts_for(self, kernels: Any) -> dict[str, "Facts"]:
-        """Returns the facts for a load into the bank of a model with these kernels.
+    def scalings_for(self, kernels: Any) -> dict[str, "Scaling"]:
+        """Returns the scalings for a load into the bank of a model with these kernels.
 
         If g is cached for these kernels, then it takes the place of the magnitudes, and `is_dora`
         is False everywhere, so that no norm is computed.
         """
         g = self.cached_g.get(kernels)
         if g is None:
-            return dict(self.facts)
+            return dict(self.scalings)
         return {
-            path: Facts(g[path], np.zeros_like(one.is_dora), one.scale, one.rank)
-            for path, one in self.facts.items()
+            path: Scaling(g[path], np.zeros_like(scaling.is_dora), scaling.scale, scaling.rank)
+            for path, scaling in self.scalings.items()
         }
 
 
@@ -117,42 +117,44 @@ class CachedG:
     def get(self, kernels: Any) -> Mapping[str, np.ndarray] | None:
         """Returns g by path, or None if it is not cached for exactly these arrays."""
         references, g = self._entry
-        known, arrays = [one() for one in references], jax.tree.leaves(kernels)
+        known, arrays = [reference() for reference in references], jax.tree.leaves(kernels)
         if len(known) != len(arrays) or any(a is not b for a, b in zip(known, arrays, strict=True)):
             return None
-        return {path: np.asarray(one) for path, one in g.items()}
+        return {path: np.asarray(array) for path, array in g.items()}
 
     def store(self, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Stores g for these kernels, and starts its transfer to the host."""
-        for one in g.values():
-            one.copy_to_host_async()
+        for array in g.values():
+            array.copy_to_host_async()
         with self._lock:
             self._entry = [weakref.ref(array) for array in jax.tree.leaves(kernels)], g
 
     def has_transferred(self) -> bool:
         """Returns whether g has arrived in host memory; if so, frees it on the device."""
         entry = references, g = self._entry
-        if not all(getattr(one, "is_ready", lambda: True)() for one in g.values()):
+        if not all(getattr(array, "is_ready", lambda: True)() for array in g.values()):
             return False
-        on_host = {path: np.asarray(one) for path, one in g.items()}
+        on_host = {path: np.asarray(array) for path, array in g.items()}
         with self._lock:
             if self._entry is entry:
                 self._entry = references, on_host
         return True
 
 
-class Facts(NamedTuple):
-    """Everything of an adapter at one path, except lora_a and lora_b.
+class Scaling(NamedTuple):
+    """What an adapter multiplies the results at one path by, and its ranks.
+
+    g = numerator / norm where `is_dora`, and elsewhere g = numerator.
 
     Attributes:
-      magnitude: f32[*stack, out], or f64 in an fp64 model: the magnitude of a DoRA adapter; if
-        `is_dora` is False, g itself, which is 1 for LoRA.
-      is_dora: bool[*stack], whether g has to be computed from the magnitude and the norm.
-      scale: f32[*stack], or f64 in an fp64 model.
+      numerator: f32[*stack, out], or f64 in an fp64 model: the magnitude of a DoRA adapter; else g,
+        which is 1 for LoRA.
+      is_dora: bool[*stack], whether the norm has to be computed.
+      scale: f32[*stack], or f64 in an fp64 model: alpha / rank, or alpha / sqrt(rank).
       rank: i32[*stack]; 0 for layers without an adapter.
     """
 
-    magnitude: Any
+    numerator: Any
     is_dora: Any
     scale: Any
     rank: Any
@@ -164,7 +166,7 @@ def read_adapter(
     """Converts an `Adapter` of the model; raises the same errors as `AdapterBank.load`."""
     rules = rules_by_path(adapter)
     by_path = {path: projection for projection in projections for path in projection.paths}
-    for path in [*(one.path for one in adapter.weights), *adapter.arrays]:
+    for path in [*(weight.path for weight in adapter.weights), *adapter.arrays]:
         if path not in by_path:
             raise _unknown_projection(model, projections, path)
     layers: dict[str, dict[Any, LayerAdapter]] = {}
@@ -187,13 +189,13 @@ def read_adapter(
                     f"adapter has {name} {value.shape} for {path!r}; expected {expected}, for rank "
                     f"{rule.rank}"
                 )
-        one = layers.setdefault(projection.path, {})
+        by_index = layers.setdefault(projection.path, {})
         for index in stack.indices():
             lora_a, lora_b, magnitude = (
                 getattr(layout, name).to_matrices(host[name][stack.at(index)])[0]
                 for name in ("lora_a", "lora_b", "magnitude")
             )
-            one[index] = LayerAdapter(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
+            by_index[index] = LayerAdapter(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)
     return _pack(projections, layers)
 
 
@@ -210,19 +212,19 @@ def read_folder(
     with open_folder(folder, "np", adapter) as source:
         fit = source.fit_to_bank(view.outline())
         layers: dict[str, dict[Any, LayerAdapter]] = {}
-        for name, one in fit.adapters.items():
+        for name, found in fit.adapters.items():
             where = view.layers.get(name)
             if where is None:
                 path = view.tied_heads[f"{name}.weight"]
                 raise _unknown_projection(model, projections, path, "it is tied to the embedding")
             if where.path not in by_path:
                 raise _unknown_projection(model, projections, where.path)
-            read = {key: source.read(name) for key, name in one.keys.items()}
+            read = {key: source.read(name) for key, name in found.keys.items()}
             layers.setdefault(where.path, {})[where.index] = LayerAdapter(
                 read["lora_a"],
                 read["lora_b"].T,
                 read["magnitude"].reshape(-1) if "magnitude" in read else None,
-                adapter_scale(one.rank, one.alpha, source.config.use_rslora),
+                adapter_scale(found.rank, found.alpha, source.config.use_rslora),
             )
     return _pack(projections, layers)
 
@@ -246,49 +248,51 @@ def _pack(
     projections: Sequence[BankProjection], layers: Mapping[str, Mapping[Any, LayerAdapter]]
 ) -> HostAdapter:
     """Returns a `HostAdapter` made of the adapters at each path, by their index in its stack."""
-    rank = max(one.lora_a.shape[0] for found in layers.values() for one in found.values())
-    pieces: list[dict[str, np.ndarray]] = [{} for _ in range(0, rank, RANKS)]
-    facts = {}
+    rank = max(layer.lora_a.shape[0] for found in layers.values() for layer in found.values())
+    blocks: list[dict[str, np.ndarray]] = [{} for _ in range(0, rank, RANKS)]
+    scalings = {}
     for projection in projections:
         found = layers.get(projection.path, {})
-        facts[projection.path] = _facts(projection, found)
-        for number, piece in enumerate(pieces):
+        scalings[projection.path] = _scaling_of(projection, found)
+        for number, block in enumerate(blocks):
             start = number * RANKS
-            if any(one.lora_a.shape[0] > start for one in found.values()):
-                piece[projection.path] = _piece(projection, found, start)
-    return HostAdapter(tuple(pieces), facts, rank)
+            if any(layer.lora_a.shape[0] > start for layer in found.values()):
+                block[projection.path] = _rank_block(projection, found, start)
+    return HostAdapter(tuple(blocks), scalings, rank)
 
 
-def piece_shape(projection: BankProjection) -> tuple[int, ...]:
-    """Returns the shape of the array of a projection in a piece."""
+def block_shape(projection: BankProjection) -> tuple[int, ...]:
+    """Returns the shape of the array of a projection in a block of ranks."""
     return (*projection.stack.shape, RANKS, sum(projection.sizes))
 
 
-def _piece(projection: BankProjection, found: Mapping[Any, LayerAdapter], start: int) -> np.ndarray:
-    piece = np.zeros(piece_shape(projection), projection.dtype)
-    lora_a, lora_b = np.split(piece, [projection.sizes[0]], axis=-1)
-    for index, one in found.items():
-        for name, target, source in (("a", lora_a, one.lora_a), ("b", lora_b, one.lora_b)):
+def _rank_block(
+    projection: BankProjection, found: Mapping[Any, LayerAdapter], start: int
+) -> np.ndarray:
+    block = np.zeros(block_shape(projection), projection.dtype)
+    lora_a, lora_b = np.split(block, [projection.sizes[0]], axis=-1)
+    for index, layer in found.items():
+        for name, target, source in (("a", lora_a, layer.lora_a), ("b", lora_b, layer.lora_b)):
             part = source[start : start + RANKS]
             target[index][: len(part)] = part
             _check_finite(f"lora_{name}", projection, target[index])
-    return piece
+    return block
 
 
-def _facts(projection: BankProjection, found: Mapping[Any, LayerAdapter]) -> Facts:
+def _scaling_of(projection: BankProjection, found: Mapping[Any, LayerAdapter]) -> Scaling:
     (_, out), wide, stack = projection.sizes, accumulator(projection.dtype), projection.stack.shape
-    facts = Facts(
+    scaling = Scaling(
         np.ones((*stack, out), wide),
         np.zeros(stack, bool),
         np.zeros(stack, wide),
         np.zeros(stack, np.int32),
     )
-    for index, one in found.items():
-        facts.scale[index], facts.rank[index] = one.scale, one.lora_a.shape[0]
-        if one.magnitude is not None:
-            facts.magnitude[index], facts.is_dora[index] = one.magnitude, True
-            _check_finite("magnitude", projection, facts.magnitude[index])
-    return facts
+    for index, layer in found.items():
+        scaling.scale[index], scaling.rank[index] = layer.scale, layer.lora_a.shape[0]
+        if layer.magnitude is not None:
+            scaling.numerator[index], scaling.is_dora[index] = layer.magnitude, True
+            _check_finite("magnitude", projection, scaling.numerator[index])
+    return scaling
 
 
 def _check_finite(name: str, projection: BankProjection, array: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from jax_dora import ops
-from jax_dora.bank.host import CachedG, Facts, HostAdapter, piece_shape
+from jax_dora.bank.host import CachedG, HostAdapter, Scaling, block_shape
 from jax_dora.bank.projections import BankProjection, groups
 from jax_dora.layers.magnitude import bounded_norm
 from jax_dora.ops.bank_slots import RANKS, Slots
@@ -25,8 +25,8 @@ from jax_dora.ops.dtypes import accumulator
 SLOT_AXES = Slots(lora_a=3, lora_b=3, g=2, scale=1, rank=1)
 
 type Arrays = dict[str, Slots]
-# The device arrays of one piece of a `HostAdapter`, by path.
-type Piece = dict[str, tuple[jax.Array, ...]]
+# The device arrays of one of `HostAdapter.rank_blocks`, by path.
+type RankBlock = dict[str, tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class Group:
 
     Attributes:
       paths: the paths of the projections.
-      write: writes a piece of lora_a and lora_b into a slot.
-      finish: writes the facts of an adapter whose g is known into a slot, and returns g as well.
+      write: writes a block of ranks of lora_a and lora_b into a slot.
+      finish: writes the scaling of an adapter whose g is known into a slot, and returns g as well.
       finish_dora: the same, but computes g from the magnitudes.
     """
 
@@ -78,7 +78,7 @@ class BankPrograms:
         shardings = {path: projection.shardings() for path, projection in self.projections.items()}
         self.shardings = shardings
 
-        # Device arrays that are transferred once: pieces of zeros for projections that an adapter
+        # Device arrays that are transferred once: blocks of zeros for projections that an adapter
         # leaves out, and the numbers of slots and ranks.
         self._zeros: dict[str, tuple[jax.Array, ...]] = {}
         self._numbers: dict[int, jax.Array] = {}
@@ -94,11 +94,11 @@ class BankPrograms:
 
         def make_group(paths: list[str]) -> Group:
             arrays = {path: shardings[path] for path in paths}
-            g = {path: _without_axis(one.g, -2) for path, one in arrays.items()}
+            g = {path: _without_axis(slots.g, -2) for path, slots in arrays.items()}
             finish = jit(self._finish, (arrays, g)), jit(self._finish_dora, (arrays, g))
             return Group(paths, jit(_write, arrays), *finish)
 
-        meshes = [one.mesh for one in jax.tree.leaves(shardings)]
+        meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
         self._is_on_mesh = bool(meshes)
         self._device = None if meshes else _device_of(base)
         is_explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
@@ -160,19 +160,20 @@ class BankPrograms:
         is needed; in a single program it would wait for a condition. The first load launches both,
         so that later loads compile nothing.
         """
-        facts = host.facts_for(kernels)
-        is_dora = any(one.is_dora.any() for one in facts.values())
+        scalings = host.scalings_for(kernels)
+        is_dora = any(scaling.is_dora.any() for scaling in scalings.values())
         number = self._number(slot)
-        # The first piece is last, so that every path's ranks are the last ones of the slot.
+        # The first block is last, so that every path's ranks are the last ones of the slot.
         starts = [
-            self._number(self._held_rank - (index + 1) * RANKS) for index in range(len(host.pieces))
+            self._number(self._held_rank - (index + 1) * RANKS)
+            for index in range(len(host.rank_blocks))
         ]
-        transfers = [self._transfer_group(group, host, facts) for group in self.groups]
+        transfers = [self._transfer_group(group, host, scalings) for group in self.groups]
         arrays, g = self.clear(arrays, number), {}
-        for group, (pieces, packed) in zip(self.groups, transfers, strict=True):
+        for group, (blocks, packed) in zip(self.groups, transfers, strict=True):
             part, group_g = {path: arrays[path] for path in group.paths}, {}
-            for start, piece in zip(starts, pieces, strict=True):
-                part = group.write(part, piece, number, start)
+            for start, block in zip(starts, blocks, strict=True):
+                part = group.write(part, block, number, start)
             if not (is_dora and self._has_loaded):
                 part, group_g = group.finish(part, packed, number)
             if is_dora or not self._has_loaded:
@@ -187,7 +188,7 @@ class BankPrograms:
     def _number(self, number: int) -> Any:
         """Returns a number as an argument for programs.
 
-        On one device it is transferred once and kept, since a later transfer waits for the pieces.
+        On one device it is transferred once and kept, since a later transfer waits for the blocks.
         """
         if self._is_on_mesh:
             return np.int32(number)
@@ -196,38 +197,38 @@ class BankPrograms:
         return self._numbers[number]
 
     def _transfer_group(
-        self, group: Group, host: HostAdapter, facts: Mapping[str, Facts]
-    ) -> tuple[list[Piece], Any]:
-        """Transfers a group's part of an adapter to the bank's devices: its pieces and its facts.
+        self, group: Group, host: HostAdapter, scalings: Mapping[str, Scaling]
+    ) -> tuple[list[RankBlock], Any]:
+        """Transfers a group's part of an adapter to the bank's devices: ranks and scalings.
 
-        On a mesh, a piece has lora_a and lora_b at each path. On one device it has both as one
+        On a mesh, a block has lora_a and lora_b at each path. On one device it has both as one
         array, since each array takes extra time (about 0.1 ms on an H100). For the same reason the
-        facts of all paths are one vector.
+        scalings of all paths are one vector.
         """
-        pieces = [
-            {path: self._transfer(path, piece.get(path)) for path in group.paths}
-            for piece in host.pieces
+        blocks = [
+            {path: self._transfer(path, block.get(path)) for path in group.paths}
+            for block in host.rank_blocks
         ]
-        ordered = [facts[path] for path in sorted(group.paths)]
+        ordered = [scalings[path] for path in sorted(group.paths)]
         packed = np.concatenate(
-            [np.ravel(array) for one in ordered for array in one],
-            dtype=np.result_type(*(one.magnitude for one in ordered)),
+            [np.ravel(array) for scaling in ordered for array in scaling],
+            dtype=np.result_type(*(scaling.numerator for scaling in ordered)),
             casting="unsafe",
         )
         # On a mesh the program sends it to all devices.
-        return pieces, packed if self._is_on_mesh else jax.device_put(packed, self._device)
+        return blocks, packed if self._is_on_mesh else jax.device_put(packed, self._device)
 
-    def _transfer(self, path: str, piece: np.ndarray | None) -> tuple[jax.Array, ...]:
-        """Transfers the array at one path of a piece; zeros if the piece lacks the path."""
+    def _transfer(self, path: str, block: np.ndarray | None) -> tuple[jax.Array, ...]:
+        """Transfers the array at one path of a block; zeros if the block lacks the path."""
         projection, sharding = self.projections[path], self.shardings[path]
-        if piece is None:
+        if block is None:
             if path not in self._zeros:
-                zeros = np.zeros(piece_shape(projection), projection.dtype)
+                zeros = np.zeros(block_shape(projection), projection.dtype)
                 self._zeros[path] = self._transfer(path, zeros)
             return self._zeros[path]
         if sharding.lora_a is None:
-            return (jax.device_put(piece, self._device),)
-        lora_a, lora_b = np.split(piece, [projection.sizes[0]], axis=-1)
+            return (jax.device_put(block, self._device),)
+        lora_a, lora_b = np.split(block, [projection.sizes[0]], axis=-1)
         return (
             jax.device_put(lora_a, _without_axis(sharding.lora_a, -3)),
             jax.device_put(lora_b, _without_axis(sharding.lora_b, -3)),
@@ -235,7 +236,8 @@ class BankPrograms:
 
     def _cache_g(self, cached: CachedG, kernels: Any, g: Mapping[str, jax.Array]) -> None:
         """Caches the g of an adapter that has been loaded, without waiting for the transfer."""
-        self._pending_g = [one for one in self._pending_g if not one.has_transferred()]
+        pending = (adapter for adapter in self._pending_g if not adapter.has_transferred())
+        self._pending_g = list(pending)
         if cached.get(kernels) is None:
             cached.store(kernels, g)
             self._pending_g.append(cached)
@@ -243,30 +245,30 @@ class BankPrograms:
     def _finish(
         self, arrays: Arrays, packed: jax.Array, slot: Any
     ) -> tuple[Arrays, dict[str, jax.Array]]:
-        """Writes g, scales and ranks of a slot; returns the arrays and g, which the facts hold."""
-        facts = self._unpacked(arrays, packed)
-        return _with_facts(arrays, facts, slot), {path: facts[path].magnitude for path in arrays}
+        """Writes g, scales and ranks of a slot; returns the arrays and g, which is known."""
+        scalings = self._unpacked(arrays, packed)
+        g = {path: scaling.numerator for path, scaling in scalings.items()}
+        return _with_scalings(arrays, scalings, g, slot), g
 
     def _finish_dora(
         self, arrays: Arrays, packed: jax.Array, slot: Any, kernels: Mapping[str, Any]
     ) -> tuple[Arrays, dict[str, jax.Array]]:
         """Does the same after the matrices of the slot are written, and computes g from them."""
-        facts = self._unpacked(arrays, packed)
+        scalings = self._unpacked(arrays, packed)
 
         def matrix(array: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(array, slot, array.ndim - 3, keepdims=False)
 
-        def g(path: str) -> jax.Array:
-            adapter = matrix(arrays[path].lora_a), matrix(arrays[path].lora_b), facts[path]
+        def g_of(path: str, scaling: Scaling) -> jax.Array:
+            adapter = matrix(arrays[path].lora_a), matrix(arrays[path].lora_b), scaling
             return _g(self.projections[path], kernels[path], adapter)
 
-        facts = {path: one._replace(magnitude=g(path)) for path, one in facts.items()}
-        return _with_facts(arrays, facts, slot), {path: facts[path].magnitude for path in arrays}
+        g = {path: g_of(path, scaling) for path, scaling in scalings.items()}
+        return _with_scalings(arrays, scalings, g, slot), g
 
-    def _unpacked(self, paths: Iterable[str], packed: jax.Array) -> dict[str, Facts]:
-        """Returns the facts at each path, from a vector of all of them, in the order of the paths'
-        names."""
-        facts, start = {}, 0
+    def _unpacked(self, paths: Iterable[str], packed: jax.Array) -> dict[str, Scaling]:
+        """Returns the scaling at each path, from a vector of all of them, sorted by path."""
+        scalings, start = {}, 0
 
         def take(*shape: int) -> jax.Array:
             nonlocal start
@@ -278,28 +280,33 @@ class BankPrograms:
         for path in sorted(paths):
             projection = self.projections[path]
             stack = projection.stack.shape
-            magnitude = take(*stack, projection.sizes[1]).astype(accumulator(projection.dtype))
-            facts[path] = Facts(magnitude, take(*stack) != 0, take(*stack), take(*stack))
-        return facts
+            numerator = take(*stack, projection.sizes[1]).astype(accumulator(projection.dtype))
+            scalings[path] = Scaling(numerator, take(*stack) != 0, take(*stack), take(*stack))
+        return scalings
 
 
 def _device_of(base: BaseModel) -> jax.sharding.SingleDeviceSharding | None:
     """Returns the device that the kernels are committed to, or None unless it is a single one."""
     kernels = jax.tree.leaves([kernel.get_value() for kernel in base.kernels.values()])
-    committed = [one for one in kernels if isinstance(one, jax.Array) and one.committed]
-    devices = {device for one in committed for device in one.devices()}
+    committed = [kernel for kernel in kernels if isinstance(kernel, jax.Array) and kernel.committed]
+    devices = {device for kernel in committed for device in kernel.devices()}
     return jax.sharding.SingleDeviceSharding(devices.pop()) if len(devices) == 1 else None
 
 
 def _misfit(kernel: Any, shape: tuple[int, ...], devices: Any) -> str:
-    """Returns what a kernel is and what is expected, or "" if it has the shape and is on none but
-    the given devices; with no devices given, on any."""
-    arrays = [one for one in jax.tree.leaves(kernel) if isinstance(one, jax.Array)]
-    if any(one.is_deleted() for one in arrays):
+    """Returns why a kernel does not fit a bank, as the end of a sentence; "" if it fits.
+
+    Args:
+      kernel: an array or a quantised array.
+      shape: the shape that the bank was made for.
+      devices: the devices that a committed kernel may be on; an empty set means any.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(kernel) if isinstance(leaf, jax.Array)]
+    if any(array.is_deleted() for array in arrays):
         return "was deleted, perhaps donated to a function; expected a valid array"
     if kernel.shape != shape:
         return f"has shape {kernel.shape}; expected {shape}"
-    found = {device for one in arrays if one.committed for device in one.devices()}
+    found = {device for array in arrays if array.committed for device in array.devices()}
     if not devices or found <= devices:
         return ""
     return f"is on {sorted(map(str, found))}; expected {sorted(map(str, devices))}"
@@ -334,8 +341,8 @@ def _clear(arrays: Arrays, slot: Any) -> Arrays:
     }
 
 
-def _write(arrays: Arrays, piece: Piece, slot: Any, start: Any) -> Arrays:
-    """Writes a piece of lora_a and lora_b into a slot, from rank `start` on."""
+def _write(arrays: Arrays, block: RankBlock, slot: Any, start: Any) -> Arrays:
+    """Writes a block of lora_a and lora_b into a slot, from rank `start` on."""
 
     def update(old: jax.Array, new: jax.Array) -> jax.Array:
         position = [np.int32(0)] * old.ndim
@@ -347,7 +354,7 @@ def _write(arrays: Arrays, piece: Piece, slot: Any, start: Any) -> Arrays:
             new = tuple(jnp.split(new[0], [old.lora_a.shape[-1]], axis=-1))
         return old._replace(lora_a=update(old.lora_a, new[0]), lora_b=update(old.lora_b, new[1]))
 
-    return {path: update_both(old, piece[path]) for path, old in arrays.items()}
+    return {path: update_both(old, block[path]) for path, old in arrays.items()}
 
 
 def _set(old: Slots, slot: Any, **values: Any) -> Slots:
@@ -364,32 +371,34 @@ def _set(old: Slots, slot: Any, **values: Any) -> Slots:
     return old._replace(**{name: update(name, value) for name, value in values.items()})
 
 
-def _with_facts(arrays: Arrays, facts: Mapping[str, Facts], slot: Any) -> Arrays:
-    """Returns the arrays with g, which is the facts' magnitude, scale and rank in a slot."""
+def _with_scalings(
+    arrays: Arrays, scalings: Mapping[str, Scaling], g: Mapping[str, jax.Array], slot: Any
+) -> Arrays:
+    """Returns the arrays with g, scale and rank in a slot."""
     return {
-        path: _set(arrays[path], slot, g=one.magnitude, scale=one.scale, rank=one.rank)
-        for path, one in facts.items()
+        path: _set(arrays[path], slot, g=g[path], scale=scaling.scale, rank=scaling.rank)
+        for path, scaling in scalings.items()
     }
 
 
 def _g(
-    projection: BankProjection, kernel: Any, adapter: tuple[jax.Array, jax.Array, Facts]
+    projection: BankProjection, kernel: Any, adapter: tuple[jax.Array, jax.Array, Scaling]
 ) -> jax.Array:
-    """Returns g [*stack, out], the factor of the results; `adapter` is lora_a, lora_b and facts."""
+    """Returns g [*stack, out] of an adapter: lora_a, lora_b and its scaling."""
 
     def g_of_layer(kernel: Any, adapter: Any) -> jax.Array:
-        lora_a, lora_b, facts = adapter
+        lora_a, lora_b, scaling = adapter
         layout = projection.layout(lora_a.shape[0])
         if not layout.is_one_matrix:
             kernel = layout.kernel.to_matrices(kernel)[0]
-        norm = ops.factored_norm(kernel, lora_a.T, lora_b, facts.scale)
+        norm = ops.factored_norm(kernel, lora_a.T, lora_b, scaling.scale)
         norm = bounded_norm(norm, projection.dtype)
-        g = ops.magnitude_scale(facts.magnitude, norm, projection.dtype)
+        g = ops.magnitude_scale(scaling.numerator, norm, projection.dtype)
         # If the norm's squares overflow, as in diverged adapters, no result must be finite. NaN is
         # the g of empty slots.
         most = jnp.finfo(norm.dtype).max
-        g = jnp.where((norm == most) & (facts.magnitude != most), jnp.inf, g)
-        return jnp.where(facts.is_dora, g.astype(facts.magnitude.dtype), facts.magnitude)
+        g = jnp.where((norm == most) & (scaling.numerator != most), jnp.inf, g)
+        return jnp.where(scaling.is_dora, g.astype(scaling.numerator.dtype), scaling.numerator)
 
     if projection.stack.axis or not isinstance(kernel, jax.Array):
         return projection.stack.map_leading(g_of_layer, kernel, adapter)

@@ -83,6 +83,6 @@ class SlotCache[Key: Hashable]:
         """Returns an empty slot, or that of the least recently used adapter that is not pinned."""
         if self._free:
             return self._free.pop()
-        oldest = next(one for one in self.slots if one not in self._pins)
+        oldest = next(key for key in self.slots if key not in self._pins)
         self.evictions += 1
         return self.slots.pop(oldest)

@@ -111,7 +111,9 @@ class AdapterStore:
     def slots(self) -> dict[str, int]:
         """The slot of each adapter that has one, by name."""
         with self.lock:
-            return {one.name: at for one, at in self._slot_cache.slots.items() if one.is_listed}
+            return {
+                entry.name: at for entry, at in self._slot_cache.slots.items() if entry.is_listed
+            }
 
     def __contains__(self, name: object) -> bool:
         with self.lock:
@@ -188,14 +190,14 @@ class AdapterStore:
         """
         with self.lock:
             acquired = [
-                one
-                for one, at in self._slot_cache.slots.items()
-                if one.name == name and self._slot_cache.pins(one) and slot in (None, at)
+                entry
+                for entry, at in self._slot_cache.slots.items()
+                if entry.name == name and self._slot_cache.pins(entry) and slot in (None, at)
             ]
             if not acquired:
                 where = "" if slot is None else f" in slot {slot}"
                 raise ValueError(f"adapter {name!r}{where} is released, but nobody has acquired it")
-            entry = min(acquired, key=lambda one: one.is_listed)
+            entry = min(acquired, key=lambda item: item.is_listed)
             self._slot_cache.unpin(entry)
             if not entry.is_listed:
                 self._drop_unused(entry)
@@ -231,9 +233,9 @@ class AdapterStore:
         """Marks an entry as the most recently used, and drops others to respect `host_bytes`."""
         if entry.host is None or entry.source is None:
             return
-        for one in self._in_memory.use(entry, entry.host.nbytes):
-            assert one.host is not None
-            one.digest, one.host = one.host.digest, None
+        for dropped in self._in_memory.use(entry, entry.host.nbytes):
+            assert dropped.host is not None
+            dropped.digest, dropped.host = dropped.host.digest, None
 
     def _drop_unused(self, entry: _Entry) -> None:
         """Removes an entry and empties its slot, unless it is acquired."""

@@ -167,9 +167,14 @@ def pad_axes(names: Any, ndim: int) -> tuple[Any, ...]:
 def sharded_like(
     kernel: nnx.Param, kind: type[nnx.LoRAParam], value: Any, names: tuple[Any, ...]
 ) -> Any:
-    """Returns a variable of type `kind` with the kernel's sharding metadata, but with `names` as
-    the names of its own axes, on the device that the kernel is committed to. A value with metadata
-    of its own keeps that metadata."""
+    """Returns a parameter of an adapter that is sharded like its kernel, on the kernel's devices.
+
+    Args:
+      kernel: the kernel, whose sharding metadata the parameter gets.
+      kind: the class of the parameter.
+      value: its value. An `nnx.VariableMetadata`, from an initializer, keeps its own metadata.
+      names: the mesh axis name, or None, of each axis of `value`.
+    """
     if isinstance(value, nnx.VariableMetadata):
         return kind(value)
     array = stored(kernel.get_value())

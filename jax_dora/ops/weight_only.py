@@ -1,8 +1,8 @@
-"""Products x W of x with a quantised W without an adapter, as in decoding and for prompts.
+"""This operator multiplies few rows of x by a quantised W, without an adapter: y = x W.
 
-The Mosaic kernels of `decode_project` and `decode_quantised` read the quantised bytes and no dense
-W. Where they do not support a call, XLA multiplies by a dense copy of W. The gradient is that of
-the dense product.
+A base layer with a quantised kernel calls it in decoding and for short prompts. The Mosaic kernels
+of `decode_project` and `decode_quantised` read the quantised bytes of W; where they do not support
+a call, XLA multiplies by a dense copy of W. The gradient is that of the dense product.
 """
 
 from typing import Any

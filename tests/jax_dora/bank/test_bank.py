@@ -59,7 +59,7 @@ def test_what_is_loaded_again_takes_no_norm():
     assert not found
     for array in jax.tree.leaves(bank.arrays):
         assert jnp.array_equal(array[:, 0], array[:, 1])
-    known = [facts.is_dora.any() for facts in read.facts_for(bank.kernels()).values()]
+    known = [scaling.is_dora.any() for scaling in read.scalings_for(bank.kernels()).values()]
     assert not any(known)
 
     kernel = model.blocks.linear.kernel
@@ -116,13 +116,13 @@ def test_norms_are_computed_for_adapters_with_magnitudes_alone(is_first_dora):
     """Whichever is loaded first, later loads of the other kind compile nothing."""
     bank = AdapterBank(Block(nnx.Rngs(0)), 3, 8)
     dora = bank.read(drawn(bank, {"linear": 8, "heads": 3}))
-    facts = {
-        path: one._replace(
-            magnitude=np.ones_like(one.magnitude), is_dora=np.zeros_like(one.is_dora)
+    scalings = {
+        path: scaling._replace(
+            numerator=np.ones_like(scaling.numerator), is_dora=np.zeros_like(scaling.is_dora)
         )
-        for path, one in dora.facts.items()
+        for path, scaling in dora.scalings.items()
     }
-    lora = dataclasses.replace(dora, facts=facts, cached_g=CachedG())
+    lora = dataclasses.replace(dora, scalings=scalings, cached_g=CachedG())
     bank, launched = bank.load(0, dora if is_first_dora else lora), []
 
     def recorded(name, program):
@@ -302,7 +302,7 @@ def test_the_size_of_what_is_read_counts_everything_that_the_host_holds():
     read = bank.read(drawn(bank, {"linear": 11}))
     nbytes = read.nbytes
     bank = bank.load(0, read)
-    held = (read.pieces, read.facts, read.cached_g.get(bank.kernels()))
+    held = (read.rank_blocks, read.scalings, read.cached_g.get(bank.kernels()))
     assert nbytes == sum(array.nbytes for array in jax.tree.leaves(held))
 
 
