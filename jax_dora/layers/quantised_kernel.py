@@ -65,12 +65,12 @@ def promote_dtype(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> A
     """Returns the arrays cast to one dtype by Flax's rules. Quantised arrays are not cast."""
     promoted = dtypes.promote_dtype(tuple(map(dtype_carrier, args)), dtype=dtype, inexact=inexact)
 
-    def is_kept(one: Any, cast: Any) -> bool:
-        has_codes = isinstance(one, RowScaled) and one.dtype == cast.dtype
-        return has_codes or quantised.is_quantised(one)
+    def is_kept(array: Any, cast: Any) -> bool:
+        has_codes = isinstance(array, RowScaled) and array.dtype == cast.dtype
+        return has_codes or quantised.is_quantised(array)
 
     pairs = zip(args, promoted, strict=True)
-    return tuple(one if is_kept(one, cast) else cast for one, cast in pairs)
+    return tuple(array if is_kept(array, cast) else cast for array, cast in pairs)
 
 
 def dot_general(
@@ -126,7 +126,7 @@ def _has_few_rows(lhs: jax.Array, rhs: Any, dimension_numbers: Any) -> bool:
     sizes = [size for axis, size in enumerate(lhs.shape) if axis not in x_axes]
     # The number of rows is unknown in some exports.
     is_few = (
-        all(isinstance(one, int) for one in sizes) and math.prod(sizes) <= weight_only.MOST_ROWS
+        all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= weight_only.MOST_ROWS
     )
     return is_few and not batched and [*kernel_axes] == [*range(len(kernel_axes))]
 
@@ -165,8 +165,8 @@ def _by_matrix(
     """
     (x_contracted, kernel_contracted), _ = _axes(dimension_numbers)
     shapes = [
-        [one.shape[axis] for axis in axes]
-        for one, axes in ((lhs, x_contracted), (rhs, kernel_contracted))
+        [operand.shape[axis] for axis in axes]
+        for operand, axes in ((lhs, x_contracted), (rhs, kernel_contracted))
     ]
     if shapes[0] != shapes[1]:
         raise TypeError(

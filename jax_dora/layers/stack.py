@@ -135,30 +135,30 @@ def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[int]:
     ]
 
 
-def allocate_stack(count: int, one: jax.Array) -> jax.Array:
-    """Returns zeros for `count` arrays like `one` along a new leading axis, with the sharding of
-    `one`."""
-    shape = (count, *one.shape)
-    if isinstance(one, Tracer):
-        return jnp.zeros(shape, one.dtype)
-    sharding = one.sharding
+def allocate_stack(count: int, layer: jax.Array) -> jax.Array:
+    """Returns zeros for `count` arrays like `layer` along a new leading axis, with the sharding of
+    `layer`."""
+    shape = (count, *layer.shape)
+    if isinstance(layer, Tracer):
+        return jnp.zeros(shape, layer.dtype)
+    sharding = layer.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-        return jnp.zeros(shape, one.dtype, device=sharding)
-    return jnp.zeros_like(one, shape=shape)
+        return jnp.zeros(shape, layer.dtype, device=sharding)
+    return jnp.zeros_like(layer, shape=shape)
 
 
-def set_layer(stack: jax.Array, one: jax.Array, number: int) -> jax.Array:
-    """Returns `stack` with `one` at index `number`. Concrete arrays are updated in place."""
-    if isinstance(one, Tracer):
-        return stack.at[number].set(one)
+def set_layer(stack: jax.Array, layer: jax.Array, number: int) -> jax.Array:
+    """Returns `stack` with `layer` at index `number`. Concrete arrays are updated in place."""
+    if isinstance(layer, Tracer):
+        return stack.at[number].set(layer)
     named = isinstance(stack.sharding, NamedSharding)
-    return _compiled_update(stack.sharding if named else None)(stack, one, number)
+    return _compiled_update(stack.sharding if named else None)(stack, layer, number)
 
 
 @functools.cache
 def _compiled_update(sharding: NamedSharding | None) -> Callable[..., jax.Array]:
-    def write_layer(stack: jax.Array, one: jax.Array, number: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(stack, one, number, 0)
+    def write_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(stack, layer, number, 0)
 
     return jax.jit(write_layer, donate_argnums=0, out_shardings=sharding)

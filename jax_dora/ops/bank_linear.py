@@ -186,20 +186,22 @@ def bank_linears(
     """
     batch, time, _ = x.shape
     settings = BankSettings(implementation, static_precision(precision), projections[0].layer_slots)
-    found = tuple(one.of_rows(ids, accumulator(one.base.dtype)) for one in projections)
+    found = tuple(
+        projection.of_rows(ids, accumulator(projection.base.dtype)) for projection in projections
+    )
     if takes_tokens_as_rows(batch, time, implementation):
         return call_differentiable(PROMPTS, _define_prompts, settings, Batch(x, ids, found))
     if time != 1:
         return [
-            call_differentiable(EXPAND, expand, settings, shrunk(settings, x, one))[0]
-            for one in found
+            call_differentiable(EXPAND, expand, settings, shrunk(settings, x, projection))[0]
+            for projection in found
         ]
-    tokens = Batch(x[:, 0], ids, tuple(one.of_tokens() for one in found), step)
+    tokens = Batch(x[:, 0], ids, tuple(projection.of_tokens() for projection in found), step)
     if _choice(settings, tokens) is None:
         products = _products(settings, tokens)
     else:
         products = call_differentiable(TOKENS, _products, settings, tokens)
-    return [one.composed(lora) for one, lora in zip(found, products, strict=True)]
+    return [projection.composed(lora) for projection, lora in zip(found, products, strict=True)]
 
 
 def takes_tokens_as_rows(batch: int, time: int, implementation: str | None) -> bool:
@@ -290,12 +292,15 @@ def _run_prompts(settings: BankSettings, shard: Shard, batch: Batch) -> tuple[ja
     tokens = Batch(
         batch.x.reshape(rows * time, in_features),
         jnp.repeat(batch.ids, time),
-        tuple(one.of_tokens() for one in batch.projections),
+        tuple(projection.of_tokens() for projection in batch.projections),
     )
     if _choice(settings, tokens) is None:
         return _define_prompts(settings, batch)
     products = _run_tokens(settings, shard, tokens)
-    return tuple(one.composed(lora) for one, lora in zip(batch.projections, products, strict=True))
+    return tuple(
+        projection.composed(lora)
+        for projection, lora in zip(batch.projections, products, strict=True)
+    )
 
 
 # As for `TOKENS`, XLA computes and partitions it on a mesh of several devices.
@@ -303,7 +308,10 @@ PROMPTS = Op("bank_prompts", _run_prompts, (), ())
 
 
 def _define_prompts(settings: BankSettings, batch: Batch) -> tuple[jax.Array, ...]:
-    return tuple(expand(settings, shrunk(settings, batch.x, one))[0] for one in batch.projections)
+    return tuple(
+        expand(settings, shrunk(settings, batch.x, projection))[0]
+        for projection in batch.projections
+    )
 
 
 def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -313,8 +321,8 @@ def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
 
 def _choice(settings: BankSettings, tokens: Batch) -> choose.Choice | None:
     """Returns the kernel that was chosen for every projection, or None if they differ."""
-    x, slots = tokens.x, [one.slots for one in tokens.projections]
-    lora_a, outs = slots[0].lora_a, [one.lora_b.shape[2] for one in slots]
+    x, slots = tokens.x, [projection.slots for projection in tokens.projections]
+    lora_a, outs = slots[0].lora_a, [adapters.lora_b.shape[2] for adapters in slots]
 
     def call(out: int) -> tuple[Any, ...]:
         return (*x.shape, out, settings.slots, lora_a.shape[1], x.dtype, lora_a.dtype)
@@ -347,7 +355,12 @@ def _products(settings: BankSettings, tokens: Batch) -> tuple[jax.Array, ...]:
     slots, precision = settings.slots, settings.precision
     return tuple(
         low_rank_product(
-            tokens.x, (one.slots.lora_a, one.slots.lora_b), tokens.ids, one.first, slots, precision
+            tokens.x,
+            (projection.slots.lora_a, projection.slots.lora_b),
+            tokens.ids,
+            projection.first,
+            slots,
+            precision,
         )
-        for one in tokens.projections
+        for projection in tokens.projections
     )

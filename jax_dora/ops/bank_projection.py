@@ -67,11 +67,11 @@ def bank_projections(
     )
     if takes_tokens_as_rows(x.shape[0], x.shape[1], implementation):
         bases = [
-            one._replace(base=_base(settings, x, one), kernel=None, layer=None)
-            for one in projections
+            projection._replace(base=_base(settings, x, projection), kernel=None, layer=None)
+            for projection in projections
         ]
         return bank_linears(x, bases, ids, precision=precision)
-    operands = [_operands(x, ids, one) for one in projections]
+    operands = [_operands(x, ids, projection) for projection in projections]
     return call_differentiable(PROJECT, _define, settings, Batch(x, ids, tuple(operands)))
 
 

@@ -61,7 +61,7 @@ def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> t
     if shard.summed:
         return _forward_with_sharded_inputs(settings, shard, operands)
     x, kernel, lora_a, lora_b, g, scale, bias, _, z = operands
-    dot, one = functools.partial(dot_general, settings.precision), jnp.float32(1)
+    dot, unscaled = functools.partial(dot_general, settings.precision), jnp.float32(1)
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
     form = quantised.format_of(kernel) if is_quantised else None
@@ -100,12 +100,12 @@ def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> t
     else:
         base = dot(x, quantised.dense(kernel, x.dtype), (-1, 0))
     if choice is not None and choice.kernel is decode_finish:
-        z, s = (z, one) if a is None else (dot(x, a, (-1, 0)), scale)
+        z, s = (z, unscaled) if a is None else (dot(x, a, (-1, 0)), scale)
         return choice.launch(base, z, lora_b, g, s, bias), None
     if choice is not None and choice.kernel is expand_compose:
         g = jnp.ones(out, jnp.float32) if g is None else g
-        return choice.launch(base, z, lora_b, g, one, bias, **options)
-    return forward(choice, base, dot(z, lora_b, (-1, 0)), g, one, bias, **options)
+        return choice.launch(base, z, lora_b, g, unscaled, bias, **options)
+    return forward(choice, base, dot(z, lora_b, (-1, 0)), g, unscaled, bias, **options)
 
 
 def _forward_with_sharded_inputs(
@@ -125,8 +125,8 @@ def _forward_with_sharded_inputs(
     # inner is summed before g is applied, because the backward pass needs the whole inner.
     operands = operands._replace(g=None, bias=None)
     inner = shard.sum(_forward(settings._replace(want_inner=False), single, operands)[0])
-    zeros, one = jnp.zeros_like(inner), jnp.float32(1)
-    return forward(None, inner, zeros, g, one, bias, want_inner=False)[0], inner
+    zeros, unscaled = jnp.zeros_like(inner), jnp.float32(1)
+    return forward(None, inner, zeros, g, unscaled, bias, want_inner=False)[0], inner
 
 
 def _forward_with_quantised_rows(
@@ -138,7 +138,7 @@ def _forward_with_quantised_rows(
     """
     rows, kernel, _, lora_b, g, _, bias, _, z = operands
     x = rows.x
-    one, options = jnp.float32(1), {"want_inner": settings.want_inner}
+    unscaled, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
     base = row_scaled.sums(rows, kernel, shard)
     out, rank = kernel.shape[1], z.shape[-1]
@@ -147,14 +147,14 @@ def _forward_with_quantised_rows(
     if choice is not None:
         g = jnp.ones(out, jnp.float32) if g is None else g
         scales = base.rows, base.columns
-        return choice.launch(base.total, z, lora_b, g, one, bias, scales, **options)
+        return choice.launch(base.total, z, lora_b, g, unscaled, bias, scales, **options)
     dot = functools.partial(dot_general, settings.precision, axes=(-1, 0))
     scaled, lora = base.scaled, dot(z, lora_b)
     if settings.implementation == "eager":
         # JAX differentiates this, and the rounding of x has no gradient.
         exact = quantised.apply_dense(dot, x, kernel).astype(scaled.dtype)
         scaled = exact + lax.stop_gradient(scaled - exact)
-    y, inner = forward(None, scaled, lora, g, one, bias, **options)
+    y, inner = forward(None, scaled, lora, g, unscaled, bias, **options)
     return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
 
 

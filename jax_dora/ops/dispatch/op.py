@@ -73,7 +73,7 @@ class Op(NamedTuple):
         are sharded differently, or if both factors of a projection are sharded along the axis that
         is summed over, then JAX raises its own error.
         """
-        first = [stored(one[0] if isinstance(one, tuple) else one) for one in operands[:2]]
+        first = [stored(part[0] if isinstance(part, tuple) else part) for part in operands[:2]]
         return meshes.on_explicit_axes(function, lambda: self._result_spec(first), *first)
 
     def _result_spec(self, operands: Sequence[jax.Array]) -> jax.sharding.PartitionSpec | None:
@@ -88,7 +88,7 @@ class Op(NamedTuple):
             or len(axes) > len(set(axes))
             or (self.is_projection and len(sharded[self.contracted]) > 1)
         )
-        return None if is_ambiguous else jax.P(*(next(iter(one), None) for one in found))
+        return None if is_ambiguous else jax.P(*(next(iter(entries), None) for entries in found))
 
 
 class Names(NamedTuple):
