@@ -33,7 +33,7 @@ from jax_dora.layers.layout import Layout
 from jax_dora.layers.magnitude import bounded_norm, matrix_norm
 from jax_dora.layers.quantised_kernel import check_kernel, compute_plain
 from jax_dora.layers.stack import Stack
-from jax_dora.ops import quantised
+from jax_dora.ops import check, quantised
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.rounding import round_to
 from jax_dora.tracing.weight_adapter import WeightAdapter
@@ -214,7 +214,7 @@ def _merge_layer(
         compute_plain(base)
     with named_in_errors(path, "merged"):
         if quantised.is_quantised(merged):
-            quantised.check_rounded("its merged kernel", merged)
+            check.rounded("its merged kernel", merged)
         set_and_verify(parameter, merged)
     return report_entry(path, kernel, change, merged) if report else None
 

@@ -21,7 +21,7 @@ from jax_dora.layers.classes import kind_of
 from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.layers.quantised_kernel import LAYERS, compute_quantised
 from jax_dora.layers.rule import DoRARule
-from jax_dora.ops import quantised
+from jax_dora.ops import check, quantised
 from jax_dora.ops.rounding import make, round_to
 from jax_dora.ops.row_scaled import QTYPE, check_format, with_contiguous_columns
 
@@ -215,7 +215,7 @@ def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
     tile = stack.combine((1,) * stack.count, tile)
     half = kernel.dtype == jnp.float16
     rounded = round_to(kernel, qtype, tile, jnp.float32 if half else kernel.dtype)
-    quantised.check_rounded("its kernel", rounded)
+    check.rounded("its kernel", rounded)
     if half and getattr(module, "dtype", None) is None:
         module.dtype = jnp.float16
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding

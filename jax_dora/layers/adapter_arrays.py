@@ -14,7 +14,7 @@ from jax_dora.layers.layout import Axes
 from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import allocate_stack, set_layer
-from jax_dora.ops import quantised
+from jax_dora.ops import check
 
 # Uniform in ±1/sqrt(in), as in PEFT and in torch.nn.Linear.
 default_lora_a_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -86,7 +86,7 @@ def make_adapter(
         set_parameter(name, nnx.LoRAParam, value)
     if arrays is None or "magnitude" not in arrays:
         magnitude = fresh_magnitude(layer)
-        quantised.check_norm("its kernel", kernel.get_value(), magnitude)
+        check.quantised_norm("its kernel", kernel.get_value(), magnitude)
     else:
         magnitude = _check_shape("magnitude", arrays["magnitude"], layout.magnitude.stored)
     set_parameter("magnitude", DoRAParam, magnitude)

@@ -21,7 +21,7 @@ from jax_dora.layers.magnitude import layer_norm
 from jax_dora.layers.quantised_kernel import LAYERS, compute_as_stored
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack
-from jax_dora.ops import quantised
+from jax_dora.ops import check, quantised
 
 # The attributes of a DoRA layer that its base layer does not have.
 _ADAPTER_ATTRIBUTES = frozenset((*ADAPTER_NAMES, *OPTIONS)) - {"lora_a_init", "lora_b_init"}
@@ -168,7 +168,7 @@ class DoRALayer(nnx.Module):
                     f"which no nnx.{cls.base_type.__name__} computes; expected a float array: "
                     "dequantise it with qwix.dequantize"
                 )
-            quantised.check("its kernel", kernel)
+            check.quantised_array("its kernel", kernel)
         if taken := sorted(vars(base).keys() & _ADAPTER_ATTRIBUTES):
             raise ValueError(
                 f"the layer is a {type(base).__name__} and has an attribute {taken[0]!r}, a name "

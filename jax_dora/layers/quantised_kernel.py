@@ -39,12 +39,12 @@ def check_kernel(kernel: Any, layout: Layout, stack: Stack) -> None:
 
     Raises:
       TypeError: the kernel has another dtype than fp16, bf16, fp32 and fp64.
-      TypeError, ValueError: for a quantised kernel see `jax_dora.ops.quantised.check_matrix`.
+      TypeError, ValueError: for a quantised kernel see `jax_dora.ops.check.quantised_matrix`.
     """
     if not quantised.is_quantised(kernel):
         check.is_float("kernel", kernel)
         return
-    quantised.check("its kernel", kernel)
+    check.quantised_array("its kernel", kernel)
     layer = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(stack.layer_part(array.shape), array.dtype), kernel
     )
@@ -52,7 +52,7 @@ def check_kernel(kernel: Any, layout: Layout, stack: Stack) -> None:
         lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype),
         jax.eval_shape(layout.kernel.to_matrices, layer),
     )
-    quantised.check_matrix("its kernel", matrix)
+    check.quantised_matrix("its kernel", matrix)
 
 
 def dtype_carrier(array: Any) -> Any:

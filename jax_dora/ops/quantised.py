@@ -1,4 +1,4 @@
-"""Quantised kernels, `qwix.QArray`s: their checks, their dequantisation and their slices.
+"""Quantised kernels, `qwix.QArray`s: their formats, their dequantisation and their slices.
 
     W = (v(qvalue) - zero_point) ∘ scale     [in, out]
 
@@ -18,12 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from jax_dora.ops.dispatch import mesh as meshes
 
 FORMATS = ("nf4", "int4", "int8", "float8_e4m3fn")
-_STORED_AS = {"nf4": jnp.dtype(jnp.uint4)}
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -35,6 +33,11 @@ NF4 = (
 def bits(dtype: Any) -> int:
     """Returns the bits per element in a device's memory, where two 4-bit elements share a byte."""
     return 4 if jnp.dtype(dtype).name in ("int4", "uint4") else 8 * jnp.dtype(dtype).itemsize
+
+
+def stored_dtype(qtype: str) -> Any:
+    """Returns the dtype of the codes of a format."""
+    return jnp.dtype(jnp.uint4 if qtype == "nf4" else qtype)
 
 
 class Format(NamedTuple):
@@ -55,7 +58,7 @@ class Format(NamedTuple):
     @property
     def stored(self) -> Any:
         """Returns the dtype of the codes."""
-        return _STORED_AS.get(self.qtype) or jnp.dtype(self.qtype)
+        return stored_dtype(self.qtype)
 
     @property
     def packed(self) -> int:
@@ -97,134 +100,6 @@ def stored(kernel: Any) -> Any:
     """Returns the array that has the kernel's shape and sharding: the kernel itself, or the qvalue
     of a quantised kernel."""
     return kernel.qvalue if is_quantised(kernel) else kernel
-
-
-def check(name: str, kernel: Any) -> None:
-    """Checks a quantised array with two axes or more.
-
-    Raises:
-      TypeError: the format is not one of `FORMATS`, or an array does not have the format's dtype.
-      ValueError: the tiles do not divide the array, the shapes of scales and zero points differ, or
-        a scale is zero or not finite. Traced scales are not checked.
-    """
-    qtype = qtype_name(kernel)
-    found = f"{name} is quantised as {qtype}"
-    fix = "quantise it with jax_dora.quantize"
-    if qtype not in FORMATS:
-        raise TypeError(f"{found}; expected one of {', '.join(FORMATS)}: {fix}, or dequantise it")
-    wanted = _STORED_AS.get(qtype) or jnp.dtype(qtype)
-    if kernel.qvalue.dtype != wanted:
-        raise TypeError(f"{found} and stored as {kernel.qvalue.dtype}; expected {wanted}: {fix}")
-    if kernel.scale.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
-        raise TypeError(
-            f"{found} with scales of {kernel.scale.dtype}; expected float32 or bfloat16: cast them"
-        )
-    shape, tiles = kernel.qvalue.shape, kernel.scale.shape
-    divides = len(shape) == len(tiles) and all(
-        count and size % count == 0 for size, count in zip(shape, tiles, strict=True)
-    )
-    if not divides:
-        raise ValueError(
-            f"{found}, of shape {tuple(shape)}, with scales of shape {tuple(tiles)}, whose tiles "
-            "do not divide it; expected scales with as many axes, each of a size that divides its "
-            f"axis: {fix} and a tile_size that divides its input features"
-        )
-    if (zeros := kernel.zero_point) is not None:
-        if not jnp.isdtype(zeros.dtype, ("integral", "real floating")):
-            raise TypeError(
-                f"{found} with zero points of {zeros.dtype}; expected integers or real numbers: "
-                f"{fix}"
-            )
-        if zeros.shape != tiles:
-            raise ValueError(
-                f"{found} with zero points of shape {tuple(zeros.shape)}; expected the scales' "
-                f"{tuple(tiles)}: {fix}"
-            )
-    _check_scales(found, kernel.scale)
-
-
-def check_matrix(name: str, kernel: Any) -> None:
-    """Checks a quantised matrix [in, out].
-
-    Raises:
-      TypeError, ValueError: see `check`; or the tiles lie along the output axis.
-    """
-    check(name, kernel)
-    shape, tiles = kernel.qvalue.shape, kernel.scale.shape
-    if tiles[0] == shape[0] > 1 and tiles[1] < shape[1]:
-        raise ValueError(
-            f"{name} is quantised as {qtype_name(kernel)} along its output axis: scales of shape "
-            f"{tuple(tiles)} for kernel [in, out] {tuple(shape)} give every input feature scales "
-            "of its own; expected tiles along the input axis, [in / tile, out] or [1, out]: "
-            "quantise the transpose, or quantise it with jax_dora.quantize"
-        )
-
-
-def check_rounded(name: str, kernel: Any) -> None:
-    """Raises ValueError if the weights that `round_to` made a kernel of are not finite.
-
-    `round_to` gives finite weights finite scales. Traced scales are not checked.
-    """
-    scales = _invalid_scales(kernel.scale)
-    if scales is not None:
-        raise ValueError(
-            f"{name} has weights that are not finite, in {np.count_nonzero(~np.isfinite(scales))} "
-            f"of its {scales.size} tiles; expected finite numbers: replace the NaN and infinite "
-            "weights, or copy or train the model again"
-        )
-
-
-def check_norm(name: str, kernel: Any, norm: Any) -> None:
-    """Raises ValueError if the norm of a quantised kernel is NaN, though its scales have been
-    checked. A traced norm is not checked."""
-    if not (is_quantised(kernel) and _is_known(norm)):
-        return
-    with jax.ensure_compile_time_eval():
-        is_nan = bool(jnp.isnan(norm).any())
-    if is_nan:
-        raise ValueError(
-            f"{name} is quantised as {describe(kernel)}, with codes or zero points that are NaN; "
-            "expected numbers: quantise it again, from weights that are finite"
-        )
-
-
-def _check_scales(found: str, scale: Any) -> None:
-    """Raises ValueError if a scale is zero, infinite or NaN. Traced scales pass.
-
-    Scales may be negative: bitsandbytes' double quantisation makes such scales.
-    """
-    values = _invalid_scales(scale)
-    if values is None:
-        return
-    # NumPy's minimum of NaN and numbers is NaN; XLA's is a number on some CPUs.
-    least, most, zeros = values.min(), values.max(), np.count_nonzero(values == 0)
-    raise ValueError(
-        f"{found} with scales from {least} to {most}, of which {zeros} are 0; expected finite "
-        "numbers other than 0: give a tile of zeros the scale 1, or quantise the kernel again from "
-        "weights that are finite"
-    )
-
-
-def _invalid_scales(scale: Any) -> np.ndarray | None:
-    """Returns the scales in fp64 if one is zero, infinite or NaN, else None, as if traced."""
-    if not _is_known(scale):
-        return None
-    # The scales may be a constant inside a traced function.
-    with jax.ensure_compile_time_eval():
-        return None if bool(_are_valid(scale)) else np.asarray(scale, np.float64)
-
-
-def _is_known(array: Any) -> bool:
-    """Returns whether this process can read the values of an array: it is not traced, and is on no
-    other process's devices."""
-    if isinstance(array, Tracer) or not isinstance(array, jax.Array | np.ndarray):
-        return False
-    return isinstance(array, np.ndarray) or array.is_fully_addressable
-
-
-@jax.jit
-def _are_valid(scale: jax.Array) -> jax.Array:
-    return jnp.all((scale != 0) & jnp.isfinite(scale))
 
 
 def dense(kernel: Any, dtype: Any) -> jax.Array:

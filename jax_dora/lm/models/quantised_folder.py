@@ -16,7 +16,7 @@ from jax_dora.lm.models.config import USE_16_BITS
 from jax_dora.lm.models.quantised_weights import QuantisedTensor
 from jax_dora.lm.models.stored_arrays import StoredArray
 from jax_dora.lm.models.tensor_files import StoredTensor
-from jax_dora.ops import quantised, row_scaled
+from jax_dora.ops import check, quantised, row_scaled
 from jax_dora.ops.rounding import round_to
 
 
@@ -122,7 +122,7 @@ def load_quantised(
             shape, scales = like.shape, like.scale.shape
             tile = tuple(n // m for n, m in zip(shape, scales, strict=True))[-layer.ndim :]
             layer = round_to(layer, quantised.qtype_name(like), tile, like.scale.dtype)
-            quantised.check_rounded(name, layer)
+            check.rounded(name, layer)
             layer = shard_kernel(layer, layer_sharding)
         if not array.stacked:
             return layer
