@@ -14,19 +14,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
-from jax_dora import ops
 from jax_dora.bank.host import CachedG, HostAdapter, Scaling, block_shape
 from jax_dora.bank.projections import BankProjection, groups
-from jax_dora.layers.magnitude import bounded_norm
+from jax_dora.bank.slot_updates import Arrays, RankBlock, clear, g_of, with_scalings, write
 from jax_dora.ops.bank_slots import RANKS, Slots
 from jax_dora.ops.dtypes import accumulator
-
-# The number of axes of each array without the stack's axes: the slot axis and the axes behind it.
-SLOT_AXES = Slots(lora_a=3, lora_b=3, g=2, scale=1, rank=1)
-
-type Arrays = dict[str, Slots]
-# The device arrays of one of `HostAdapter.rank_blocks`, by path.
-type RankBlock = dict[str, tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +88,7 @@ class BankPrograms:
             arrays = {path: shardings[path] for path in paths}
             g = {path: _without_axis(slots.g, -2) for path, slots in arrays.items()}
             finish = jit(self._finish, (arrays, g)), jit(self._finish_dora, (arrays, g))
-            return Group(paths, jit(_write, arrays), *finish)
+            return Group(paths, jit(write, arrays), *finish)
 
         meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
         self._is_on_mesh = bool(meshes)
@@ -107,7 +99,7 @@ class BankPrograms:
         self._devices = self._device.device_set if self._device else on_meshes
         make = jax.jit(self._make, out_shardings=self._device or shardings)
         self.make = self._in_any_context(make)
-        self.clear = jit(_clear, shardings)
+        self.clear = jit(clear, shardings)
         self.groups = [make_group(paths) for paths in groups(self.projections.values())]
 
     def _in_any_context(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,7 +240,7 @@ class BankPrograms:
         """Writes g, scales and ranks of a slot; returns the arrays and g, which is known."""
         scalings = self._unpacked(arrays, packed)
         g = {path: scaling.numerator for path, scaling in scalings.items()}
-        return _with_scalings(arrays, scalings, g, slot), g
+        return with_scalings(arrays, scalings, g, slot), g
 
     def _finish_dora(
         self, arrays: Arrays, packed: jax.Array, slot: Any, kernels: Mapping[str, Any]
@@ -259,12 +251,12 @@ class BankPrograms:
         def matrix(array: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(array, slot, array.ndim - 3, keepdims=False)
 
-        def g_of(path: str, scaling: Scaling) -> jax.Array:
+        def g_at(path: str, scaling: Scaling) -> jax.Array:
             adapter = matrix(arrays[path].lora_a), matrix(arrays[path].lora_b), scaling
-            return _g(self.projections[path], kernels[path], adapter)
+            return g_of(self.projections[path], kernels[path], adapter)
 
-        g = {path: g_of(path, scaling) for path, scaling in scalings.items()}
-        return _with_scalings(arrays, scalings, g, slot), g
+        g = {path: g_at(path, scaling) for path, scaling in scalings.items()}
+        return with_scalings(arrays, scalings, g, slot), g
 
     def _unpacked(self, paths: Iterable[str], packed: jax.Array) -> dict[str, Scaling]:
         """Returns the scaling at each path, from a vector of all of them, sorted by path."""
@@ -331,79 +323,3 @@ def _without_axis(sharding: Any, axis: int) -> Any:
     spec = list(sharding.spec)
     del spec[axis]
     return jax.NamedSharding(sharding.mesh, jax.P(*spec))
-
-
-def _clear(arrays: Arrays, slot: Any) -> Arrays:
-    """Empties a slot: sets its g to NaN, and everything else to zero."""
-    return {
-        path: _set(old, slot, lora_a=0, lora_b=0, g=jnp.nan, scale=0, rank=0)
-        for path, old in arrays.items()
-    }
-
-
-def _write(arrays: Arrays, block: RankBlock, slot: Any, start: Any) -> Arrays:
-    """Writes a block of lora_a and lora_b into a slot, from rank `start` on."""
-
-    def update(old: jax.Array, new: jax.Array) -> jax.Array:
-        position = [np.int32(0)] * old.ndim
-        position[-3:-1] = [slot, start]
-        return lax.dynamic_update_slice(old, jnp.expand_dims(new, -3), position)
-
-    def update_both(old: Slots, new: tuple[jax.Array, ...]) -> Slots:
-        if len(new) == 1:
-            new = tuple(jnp.split(new[0], [old.lora_a.shape[-1]], axis=-1))
-        return old._replace(lora_a=update(old.lora_a, new[0]), lora_b=update(old.lora_b, new[1]))
-
-    return {path: update_both(old, block[path]) for path, old in arrays.items()}
-
-
-def _set(old: Slots, slot: Any, **values: Any) -> Slots:
-    """Returns `old` with new values in a slot: arrays, or numbers to fill the slot's part with."""
-
-    def update(name: str, value: Any) -> jax.Array:
-        array = getattr(old, name)
-        axis = array.ndim - getattr(SLOT_AXES, name)
-        value = jnp.asarray(value, array.dtype)
-        new = jnp.expand_dims(value, axis) if value.ndim else value
-        new = jnp.broadcast_to(new, (*array.shape[:axis], 1, *array.shape[axis + 1 :]))
-        return lax.dynamic_update_slice_in_dim(array, new, slot, axis)
-
-    return old._replace(**{name: update(name, value) for name, value in values.items()})
-
-
-def _with_scalings(
-    arrays: Arrays, scalings: Mapping[str, Scaling], g: Mapping[str, jax.Array], slot: Any
-) -> Arrays:
-    """Returns the arrays with g, scale and rank in a slot."""
-    return {
-        path: _set(arrays[path], slot, g=g[path], scale=scaling.scale, rank=scaling.rank)
-        for path, scaling in scalings.items()
-    }
-
-
-def _g(
-    projection: BankProjection, kernel: Any, adapter: tuple[jax.Array, jax.Array, Scaling]
-) -> jax.Array:
-    """Returns g [*stack, out] of an adapter: lora_a, lora_b and its scaling."""
-
-    def g_of_layer(kernel: Any, adapter: Any) -> jax.Array:
-        lora_a, lora_b, scaling = adapter
-        layout = projection.layout(lora_a.shape[0])
-        if not layout.is_one_matrix:
-            kernel = layout.kernel.to_matrices(kernel)[0]
-        norm = ops.factored_norm(kernel, lora_a.T, lora_b, scaling.scale)
-        norm = bounded_norm(norm, projection.dtype)
-        g = ops.magnitude_scale(scaling.numerator, norm, projection.dtype)
-        # If the norm's squares overflow, as in diverged adapters, no result must be finite. NaN is
-        # the g of empty slots.
-        most = jnp.finfo(norm.dtype).max
-        g = jnp.where((norm == most) & (scaling.numerator != most), jnp.inf, g)
-        return jnp.where(scaling.is_dora, g.astype(scaling.numerator.dtype), scaling.numerator)
-
-    if projection.stack.axis or not isinstance(kernel, jax.Array):
-        return projection.stack.map_leading(g_of_layer, kernel, adapter)
-    function = g_of_layer
-    for _ in projection.stack.shape:
-        # Computes all layers at once: a loop would first copy each layer's kernel.
-        function = jax.vmap(function)
-    return function(kernel, adapter)
