@@ -290,9 +290,8 @@ def _layer_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     """Returns `kernel_change` of a single layer."""
     change = functools.partial(_change_of_matrices, setting)
     kernel = quantised.stored(parameters["kernel"])
-    if mesh := meshes.explicit(kernel):
-        change = meshes.with_auto_axes(change, mesh, jax.P(*meshes.spec(kernel)))
-    return change(parameters)
+    spec = functools.partial(meshes.spec, kernel)
+    return meshes.on_explicit_axes(change, spec, kernel)(parameters)
 
 
 def _change_of_matrices(setting: Setting, parameters: Mapping[str, jax.Array]) -> jax.Array:

@@ -1,5 +1,6 @@
 """Layers in which each row of a batch uses an adapter of a bank."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -161,10 +162,9 @@ class BankLayer(nnx.Module):
             return _transpose(y.reshape(matrix.shape), rows + out, equation.y)
 
         operands = (base, x, bias, held.slots, ids, self._step(), held.first)
-        arrays = jax.tree.leaves(operands)
-        return meshes.on_explicit_axes(apply_adapters, lambda: jax.P(*meshes.spec(base)), *arrays)(
-            operands
-        )
+        spec = functools.partial(meshes.spec, base)
+        compute = meshes.on_explicit_axes(apply_adapters, spec, *jax.tree.leaves(operands))
+        return compute(operands)
 
 
 def apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array]:

@@ -65,7 +65,7 @@ def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = 
     kernel = stored(arrays[0])
 
     def spec() -> jax.sharding.PartitionSpec:
-        return jax.P(*layer_layout.adapter_axes(meshes.spec(kernel))["magnitude"])
+        return jax.P(*layer_layout.adapter_axes([*meshes.spec(kernel)])["magnitude"])
 
     return meshes.on_explicit_axes(compute, spec, kernel)(tuple(arrays))
 

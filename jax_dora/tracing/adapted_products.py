@@ -51,12 +51,12 @@ class AdaptedReader:
         def compute(x: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
             return plan(x.astype(product.dtype), arrays, multiply, dropout)
 
-        mesh = meshes.explicit(x, weight.kernel)
-        if mesh is not None:
-            spec = getattr(product.out_sharding, "spec", product.out_sharding)
-            if spec is None:
-                spec = meshes.result_spec(product, x, weight.base())
-            compute = meshes.with_auto_axes(compute, mesh, spec)
+        def spec() -> jax.sharding.PartitionSpec:
+            if product.out_sharding is not None:
+                return getattr(product.out_sharding, "spec", product.out_sharding)
+            return meshes.result_spec(product, x, weight.base())
+
+        compute = meshes.on_explicit_axes(compute, spec, x, weight.kernel)
         return compute(x, dict(weight.cast(product.dtype).arrays))
 
     def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:

@@ -31,9 +31,9 @@ def context_of(array: jax.Array) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def spec(array: jax.Array) -> tuple[Any, ...]:
+def spec(array: jax.Array) -> PartitionSpec:
     """Returns the mesh axes that each axis of `array` is sharded over, None for automatic axes."""
-    return tuple(jax.typeof(array).sharding.spec)
+    return jax.typeof(array).sharding.spec
 
 
 def on_explicit_axes(
