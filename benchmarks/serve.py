@@ -30,14 +30,13 @@ from benchmarks.bank_adapters import draw_ids, random_adapter
 from benchmarks.bank_programs import without_g
 from benchmarks.results import Row, with_ratio
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
-from jax_dora.bank.slot_cache import SlotCache
+from jax_dora.bank import AdapterStore, StoredAdapter
 from jax_dora.lm.finetune.tiny import byte_level_tokenizer
 from jax_dora.lm.models import CausalLM, DecoderConfig, make_model
-from jax_dora.lm.serve.adapters import ServedAdapter
 from jax_dora.lm.serve.engine import Engine
 from jax_dora.lm.serve.metrics import Metrics
 from jax_dora.lm.serve.request import Piece, Request
-from jax_dora.lm.serve.runner import ModelRunner, make_bank, warm_up
+from jax_dora.lm.serve.runner import ModelRunner, make_store, warm_up
 
 
 class Settings(NamedTuple):
@@ -77,21 +76,21 @@ TINY = Settings(
 
 
 class WithoutG:
-    """A slot cache whose bank does not multiply rows by g."""
+    """A store whose bank does not multiply rows by g."""
 
-    def __init__(self, bank: SlotCache) -> None:
-        self._slot_cache = bank
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
 
     @property
     def bank(self) -> Any:
-        return without_g(self._slot_cache.bank)
+        return without_g(self._store.bank)
 
 
 class Server(NamedTuple):
-    """The rows and the bank of a kind, and its compile times."""
+    """The rows and the adapters of a kind, and its compile times."""
 
     runner: ModelRunner
-    bank: SlotCache | None
+    store: AdapterStore | None
     compiled: Row
 
 
@@ -115,42 +114,44 @@ def _measure_model(settings: Settings, model: CausalLM, row: Row) -> Iterator[Ro
     kinds = [kind for kind in settings.only if kind != "base"]
     if not kinds:
         return
-    bank, begin = make_bank(model, settings.slots, max(settings.ranks)), time.monotonic()
-    warm_up(bank, model)
+    store, begin = make_store(model, settings.slots, max(settings.ranks)), time.monotonic()
+    warm_up(store, model)
     row["load_compile_s"] = time.monotonic() - begin
     # Compiled in parallel: XLA has tuned the same products for the base.
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        servers = list(threads.map(lambda kind: _server(settings, model, bank, kind), kinds))
-    values = [random_adapter(bank.bank, rank, rank) for rank in settings.ranks]
+        servers = list(threads.map(lambda kind: _server(settings, model, store, kind), kinds))
+    values = [random_adapter(store.bank, rank, rank) for rank in settings.ranks]
+    for number in range(max(settings.adapters, default=0)):
+        store.add(str(number), values[number % len(values)])
     for count in settings.adapters:
         for kind, server in zip(kinds, servers, strict=True):
-            adapters = [ServedAdapter(str(n), values[n % len(values)]) for n in range(count)]
+            adapters = [store.get(str(number)) for number in range(count)]
             measured = row | {"kind": kind, "adapters": count} | server.compiled
             measured |= _served(settings, model, server, adapters)
             yield with_ratio(measured, base, "of_base", "tokens_per_s")
 
 
-def _server(settings: Settings, model: CausalLM, bank: SlotCache | None, kind: str) -> Server:
+def _server(settings: Settings, model: CausalLM, store: AdapterStore | None, kind: str) -> Server:
     """Returns a server with the programs that the requests need; of those that read prompts, only
     the one for a whole prompt."""
     length = settings.prompt + settings.answer
-    row_bank: Any = WithoutG(bank) if bank is not None and kind == "LoRA" else bank
-    runner = ModelRunner(model, row_bank, settings.rows, length, settings.chunk)
+    used: Any = WithoutG(store) if store is not None and kind == "LoRA" else store
+    runner = ModelRunner(model, used, settings.rows, length, settings.chunk)
     runner.widths = (runner.width(settings.prompt),)
     begin = time.monotonic()
     runner.prefill((), runner.widths[0])
     read = time.monotonic() - begin
     runner.warm_up()
-    return Server(runner, bank, {"read_compile_s": read, "compile_s": time.monotonic() - begin})
+    return Server(runner, store, {"read_compile_s": read, "compile_s": time.monotonic() - begin})
 
 
 def _served(
-    settings: Settings, model: CausalLM, server: Server, adapters: list[ServedAdapter]
+    settings: Settings, model: CausalLM, server: Server, adapters: list[StoredAdapter]
 ) -> Row:
     """Returns the throughput and the latency of all clients' requests."""
     rng = np.random.default_rng(0)
     metrics, tokenizer, queue = Metrics(), byte_level_tokenizer(), 4 * settings.rows
-    engine = Engine(server.runner, server.bank, tokenizer, (), queue=queue, metrics=metrics)
+    engine = Engine(server.runner, server.store, tokenizer, (), queue=queue, metrics=metrics)
     requests = settings.rows * (settings.rounds + 1)
     chosen = draw_ids("zipf", requests, len(adapters)) if adapters else None
     first: list[float] = []

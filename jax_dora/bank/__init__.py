@@ -6,3 +6,4 @@ from jax_dora.bank.model import DECODING_OPTIONS as DECODING_OPTIONS
 from jax_dora.bank.model import with_bank as with_bank
 from jax_dora.bank.store import AdapterStore as AdapterStore
 from jax_dora.bank.store import SlotsBusy as SlotsBusy
+from jax_dora.bank.store import StoredAdapter as StoredAdapter

@@ -26,8 +26,8 @@ class SlotCache[Key: Hashable]:
         self._free = list(range(bank.slots - 1, -1, -1))
         self._pins: Counter[Key] = Counter()
 
-    def has_room(self, key: Key) -> bool:
-        """Returns whether an adapter has a slot, or `pin` can give it one."""
+    def has_room(self, key: Key | None) -> bool:
+        """Returns whether an adapter has a slot, or `pin` can give it one; None for a new key."""
         return key in self.slots or bool(self._free) or len(self._pins) < len(self.slots)
 
     def pins(self, key: Key) -> int:

@@ -4,6 +4,9 @@ import dataclasses
 import difflib
 import os
 import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 from dora_common.hyperparameters import is_integer
 from jax_dora.adapt.adapter import Adapter
@@ -13,29 +16,47 @@ from jax_dora.bank.recently_used import RecentlyUsed
 from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.peft.names import Names
 
+type Source = str | os.PathLike[str]
+
 
 class SlotsBusy(RuntimeError):
     """Raised if all slots of a bank hold acquired adapters; retry after one has been released."""
 
 
 @dataclasses.dataclass(eq=False)
-class _Entry:
-    """One version of an adapter.
+class StoredAdapter:
+    """One version of an adapter in a store. It stays in host memory as long as this object is used.
 
     Attributes:
       name: the adapter's name.
-      source: the folder that the adapter can be read from again, or None.
-      host: the adapter in host memory, or None if it was dropped to save memory.
-      digest: the digest of the adapter that was dropped. The folder must still hold this adapter
-        when it is read again; times and sizes of files would not tell, since copies can keep both.
-      is_listed: whether the name refers to this version; False after removal or replacement.
+      host: the adapter, in the layout of the bank.
+      extra: what else was stored with this version, such as its tokenizer.
     """
 
     name: str
-    source: str | os.PathLike[str] | None
-    host: HostAdapter | None
+    host: HostAdapter
+    extra: Any = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Version:
+    """How a store gets the current version of an adapter.
+
+    Attributes:
+      adapter: refers to the adapter if it is in host memory.
+      source: the folder, or a function, that it can be read from again. The adapter itself if it
+        cannot, and therefore has to stay in memory.
+      extra: what is stored with an adapter from a folder.
+      digest: the digest of an adapter from a folder, once it was dropped. The folder must still
+        hold this adapter; times and sizes of files would not tell, since copies can keep both.
+      lock: held while the adapter is read again.
+    """
+
+    adapter: weakref.ref[StoredAdapter]
+    source: Source | Callable[[], tuple[HostAdapter, Any]] | StoredAdapter
+    extra: Any = None
     digest: bytes | None = None
-    is_listed: bool = True
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 class AdapterStore:
@@ -50,11 +71,12 @@ class AdapterStore:
     An acquired adapter keeps its slot until it has been released as many times as acquired. If no
     slot is empty, the least recently used adapter that is not acquired loses its slot.
 
-    Methods are thread-safe. Loading donates the arrays of `bank`, so read `bank` again for every
-    step. If other threads acquire adapters, hold `lock` while you read `bank` and run the step.
+    Methods are thread-safe. `acquire` and `release` donate the arrays of `bank`, and all others
+    leave it as it is. So read `bank` again for every step, and if other threads acquire or release
+    adapters, hold `lock` while you read `bank` and run the step.
 
     Attributes:
-      lock: a lock that every method holds.
+      lock: a lock that every method holds, but not while it reads a folder.
     """
 
     def __init__(
@@ -63,10 +85,10 @@ class AdapterStore:
         """
         Args:
           bank: the bank. The store takes it over and replaces adapters that are in it.
-          host_bytes: the host memory for adapters that were read from folders, or None for no
-            limit. Beyond it, the least recently used are dropped, and are read again when they are
-            needed. The last used one is always kept, and so are adapters that were added as an
-            `Adapter` or a `HostAdapter`. `HostAdapter.nbytes` is what an adapter counts.
+          host_bytes: the host memory for adapters that can be read again, or None for no limit.
+            Beyond it, the least recently used are dropped, and are read again when they are needed.
+            Adapters in slots, those whose `StoredAdapter` is in use, and the last used one are
+            always kept. `HostAdapter.nbytes` is what an adapter counts.
           names: translates the model's paths to PyTorch's names, as in `AdapterBank.read`.
 
         Raises:
@@ -80,11 +102,11 @@ class AdapterStore:
                 f"host_bytes is {host_bytes!r}; expected a whole number of at least 0, or None"
             )
         self.lock = threading.RLock()
-        self._slot_cache: SlotCache[_Entry] = SlotCache(bank)
+        self._slot_cache: SlotCache[StoredAdapter] = SlotCache(bank)
         self._pytorch_names = names
-        self._by_name: dict[str, _Entry] = {}
-        # The entries that can be read again and are in host memory.
-        self._in_memory: RecentlyUsed[_Entry] = RecentlyUsed(host_bytes)
+        self._versions: dict[str, _Version] = {}
+        # Those that can be read again, except adapters in slots or in use beyond the limit.
+        self._in_memory: RecentlyUsed[StoredAdapter] = RecentlyUsed(host_bytes)
 
     @property
     def bank(self) -> AdapterBank:
@@ -105,28 +127,40 @@ class AdapterStore:
     def names(self) -> tuple[str, ...]:
         """The sorted names of the adapters."""
         with self.lock:
-            return tuple(sorted(self._by_name))
+            return tuple(sorted(self._versions))
 
     @property
     def slots(self) -> dict[str, int]:
         """The slot of each adapter that has one, by name."""
         with self.lock:
-            return {
-                entry.name: at for entry, at in self._slot_cache.slots.items() if entry.is_listed
-            }
+            slots = self._slot_cache.slots.items()
+            return {held.name: slot for held, slot in slots if self._is_current(held)}
 
     def __contains__(self, name: object) -> bool:
-        with self.lock:
-            return name in self._by_name
+        return name in self._versions
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._versions)
 
-    def add(self, name: str, adapter: Adapter | HostAdapter | str | os.PathLike[str]) -> None:
+    def add(
+        self,
+        name: str,
+        adapter: Adapter | HostAdapter | Source,
+        *,
+        extra: Any = None,
+        read_again: Callable[[], tuple[HostAdapter, Any]] | None = None,
+    ) -> None:
         """Adds an adapter, which replaces an adapter of the same name.
 
         The adapter is read and checked at once, and loaded into a slot when it is first acquired.
         A replaced adapter stays in its slot until all its users have released it.
+
+        Args:
+          name: the name.
+          adapter: the adapter, or the PEFT folder to read it from.
+          extra: what else to keep with it, as `StoredAdapter.extra`.
+          read_again: returns the same adapter and `extra` again, or raises an error. With it, or if
+            `adapter` is a folder, `host_bytes` applies to the adapter.
 
         Raises:
           TypeError, ValueError, FileNotFoundError, NotADirectoryError, NotImplementedError: the
@@ -134,13 +168,16 @@ class AdapterStore:
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"name is {name!r}; expected a string that is not empty")
-        source = None if isinstance(adapter, Adapter | HostAdapter) else adapter
         host = self.bank.read(adapter, names=self._pytorch_names)
+        stored = StoredAdapter(name, host, extra)
+        version = _Version(weakref.ref(stored), read_again or stored)
+        if read_again is None and isinstance(adapter, str | os.PathLike):
+            version.source, version.extra = adapter, extra
         with self.lock:
-            if name in self._by_name:
+            if name in self._versions:
                 self.remove(name)
-            self._by_name[name] = entry = _Entry(name, source, host)
-            self._touch(entry)
+            self._versions[name] = version
+            self._touch(stored)
 
     def remove(self, name: str) -> None:
         """Removes an adapter, which stays in its slot until all its users have released it.
@@ -149,96 +186,139 @@ class AdapterStore:
           KeyError: there is no adapter of that name.
         """
         with self.lock:
-            entry = self._entry(name)
-            del self._by_name[name]
-            entry.is_listed = False
-            self._drop_unused(entry)
+            adapter = self._version(name).adapter()
+            del self._versions[name]
+            if adapter is not None:
+                self._in_memory.remove(adapter)
 
-    def acquire(self, name: str) -> int:
-        """Returns the slot of an adapter, which keeps it until `release`. Loads it if necessary.
+    def get(self, name: str) -> StoredAdapter:
+        """Returns the current version of an adapter, read again if it was dropped.
 
         Raises:
           KeyError: there is no adapter of that name; the message has the nearest names.
-          SlotsBusy: all slots hold acquired adapters.
           ValueError, FileNotFoundError, …: the adapter's folder had to be read again, and has been
             changed or deleted; add the adapter again.
         """
+        while True:
+            version = self._version(name)
+            try:
+                # Without the lock of the store, so that other adapters can be used meanwhile.
+                with version.lock:
+                    if (adapter := version.adapter()) is None:
+                        adapter = self._read_again(name, version)
+                        version.adapter = weakref.ref(adapter)
+            except Exception:
+                if self._versions.get(name) is version:
+                    raise
+                continue  # it was replaced meanwhile
+            with self.lock:
+                if self._is_current(adapter):
+                    self._touch(adapter)
+                    return adapter
+
+    def acquire(self, adapter: str | StoredAdapter) -> int:
+        """Returns the slot of an adapter, which keeps it until `release`. Loads it if necessary.
+
+        Args:
+          adapter: the adapter's name, or a result of `get`, which may have been replaced since.
+
+        Raises:
+          SlotsBusy: all slots hold acquired adapters.
+          KeyError, ValueError, FileNotFoundError, …: the same errors as `get`.
+        """
         with self.lock:
-            entry = self._entry(name)
-            if not self._slot_cache.has_room(entry):
-                raise SlotsBusy(
-                    f"all {self.bank.slots} slots hold adapters that are in use; wait until one is "
-                    "released"
-                )
-            if entry.host is None and entry not in self._slot_cache:
-                entry.host = self._read_again(entry)
-            self._touch(entry)
-            slot = self._slot_cache.pin(entry, entry.host)
+            self._empty_slots()
+            if not isinstance(adapter, StoredAdapter):
+                # Nothing is read again if there is no slot for it.
+                self._check_room(self._version(adapter).adapter())
+        if not isinstance(adapter, StoredAdapter):
+            adapter = self.get(adapter)
+        with self.lock:
+            self._check_room(adapter)
+            slot = self._slot_cache.pin(adapter, adapter.host)
             assert slot is not None
             return slot
 
-    def release(self, name: str, slot: int | None = None) -> None:
+    def release(self, adapter: str | StoredAdapter, slot: int | None = None) -> None:
         """Releases an adapter that `acquire` returned the slot of.
 
         Args:
-          name: the adapter's name.
-          slot: the slot that `acquire` returned. It is needed only if an adapter of this name may
-            have been replaced since: without it, the oldest acquired version is released.
+          adapter: the adapter, or its name.
+          slot: the slot that `acquire` returned. It is needed only with the name of an adapter that
+            may have been replaced since: without it, the oldest acquired version is released.
 
         Raises:
           ValueError: the adapter is not acquired.
         """
         with self.lock:
             acquired = [
-                entry
-                for entry, at in self._slot_cache.slots.items()
-                if entry.name == name and self._slot_cache.pins(entry) and slot in (None, at)
+                held
+                for held, at in self._slot_cache.slots.items()
+                if adapter in (held, held.name)
+                and self._slot_cache.pins(held)
+                and slot in (None, at)
             ]
             if not acquired:
+                name = adapter.name if isinstance(adapter, StoredAdapter) else adapter
                 where = "" if slot is None else f" in slot {slot}"
                 raise ValueError(f"adapter {name!r}{where} is released, but nobody has acquired it")
-            entry = min(acquired, key=lambda item: item.is_listed)
-            self._slot_cache.unpin(entry)
-            if not entry.is_listed:
-                self._drop_unused(entry)
+            self._slot_cache.unpin(min(acquired, key=self._is_current))
+            self._empty_slots()
 
-    def _entry(self, name: str) -> _Entry:
-        if name not in self._by_name:
-            near = difflib.get_close_matches(str(name), self._by_name, n=3, cutoff=0.4)
+    def _version(self, name: str) -> _Version:
+        version = self._versions.get(name)
+        if version is None:
+            near = difflib.get_close_matches(str(name), self.names, n=3, cutoff=0.4)
             hint = f"; the nearest are {', '.join(near)}" if near else ""
             raise KeyError(f"there is no adapter {name!r}{hint}")
-        return self._by_name[name]
+        return version
 
-    def _read_again(self, entry: _Entry) -> HostAdapter:
+    def _is_current(self, adapter: StoredAdapter) -> bool:
+        """Returns whether an adapter's name refers to this version."""
+        version = self._versions.get(adapter.name)
+        return version is not None and version.adapter() is adapter
+
+    def _check_room(self, adapter: StoredAdapter | None) -> None:
+        if not self._slot_cache.has_room(adapter):
+            raise SlotsBusy(
+                f"all {self.bank.slots} slots hold adapters that are in use; wait until one is "
+                "released"
+            )
+
+    def _empty_slots(self) -> None:
+        """Empties the slots of adapters that have been removed and that nobody has acquired."""
+        for held in list(self._slot_cache.slots):
+            if not self._slot_cache.pins(held) and not self._is_current(held):
+                self._slot_cache.drop(held)
+
+    def _read_again(self, name: str, version: _Version) -> StoredAdapter:
         """Reads an adapter that was dropped; raises ValueError if its folder holds another one."""
-        assert entry.source is not None
-        folder = os.fspath(entry.source)
+        source = version.source
+        assert not isinstance(source, StoredAdapter)
+        if callable(source):
+            return StoredAdapter(name, *source())
+        folder = os.fspath(source)
         try:
             host = self.bank.read(folder, names=self._pytorch_names)
         except Exception as error:
             error.add_note(
-                f"Folder {folder} was added as {entry.name!r}, and had to be read again because of "
+                f"Folder {folder} was added as {name!r}, and had to be read again because of "
                 "host_bytes. Restore the folder, or add another one."
             )
             raise
-        if host.digest != entry.digest:
+        if host.digest != version.digest:
             raise ValueError(
-                f"folder {folder} has changed since it was added as {entry.name!r}, and had to be "
-                "read again because of host_bytes; expected the same adapter: add it again to use "
-                "the new one"
+                f"folder {folder} has changed since it was added as {name!r}, and had to be read "
+                "again because of host_bytes; expected the same adapter: add it again to use the "
+                "new one"
             )
-        return host
+        return StoredAdapter(name, host, version.extra)
 
-    def _touch(self, entry: _Entry) -> None:
-        """Marks an entry as the most recently used, and drops others to respect `host_bytes`."""
-        if entry.host is None or entry.source is None:
+    def _touch(self, adapter: StoredAdapter) -> None:
+        """Marks an adapter as the last used one, and drops others to respect `host_bytes`."""
+        if isinstance(self._versions[adapter.name].source, StoredAdapter):
             return
-        for dropped in self._in_memory.use(entry, entry.host.nbytes):
-            assert dropped.host is not None
-            dropped.digest, dropped.host = dropped.host.digest, None
-
-    def _drop_unused(self, entry: _Entry) -> None:
-        """Removes an entry and empties its slot, unless it is acquired."""
-        if not self._slot_cache.pins(entry):
-            self._in_memory.remove(entry)
-            self._slot_cache.drop(entry)
+        for dropped in self._in_memory.use(adapter, adapter.host.nbytes):
+            version = self._versions[dropped.name]
+            if not callable(version.source):
+                version.digest = dropped.host.digest

@@ -138,7 +138,9 @@ def _step(
     """
     model = nnx.merge(graphdef, state)
     logits, cache = model.next_logits(tokens, cache, counts)
-    drawn = draw(logits, settings, cache.lengths, features)[:2]
+    drawn = draw(logits, settings, cache.lengths, features)
+    tokens, finite = drawn.tokens, drawn.finite
     if model.config.sharding is not None:
-        drawn = jax.lax.with_sharding_constraint(drawn, model.config.sharding.everywhere)
-    return *drawn, cache
+        everywhere = model.config.sharding.everywhere
+        tokens, finite = jax.lax.with_sharding_constraint((tokens, finite), everywhere)
+    return tokens, finite, cache

@@ -12,7 +12,7 @@ with the lowest ids, so that the greedy choice is always among them.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,11 +78,14 @@ class RowSettings(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> "RowSettings":
         """Returns the settings of these rows, on the host."""
-        numbers = [(one.temperature, one.top_k, one.top_p, one.min_p) for one in rows]
-        dtypes = np.float32, np.int32, np.float32, np.float32
-        arrays = map(np.array, zip(*numbers, strict=True), dtypes)
-        seeds = [divmod(one.seed, 2**32) for one in rows]
-        return cls(*arrays, np.array(seeds, np.uint32))  # pyright: ignore[reportArgumentType]
+        arrays: dict[str, Any] = {
+            "temperatures": np.array([one.temperature for one in rows], np.float32),
+            "top_k": np.array([one.top_k for one in rows], np.int32),
+            "top_p": np.array([one.top_p for one in rows], np.float32),
+            "min_p": np.array([one.min_p for one in rows], np.float32),
+            "seeds": np.array([divmod(one.seed, 2**32) for one in rows], np.uint32),
+        }
+        return cls(**arrays)
 
 
 class DrawFeatures(NamedTuple):

@@ -1,17 +1,16 @@
-"""Watches a folder of adapters, and keeps the adapters in it in host memory while a server runs."""
+"""Watches a folder of adapters while a server runs, and keeps a store of the adapters in it."""
 
 import contextlib
-import dataclasses
+import functools
 import os
 import re
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dora_common.peft.folder import CONFIG, PICKLE, TENSORS, find_adapter_folder
-from jax_dora.bank.recently_used import RecentlyUsed
+from jax_dora.bank import AdapterStore, HostAdapter, StoredAdapter
 from jax_dora.lm.models.tokenizer import TextSettings
 from jax_dora.lm.serve.metrics import Metrics
 
@@ -19,36 +18,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Signature = tuple[tuple[str, int, int, int], ...]  # name, mtime, size and inode of each file
 
 
-@dataclasses.dataclass(eq=False)
-class ServedAdapter:
-    """One version of an adapter. If its folder changes, that is a new `ServedAdapter`, and requests
-    that refer to this one keep using this version.
-
-    It stays in host memory as long as a request or the bank's slots refer to it.
-    """
-
-    name: str
-    value: Any  # the `HostAdapter` for the bank
-    texts: TextSettings | None = None  # None for the base model's
-
-
 class UnreadableError(Exception):
     """Raised if an adapter has to be read again and its folder does not hold it any more."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Version:
-    """The version of an adapter that is served.
-
-    Attributes:
-      signature: the state of the folder that the version was read from.
-      adapter: refers to the adapter if it is in host memory.
-      lock: held while the folder is read again.
-    """
-
-    signature: Signature
-    adapter: weakref.ref[ServedAdapter]
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 class Adapters:
@@ -59,25 +30,25 @@ class Adapters:
     without adapter_config.json count as damaged. Only files below the folder are read: an adapter
     with a symbolic link to elsewhere counts as damaged, too.
 
-    Beyond a limit, the least recently used adapters are dropped from host memory, and read again
-    when they are needed.
+    The store may drop adapters from host memory, which are read again when they are needed.
     """
 
     def __init__(
         self,
         folder: Path | None,
-        read: Callable[[Path], Any] | None,
+        store: AdapterStore | None,
+        read: Callable[[Path], HostAdapter] | None,
         *,
         read_texts: Callable[[Path], TextSettings] | None = None,
         base_name: str,
         metrics: Metrics,
         tell: Callable[[str], None],
-        host_bytes: int | None = None,
         file_bytes: int | None = None,
     ) -> None:
         """
         Args:
           folder: the folder; None for no adapters.
+          store: the store of the adapters, by name; None if `folder` is None.
           read: reads a PEFT folder for the bank, or raises an error if it is damaged; None if
             `folder` is None.
           read_texts: reads how the adapter in a PEFT folder reads and writes text; None if all do
@@ -85,53 +56,41 @@ class Adapters:
           base_name: the base model's name, which no adapter may have.
           metrics: the metrics to update.
           tell: a function that is called with a line of text for every change.
-          host_bytes: the host memory for adapters that no request and no slot uses, or None for no
-            limit. The last used one is always kept.
           file_bytes: the maximum size of a file of tensors, or None for no limit.
         """
         self._folder: Any = folder  # None only if there are no adapters
+        self._store: Any = store
         self._read: Any = read
         self._read_texts = read_texts
         self._base_name = base_name
         self._metrics, self._tell = metrics, tell
         self._file_bytes = file_bytes
-        self._served: dict[str, _Version] = {}
-        self._in_memory: RecentlyUsed[ServedAdapter] = RecentlyUsed(host_bytes)
         self._damaged: dict[str, str] = {}
         self._read_signatures: dict[str, Signature] = {}  # when last read, successfully or not
         self._last_signatures: dict[str, Signature] = {}  # in the last scan
         self._scan_lock = threading.Lock()
-        self._memory_lock = threading.Lock()  # for changes of `_served` and `_in_memory`
 
     def __contains__(self, name: str) -> bool:
-        return name in self._served
+        return self._store is not None and name in self._store
 
-    def get(self, name: str) -> ServedAdapter | None:
+    def get(self, name: str) -> StoredAdapter | None:
         """Returns the adapter of a name, or None if there is none that can be served.
 
-        Reads the adapter again if it is not in host memory.
+        Its `extra` is how it reads and writes text; None for the base model's way. Requests that
+        refer to it keep using this version if its folder changes.
 
         Raises:
-          UnreadableError: its folder has changed and has not been read anew yet, or is damaged.
+          UnreadableError: it was dropped from host memory, and its folder has changed and has not
+            been read anew yet, or is damaged.
         """
-        while (version := self._served.get(name)) is not None:
-            with version.lock:
-                adapter = version.adapter() or self._read_again(name, version)
-            with self._memory_lock:
-                if self._served.get(name) is not version:
-                    continue  # it was replaced meanwhile
-                if adapter is not None:
-                    self._in_memory.use(adapter, adapter.value.nbytes)
-                    return adapter
-            raise UnreadableError(
-                f"The model {name!r} has to be read again, and its folder has changed or is "
-                "damaged; try again later"
-            )
+        if name in self:
+            with contextlib.suppress(KeyError):  # it was removed meanwhile
+                return self._store.get(name)
         return None
 
     def names(self) -> list[str]:
         """Returns the sorted names of the adapters that can be served."""
-        return sorted(self._served)
+        return [] if self._store is None else list(self._store.names)
 
     def damaged(self) -> dict[str, str]:
         """Returns the reason why each damaged folder cannot be served, by name.
@@ -175,7 +134,7 @@ class Adapters:
                 if reads_at_once or signature == last.get(name):
                     self._load(name, signature)
             self._last_signatures = found
-            self._metrics.adapters.set(len(self._served))
+            self._metrics.adapters.set(len(self._store))
             self._metrics.damaged.set(len(self._damaged))
 
     def _signatures(self) -> dict[str, Signature | None]:
@@ -185,60 +144,59 @@ class Adapters:
 
     def _load(self, name: str, signature: Signature) -> None:
         try:
-            adapter = self._read_state(name, signature)
+            read = self._read_state(name, signature)
         except Exception as error:  # must not affect other adapters
             if _signature(self._folder / name) != signature:
                 return  # the folder changed meanwhile: a later scan reads it again
             reason = str(error) or type(error).__name__
             self._damaged[name] = _one_line(_without_paths(reason, self._folder / name))
-            outcome = "is not replaced" if name in self._served else "is not served"
+            outcome = "is not replaced" if name in self._store else "is not served"
             self._tell(f"adapter {name!r} {outcome}: {_one_line(reason)}")
         else:
-            if adapter is None:
+            if read is None:
                 return  # the folder changed meanwhile: a later scan reads it again
-            outcome = "is replaced" if name in self._served else "is served"
-            with self._memory_lock:
-                self._remove(name)
-                self._served[name] = _Version(signature, weakref.ref(adapter))
-                self._in_memory.use(adapter, adapter.value.nbytes)
+            outcome = "is replaced" if name in self._store else "is served"
+            adapter, texts = read
+            again = functools.partial(self._read_again, name, signature)
+            self._store.add(name, adapter, extra=texts, read_again=again)
             self._damaged.pop(name, None)
-            own = adapter.texts.own if adapter.texts is not None else ""
+            own = texts.own if texts is not None else ""
             self._tell(f"adapter {name!r} {outcome}" + (f", with its own {own}" if own else ""))
         self._read_signatures[name] = signature
 
     def _forget(self, name: str) -> None:
         del self._read_signatures[name]
-        with self._memory_lock:
-            self._remove(name)
+        if name in self._store:
+            self._store.remove(name)
         self._damaged.pop(name, None)
         self._tell(f"adapter {name!r} is gone")
 
-    def _remove(self, name: str) -> None:
-        """Removes the version of an adapter that is served, if there is one."""
-        version = self._served.pop(name, None)
-        if version is not None and (adapter := version.adapter()) is not None:
-            self._in_memory.remove(adapter)
-
-    def _read_again(self, name: str, version: _Version) -> ServedAdapter | None:
-        """Reads an adapter that was dropped; returns None if its folder holds it no more."""
+    def _read_again(self, name: str, signature: Signature) -> tuple[HostAdapter, Any]:
+        """Reads an adapter that was dropped from host memory; raises UnreadableError."""
         self._metrics.reads.inc()
         try:
-            adapter = self._read_state(name, version.signature)
+            read = self._read_state(name, signature)
         except Exception as error:  # must not affect other adapters
             self._tell(f"adapter {name!r} cannot be read again: {_one_line(str(error))}")
-            return None
-        if adapter is not None:
-            version.adapter = weakref.ref(adapter)
-        return adapter
+            read = None
+        if read is None:
+            raise UnreadableError(
+                f"The model {name!r} has to be read again, and its folder has changed or is "
+                "damaged; try again later"
+            )
+        return read
 
-    def _read_state(self, name: str, signature: Signature) -> ServedAdapter | None:
-        """Reads an adapter; returns None if its folder is not in the state of the signature."""
+    def _read_state(
+        self, name: str, signature: Signature
+    ) -> tuple[HostAdapter, TextSettings | None] | None:
+        """Returns an adapter and how it reads and writes text; None if its folder is not in the
+        state of the signature."""
         folder = self._checked(name)
-        value = self._read(folder)
+        adapter = self._read(folder)
         texts = None if self._read_texts is None else self._read_texts(folder)
         if _signature(self._folder / name) != signature:
             return None
-        return ServedAdapter(name, value, texts)
+        return adapter, texts
 
     def _checked(self, name: str) -> Path:
         """Returns the PEFT folder of a name, after checks of the name and of symbolic links."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from jax_dora.bank.slot_cache import SlotCache
+from jax_dora.bank import AdapterStore, SlotsBusy
 from jax_dora.lm.models.sampling import Drawn
 from jax_dora.lm.models.text import TextStream
 from jax_dora.lm.serve.metrics import Metrics
@@ -40,7 +40,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        bank: SlotCache | None,
+        adapters: AdapterStore | None,
         tokenizer: Tokenizer,
         ends: Collection[int],
         *,
@@ -50,7 +50,7 @@ class Engine:
         """
         Args:
           runner: runs the model.
-          bank: the adapters in slots, with `ServedAdapter` as keys; None for the base model only.
+          adapters: the adapters; None for the base model only.
           tokenizer: the model's tokenizer.
           ends: the tokens that end a text of the model. An adapter may have others, and another
             tokenizer.
@@ -58,7 +58,7 @@ class Engine:
           metrics: the metrics to update.
         """
         self.metrics = metrics
-        self._runner, self._bank = runner, bank
+        self._runner, self._adapters = runner, adapters
         self.capacity = runner.capacity  # tokens of a prompt and its answer together
         self._tokenizer, self._ends = tokenizer, frozenset(ends)
         self._queue = queue
@@ -94,7 +94,7 @@ class Engine:
                 "most"
             )
         tokenizer, ends = self._tokenizer, self._ends
-        if request.adapter is not None and (texts := request.adapter.texts) is not None:
+        if request.adapter is not None and (texts := request.adapter.extra) is not None:
             tokenizer, ends = texts.tokenizer, frozenset(texts.end_tokens)
         ends = (frozenset() if request.ignore_eos else ends) | set(request.stop_token_ids)
         before = request.prompt if request.continues_prompt else ()
@@ -169,7 +169,7 @@ class Engine:
         for answer in waiting:
             if not free or any(one.overtaken >= len(self._rows) for one in blocked):
                 break
-            slot = self._pin_adapter(answer)
+            slot = self._acquire_adapter(answer)
             if slot is None:
                 blocked.append(answer)
                 continue
@@ -186,22 +186,23 @@ class Engine:
             for answer in admitted:
                 self._waiting.remove(answer)
 
-    def _pin_adapter(self, answer: Answer) -> int | None:
-        """Pins a request's adapter, and returns its slot: -1 for none, None if all are in use.
+    def _acquire_adapter(self, answer: Answer) -> int | None:
+        """Returns the slot of a request's adapter: -1 for none, None if all slots are in use.
 
         If the adapter cannot be loaded, this ends the request with an error and returns -1.
         """
         adapter = answer.request.adapter
-        if adapter is None or self._bank is None:
+        if adapter is None or self._adapters is None:
             return -1
-        is_new = adapter not in self._bank
-        begin = time.monotonic()
+        begin, loads = time.monotonic(), self._adapters.loads
         try:
-            slot = self._bank.pin(adapter, adapter.value)
+            slot = self._adapters.acquire(adapter)
+        except SlotsBusy:
+            return None
         except Exception as error:  # must not affect other requests
             self._end(answer, Piece(finish="error", error=f"the adapter cannot be loaded: {error}"))
             return -1
-        if is_new and slot is not None:
+        if self._adapters.loads > loads:
             self.metrics.loads.observe(time.monotonic() - begin)
         return slot
 
@@ -282,8 +283,8 @@ class Engine:
         if answer.row >= 0:
             self._rows[answer.row] = None
             self._runner.free_row(answer.row)
-            if self._bank and answer.request.adapter is not None:
-                self._bank.unpin(answer.request.adapter)
+            if self._adapters is not None and answer.request.adapter is not None:
+                self._adapters.release(answer.request.adapter)
         self.metrics.answers.labels(piece.finish).inc()
         self.metrics.seconds.observe(time.monotonic() - answer.request.arrival)
         answer.request.sink(piece)

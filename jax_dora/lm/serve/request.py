@@ -4,9 +4,9 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from jax_dora.bank import StoredAdapter
 from jax_dora.lm.models.sampling import GREEDY, Sampling
 from jax_dora.lm.models.text import TextStream
-from jax_dora.lm.serve.adapters import ServedAdapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Request:
       prompt: the prompt's tokens, at least one.
       max_tokens: the maximum number of tokens of the answer.
       sink: a function that the engine calls in its thread with every `Piece`.
-      adapter: the adapter to use; None for the base model.
+      adapter: the adapter to use; None for the base model. Its `extra` is how it reads and writes
+        text; None if as the base model does.
       sampling: how tokens are drawn.
       stop: strings that end the answer, which are not part of it.
       stop_token_ids: tokens that end the answer, in addition to the model's and the adapter's.
@@ -69,7 +70,7 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     sink: Callable[[Piece], None]
-    adapter: ServedAdapter | None = None
+    adapter: StoredAdapter | None = None
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

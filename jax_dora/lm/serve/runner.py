@@ -27,8 +27,7 @@ import numpy as np
 from flax import nnx
 
 import jax_dora
-from jax_dora.bank import DECODING_OPTIONS
-from jax_dora.bank.slot_cache import SlotCache
+from jax_dora.bank import DECODING_OPTIONS, AdapterStore
 from jax_dora.lm.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
 from jax_dora.lm.models.decoder import for_inference, loop_options
 from jax_dora.lm.models.sampling import GREEDY, DrawFeatures, Drawn, RowSettings, Sampling, draw
@@ -43,9 +42,12 @@ HEADER_BYTES = 100_000_000
 RESULTS = 4
 
 
-def make_bank(model: CausalLM, slots: int, max_rank: int) -> SlotCache:
-    """Returns an empty bank for a model without adapters."""
-    return SlotCache(jax_dora.AdapterBank(model, slots, max_rank, path=PATH))
+def make_store(
+    model: CausalLM, slots: int, max_rank: int, host_bytes: int | None = None
+) -> AdapterStore:
+    """Returns an empty store, with a bank for a model without adapters."""
+    bank = jax_dora.AdapterBank(model, slots, max_rank, path=PATH)
+    return AdapterStore(bank, host_bytes=host_bytes)
 
 
 def largest_file(bank: jax_dora.AdapterBank) -> int:
@@ -57,7 +59,7 @@ def largest_file(bank: jax_dora.AdapterBank) -> int:
     return 8 * numbers + HEADER_BYTES
 
 
-def warm_up(bank: SlotCache, model: CausalLM) -> None:
+def warm_up(store: AdapterStore, model: CausalLM) -> None:
     """Compiles the programs that change slots, by loading and evicting an adapter of zeros."""
     layers, n_in, out = model.model.layers.mlp.up_proj.kernel.shape
     path = "model/layers/mlp/up_proj"
@@ -67,8 +69,11 @@ def warm_up(bank: SlotCache, model: CausalLM) -> None:
         "magnitude": np.ones((layers, out), np.float32),
     }
     rule = jax_dora.DoRARule(re.escape(path), rank=1, alpha=1.0)
-    bank.bank = bank.bank.load(0, jax_dora.Adapter((rule,), {path: arrays})).evict(0)
-    jax.block_until_ready(bank.bank)
+    store.add("zeros", jax_dora.Adapter((rule,), {path: arrays}))
+    store.acquire("zeros")
+    store.remove("zeros")
+    store.release("zeros")
+    jax.block_until_ready(store.bank)
 
 
 class PromptPiece(NamedTuple):
@@ -116,19 +121,19 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalLM, bank: SlotCache | None, rows: int, capacity: int, chunk: int
+        self, model: CausalLM, adapters: AdapterStore | None, rows: int, capacity: int, chunk: int
     ) -> None:
         """
         Args:
           model: the base model.
-          bank: the adapters; None for the base model only.
+          adapters: the adapters; None for the base model only.
           rows: the number of requests at a time.
           capacity: the maximum number of tokens of a prompt and its answer together.
           chunk: the number of prompt tokens that one call of `prefill` processes.
         """
         graphdef, self._state = for_inference(model)
         self._sharding = model.config.sharding
-        self._bank = bank
+        self._adapters = adapters
         self.rows, self.capacity = rows, capacity
         chunk = min(chunk, capacity)
         options = loop_options(self._state)
@@ -218,7 +223,7 @@ class ModelRunner:
             adapters, settings = _overwrite(old, new)
             self._replace(adapters=adapters, settings=settings)
         cache, logits, tokens, adapters, settings, active, (oldest, *others) = self._arrays
-        bank = None if self._bank is None else self._bank.bank
+        bank = None if self._adapters is None else self._adapters.bank
         logits, cache = program(self._state, bank, cache, logits, adapters, *arguments)
         tokens, drawn = _draw(
             self._sharding, self._features, logits, cache.lengths, active, settings, tokens, oldest

@@ -25,7 +25,7 @@ from jax_dora.lm.serve.adapters import Adapters
 from jax_dora.lm.serve.engine import Engine
 from jax_dora.lm.serve.http import make_app
 from jax_dora.lm.serve.metrics import Metrics
-from jax_dora.lm.serve.runner import ModelRunner, largest_file, make_bank, warm_up
+from jax_dora.lm.serve.runner import ModelRunner, largest_file, make_store, warm_up
 from jax_dora.lm.serve.service import Service
 
 # A connection is closed if its next request does not arrive, or if its client reads none of the
@@ -226,30 +226,31 @@ class Server:
             dtype=settings.dtype,
         )
         self.metrics = metrics = Metrics()
-        bank = make_bank(model, settings.slots, settings.max_rank) if settings.adapters else None
-        runner = ModelRunner(model, bank, settings.batch, length, settings.chunk)
+        store = None
+        if settings.adapters is not None:
+            store = make_store(model, settings.slots, settings.max_rank, settings.host_bytes)
+        runner = ModelRunner(model, store, settings.batch, length, settings.chunk)
         name = settings.base_name
-        read = bank and (lambda folder: read_arrays(bank.bank, folder))
         self.adapters = Adapters(
             settings.adapters,
-            read,
+            store,
+            None if store is None else lambda folder: read_arrays(store.bank, folder),
             read_texts=AdapterTexts(texts).read,
             base_name=name,
             metrics=metrics,
             tell=tell,
-            host_bytes=settings.host_bytes,
-            file_bytes=bank and largest_file(bank.bank),
+            file_bytes=None if store is None else largest_file(store.bank),
         )
         texts.template  # noqa: B018  a template that cannot be read is reported now
         options = {"queue": settings.queue, "metrics": metrics}
-        self.engine = Engine(runner, bank, texts.tokenizer, texts.end_tokens, **options)
+        self.engine = Engine(runner, store, texts.tokenizer, texts.end_tokens, **options)
         vocab_size = model.config.vocab_size
         self.service = Service(name, self.engine, self.adapters, texts, vocab_size)
         # In another thread, like the engine's: JAX settings of this thread, such as a context
         # manager's precision, would compile other programs than those that the engine uses.
         with ThreadPoolExecutor(1) as thread:
-            if bank is not None:
-                thread.submit(warm_up, bank, model).result()
+            if store is not None:
+                thread.submit(warm_up, store, model).result()
             thread.submit(runner.warm_up).result()
         self.adapters.scan(settle=False)
         self.failed = ""

@@ -5,8 +5,9 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax_dora.bank import StoredAdapter
 from jax_dora.lm.models.tokenizer import TextSettings, prompt_tokens
-from jax_dora.lm.serve.adapters import Adapters, ServedAdapter, UnreadableError
+from jax_dora.lm.serve.adapters import Adapters, UnreadableError
 from jax_dora.lm.serve.body import Fields, check_unicode
 from jax_dora.lm.serve.engine import Engine, QueueFullError
 from jax_dora.lm.serve.errors import ApiError
@@ -35,7 +36,7 @@ class Service:
         """Returns the names of the base model and of all adapters."""
         return [self.name, *self.adapters.names()]
 
-    def adapter(self, name: str) -> ServedAdapter | None:
+    def adapter(self, name: str) -> StoredAdapter | None:
         """Returns the adapter of a name; None for the base model's name.
 
         This may take long, since the adapter is read again if it is not in host memory.
@@ -69,9 +70,9 @@ class Service:
             message += f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
         return ApiError(404, message, param="model", code="model_not_found")
 
-    def texts_of(self, adapter: ServedAdapter | None) -> TextSettings:
+    def texts_of(self, adapter: StoredAdapter | None) -> TextSettings:
         """Returns how an adapter, or the base model, reads and writes text."""
-        texts = None if adapter is None else adapter.texts
+        texts = None if adapter is None else adapter.extra
         return self.texts if texts is None else texts
 
     def text_tokens(self, prompt: str | list[int], texts: TextSettings) -> list[int]:
@@ -107,7 +108,7 @@ class Service:
     def submit(
         self,
         fields: Fields,
-        adapter: ServedAdapter | None,
+        adapter: StoredAdapter | None,
         prompt: list[int],
         sink: Callable[[Piece], None],
         *,

@@ -12,7 +12,7 @@ from jax_dora.lm.models import DecoderConfig, make_model, read_config
 from jax_dora.lm.models.tokenizer import TextSettings
 from jax_dora.lm.serve import adapter_folder
 from jax_dora.lm.serve.adapter_folder import AdapterTexts, read_arrays
-from jax_dora.lm.serve.runner import make_bank
+from jax_dora.lm.serve.runner import make_store
 from tests.jax_dora.lm import chatml
 from tests.jax_dora.lm.chatml import BEGIN, REPLY_END, TEXT_END
 from tests.jax_dora.lm.serve.test_answers import drawn_tokens
@@ -48,7 +48,7 @@ def write(folder, modules, rank=2, whole=(), **config):
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def bank(request):
     config = DecoderConfig.from_hf(tiny.CONFIG | {"tie_word_embeddings": request.param})
-    return make_bank(make_model(config), 2, 4).bank
+    return make_store(make_model(config), 2, 4).bank
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_adapter_answers_in_its_own_template_until_its_own_end(served, adapte
         assert answer.choices[0].message.content == plain.choices[0].text
         assert answer.usage == plain.usage
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-        until(lambda: server.adapters.get("own").texts.end_tokens[-1] == end)
+        until(lambda: server.adapters.get("own").extra.end_tokens[-1] == end)
         for request in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
             answer = client.chat.completions.create(model="own", **chat, **request)
             last = list(answer)[-1] if request else answer

@@ -8,6 +8,7 @@ import pytest
 
 from dora_common.peft import writing
 from dora_common.peft.config import AdapterConfig
+from jax_dora.bank import AdapterBank, AdapterStore
 from jax_dora.lm.serve.adapters import Adapters, UnreadableError
 from jax_dora.lm.serve.metrics import Metrics
 
@@ -51,16 +52,34 @@ def told():
     return []
 
 
+class Bank(AdapterBank):
+    """A bank that takes any adapter, and no slot of which is used."""
+
+    slots = 1
+
+    def __init__(self):
+        pass
+
+    def read(self, adapter, **_):
+        return adapter
+
+
+def watch(folder, told, read=read, *, host_bytes=None, **options):
+    store = AdapterStore(Bank(), host_bytes=host_bytes)
+    options |= {"base_name": "base", "metrics": Metrics(), "tell": told.append}
+    return Adapters(folder, store, read, **options)
+
+
 @pytest.fixture
 def adapters(folder, told):
-    return Adapters(folder, read, base_name="base", metrics=Metrics(), tell=told.append)
+    return watch(folder, told)
 
 
 def test_they_come_change_and_go(folder, adapters, told):
     write(folder / "one")
     adapters.scan(settle=False)
     first = adapters.get("one")
-    assert (first.name, first.value, adapters.names()) == ("one", "1", ["one"])
+    assert (first.name, first.host, adapters.names()) == ("one", "1", ["one"])
     write(folder / "one", "22")
     write(folder / "two")
     adapters.scan()
@@ -68,10 +87,10 @@ def test_they_come_change_and_go(folder, adapters, told):
     assert adapters.get("one") is first
     assert adapters.names() == ["one"]
     adapters.scan()
-    assert adapters.get("one").value == "22"
-    assert adapters.get("two").value == "1"
+    assert adapters.get("one").host == "22"
+    assert adapters.get("two").host == "1"
     # Whoever began with the first has it still.
-    assert first.value == "1"
+    assert first.host == "1"
     again = adapters.get("two")
     adapters.scan()
     assert adapters.get("two") is again
@@ -82,7 +101,7 @@ def test_they_come_change_and_go(folder, adapters, told):
     assert adapters.get("two") is again
     adapters.scan()
     assert adapters.names() == ["one"]
-    assert len(adapters._in_memory) == 1
+    assert len(adapters._store._in_memory) == 1
     assert told == [
         "adapter 'one' is served",
         "adapter 'one' is replaced",
@@ -108,7 +127,7 @@ def test_a_damaged_one_is_told_and_the_others_are_served(folder, adapters, told)
     adapters.scan()
     # What was sound is served on.
     assert adapters.names() == ["bad", "good"]
-    assert adapters.get("good").value == "1"
+    assert adapters.get("good").host == "1"
     assert adapters.damaged().keys() == {"good"}
     assert told[-1] == "adapter 'good' is not replaced: a tensor is missing"
 
@@ -145,16 +164,16 @@ def test_one_that_is_overwritten_is_never_lost(folder, adapters, told, monkeypat
 
     def scan_and_replace(source: Path, target: Path) -> None:
         adapters.scan()
-        seen.append((adapters.get("one").value, (folder / "one/adapter_config.json").exists()))
+        seen.append((adapters.get("one").host, (folder / "one/adapter_config.json").exists()))
         replace(source, target)
 
     monkeypatch.setattr(Path, "replace", scan_and_replace)
     for at in range(1, 20):
         overwrite(folder / "one", f"{at}")
         adapters.scan()
-        assert adapters.get("one").value == f"{at - 1}"
+        assert adapters.get("one").host == f"{at - 1}"
         adapters.scan()
-        assert adapters.get("one").value == f"{at}"
+        assert adapters.get("one").host == f"{at}"
     assert seen == [(f"{at // 2}", False) for at in range(38)]
     assert adapters.damaged() == {}
     assert told == ["adapter 'one' is served", *["adapter 'one' is replaced"] * 19]
@@ -176,7 +195,7 @@ def test_one_that_another_thread_overwrites_is_never_lost(folder, adapters, told
     thread.join()
     adapters.scan()
     adapters.scan()
-    assert adapters.get("one").value == "100"
+    assert adapters.get("one").host == "100"
     assert adapters.damaged() == {}
     assert "adapter 'one' is gone" not in told
 
@@ -223,7 +242,7 @@ def test_one_that_changes_while_it_is_read_is_not_damaged(folder, told):
             (one / "adapter_model.safetensors").write_text("22")
         return read(one)
 
-    adapters = Adapters(folder, read_late, base_name="base", metrics=Metrics(), tell=told.append)
+    adapters = watch(folder, told, read_late)
     write(folder / "one")
     adapters.scan(settle=False)
     assert (adapters.names(), adapters.damaged(), told) == ([], {}, [])
@@ -243,7 +262,7 @@ def test_clients_are_told_no_paths(folder, told, monkeypatch):
     monkeypatch.chdir(folder.parent)
     seen = Path("alias  of it")
     seen.symlink_to(folder)
-    adapters = Adapters(seen, read, base_name="base", metrics=Metrics(), tell=told.append)
+    adapters = watch(seen, told, read)
     write(folder / "bad")
     write(folder / "run" / "adapter")
     adapters.scan(settle=False)
@@ -258,7 +277,7 @@ def test_clients_are_told_no_paths(folder, told, monkeypatch):
 def test_a_run_s_folder_is_one(folder, adapters):
     write(folder / "run" / "adapter", "inside")
     adapters.scan(settle=False)
-    assert adapters.get("run").value == "inside"
+    assert adapters.get("run").host == "inside"
 
 
 @pytest.mark.parametrize("name", ["base", "with space", "-flag", "ä", "x" * 129])
@@ -303,13 +322,13 @@ def test_one_that_changes_while_it_is_read_is_read_again(folder, told):
             write(one, "22")
         return text
 
-    adapters = Adapters(folder, read_slowly, base_name="base", metrics=Metrics(), tell=told.append)
+    adapters = watch(folder, told, read_slowly)
     write(folder / "one")
     adapters.scan(settle=False)
     assert adapters.names() == []
     adapters.scan()
     adapters.scan()
-    assert adapters.get("one").value == "22"
+    assert adapters.get("one").host == "22"
 
 
 def test_dangling_links_and_pipes_are_no_adapters(folder, adapters):
@@ -331,8 +350,7 @@ def small(folder, told):
         reads.append(one.name)
         return read(one)
 
-    options = {"base_name": "base", "metrics": Metrics(), "tell": told.append}
-    adapters = Adapters(folder, read_and_note, host_bytes=6, **options)
+    adapters = watch(folder, told, read_and_note, host_bytes=6)
     adapters.scan(settle=False)  # in the order of their names
     assert reads == ["one", "six", "two"]
     reads.clear()
@@ -342,12 +360,12 @@ def small(folder, told):
 def test_the_least_recently_used_are_read_again(small):
     adapters, reads = small
     assert adapters.names() == ["one", "six", "two"]
-    assert adapters.get("six").value == "six"
-    assert adapters.get("one").value == "one"  # in place of "two"
-    assert adapters.get("six").value == "six"
+    assert adapters.get("six").host == "six"
+    assert adapters.get("one").host == "one"  # in place of "two"
+    assert adapters.get("six").host == "six"
     assert reads == ["one"]
-    assert adapters.get("two").value == "two"  # in place of "one"
-    assert adapters.get("six").value == "six"
+    assert adapters.get("two").host == "two"  # in place of "one"
+    assert adapters.get("six").host == "six"
     assert reads == ["one", "two"]
     assert adapters._metrics.reads._value.get() == 2
 
@@ -368,10 +386,10 @@ def test_one_larger_than_the_limit_is_kept_while_it_is_the_last(small, folder):
     write(folder / "one", "much longer")
     adapters.scan()
     adapters.scan()
-    assert adapters.get("one").value == adapters.get("one").value == "much longer"
+    assert adapters.get("one").host == adapters.get("one").host == "much longer"
     assert reads == ["one"]
     adapters.get("two")
-    assert len(adapters._in_memory) == 1
+    assert len(adapters._store._in_memory) == 1
 
 
 def test_what_cannot_be_read_again_is_told(small, folder, told):
@@ -386,7 +404,7 @@ def test_what_cannot_be_read_again_is_told(small, folder, told):
         adapters.get("one")
     adapters.scan()
     adapters.scan()
-    assert adapters.get("one").value == "new"
+    assert adapters.get("one").host == "new"
     (folder / "six").rename(folder.parent / "six")
     adapters.scan()
     adapters.scan()
@@ -406,15 +424,13 @@ def test_one_that_is_replaced_while_it_is_read_again(folder, told):
             adapters.scan()
         return text
 
-    options = {"base_name": "base", "metrics": Metrics(), "tell": told.append}
-    adapters = Adapters(folder, read_and_replace, host_bytes=3, **options)
+    adapters = watch(folder, told, read_and_replace, host_bytes=3)
     adapters.scan(settle=False)
-    assert adapters.get("one").value == "new"
+    assert adapters.get("one").host == "new"
 
 
 def test_a_file_that_is_too_large_is_not_read(folder, told):
-    options = {"base_name": "base", "metrics": Metrics(), "tell": told.append}
-    adapters = Adapters(folder, read, file_bytes=1000, **options)
+    adapters = watch(folder, told, file_bytes=1000)
     write(folder / "good", "x" * 1000)
     write(folder / "large", "x" * 1001)
     adapters.scan(settle=False)

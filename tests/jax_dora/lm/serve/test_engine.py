@@ -11,11 +11,10 @@ import openai
 import pytest
 from safetensors.numpy import load_file
 
-from jax_dora.bank import DECODING_OPTIONS
+from jax_dora.bank import DECODING_OPTIONS, SlotsBusy, StoredAdapter
 from jax_dora.lm.models import load_model
 from jax_dora.lm.serve import engine as module
 from jax_dora.lm.serve import runner as programs
-from jax_dora.lm.serve.adapters import ServedAdapter
 from jax_dora.lm.serve.engine import Engine, QueueFullError
 from jax_dora.lm.serve.metrics import Metrics
 from jax_dora.lm.serve.request import Request
@@ -154,7 +153,7 @@ def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
 
 
 def test_the_largest_file_of_an_adapter_is_one_in_fp64(model, adapters):
-    bank = programs.make_bank(load_model(model), 1, 8).bank
+    bank = programs.make_store(load_model(model), 1, 8).bank
     tensors = load_file(adapters / "german" / "adapter_model.safetensors")  # DoRA of rank 8, fp32
     in_fp64 = 2 * sum(one.nbytes for one in tensors.values())
     assert programs.largest_file(bank) == in_fp64 + programs.HEADER_BYTES
@@ -209,25 +208,24 @@ class Recorder:
 
 
 class OneSlot:
-    """A bank of one slot, which fails on an adapter called "bad"."""
+    """Adapters that share one slot, and of which one called "bad" cannot be loaded."""
 
     def __init__(self):
-        self.inside, self.pins = None, 0
+        self.inside, self.users, self.loads = None, 0, 0
 
-    def __contains__(self, adapter):
-        return adapter is self.inside
-
-    def pin(self, adapter, value):
+    def acquire(self, adapter):
         if adapter.name == "bad":
             raise ValueError("no place")
-        if adapter is not self.inside and self.pins:
-            return None
-        self.inside, self.pins = adapter, self.pins + 1
+        if adapter is not self.inside:
+            if self.users:
+                raise SlotsBusy
+            self.inside, self.loads = adapter, self.loads + 1
+        self.users += 1
         return 0
 
-    def unpin(self, adapter):
+    def release(self, adapter):
         assert adapter is self.inside
-        self.pins -= 1
+        self.users -= 1
 
 
 @pytest.fixture
@@ -241,7 +239,7 @@ def fake(served):
 def ask(engine, name=None, count=3, made=None):
     pieces = []
     made = {} if made is None else made
-    adapter = None if name is None else made.setdefault(name, ServedAdapter(name, None))
+    adapter = None if name is None else made.setdefault(name, StoredAdapter(name, None))
     answer = engine.submit(Request((1, 2, 3), count, pieces.append, adapter=adapter))
     return answer, pieces
 
@@ -261,7 +259,7 @@ def test_who_waits_for_a_slot_is_overtaken_as_often_as_there_are_rows(fake):
     # "b" lets two others pass, and no more.
     assert [name for name, _ in runner.taken] == ["a", "a", "a", "b", "a", "a"]
     assert all(pieces[-1].finish == "length" for _, pieces in asked)
-    assert bank.pins == 0
+    assert bank.users == 0
     assert engine.free_rows == 2
 
 
@@ -271,7 +269,7 @@ def test_an_adapter_that_cannot_be_loaded_costs_its_request_alone(fake):
     run(engine)
     assert (bad[-1].finish, good[-1].finish) == ("error", "length")
     assert "no place" in bad[-1].error
-    assert (bank.pins, engine.free_rows) == (0, 2)
+    assert (bank.users, engine.free_rows) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +288,7 @@ def test_ends_of_a_request(options, adapter_ends, finish, served, fake):
     pieces, adapter = [], None
     if adapter_ends is not None:
         texts = dataclasses.replace(served[0].service.texts, end_tokens=adapter_ends)
-        adapter = ServedAdapter("a", None, texts)
+        adapter = StoredAdapter("a", None, texts)
     engine.submit(Request((1, 2, 3), 4, pieces.append, adapter=adapter, **options))
     run(engine)
     assert (pieces[-1].finish, pieces[-1].ended) == (finish, finish == "stop")
@@ -306,7 +304,7 @@ def test_cancelled_requests_leave_wherever_they_are(fake):
     engine.cancel(asked[1][0])
     run(engine)
     assert [pieces[-1].finish for _, pieces in asked] == ["length"] + ["cancelled"] * 3
-    assert (bank.pins, engine.free_rows, engine.waiting) == (0, 2, 0)
+    assert (bank.users, engine.free_rows, engine.waiting) == (0, 2, 0)
 
 
 def test_a_turn_that_reads_a_piece_of_a_prompt_has_done_something(fake):

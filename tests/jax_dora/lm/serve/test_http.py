@@ -61,7 +61,7 @@ def test_unknown_models_are_told_the_near_ones(served):
 
 def test_a_file_that_no_adapter_can_need_is_not_read(served, adapters):
     server, client = served
-    folder, limit = adapters / "huge", largest_file(server.engine._bank.bank)
+    folder, limit = adapters / "huge", largest_file(server.engine._adapters.bank)
     try:
         shutil.copytree(adapters / "french", folder)
         os.truncate(folder / "adapter_model.safetensors", limit + 1)  # takes no space on the disk

@@ -82,7 +82,8 @@ def test_load_and_faults(
         assert "damaged-1" in server.adapters.damaged()
         assert server.engine.free_rows == changed.batch
         assert server.engine.waiting == 0
-        assert not any(map(server.engine._bank.pins, server.engine._bank.slots))
+        cache = server.engine._adapters._slot_cache
+        assert not any(map(cache.pins, cache.slots))
         assert arrays_after <= arrays
         assert memory_after - memory < 50 * 2**20
 

@@ -8,7 +8,7 @@ import pytest
 
 from jax_dora.lm.models import DecoderSharding, load_model
 from jax_dora.lm.serve.request import Request
-from jax_dora.lm.serve.runner import ModelRunner, PromptPiece, make_bank
+from jax_dora.lm.serve.runner import ModelRunner, PromptPiece, make_store
 from tests.jax_dora.lm.serve import serving
 from tests.jax_dora.lm.serve.test_answers import complete, together
 
@@ -41,10 +41,12 @@ def check_answers(loaded, adapters, reference):
     Keys and values lie with their heads; after the first answers nothing is compiled.
     """
     sharding = loaded.config.sharding
-    bank = make_bank(loaded, 2, 8)
-    french, lora = (bank.pin(n, bank.bank.read(adapters / n)) for n in ("french", "lora"))
-    assert bank.bank.arrays["model/layers/mlp/up_proj"].lora_b.sharding.spec[-1] == "tp"
-    runner = ModelRunner(loaded, bank, rows=3, capacity=32, chunk=16)
+    store = make_store(loaded, 2, 8)
+    for name in ("french", "lora"):
+        store.add(name, adapters / name)
+    french, lora = map(store.acquire, ("french", "lora"))
+    assert store.bank.arrays["model/layers/mlp/up_proj"].lora_b.sharding.spec[-1] == "tp"
+    runner = ModelRunner(loaded, store, rows=3, capacity=32, chunk=16)
     found = answers(runner, (french, -1, lora))
     for prompt, name, text in zip(PROMPTS, ("french", None, "lora"), found, strict=True):
         (wanted,) = reference.tokens(name and adapters / name, [prompt], COUNT)
