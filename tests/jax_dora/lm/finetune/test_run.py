@@ -262,10 +262,7 @@ def test_flax_optimizer_does_not_decay_magnitudes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [["examples/finetune.py"], ["-m", "jax_dora", "finetune"], ["-m", "jax_dora.lm.finetune"]],
-)
+@pytest.mark.parametrize("command", [["examples/finetune.py"], ["-m", "jax_dora", "finetune"]])
 def test_runs_as_a_script(command):
     result = subprocess.run(
         [sys.executable, *command, "--help"],
