@@ -20,6 +20,7 @@ _FLAGS = {
     r"\bqtype(?= ')": "--quantize",
     r"choose (int8 or float8_e4m3fn, which need no tiles).*": r"pass --quantize \1",
     r"pass that qtype and no tile_size": f"pass --quantize {QTYPE}",
+    r"\bbatch(?= is \d+, but)": "--batch",
     r"\bmax_length(?= is )": "--max-length",
     r"\bend_tokens\b": "--end-token",
     r"rules\[\d+\], path(?= ')": "--target",

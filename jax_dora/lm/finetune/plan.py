@@ -177,7 +177,7 @@ class Plan:
             axis = "dp" if estimate.can_replicate(model) else "fsdp"
             sizes = {axis: jax.device_count()}
         sharding = DecoderSharding.over(**sizes)
-        sharding.check(self.config, self.args.batch)
+        sharding.check(batch=self.args.batch)
         return sharding
 
     def _inputs(self) -> tuple[Path, list[Path]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from jax_dora.lm.models.sharding import DecoderSharding
+from jax_dora.lm.models.sharding import SHARDED_SIZES, DecoderSharding
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -138,7 +138,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.sharding is not None:
-            self.sharding.check(self)
+            sizes = {name: getattr(self, name) for name in SHARDED_SIZES if name != "batch"}
+            self.sharding.check(**sizes)
 
     @property
     def row_shards(self) -> int:

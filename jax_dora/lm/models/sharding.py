@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -11,15 +11,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-if TYPE_CHECKING:
-    from jax_dora.lm.models.config import DecoderConfig
-
 AXES = ("dp", "fsdp", "tp")
 ROWS = ("dp", "fsdp")
 # Tensor parallelism shards the output features of these projections.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 # Tensor parallelism shards the input features of these projections.
 INPUTS = ("o_proj", "down_proj")
+# The axes that sizes have to divide over: the rows of a batch, and sizes of the model's config.
+SHARDED_SIZES = {
+    "batch": ROWS,
+    "hidden_size": ("fsdp",),
+    "num_attention_heads": ("tp",),
+    "num_key_value_heads": ("tp",),
+    "intermediate_size": ("tp",),
+}
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -134,21 +139,15 @@ class DecoderSharding:
 
         return jax.tree.map(place, tree)
 
-    def check(self, config: "DecoderConfig", batch: int = 0) -> None:
-        """Checks that a model, and batches of `batch` rows, divide over the mesh.
+    def check(self, **sizes: int) -> None:
+        """Checks that sizes of a model, by their names in its config, and a batch divide.
 
         Raises:
-          ValueError: a size does not divide; the message names the size.
+          ValueError: a size does not divide over its axes of the mesh; the message names it.
         """
-        sizes = self.mesh.shape
-        for name, size, axes in (
-            ("--batch", batch, ROWS),
-            ("the model's hidden_size", config.hidden_size, ("fsdp",)),
-            ("the model's num_attention_heads", config.num_attention_heads, ("tp",)),
-            ("the model's num_key_value_heads", config.num_key_value_heads, ("tp",)),
-            ("the model's intermediate_size", config.intermediate_size, ("tp",)),
-        ):
-            parts = math.prod(sizes[axis] for axis in axes)
+        for name, size in sizes.items():
+            axes = SHARDED_SIZES[name]
+            parts = math.prod(self.mesh.shape[axis] for axis in axes)
             if size % parts:
                 raise ValueError(
                     f"{name} is {size}, but {'×'.join(axes)} of the mesh is {parts}; expected a "

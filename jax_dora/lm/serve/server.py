@@ -362,5 +362,5 @@ def _sharding(settings: Settings, config: dict[str, Any]) -> DecoderSharding | N
             "compute every request together: for more requests, run more servers"
         )
     sharding = DecoderSharding.over(**sizes)
-    sharding.check(DecoderConfig.from_hf(config, dtype=settings.dtype), 1)
+    DecoderConfig.from_hf(config, dtype=settings.dtype, sharding=sharding)  # checks the sizes
     return sharding
