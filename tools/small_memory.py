@@ -1,8 +1,6 @@
 """The memory of fine-tuning over a quantised base model, computed from shapes alone."""
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
 
 from flax import nnx
 
@@ -64,11 +62,4 @@ def _parts(config: DecoderConfig, layers: int, qtype: str | None, tokens: int) -
         model = model if qtype is None else jax_dora.quantize(model, qtype)
         return jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(0))
 
-    plan: Any = SimpleNamespace(
-        config=config,
-        args=SimpleNamespace(batch=1, length=tokens),
-        changes={"attention": "cudnn"},
-        sharding=None,
-        abstract_model=nnx.eval_shape(make),
-    )
-    return estimate.memory(plan)
+    return estimate.memory(nnx.eval_shape(make), 1, tokens)

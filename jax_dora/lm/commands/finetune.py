@@ -41,8 +41,8 @@ from jax_dora.lm.commands.flags import (
     usage_errors,
 )
 from jax_dora.lm.finetune import processes, tiny
-from jax_dora.lm.finetune.estimate import report
 from jax_dora.lm.finetune.plan import Plan
+from jax_dora.lm.finetune.report import report
 from jax_dora.lm.finetune.run import Run
 
 

@@ -1,24 +1,16 @@
 """Estimates the memory that a run needs, before anything is compiled."""
 
-from __future__ import annotations
-
 import math
 import os
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from rich.table import Table
 
-from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.lm.finetune import processes
 from jax_dora.lm.finetune.training import Parts
 from jax_dora.lm.models import CausalLM, DecoderSharding, activations
 from jax_dora.ops.quantised import bits, is_quantised
-
-if TYPE_CHECKING:
-    from jax_dora.lm.finetune.plan import Plan
 
 # The weights are replicated on every device if each has room for this many copies of them. The rest
 # is for activations, gradients and the optimizer.
@@ -26,19 +18,23 @@ MIN_COPIES = 4
 LOSS_CHUNK = 1024  # the default chunk of next_token_loss, in tokens
 
 
-def memory(plan: Plan) -> dict[str, int]:
+def memory(model: CausalLM, batch: int, length: int) -> dict[str, int]:
     """Returns the peak memory of a step in bytes per device, by purpose.
 
     This is an estimate, since XLA decides which temporary arrays exist at the same time.
+
+    Args:
+      model: the adapted model; shapes and dtypes are enough.
+      batch: the rows of a micro-batch, on all devices together.
+      length: the tokens in a row.
     """
-    config, args = plan.config, plan.args
-    parts = Parts.of(plan.abstract_model)
-    batch = args.batch // config.row_shards
-    mesh = {"fsdp": 1, "tp": 1} if plan.sharding is None else dict(plan.sharding.mesh.shape)
-    tokens, width = batch * args.length, jnp.dtype(config.dtype).itemsize
+    config, parts = model.config, Parts.of(model)
+    mesh = {"fsdp": 1, "tp": 1} if config.sharding is None else dict(config.sharding.mesh.shape)
+    batch //= config.row_shards
+    tokens, width = batch * length, jnp.dtype(config.dtype).itemsize
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    scores = batch * config.num_attention_heads * args.length**2
-    if plan.changes.get("attention") == "cudnn":
+    scores = batch * config.num_attention_heads * length**2
+    if config.attention == "cudnn":
         scores = 0
     inner = (heads + 3 * config.intermediate_size) // mesh["tp"]
     shares = {
@@ -61,7 +57,6 @@ def memory(plan: Plan) -> dict[str, int]:
     shares |= max(recomputed, logits, key=lambda one: sum(one.values()))
     if mesh["fsdp"] > 1:
         # Weights are gathered where they are used: at most the head, or the kernels of one layer.
-        model = plan.abstract_model
         layer = _nbytes(nnx.state(model.model.layers, nnx.Param)) // config.num_hidden_layers
         shares["gathered weights"] = max(layer // mesh["tp"], _nbytes(nnx.state(model.head())))
     return shares
@@ -82,57 +77,15 @@ def can_replicate(model: CausalLM) -> bool:
     return MIN_COPIES * nbytes <= processes.minimum(device_memory())
 
 
-def free_memory(plan: Plan) -> float:
+def free_memory(model: CausalLM, batch: int, length: int) -> float:
     """Returns the device memory in bytes that a step leaves free in every process.
 
-    Returns 0 if a device does not report its memory, like a CPU.
+    The arguments are those of `memory`. Returns 0 if a device does not report its memory, like a
+    CPU.
     """
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     limit = (1 - activations.RESERVED_SHARE) * processes.minimum(limit)
-    return max(0.0, limit - sum(memory(plan).values()))
-
-
-def report(plan: Plan) -> Table:
-    """Returns a table of the run's parameters, data, steps and memory."""
-    parts = Parts.of(plan.abstract_model)
-    trained, frozen = _size(parts.adapters), _size(parts.frozen)
-    layers = [found.module for found in find_dora_layers(plan.abstract_model)]
-    covered = sum(math.prod(layer.kernel_param.shape) for layer in layers)
-    rows = plan.rows
-    step = math.prod(plan.step_rows)
-    shares = memory(plan)
-    total, available = sum(shares.values()), device_memory()
-    table = Table(show_header=False, box=None)
-    for name, value in {
-        "parameters": f"{trained + frozen:,}, of which {trained:,} are trained "
-        f"({trained / (trained + frozen):.2%})",
-        "adapted": f"{covered / frozen:.1%} of the base parameters (--target {plan.args.target})",
-        "data": f"{len(rows.tokens):,} rows of {plan.args.length:,} tokens: "
-        f"{(rows.segment_ids > 0).sum():,} tokens, {int(rows.weights.sum()):,} of them learned",
-        "steps": f"{plan.steps:,} of {step:,} rows, {plan.steps * step / len(rows.tokens):.2f} "
-        "epochs",
-        "memory": f"about {_gib(total)} of the {_gib(available)} of {_device_name(plan)}",
-    }.items():
-        table.add_row(name, value)
-    for name, share in shares.items():
-        table.add_row("", f"{_gib(share)} {name}")
-    if total > available:
-        table.add_row("", "Too much: lower --batch (and raise --accumulate), or lower --length")
-    return table
-
-
-def _device_name(plan: Plan) -> str:
-    kind = jax.devices()[0].device_kind
-    if plan.sharding is None:
-        return kind
-    mesh = plan.sharding.mesh
-    sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    return f"each of {mesh.size} × {kind} ({sizes})"
-
-
-def _size(state: Any) -> int:
-    arrays = jax.tree.leaves(state, is_leaf=is_quantised)
-    return sum(math.prod(array.shape) for array in arrays)
+    return max(0.0, limit - sum(memory(model, batch, length).values()))
 
 
 def _nbytes(state: nnx.State, sharding: DecoderSharding | None = None) -> int:
@@ -145,7 +98,3 @@ def _nbytes(state: nnx.State, sharding: DecoderSharding | None = None) -> int:
                 shape = sharding("/".join(map(str, path)), shape).shard_shape(shape)
             total += math.prod(shape) * bits(leaf.dtype)
     return math.ceil(total / 8)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

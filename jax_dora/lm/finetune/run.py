@@ -42,7 +42,9 @@ class Run:
         options: dict[str, Any] = plan.load_options
         if jax.process_count() > 1:
             # All processes must compile the same program, whatever memory their devices have free.
-            options["memory"] = estimate.free_memory(plan) / activations.GIB
+            sizes = plan.args.batch, plan.args.length
+            free = estimate.free_memory(plan.abstract_model, *sizes)
+            options["memory"] = free / activations.GIB
         model = plan.adapt(load_model(plan.folder, **options))
         self.parts = training.Parts.of(model)
         self.state = self.optimizer.init(self.parts.adapters)
