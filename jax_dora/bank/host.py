@@ -20,7 +20,7 @@ from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.bank.projections import BankProjection, rejection_reason
 from jax_dora.ops.bank_slots import RANKS
-from jax_dora.ops.dtypes import accumulator
+from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.peft.names import Names
 from jax_dora.peft.torch_view import torch_view
 
@@ -280,7 +280,11 @@ def _rank_block(
 
 
 def _scaling_of(projection: BankProjection, found: Mapping[Any, LayerAdapter]) -> Scaling:
-    (_, out), wide, stack = projection.sizes, accumulator(projection.dtype), projection.stack.shape
+    (_, out), wide, stack = (
+        projection.sizes,
+        accumulation_dtype(projection.dtype),
+        projection.stack.shape,
+    )
     scaling = Scaling(
         np.ones((*stack, out), wide),
         np.zeros(stack, bool),

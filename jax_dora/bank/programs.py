@@ -18,7 +18,7 @@ from jax_dora.bank.host import CachedG, HostAdapter, Scaling, block_shape
 from jax_dora.bank.projections import BankProjection, groups
 from jax_dora.bank.slot_updates import Arrays, RankBlock, clear, g_of, with_scalings, write
 from jax_dora.ops.bank_slots import RANKS, Slots
-from jax_dora.ops.dtypes import accumulator
+from jax_dora.ops.dtypes import accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class BankPrograms:
 
     def _empty(self, projection: BankProjection) -> Slots:
         in_features, out = projection.sizes
-        lead, wide = (*projection.stack.shape, self.slots), accumulator(projection.dtype)
+        lead, wide = (*projection.stack.shape, self.slots), accumulation_dtype(projection.dtype)
         return Slots(
             lora_a=jnp.zeros((*lead, self._held_rank, in_features), projection.dtype),
             lora_b=jnp.zeros((*lead, self._held_rank, out), projection.dtype),
@@ -272,7 +272,9 @@ class BankPrograms:
         for path in sorted(paths):
             projection = self.projections[path]
             stack = projection.stack.shape
-            numerator = take(*stack, projection.sizes[1]).astype(accumulator(projection.dtype))
+            numerator = take(*stack, projection.sizes[1]).astype(
+                accumulation_dtype(projection.dtype)
+            )
             scalings[path] = Scaling(numerator, take(*stack) != 0, take(*stack), take(*stack))
         return scalings
 

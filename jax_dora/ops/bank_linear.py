@@ -27,7 +27,7 @@ from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.primitive import call_differentiable
 from jax_dora.ops.dispatch.shard import Shard
-from jax_dora.ops.dtypes import accumulator, static_precision
+from jax_dora.ops.dtypes import accumulation_dtype, static_precision
 from jax_dora.ops.mosaic.bank import bank_decode, bank_expand, bank_rows
 from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member, plan
 
@@ -187,7 +187,8 @@ def bank_linears(
     batch, time, _ = x.shape
     settings = BankSettings(implementation, static_precision(precision), projections[0].layer_slots)
     found = tuple(
-        projection.of_rows(ids, accumulator(projection.base.dtype)) for projection in projections
+        projection.of_rows(ids, accumulation_dtype(projection.base.dtype))
+        for projection in projections
     )
     if takes_tokens_as_rows(batch, time, implementation):
         return call_differentiable(PROMPTS, _define_prompts, settings, Batch(x, ids, found))

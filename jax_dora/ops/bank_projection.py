@@ -34,7 +34,7 @@ from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.primitive import call_differentiable
 from jax_dora.ops.dispatch.shard import Shard
-from jax_dora.ops.dtypes import accumulator, static_precision
+from jax_dora.ops.dtypes import accumulation_dtype, static_precision
 from jax_dora.ops.mosaic.bank import bank_project, bank_shrink
 
 
@@ -77,7 +77,7 @@ def bank_projections(
 
 def _operands(x: jax.Array, ids: jax.Array, projection: SlotProjection) -> SlotProjection:
     """Returns a projection as an operand of `PROJECT`, with a stack of kernels."""
-    found = projection.of_rows(ids, accumulator(x.dtype))
+    found = projection.of_rows(ids, accumulation_dtype(x.dtype))
     lora_a, lora_b = (array.astype(x.dtype) for array in found.slots[:2])
     found = found._replace(slots=Slots(lora_a, lora_b, None, None, None), first=None)
     if found.kernel.ndim == 2:

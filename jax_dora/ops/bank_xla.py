@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops.dtypes import accumulator
+from jax_dora.ops.dtypes import accumulation_dtype
 
 # lora_a and lora_b of `bank_slots.Slots`.
 Matrices = tuple[jax.Array, jax.Array]
@@ -62,7 +62,7 @@ def way_of(rows: int, slots: int) -> str:
 
 def _sums(x: jax.Array, matrices: Matrices, slots: jax.Array) -> jax.Array:
     """Returns [rows, out] for x [rows, in] and the slot of each row."""
-    dtype = accumulator(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     lora_a, lora_b = (array[slots].astype(x.dtype).astype(dtype) for array in matrices)
     z = jnp.sum(lora_a * x.astype(dtype)[:, None], axis=2).astype(x.dtype).astype(dtype)
     return jnp.sum(z[:, :, None] * lora_b, axis=1).astype(x.dtype)

@@ -24,7 +24,7 @@ from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.choose import Choice
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
-from jax_dora.ops.dtypes import accumulator, per_feature
+from jax_dora.ops.dtypes import accumulation_dtype, per_feature
 from jax_dora.ops.mosaic.rows import compose_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import compose_forward as kernel
 from jax_dora.ops.operands import Composition, CompositionSettings
@@ -117,7 +117,7 @@ def forward(
 
 def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
     """Returns (y or ΔY, inner or None): the definition that every implementation must match."""
-    dtype = accumulator(base.dtype)
+    dtype = accumulation_dtype(base.dtype)
     wide, scaled = base.astype(dtype), scale.astype(dtype) * lora.astype(dtype)
     inner = wide + scaled
     y = inner
@@ -178,7 +178,7 @@ def _backward(
         options = {"delta": delta, "want_base": settings.want_base, "want_lora": settings.want_lora}
         d_base, d_lora, d_g = choice.launch(dy, inner, g, scale, **options)
         return d_base, d_lora, shard.sum(d_g)
-    dtype = accumulator(dy.dtype)
+    dtype = accumulation_dtype(dy.dtype)
     wide = dy.astype(dtype)
     g = per_feature(g, wide)
     d_base = ((g - 1 if delta else g) * wide).astype(dy.dtype) if settings.want_base else None

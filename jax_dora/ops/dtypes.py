@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def accumulator(*dtypes: Any) -> jnp.dtype:
+def accumulation_dtype(*dtypes: Any) -> jnp.dtype:
     """Returns the dtype for arithmetic on `dtypes`: fp64 if one of them is fp64, else fp32."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 

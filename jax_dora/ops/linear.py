@@ -19,7 +19,7 @@ from jax_dora.ops.compose import compose_delta
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
-from jax_dora.ops.dtypes import accumulator, dot_general, per_feature, static_precision
+from jax_dora.ops.dtypes import accumulation_dtype, dot_general, per_feature, static_precision
 from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementation
 from jax_dora.ops.operands import Projection, ProjectionSettings
 from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, define, projection
@@ -143,7 +143,7 @@ def scaled_linear(
             check.is_float(name, vector)
             check.has_shape(name, vector, kernel.shape[1:], "[out]")
     if g is not None:
-        g = g.astype(accumulator(_dtype(x, kernel)))
+        g = g.astype(accumulation_dtype(_dtype(x, kernel)))
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input" and rate and act_qtype is not None:
         raise NotImplementedError(
@@ -221,7 +221,7 @@ def times_transposed(
     """Returns x W'ᵀ of x [..., out], as x̂ Wᵀ + s·(x̂ lora_bᵀ) lora_aᵀ with x̂ = g∘x."""
     dtype, dot = x.dtype, functools.partial(jnp.matmul, precision=precision)
     scaled = (x.astype(g.dtype) * g.reshape((1,) * (x.ndim - 1) + g.shape)).astype(dtype)
-    wide = lora_b.astype(accumulator(lora_b.dtype, dtype))
+    wide = lora_b.astype(accumulation_dtype(lora_b.dtype, dtype))
     z = dot(scaled, (scale * wide).astype(dtype).T)
     return dot(scaled, kernel.T) + dot(z, lora_a.astype(dtype).T)
 

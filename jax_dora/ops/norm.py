@@ -34,7 +34,7 @@ from jax_dora.ops import check, quantised
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
-from jax_dora.ops.dtypes import accumulator
+from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.ops.mosaic.norm import one_pass_norm as kernel_norm
 from jax_dora.ops.mosaic.norm import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.mosaic.norm import stationary_norm
@@ -140,8 +140,10 @@ NORM = Op("norm", _run, AdaptedKernel("i o", "i r", "r o", ""), ("o",), contract
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _define(shard: Shard, scale_is_zero: bool, operands: AdaptedKernel) -> jax.Array:
     kernel, lora_a, lora_b, scale = operands
-    dtype = accumulator(kernel.dtype, lora_a.dtype, lora_b.dtype)
-    terms = [jnp.sum(jnp.square(kernel.astype(accumulator(kernel.dtype))), axis=0).astype(dtype)]
+    dtype = accumulation_dtype(kernel.dtype, lora_a.dtype, lora_b.dtype)
+    terms = [
+        jnp.sum(jnp.square(kernel.astype(accumulation_dtype(kernel.dtype))), axis=0).astype(dtype)
+    ]
     if not scale_is_zero:
         b, gram = lora_b.astype(dtype), _exact_dot(lora_a, lora_a)
         terms.append(jnp.sum(b * _exact_dot(lora_a, kernel).astype(dtype), axis=0))
@@ -158,7 +160,7 @@ def _define(shard: Shard, scale_is_zero: bool, operands: AdaptedKernel) -> jax.A
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _define_quantised(shard: Shard, scale_is_zero: bool, operands: AdaptedKernel) -> jax.Array:
     kernel, lora_a, lora_b, scale = lax.optimization_barrier(operands)
-    dtype = accumulator(kernel.scale.dtype, lora_a.dtype, lora_b.dtype)
+    dtype = accumulation_dtype(kernel.scale.dtype, lora_a.dtype, lora_b.dtype)
     in_features, out = kernel.shape
     count = quantised.rows_per_block(kernel, BLOCK_ELEMENTS)
     s = scale.astype(dtype)
@@ -209,7 +211,7 @@ def magnitude_scale(
 
 def ratio(magnitude: jax.Array, norm: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns `magnitude_scale` without checks, for arrays of any shape."""
-    result = accumulator(dtype)
+    result = accumulation_dtype(dtype)
     norm = jnp.maximum(lax.stop_gradient(norm).astype(result), epsilon(dtype))
     return magnitude.astype(result) / norm
 
@@ -221,7 +223,7 @@ def epsilon(dtype: jax.typing.DTypeLike) -> float:
 
 def _exact_dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns aᵀ b, with products that are exact in the accumulator's dtype."""
-    dtype = accumulator(a.dtype, b.dtype)
+    dtype = accumulation_dtype(a.dtype, b.dtype)
     if {a.dtype, b.dtype} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         # A bf16 array is one piece; three bf16 pieces of 8 bits each add up to fp32.
         a_pieces, b_pieces = (cut(x, 1 if x.dtype == jnp.bfloat16 else 3) for x in (a, b))

@@ -34,7 +34,7 @@ from jax_dora.ops.compose import (
 )
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dropout import drop
-from jax_dora.ops.dtypes import accumulator, dot_general
+from jax_dora.ops.dtypes import accumulation_dtype, dot_general
 from jax_dora.ops.operands import ProductSettings, Projection, ProjectionSettings
 from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
 from jax_dora.ops.shrink import REDUCE, REDUCE_BACK, Reduction, ReductionSettings
@@ -123,7 +123,7 @@ def _projection_fwd(
 def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> dict[str, jax.Array]:
     operands, wanted, z, inner, scaled = kept
     x, kernel, _, lora_b, g, scale, bias, *_ = operands
-    wide = accumulator(dy.dtype)
+    wide = accumulation_dtype(dy.dtype)
     dot = functools.partial(dot_general, settings.precision)
     rows = tuple(range(dy.ndim - 1))
     d, gradients = dy, {}
@@ -185,7 +185,7 @@ def _d_scaled_lora_a(
     sent between devices as for LoRA.
     """
     x, seed = operands.x, operands.seed
-    dtype = jnp.dtype(accumulator(x.dtype))
+    dtype = jnp.dtype(accumulation_dtype(x.dtype))
     if choose.target().partitioned and x.dtype == operands.lora_a.dtype == jnp.bfloat16:
         dtype = x.dtype
     if seed is None:

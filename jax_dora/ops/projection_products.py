@@ -17,7 +17,7 @@ from jax_dora.ops.compose import forward
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
-from jax_dora.ops.dtypes import accumulator, dot_general
+from jax_dora.ops.dtypes import accumulation_dtype, dot_general
 from jax_dora.ops.mosaic.decode import decode_finish, decode_project
 from jax_dora.ops.mosaic.projection import expand_compose, project, project_back
 from jax_dora.ops.mosaic.rows import compose_forward
@@ -26,7 +26,7 @@ from jax_dora.ops.operands import ProductSettings, Projection
 
 def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """Returns s·A in `dtype`, multiplied in the accumulator's dtype."""
-    wide = accumulator(lora_a.dtype)
+    wide = accumulation_dtype(lora_a.dtype)
     return (scale.astype(wide) * lora_a.astype(wide)).astype(dtype)
 
 

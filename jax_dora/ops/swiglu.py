@@ -23,7 +23,7 @@ from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.choose import Choice
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
-from jax_dora.ops.dtypes import accumulator, per_feature
+from jax_dora.ops.dtypes import accumulation_dtype, per_feature
 from jax_dora.ops.mosaic.rows import swiglu_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import swiglu_codes as kernel_with_codes
 from jax_dora.ops.operands import Gating, GatingSettings
@@ -136,7 +136,7 @@ def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     gate, up, gate_g, gate_bias, up_g, up_bias, *_ = operands
 
     def composed(inner, g, bias):
-        wide = inner.astype(accumulator(inner.dtype))
+        wide = inner.astype(accumulation_dtype(inner.dtype))
         g = per_feature(g, wide)
         return g * wide if bias is None else g * wide + per_feature(bias, wide), g
 

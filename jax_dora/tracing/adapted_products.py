@@ -21,7 +21,7 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.seeds import NEXT_SEED
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
-from jax_dora.ops.dtypes import accumulator
+from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.ops.linear import scaled_linear, times_transposed
 from jax_dora.tracing.operations import Lookup, Product, Ragged
 from jax_dora.tracing.product_plan import as_matrices, plan_product
@@ -88,7 +88,7 @@ class AdaptedReader:
         if self.rule.dropout_mode != "adapter":
             corrected = dot(dropped, matrices("kernel"))
         lora = dot(dot(dropped, matrices("lora_a")).astype(x.dtype), matrices("lora_b"))
-        g = rows.astype(accumulator(dtype))
+        g = rows.astype(accumulation_dtype(dtype))
         base, corrected, lora = (array.astype(g.dtype) for array in (base, corrected, lora))
         y = base + ((g - 1) * corrected + g * (s * lora))
         return y.astype(dtype).reshape(x.shape[0], *(weight.shape[axis] for axis in out))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
-from jax_dora.ops.dtypes import accumulator
+from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.tracing.operations import Lookup, Product, Ragged
 
 # The axes of the adapter's arrays, as roles of the weight's axes; "r" is the rank axis.
@@ -244,7 +244,7 @@ def effective_weight(weight: Weight, scale: float) -> jax.Array:
     letters = dict(zip((*b, *i, *o), "abcdefghijklmnopqrstuvw", strict=False))
     named = {axes: "".join(letters[axis] for axis in axes) for axes in (b, i, o)}
     kernel = "".join(letters[axis] for axis in range(len(roles)))
-    wide = accumulator(weight.kernel.dtype)
+    wide = accumulation_dtype(weight.kernel.dtype)
     change = scale * jnp.einsum(
         f"{named[b]}{named[i]}z,{named[b]}z{named[o]}->{kernel}",
         weight.arrays["lora_a"].astype(wide),
