@@ -17,9 +17,9 @@ from jax_dora.layers import DoRALinear
 from jax_dora.layers.base_layer import copy_attributes, new_instance
 from jax_dora.layers.einsum import DoRAEinsum, DoRALinearGeneral, Equation
 from jax_dora.layers.quantised_kernel import compute_as_stored
-from jax_dora.ops.bank_linear import SlotProjection, bank_linear, bank_linears
+from jax_dora.ops.bank_linear import bank_linear, bank_linears
 from jax_dora.ops.bank_projection import bank_projections
-from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.bank_slots import SlotProjection, Slots
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.row_scaled import plain
 

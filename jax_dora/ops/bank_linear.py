@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.ops.bank_slots import Rows, Slots, compose_rows, rows_of
+from jax_dora.ops.bank_slots import Batch, Rows, SlotProjection, Slots
 from jax_dora.ops.bank_xla import low_rank_product
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.op import Op
@@ -99,72 +99,6 @@ def bank_linear(
         implementation=implementation,
     )
     return y
-
-
-class SlotProjection(NamedTuple):
-    """One of several projections of the same x, with adapters in slots.
-
-    A caller gives the fields up to `bias`. `of_rows` replaces the arrays of all slots by those of
-    the batch's rows for the operators, which use only some of the fields; the others are None.
-
-    Attributes:
-      slots: the adapters, perhaps of all layers of a stack.
-      base: [batch, time, out], x times the kernel; for `bank_linears`.
-      kernel: [in, out] in x's dtype, or the kernels of a stack of layers, [layers, in, out]; for
-        `bank_projections`.
-      layer: i32[], the index of the layer in a stack of kernels.
-      first, slot_count: use only this number of slots from i32[] `first` on, for one layer of a
-        stack. ids count from `first`. By default all slots.
-      bias: [out]; never scaled.
-      rows: the slot, g and scale of each row.
-      z: [batch, time, rank], x A of each row's adapter.
-    """
-
-    slots: Any
-    base: Any = None
-    kernel: Any = None
-    layer: Any = None
-    first: Any = None
-    slot_count: int | None = None
-    bias: Any = None
-    rows: Any = None
-    z: Any = None
-
-    @property
-    def layer_slots(self) -> int:
-        """Returns the number of slots of the layer."""
-        return self.slots.lora_a.shape[0] if self.slot_count is None else self.slot_count
-
-    def of_rows(self, ids: jax.Array, dtype: Any) -> "SlotProjection":
-        """Returns the projection with `rows`, of an accumulator's `dtype`, for i32[batch] ids."""
-        first = jnp.int32(0) if self.first is None else self.first
-        rows = rows_of(self.slots, ids, first, self.layer_slots, dtype)
-        slots = self.slots._replace(g=None, scale=None)
-        return self._replace(slots=slots, first=first, slot_count=None, rows=rows)
-
-    def of_tokens(self) -> "SlotProjection":
-        """Returns the fields that the product x A B reads."""
-        return SlotProjection(self.slots, first=self.first)
-
-    def composed(self, lora: jax.Array) -> jax.Array:
-        """Returns the result, given the adapters' product in any shape of base's size."""
-        return compose_rows(self.base, lora.reshape(self.base.shape), self.rows, self.bias)
-
-
-class Batch(NamedTuple):
-    """The operands of all projections of the same x.
-
-    Attributes:
-      x: [batch, time, in]; for rows of one token [rows, in].
-      ids: i32[batch].
-      projections: the projections.
-      step: `step_of` the ids, or None.
-    """
-
-    x: Any
-    ids: Any
-    projections: tuple[SlotProjection, ...]
-    step: Any = None
 
 
 def bank_linears(

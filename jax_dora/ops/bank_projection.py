@@ -22,14 +22,12 @@ from jax_dora.ops.bank_linear import (
     EXPAND,
     OP,
     BankSettings,
-    Batch,
-    SlotProjection,
     bank_linears,
     expand,
     shrunk,
     takes_tokens_as_rows,
 )
-from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.bank_slots import Batch, SlotProjection, Slots
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.primitive import call_differentiable

@@ -17,9 +17,9 @@ from jax import lax
 
 from jax_dora import ops
 from jax_dora.ops import weight_only
-from jax_dora.ops.bank_linear import SlotProjection, bank_linear
+from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_projection import bank_projections
-from jax_dora.ops.bank_slots import Slots
+from jax_dora.ops.bank_slots import SlotProjection, Slots
 from jax_dora.ops.dropout import Dropout, draw_seed
 from tests import quantised
 
