@@ -216,10 +216,10 @@ def test_what_stops_a_run_is_told_in_one_line(reason, inputs, tmp_path, monkeypa
 def test_interrupted_while_it_starts():
     """Before anything is imported that takes long."""
     code = (
-        "import signal, sys, dora_common.start as start\n"
+        "import signal, sys, jax_dora_command\n"
         "sys.modules['jax_dora.lm.commands'] = type('M', (), {\n"
         "  'main': lambda: signal.raise_signal(signal.SIGINT)})\n"
-        "start.jax_dora()"
+        "jax_dora_command.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "Interrupted.", "")

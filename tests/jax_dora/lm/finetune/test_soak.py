@@ -31,8 +31,8 @@ def hear(event, _):
         left = -1
         os.kill(os.getpid(), signal)
 sys.addaudithook(hear)
-from dora_common.start import jax_dora
-jax_dora()
+from jax_dora_command import main
+main()
 """
 
 

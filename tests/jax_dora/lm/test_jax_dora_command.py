@@ -9,8 +9,8 @@ WITHOUT = """
 import sys
 sys.modules[{name!r}] = None
 sys.argv = ["jax-dora", *{arguments!r}]
-from dora_common.start import jax_dora
-jax_dora()
+from jax_dora_command import main
+main()
 """
 
 

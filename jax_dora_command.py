@@ -1,7 +1,8 @@
-"""The entry point of the installed command `jax-dora`.
+"""Starts the installed command `jax-dora`.
 
 This module imports little, so that Ctrl-C during the import of JAX, or a missing package, ends the
-command with one line instead of a traceback.
+command with one line instead of a traceback. Therefore it is not in `jax_dora`, whose import takes
+long.
 """
 
 import importlib
@@ -23,7 +24,8 @@ def _exit_on_interrupt(*_: object) -> NoReturn:
     os._exit(130)
 
 
-def jax_dora() -> NoReturn:
+def main() -> NoReturn:
+    """Runs the command, and exits with its status."""
     signal.signal(signal.SIGINT, _exit_on_interrupt)
     try:
         commands = importlib.import_module("jax_dora.lm.commands")
