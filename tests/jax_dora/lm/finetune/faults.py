@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from dora_common import start
+import jax_dora_command
 from jax_dora.lm.finetune import packing
 from tests.jax_dora.lm.finetune.runs import last_of
 
@@ -93,7 +93,7 @@ class Command:
         ):
             before = signal.getsignal(signal.SIGINT)
             try:
-                start.jax_dora()
+                jax_dora_command.main()
             except SystemExit as end:
                 status = end.code
             except Killed as end:
