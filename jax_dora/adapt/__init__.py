@@ -14,6 +14,7 @@ them.
 | file | content |
 | --- | --- |
 | apply.py | `apply_dora` |
+| bridge.py | linen modules inside an nnx model |
 | adapter.py | `Adapter`, `get_adapter`, `set_adapter`: an adapter as a value |
 | merge.py | `merge_dora` |
 | quantize.py | `quantize` |
@@ -22,6 +23,7 @@ them.
 | find_sites.py | lists the sites of a model |
 | trace_reads.py | finds the operations that read each weight in an abstract call |
 | infer_stack.py | finds the axis along which `nnx.vmap` has stacked layers |
+| bridge.py | linen modules inside an nnx model |
 | tree.py | walks a model by paths, replaces its modules; `remove_dora` |
 
 Checkpoints need nothing from this library. Orbax saves an adapter alone as the arrays of

@@ -24,10 +24,11 @@ from jax_dora.adapt.trace_reads import trace_reads
 from jax_dora.adapt.tree import (
     FoundModule,
     check_model,
+    close_linen_modules,
     find_dora_layers,
     find_modules,
-    remove_dora,
     replace_modules,
+    without_adapters,
 )
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
@@ -187,9 +188,9 @@ def set_adapter[Model: nnx.Module](
         or `model` is abstract, outside `nnx.eval_shape`. `model` stays unchanged.
     """
     check_model(model, for_linen="jax_dora.linen.join_adapters")
-    base = remove_dora(model)
+    base = without_adapters(model)
     if adapter is None:
-        return base
+        return close_linen_modules(base)
     check_has_values(base, "jax_dora.set_adapter")
     if not isinstance(adapter, Adapter):
         raise TypeError(

@@ -11,10 +11,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import ALL_LINEAR, as_rules
 from jax_dora.adapt.coverage import log_summary
-from jax_dora.adapt.find_sites import REMEDY, find_sites
+from jax_dora.adapt.find_sites import LINEN_REFUSAL, REMEDY, find_sites
 from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
 from jax_dora.adapt.trace_reads import trace_reads
-from jax_dora.adapt.tree import check_model, named_in_errors, replace_modules
+from jax_dora.adapt.tree import (
+    check_model,
+    find_dora_layers,
+    named_in_errors,
+    open_linen_modules,
+    replace_modules,
+)
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import check_has_values, mesh_sharding, pad_axes
 from jax_dora.layers.rule import DoRARule, Rules
@@ -73,12 +79,14 @@ def apply_dora[Model: nnx.Module](
         raise TypeError(f"rngs is a {type(rngs).__name__}; expected nnx.Rngs, e.g. nnx.Rngs(0)")
     rules = as_rules(DoRARule, rules)
     check_has_values(model, "jax_dora.apply_dora")
+    find_dora_layers(model)  # raises for adapters that would not belong to the others
     traced = None if example is None else trace_reads(model, Example.of(example))
     copy = nnx.clone(model)
+    open_linen_modules(copy)
     found = find_sites(copy, traced)
+    _check_linen(found, rules)
     matched = assign_rules(found, rules)
     _check_adaptable([site for site, _ in matched])
-    _check_linen(found, rules)
     replacements = {}
     for site, rule in matched:
         adapted = adapt_site(site, rule, rngs)
@@ -143,15 +151,20 @@ def _check_linen(sites: list[Site], rules: Sequence[DoRARule]) -> None:
     left_out = [
         site
         for site in sites
-        if isinstance(site.found.module, nnx.bridge.ToNNX)
-        and not any(rule.excludes(name) for rule in rules for name in site.names)
+        if site.refusal == LINEN_REFUSAL
+        or (site.nested_param is not None and isinstance(site.found.module, nnx.bridge.ToNNX))
     ]
     raise_for_sites(
-        left_out if any(rule.path == ALL_LINEAR for rule in rules) else [],
+        [
+            site
+            for site in left_out
+            if any(rule.path == ALL_LINEAR for rule in rules)
+            and not any(rule.excludes(name) for rule in rules for name in site.names)
+        ],
         TypeError,
-        'the rules select "all-linear", and nothing here adapts the weights of a linen module that '
-        "nnx.bridge.ToNNX holds; expected nnx modules: write the module in nnx, or leave it out "
-        'with exclude=, such as exclude="a/.*" for a module at a. These weights would be left out',
+        'the rules select "all-linear", and would leave out weights of a linen module that '
+        "nnx.bridge.ToNNX holds; expected inputs for the model as example=, or a rule with "
+        'exclude=, such as exclude="a/.*" for a module at a. These weights would be left out',
     )
 
 

@@ -11,7 +11,7 @@ from dora_common.coverage import Coverage, CoveredWeight
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.trace_reads import trace_reads
-from jax_dora.adapt.tree import check_model
+from jax_dora.adapt.tree import check_model, find_modules, open_linen_modules
 from jax_dora.layers.quantised_kernel import act_qtype_of
 from jax_dora.ops import quantised
 from jax_dora.tracing.read_log import Example
@@ -36,7 +36,11 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
     """
     check_model(model, for_linen="jax_dora.linen.coverage")
     inputs = Example.of_arguments(*example, **kwargs)
-    return table(find_sites(model, trace_reads(model, inputs) if example or kwargs else None))
+    traced = trace_reads(model, inputs) if example or kwargs else None
+    if any(isinstance(found.module, nnx.bridge.ToNNX) for found in find_modules(model)):
+        model = nnx.clone(model, variables=False)
+        open_linen_modules(model)
+    return table(find_sites(model, traced))
 
 
 def log_summary(sites: Iterable[Site]) -> None:

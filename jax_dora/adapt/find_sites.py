@@ -10,6 +10,7 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import OUTPUT_HEADS
+from jax_dora.adapt.bridge import LinenModule
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.trace_reads import (
     find_output_heads,
@@ -27,6 +28,7 @@ from jax_dora.tracing.read_log import Read, ReadLog
 from jax_dora.tracing.registry import Registration, class_name, registrations, why_unknown
 from jax_dora.tracing.weight_adapter import WeightAdapter
 
+LINEN_REFUSAL = "a linen module's, known only by a call with inputs"
 REMEDY = "name the contracted axes by jax_dora.register, or pass inputs for the model as example="
 
 
@@ -52,6 +54,8 @@ def find_sites(
         site.stack_axis = stack_axis if site.stack_axis is None else site.stack_axis
     _mark_expert_axes(sites)
     _reject_overwritten(sites, modules)
+    if traced is None:
+        _reject_linen(sites, modules)
     for path, param in find_output_heads(traced):
         for site in sites:
             if site.param == param and path in site.found.paths:
@@ -83,6 +87,17 @@ def _reject_overwritten(sites: list[Site], modules: list[FoundModule]) -> None:
                 site.refusal = f"{class_name(type(writer.module))} overwrites it in every call"
 
 
+def _reject_linen(sites: list[Site], modules: list[FoundModule]) -> None:
+    """Marks weights of linen modules as not adaptable unless a call has shown what reads them."""
+    for module in (found for found in modules if isinstance(found.module, LinenModule)):
+        prefixes = _paths_within(module, "")
+        for site in sites:
+            is_inside = any(f"{path}/".lstrip("/").startswith(prefixes) for path in site.names)
+            if is_inside and site.param and not site.is_adapted:
+                site.is_linear = False
+                site.refusal = LINEN_REFUSAL
+
+
 def _sites_of(found: FoundModule, modules: list[FoundModule], traced: ReadLog | None) -> list[Site]:
     """Returns the sites of one module: its weights, or the module itself if it has parameters but
     no weights."""
@@ -112,7 +127,7 @@ def _sites_of(found: FoundModule, modules: list[FoundModule], traced: ReadLog | 
         sites.append(site)
     sites += _nested_sites(found)
     if isinstance(module, nnx.bridge.ToNNX):
-        sites = _mark_linen_sites(module, sites)
+        sites = _mark_unopened_sites(module, sites)
     leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
     if not sites and any(isinstance(leaf, nnx.Param) for leaf in leaves):
         sites.append(Site(found.paths, found, "", refusal="it has no weight of two axes"))
@@ -195,9 +210,20 @@ def _paths_within(found: FoundModule, name: str) -> tuple[str, ...]:
     return tuple(f"{path}/{name}".lstrip("/") for path in found.paths)
 
 
-def _mark_linen_sites(module: nnx.Module, sites: list[Site]) -> list[Site]:
-    """Marks the weights of a linen module inside an nnx model as not adaptable here. Returns the
-    sites without the arrays of the linen module's own adapters."""
+def _mark_unopened_sites(module: nnx.Module, sites: list[Site]) -> list[Site]:
+    """Marks the weights of a linen module that are in plain dicts as not adaptable. Returns the
+    sites without the arrays of the linen module's own adapters.
+
+    They are in plain dicts if it has such adapters, if its `ToNNX` is of a subclass, or if one of
+    its modules has a name that `nnx.Dict` needs.
+    """
+    if isinstance(module, LinenModule):
+        for site in sites:
+            if site.nested_param is not None:
+                site.refusal = (
+                    "a linen module's, inside a module whose name nnx.Dict needs: rename it"
+                )
+        return sites
     names = {
         "/".join((name, *keys))
         for name, value in vars(module).items()

@@ -21,11 +21,12 @@ from jax_dora.adapt.tied_heads import untie_heads
 from jax_dora.adapt.tree import (
     FoundModule,
     check_model,
+    close_linen_modules,
     find_dora_layers,
     find_modules,
     named_in_errors,
-    remove_dora,
     shared_variables,
+    without_adapters,
 )
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, set_and_verify
@@ -119,7 +120,7 @@ def merge_dora(
     check_model(model, for_linen="jax_dora.linen.merge_dora")
     for name, values in {"model": model, "one of adapters": adapters}.items():
         check_has_values(values, "jax_dora.merge_dora", name=name, can_trace=not return_report)
-    merged = remove_dora(model)
+    merged = without_adapters(model)
     models = [model]
     if adapters is not None:
         models = [set_adapter(merged, _without_dropout(adapter)) for adapter in adapters]
@@ -151,6 +152,7 @@ def merge_dora(
         if len(of_head) < len(layer_adapters):
             merged = _untie_heads(merged, base, of_head)
         layers.append(_merge_layer(path, base, layer_adapters, requantize, return_report))
+    merged = close_linen_modules(merged)
     return (merged, MergeReport(tuple(filter(None, layers)))) if return_report else merged
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jax_dora.adapt.tree import FoundModule, find_modules, remove_dora, shared_variables
+from jax_dora.adapt.bridge import LinenModule
+from jax_dora.adapt.tree import FoundModule, find_modules, shared_variables, without_adapters
 from jax_dora.layers.classes import kind_of
 from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.stack import stacked_axes
@@ -47,7 +48,7 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
     Raises:
       Exception: any error of the call.
     """
-    copy = remove_dora(model)
+    copy = without_adapters(model)
     modules = find_modules(copy)
     shared = shared_variables(copy)
     # Attributes that share a parameter get a variable each, to tell their reads apart.
@@ -58,11 +59,14 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
     weights = _weights(copy)
     log = ReadLog(weights, [found.paths[0] for found in modules])
     for number, found in enumerate(modules):
+        module: Any = found.module
+        kind = type(module)
         # The attributes of these modules are user-chosen keys or a linen module's variables, so
-        # the bookkeeping attributes below must not be added.
-        if not isinstance(found.module, nnx.List | nnx.Dict | nnx.bridge.ToNNX):
-            found.module.dora_scope, found.module.dora_log = number, log
-            found.module.__class__ = _scoped_type(type(found.module))
+        # the bookkeeping attributes below must not be added. A `LinenModule` knows them.
+        keyed = issubclass(kind, nnx.List | nnx.Dict | nnx.bridge.ToNNX)
+        if not keyed or issubclass(kind, LinenModule):
+            module.dora_scope, module.dora_log = number, log
+            module.__class__ = _scoped_type(kind)
 
     def run(arrays: Any) -> None:
         traced, inputs = rebuild(arrays)

@@ -11,6 +11,7 @@ from flax import linen, nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
+from jax_dora.adapt.bridge import LinenModule, close_linen_module, open_linen_module
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
 from jax_dora.tracing.adapted_class import adapters_of, has_dora_type, restore_plain_class
@@ -69,8 +70,9 @@ def find_dora_layers(model: nnx.Module) -> list[FoundModule]:
         raise NotImplementedError(
             "the model holds linen modules with adapters in nnx.bridge.ToNNX, whose arrays are no "
             "nnx.LoRAParams: they would be neither trained, saved nor merged here; expected "
-            "adapters by jax_dora.apply_dora alone: adapt, train and merge a linen module by "
-            f"jax_dora.linen, outside of nnx. These are:{listing(linen_modules)}"
+            "adapters by jax_dora.apply_dora alone: put the linen module itself into ToNNX, and "
+            "pass inputs for the model as example= of jax_dora.apply_dora. These are:"
+            f"{listing(linen_modules)}"
         )
     for found in modules:
         if isinstance(found.module, DoRALayer):
@@ -82,7 +84,7 @@ def find_dora_layers(model: nnx.Module) -> list[FoundModule]:
 
 def _has_linen_adapters(module: Any) -> bool:
     """Returns whether `module` is a linen module in `ToNNX` with adapters by `jax_dora.linen`."""
-    if not isinstance(module, nnx.bridge.ToNNX):
+    if not isinstance(module, nnx.bridge.ToNNX) or isinstance(module, LinenModule):
         return False
     names = {
         "/".join((name, *keys))
@@ -148,6 +150,22 @@ def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -
     return visit(model)
 
 
+def open_linen_modules(model: nnx.Module) -> None:
+    """Makes every `ToNNX` in `model` a `LinenModule`, in place, unless its linen module has
+    adapters by `jax_dora.linen`."""
+    for found in find_modules(model):
+        if type(found.module) is nnx.bridge.ToNNX and not _has_linen_adapters(found.module):
+            open_linen_module(found.module)
+
+
+def close_linen_modules[Model: nnx.Module](model: Model) -> Model:
+    """Reverses `open_linen_modules` for a model without adapters, in place, and returns it."""
+    for found in find_modules(model):
+        if type(found.module) is LinenModule:
+            close_linen_module(found.module)
+    return model
+
+
 def remove_dora[Model: nnx.Module](model: Model) -> Model:
     """Returns a copy of `model` without adapters: exactly the base model, on the same arrays.
 
@@ -157,9 +175,15 @@ def remove_dora[Model: nnx.Module](model: Model) -> Model:
       TypeError: `model` is not an nnx module.
       NotImplementedError: `model` holds a linen module with adapters.
     """
+    return close_linen_modules(without_adapters(model))
+
+
+def without_adapters[Model: nnx.Module](model: Model) -> Model:
+    """Returns a copy of `model` as `remove_dora` does, with linen modules as `LinenModule`s."""
     check_model(model, for_linen="jax_dora.linen.split_adapters")
     find_dora_layers(model)  # raises for adapters that would stay
     copy = nnx.clone(model)
+    open_linen_modules(copy)
     modules = [found.module for found in find_modules(copy)]
     for module in modules:
         if has_dora_type(module):

@@ -18,11 +18,11 @@ from dora_common.hyperparameters import DropoutMode, adapter_scale
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.layers import Shape
-from jax_dora.adapt import DoRARule, remove_dora
+from jax_dora.adapt import DoRARule
 from jax_dora.adapt.adapter import adapted_weights, find_adaptable_weights, stack_axes
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.site import Site
-from jax_dora.adapt.tree import check_model, replace_modules
+from jax_dora.adapt.tree import check_model, replace_modules, without_adapters
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
@@ -105,7 +105,7 @@ def load_adapter[Model: nnx.Module](
     names = names or Names()
     options = {"adapted": adapted_weights(model), "stack_axes": dict(stack_axes(model))}
     with open_folder(folder, "np", adapter) as source:
-        loaded = remove_dora(model)
+        loaded = without_adapters(model)
         if example is not None:
             options["adapted"] = find_adaptable_weights(loaded, example)
         view = torch_view(loaded, names, **options)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from dora_common.peft.layers import Layer, Outline
 from jax_dora.adapt.adapter import AdaptedWeight, site_of
-from jax_dora.adapt.find_sites import find_sites
+from jax_dora.adapt.find_sites import LINEN_REFUSAL, find_sites
 from jax_dora.adapt.site import Site
 from jax_dora.adapt.tied_heads import tied_heads
 from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
@@ -172,7 +172,7 @@ def torch_view(
     refusals = {
         name_of(site.names[0], ()): f"{site.refusal}: {_REMEDY}"
         for site in all_sites
-        if site.param and site.refusal == why_unknown(site.found.module)
+        if site.param and site.refusal in (why_unknown(site.found.module), LINEN_REFUSAL)
     }
     return TorchView(modules, stacks, layers, parameters, paths_by_name, heads, refusals)
 

@@ -52,9 +52,16 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
 
 def _own_keys(self: Any) -> Iterator[str]:
     """Yields the keys of an `nnx.Dict` without the attributes of its adapters."""
-    added = {spec.attribute(name) for spec in self.dora_specs for name in ATTRIBUTES}
-    added |= {"dora_specs", "dora_reads"}
+    added = added_attributes(self)
     return (key for key in self.plain_type.__iter__(self) if key not in added)
+
+
+def added_attributes(module: Any) -> set[str]:
+    """Returns the names of attributes that this library adds to a module: those of its adapters,
+    and those that note what its methods read."""
+    specs = vars(module).get("dora_specs", ())
+    added = {spec.attribute(name) for spec in specs for name in ATTRIBUTES}
+    return added | {"dora_specs", "dora_reads", "dora_scope", "dora_log"}
 
 
 @functools.cache
@@ -73,7 +80,7 @@ def own_methods(module_type: type[Any]) -> dict[str, Any]:
     """Returns `__call__` and the other methods that a class, or a base class outside Flax, defines
     itself."""
     found: dict[str, Any] = {}
-    flax_classes = set(nnx.Module.__mro__)
+    flax_classes = {nnx.bridge.ToNNX, *nnx.Module.__mro__}
     for cls in module_type.__mro__:
         if cls in flax_classes:
             continue

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 import jax_dora
 from jax_dora import (
@@ -449,50 +449,6 @@ class TestWeightsInContainers:
         model = apply_dora(base, DoRARule("out", 2, 3), rngs=nnx.Rngs(1), example=example)
         jax_dora.peft.save_adapter(model, tmp_path)
         assert (jax_dora.peft.load_adapter(base, tmp_path)(self.x) == model(self.x)).all()
-
-    def test_those_of_a_linen_module_are_refused_and_no_obstacle(self):
-        class Mixed(nnx.Module):
-            def __init__(self):
-                old = nnx.bridge.ToNNX(linen.Dense(WIDTH), rngs=nnx.Rngs(0))
-                self.old = nnx.bridge.lazy_init(old, TestWeightsInContainers.x)
-                self.new = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
-
-            def __call__(self, x):
-                return self.new(self.old(x))
-
-        base, more = Mixed(), {"rngs": nnx.Rngs(1), "example": (self.x,)}
-        with pytest.raises(TypeError, match=r'select "all-linear", and nothing (.|\n)*\n  old '):
-            apply_dora(base, DoRARule("all-linear", 2, 3), **more)
-        model = apply_dora(base, DoRARule("all-linear", 2, 3, exclude="old"), **more)
-        model.new.magnitude[...] *= 2
-        assert jnp.allclose(model(self.x), merge_dora(model)(self.x), atol=1e-6)
-        assert not jnp.allclose(model(self.x), base(self.x), atol=1e-2)
-        with pytest.raises(TypeError, match=r"old \(nnx.ToNNX\): a linen module's, which"):
-            apply_dora(base, DoRARule("old", 2, 3), **more)
-
-    def test_those_of_an_adapted_linen_module_are_listed_as_adapted(self):
-        class Own(linen.Module):
-            @linen.compact
-            def __call__(self, x):
-                w = self.param("w", linen.initializers.ones, (WIDTH, WIDTH))
-                return linen.Dense(WIDTH)(x) @ w
-
-        rule = DoRARule("Dense_0|w|", 2, 3)
-        adapted = jax_dora.linen.apply_dora(Own(), rule, example=(self.x,))
-        model = nnx.bridge.lazy_init(nnx.bridge.ToNNX(adapted, rngs=nnx.Rngs(0)), self.x)
-        told = {one.path: one.status for one in coverage(model).weights}
-        assert told == {"w": "adapted", "Dense_0/kernel": "adapted"}
-        with pytest.raises(TypeError, match=r"Dense_0/kernel .*: a linen module's, by jax_dora"):
-            apply_dora(model, DoRARule("Dense.*", 2, 3), rngs=nnx.Rngs(1))
-        # Its arrays are no LoRAParams: these would see none of them, or a part of a model's.
-        for function in (jax_dora.norms, jax_dora.get_adapter, merge_dora, jax_dora.remove_dora):
-            with pytest.raises(NotImplementedError, match="holds linen modules with adapters"):
-                function(model)
-        with pytest.raises(NotImplementedError, match="holds linen modules with adapters"):
-            jax_dora.peft.save_adapter(model, "unused")
-        top = jax_dora.linen.apply_dora(linen.Dense(3), DoRARule("", 2, 3))
-        with pytest.raises(NotImplementedError, match="holds linen modules with adapters"):
-            jax_dora.norms(nnx.bridge.ToNNX(top, rngs=nnx.Rngs(0)).lazy_init(self.x))
 
     def test_those_in_an_nnx_list_are_refused(self):
         class Listed(nnx.Module):
