@@ -55,7 +55,9 @@ def told():
 class Bank(AdapterBank):
     """A bank that takes any adapter, and no slot of which is used."""
 
-    slots = 1
+    @property
+    def slots(self) -> int:
+        return 1
 
     def __init__(self):
         pass
