@@ -246,4 +246,4 @@ def _set_like(variable: nnx.Variable, value: jax.Array) -> None:
 
 def _constant_of(layer: DoRALayer | WeightAdapter) -> type[Constant]:
     """Returns the variable type for a constant of `layer`, which may be a stack of layers."""
-    return StackedConstant if layer.stack.axis else Constant
+    return StackedConstant if not layer.stack.is_leading else Constant

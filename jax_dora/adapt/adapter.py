@@ -70,14 +70,13 @@ class Adapter:
         shapes. The order of the keys has no meaning, since JAX sorts the keys of a dict in every
         pytree operation.
       weights: the weights that are adapted but are not the kernel of a `DoRALayer`.
-      stack_axes: the path of each stack of layers, and the first axis along which its kernel is
-        stacked.
+      stack_axes: the path of each stack of layers, and its `Stack.axes`.
     """
 
     rules: tuple[DoRARule, ...]
     arrays: dict[str, dict[str, Any]]
     weights: tuple[AdaptedWeight, ...] = ()
-    stack_axes: tuple[tuple[str, int], ...] = ()
+    stack_axes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 jax.tree_util.register_dataclass(
@@ -107,11 +106,10 @@ def get_adapter(model: nnx.Module) -> Adapter:
     )
 
 
-def stack_axes(model: nnx.Module) -> tuple[tuple[str, int], ...]:
-    """Returns (path, axis) for each DoRA layer that is a stack of layers: the axis along which its
-    kernels are stacked, or the first of several."""
+def stack_axes(model: nnx.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns (path, `Stack.axes`) for each DoRA layer that is a stack of layers."""
     return tuple(
-        (found.paths[0], found.module.stack_axis % found.module.kernel_param.ndim)
+        (found.paths[0], found.module.stack.axes)
         for found in find_modules(model)
         if isinstance(found.module, DoRALayer) and found.module.stack.shape
     )
@@ -198,9 +196,9 @@ def set_adapter[Model: nnx.Module](
         )
     rules = rules_by_path(adapter)
     layers = {path: site for site in find_sites(base) if site.is_layer for path in site.found.paths}
-    for path, axis in adapter.stack_axes:
+    for path, axes in adapter.stack_axes:
         if path in layers:
-            layers[path].stack_axis = axis
+            layers[path].stack_axes = axes
     by_path = {path: found for found in find_modules(base) for path in found.paths}
     sites = layers | {weight.path: site_of(weight, by_path) for weight in adapter.weights}
     replacements: dict[int, Any] = {}

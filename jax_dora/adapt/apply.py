@@ -121,7 +121,7 @@ def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
             adapted = add_adapter(module, spec, *site.reader)
             adapted.create_arrays(rule, rngs)
         else:
-            options = {"stack_axis": site.stack.axis, **rule.options()}
+            options = {"stack_axes": site.stack.axes, **rule.options()}
             adapted = cls.from_base(module, rngs=rngs, **options)
     if sharding is not None:
         _shard_like_kernel(adapted, sharding)

@@ -22,6 +22,7 @@ from jax_dora.adapt.trace_reads import (
 from jax_dora.adapt.tree import FoundModule, find_modules, nested_leaves
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import adaptation_hint, computes_like, is_node
+from jax_dora.layers.stack import stack_axes_of
 from jax_dora.ops import quantised
 from jax_dora.tracing.adapted_class import at_path, has_dora_type, own_methods
 from jax_dora.tracing.read_log import Read, ReadLog
@@ -38,20 +39,23 @@ _PARAMETER_WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
 
 
 def find_sites(
-    model: nnx.Module, traced: ReadLog | None = None, *, stack_axis: int | None = None
+    model: nnx.Module,
+    traced: ReadLog | None = None,
+    *,
+    stack_axes: tuple[int, ...] | None = None,
 ) -> list[Site]:
     """Returns every weight of a model, and every other module that holds parameters itself, in the
     order of the paths.
 
     Args:
       traced: the reads of a call of the model; None if only the modules' classes are known.
-      stack_axis: the axis argument of `infer_stack`, for layers whose stack axis the call does not
-        show.
+      stack_axes: the argument `axes` of `infer_stack`, for layers whose stack axes the call does
+        not show.
     """
     modules = find_modules(model)
     sites = [site for module in modules for site in _sites_of(module, modules, traced)]
     for site in sites:
-        site.stack_axis = stack_axis if site.stack_axis is None else site.stack_axis
+        site.stack_axes = stack_axes if site.stack_axes is None else site.stack_axes
     _mark_expert_axes(sites)
     _reject_overwritten(sites, modules)
     if traced is None:
@@ -177,7 +181,7 @@ def _describe(
         plain_type = module.plain_type if has_dora_type(module) else type(module)
         site.is_layer, site.how = True, class_name(plain_type)
         site.is_linear = is_plain and kind.is_linear(module)
-        site.stack_axis = _stack_axis(reads)
+        site.stack_axes = _stack_axes(reads)
         if not is_plain:
             site.refusal = (
                 f"a {type(module).__name__}, which computes something else than "
@@ -301,7 +305,7 @@ def _describe_from_reads(
 ) -> None:
     """Describes a weight by its registration, by its reads, or by both."""
     module = site.found.module
-    axes = registration.axes_of(module, _stack_axis(reads)) if registration else None
+    axes = registration.axes_of(module, _stack_axes(reads)) if registration else None
     if reads is None:
         assert registration is not None
         site.axes, site.reader = axes or "", (module, ())
@@ -349,9 +353,7 @@ def _describe_from_reads(
         site.refusal = "it is read outside of the methods of the modules that contain it"
 
 
-def _stack_axis(reads: tuple[Read, ...] | None) -> int | None:
-    """Returns the axis along which layers are stacked, if there is one such axis and all reads
-    agree on it."""
-    all_axes = {read.axes for read in reads or () if read.kind != "other"}
-    stack_axes = {axes.index("s") for axes in all_axes if axes.count("s") == 1}
-    return stack_axes.pop() if len(stack_axes) == 1 else None
+def _stack_axes(reads: tuple[Read, ...] | None) -> tuple[int, ...] | None:
+    """Returns the `Stack.axes` that all reads agree on; None if they do not, or show no stack."""
+    found = {stack_axes_of(read.axes) for read in reads or () if read.kind != "other"}
+    return (found.pop() or None) if len(found) == 1 else None

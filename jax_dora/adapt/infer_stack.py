@@ -5,19 +5,20 @@ import logging
 from typing import Any
 
 from jax_dora.layers import DoRALayer, dora_class_of
-from jax_dora.layers.stack import Stack, stacked_axes
+from jax_dora.layers.stack import Stack, innermost, stacked_axes
 from jax_dora.tracing.registry import scan_axis
 from jax_dora.tracing.weight_adapter import WeightAdapter
 
 _LOG = logging.getLogger("jax_dora")
 
 
-def infer_stack(layer: Any, axis: int | None = None) -> Stack:
+def infer_stack(layer: Any, axes: tuple[int, ...] | None = None) -> Stack:
     """Returns how the parameters of a base layer, a DoRA layer or an adapted weight are stacked.
 
     Args:
-      axis: the stack axis to assume, with a warning, if the shapes allow several axes and the
-        kernel has no `param_scan_axis`, MaxText's metadata. None raises an error instead.
+      axes: the known `Stack.axes`; () to assume leading axes, with a warning, if the shapes allow
+        several and the kernel has no `param_scan_axis`, MaxText's metadata. None raises an error
+        instead.
 
     Raises:
       NotImplementedError: the kernel's shape is not a stack of such layers.
@@ -29,46 +30,70 @@ def infer_stack(layer: Any, axis: int | None = None) -> Stack:
     assert cls is not None
     kernel = getattr(layer, cls.kernel_name)
     shape, single = tuple(kernel.shape), tuple(cls.unstacked_shape(layer))
-    lead = len(shape) - len(single)
-    if lead != 1:
-        if lead < 0 or shape[lead:] != single:
-            raise _no_stack(cls, shape, single)
-        return Stack(shape[:lead])
-    axes = stacked_axes(shape, single)
+    found = stacked_axes(shape, single)
+    if not found:
+        raise NotImplementedError(
+            f"its {cls.kernel_name} has shape {shape}; expected {single}, with an additional axis "
+            "for each stack of such layers that nnx.vmap has made"
+        )
+    count = len(found[0])
     if (bias := getattr(layer, "bias", None)) is not None:
-        # The bias is stacked along the same axis, or along its last one.
-        fitting = [a for a in axes if bias.shape[min(a, bias.ndim - 1)] == shape[a]]
-        axes = fitting or axes
-    if (known_axis := scan_axis(kernel)) in axes:
-        axes = [known_axis]
-    axis = axis if axis is None else axis % len(shape)
-    if axis in axes and len(axes) > 1:
+        # The bias is stacked along the same axes, or along its last one.
+        found = [one for one in found if _fits(shape, one, bias.shape)] or found
+    # MaxText stacks along the same axis at every level, and its metadata name the outermost.
+    by_metadata = (scan_axis(kernel) or 0,) * count
+    if axes and (known := _among(found, innermost(axes, count), len(shape))):
+        found = [known]
+    elif scan_axis(kernel) is not None and by_metadata in found:
+        found = [by_metadata]
+    elif axes is not None and len(found) > 1 and (0,) * count in found:
+        leading = (0,) * count
         _LOG.warning(
             "A stack of %s has a %s of shape %s, and a single layer's has shape %s, so the layers "
-            "may be stacked along axis %s. Axis %d is assumed, the default of nnx.vmap",
+            "may be stacked along axis %s. Axis %s is assumed, the default of nnx.vmap",
             cls.__name__,
             cls.kernel_name,
             shape,
             single,
-            " or ".join(map(str, axes)),
-            axis,
+            " or ".join(_described(one, len(shape)) for one in found),
+            _described(leading, len(shape)),
         )
-        axes = [axis]
-    if not axes:
-        raise _no_stack(cls, shape, single)
-    if len(axes) > 1:
+        found = [leading]
+    if len(found) > 1:
+        listed = " or ".join(_described(one, len(shape)) for one in found)
         raise ValueError(
             f"its {cls.kernel_name} has shape {shape}, and a single layer's has shape {single}, so "
-            f"it may be stacked along axis {' or '.join(map(str, axes))}; expected a shape with "
-            "only one possible axis: pass inputs for the model as example= of apply_dora, or set "
-            f"param_scan_axis in the metadata of the {cls.kernel_name}"
+            f"it may be stacked along axis {listed}; expected a shape with only one possible axis: "
+            "pass inputs for the model as example= of apply_dora, or set param_scan_axis in the "
+            f"metadata of the {cls.kernel_name}"
         )
-    magnitude_ndim = len(cls.layout_of(layer, 1).magnitude.stored)
-    return Stack.of_kernel(shape[axes[0]], axes[0], len(shape), magnitude_ndim)
+    return Stack.of_kernel(shape, found[0], len(cls.layout_of(layer, 1).magnitude.stored))
 
 
-def _no_stack(cls: Any, shape: tuple[int, ...], single: tuple[int, ...]) -> NotImplementedError:
-    return NotImplementedError(
-        f"its {cls.kernel_name} has shape {shape}; expected {single}, with one additional axis or "
-        "several leading ones if nnx.vmap has stacked such layers"
-    )
+def _fits(shape: tuple[int, ...], axes: tuple[int, ...], bias_shape: tuple[int, ...]) -> bool:
+    """Returns whether a kernel and a bias may be stacked along the same axes."""
+    try:
+        stack = Stack.of_kernel(shape, axes, len(bias_shape) - len(axes))
+    except NotImplementedError:
+        return False
+    return stack.stack_part(bias_shape) == stack.shape
+
+
+def _among(
+    found: list[tuple[int, ...]], axes: tuple[int, ...], ndim: int
+) -> tuple[int, ...] | None:
+    """Returns `axes`, without negative ones, if a kernel of `ndim` axes may be stacked along them;
+    else None. In `found`, outer stack axes come before inner ones."""
+    positions = [sorted(_positions(one, ndim)) for one in found]
+    if sorted(_positions(axes, ndim)) not in positions:
+        return None
+    return tuple(axis % (ndim - number) for number, axis in enumerate(axes))
+
+
+def _positions(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """Returns the stack axes of a kernel of `ndim` axes, outermost first."""
+    return Stack((0,) * len(axes), axes).stack_part(range(ndim))
+
+
+def _described(axes: tuple[int, ...], ndim: int) -> str:
+    return " and ".join(map(str, _positions(axes, ndim)))

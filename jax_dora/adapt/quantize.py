@@ -86,7 +86,7 @@ def quantize[Model: nnx.Module](
     _check_act_qtype(act_qtype, qtype, tile_size)
     make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Raises here if qwix is missing.
     copy = nnx.clone(model)
-    found = find_sites(copy, stack_axis=0)
+    found = find_sites(copy, stack_axes=())
     matched = _matched(found, path)
     row_scaled = nnx.Linear | nnx.LinearGeneral
     others = [

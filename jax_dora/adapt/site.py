@@ -33,8 +33,8 @@ class Site:
       is_layer: whether a `DoRALayer` replaces the module. Otherwise the module keeps its class and
         gets the adapter's arrays as further attributes.
       axes: if `is_layer` is False, the weight's axes as in `AdapterSpec.axes`.
-      stack_axis: if `is_layer` is True, the axis along which the kernels are stacked, or None if
-        that is unknown; see `infer_stack`.
+      stack_axes: if `is_layer` is True, the `Stack.axes` of the kernels, or None if these are
+        unknown; see `infer_stack`.
       reader: the module whose methods read the weight, and the path from that module to the owner.
       is_linear: whether "all-linear" selects the weight.
       is_lookup: if `is_layer` is False, whether the weight is an embedding.
@@ -53,7 +53,7 @@ class Site:
     param: str
     is_layer: bool = False
     axes: str = ""
-    stack_axis: int | None = None
+    stack_axes: tuple[int, ...] | None = None
     reader: tuple[Any, tuple[str, ...]] | None = None
     is_linear: bool = False
     is_lookup: bool = False
@@ -117,7 +117,7 @@ class Site:
     def stack(self) -> Stack:
         """The axes along which layers are stacked in the weight."""
         if self.is_layer:
-            return infer_stack(self.found.module, self.stack_axis)
+            return infer_stack(self.found.module, self.stack_axes)
         return stack_of_weight(self.shape, self.axes)
 
     def layout(self, rank: int) -> Layout:

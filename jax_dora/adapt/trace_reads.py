@@ -5,6 +5,7 @@ The reads show whether a weight can be adapted, and which weight is the output h
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax_dora.adapt.bridge import LinenModule
 from jax_dora.adapt.tree import FoundModule, find_modules, shared_variables, without_adapters
 from jax_dora.layers.classes import kind_of
 from jax_dora.layers.dora_layer import Constant
-from jax_dora.layers.stack import stacked_axes
+from jax_dora.layers.stack import STACK_LETTERS, stacked_axes, without_stack_axes
 from jax_dora.ops import quantised
 from jax_dora.tracing.adapted_class import own_methods
 from jax_dora.tracing.read_log import Example, Key, Read, ReadLog, split_arrays
@@ -80,14 +81,25 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
 
     arrays, rebuild = split_arrays((copy, example))
     jax.eval_shape(run, arrays)
+    mark_mapped_axes(log, {key: weight.shape for key, weight in weights.items()})
+    return log
+
+
+def mark_mapped_axes(log: ReadLog, shapes: Mapping[Key, tuple[int, ...]]) -> None:
+    """Marks the stack axes of weights that have fewer axes in the methods of their modules, in
+    place.
+
+    Args:
+      shapes: the weights' shapes.
+    """
     for key, reads in log.reads.items():
         if (method_shape := log.method_shapes.get(key)) is not None:
-            shape = weights[key].shape
             log.reads[key] = tuple(
-                dataclasses.replace(read, axes=_with_mapped_axis(read.axes, shape, method_shape))
+                dataclasses.replace(
+                    read, axes=_with_mapped_axes(read.axes, shapes[key], method_shape)
+                )
                 for read in reads
             )
-    return log
 
 
 def _weights(model: nnx.Module) -> dict[Key, nnx.Param]:
@@ -98,23 +110,24 @@ def _weights(model: nnx.Module) -> dict[Key, nnx.Param]:
     }
 
 
-def _with_mapped_axis(axes: str, shape: tuple[int, ...], method_shape: tuple[int, ...]) -> str:
-    """Returns the axes of a read, with "s" for the stack axis that `nnx.vmap` has removed.
+def _with_mapped_axes(axes: str, shape: tuple[int, ...], method_shape: tuple[int, ...]) -> str:
+    """Returns the axes of a read, with letters for the stack axes that a vmap has removed.
 
-    If all layers of the stack share an input, that axis looks like a feature axis in the read.
+    If all layers of a stack share an input, its axis looks like a feature axis in the read.
 
     Args:
       axes: the axes of the read.
       shape: the weight's shape.
       method_shape: the weight's shape in the methods of its module.
     """
-    unstacked = [axis for axis, role in enumerate(axes) if role != "s"]
-    if len(unstacked) != len(method_shape) + 1:
-        return axes
+    unstacked = [axis for axis, role in enumerate(axes) if role not in STACK_LETTERS]
     sizes = [shape[axis] for axis in unstacked]
-    mapped = [unstacked[i] for i in stacked_axes(sizes, method_shape)]
-    first = next((axis for axis in mapped if axes[axis] in "bo"), None)
-    return axes if first is None else f"{axes[:first]}s{axes[first + 1 :]}"
+    for removed in stacked_axes(sizes, method_shape):
+        mapped = [unstacked[axis + number] for number, axis in enumerate(removed)]
+        if all(axes[axis] in "bo" for axis in mapped):
+            letters = iter(STACK_LETTERS[len(axes) - len(unstacked) :])
+            return "".join(next(letters) if n in mapped else role for n, role in enumerate(axes))
+    return axes
 
 
 @functools.cache
@@ -143,7 +156,7 @@ def has_adapted_form(read: Read, axes: str) -> bool:
     """Returns whether the operation `read` has an adapted form for a weight with these axes."""
     if read.kind == "other":
         return False
-    read_axes, weight_axes = (letters.replace("s", "b") for letters in (read.axes, axes))
+    read_axes, weight_axes = (without_stack_axes(letters, "b") for letters in (read.axes, axes))
     if read.kind == "lookup":
         return read_axes == weight_axes
     transposed = read_axes.translate(str.maketrans("io", "oi"))

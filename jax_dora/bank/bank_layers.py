@@ -230,7 +230,7 @@ class BankLinear(BankLayer, nnx.Linear):
     def __init__(self, base: Any, projection: BankProjection, *others: Any) -> None:
         super().__init__(base, projection, *others)
         kernel = base.kernel.get_value()
-        is_kept = isinstance(kernel, jax.Array) and not projection.stack.axis
+        is_kept = isinstance(kernel, jax.Array) and projection.stack.is_leading
         self.bank_kernel = BankArray(kernel if is_kept else None)
 
     def _equation(self, ndim: int) -> Equation:

@@ -19,6 +19,7 @@ from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.bank.projections import BankProjection, rejection_reason
+from jax_dora.layers.stack import Stack
 from jax_dora.ops.bank_slots import RANKS
 from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.peft.names import Names
@@ -174,12 +175,14 @@ def read_adapter(
     for path, arrays in adapter.arrays.items():
         projection, rule = by_path[path], rules[path]
         layout, stack = projection.layout(rule.rank), projection.stack
-        axis = stack.axis % len(projection.shape)
-        if stack.shape and (given := stack_axes.get(path, axis)) != axis:
+        given = Stack(stack.shape, stack_axes.get(path, stack.axes))
+        found, expected = (one.stack_part(range(len(projection.shape))) for one in (given, stack))
+        if found != expected:
             raise ValueError(
-                f"adapter has layers at {path!r} that are stacked along axis {given} of the "
-                f"kernel; expected axis {axis}, as in the bank: set the axis in the kernel's "
-                "metadata, as param_scan_axis, before the bank is made"
+                f"adapter has layers at {path!r} that are stacked along axis "
+                f"{' and '.join(map(str, found))} of the kernel; expected axis "
+                f"{' and '.join(map(str, expected))}, as in the bank: set the axis in the "
+                "kernel's metadata, as param_scan_axis, before the bank is made"
             )
         host = {name: np.asarray(value) for name, value in arrays.items()}
         for name, value in host.items():

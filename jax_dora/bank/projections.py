@@ -100,7 +100,7 @@ def projections(model: nnx.Module, path: str) -> dict[BankProjection, nnx.Variab
     matched = [
         site
         for site, _ in assign_rules(
-            find_sites(model, stack_axis=0), [DoRARule(path, rank=1, alpha=1)]
+            find_sites(model, stack_axes=()), [DoRARule(path, rank=1, alpha=1)]
         )
     ]
     raise_for_no_parameters(matched, "path matches layers that cannot be given a place in a bank")

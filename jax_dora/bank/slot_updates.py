@@ -89,7 +89,7 @@ def g_of(
         g = jnp.where((norm == most) & (scaling.numerator != most), jnp.inf, g)
         return jnp.where(scaling.is_dora, g.astype(scaling.numerator.dtype), scaling.numerator)
 
-    if projection.stack.axis or not isinstance(kernel, jax.Array):
+    if not projection.stack.is_leading or not isinstance(kernel, jax.Array):
         return projection.stack.map_leading(g_of_layer, kernel, adapter)
     function = g_of_layer
     for _ in projection.stack.shape:

@@ -20,12 +20,12 @@ from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.magnitude import layer_norm
 from jax_dora.layers.quantised_kernel import LAYERS, compute_as_stored
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
-from jax_dora.layers.stack import Stack
+from jax_dora.layers.stack import Stack, innermost
 from jax_dora.ops import check, quantised
 
 # The attributes of a DoRA layer that its base layer does not have.
 _ADAPTER_ATTRIBUTES = frozenset((*ADAPTER_NAMES, *OPTIONS)) - {"lora_a_init", "lora_b_init"}
-_ADAPTER_ATTRIBUTES |= {"scale", "given_norm", "given_g", "plain_type", "stack_axis"}
+_ADAPTER_ATTRIBUTES |= {"scale", "given_norm", "given_g", "plain_type", "stack_axes"}
 
 
 class Constant(nnx.Variable):
@@ -65,8 +65,7 @@ class DoRALayer(nnx.Module):
         None.
       given_g: g = magnitude / norm of a frozen layer, in magnitude's shape, or None.
       plain_type: the class of the base layer: `base_type` or a subclass.
-      stack_axis: for a stack of layers, the axis along which the kernels are stacked; -1 is the
-        last.
+      stack_axes: see `Stack.axes`; () if the layer is not stacked, or along leading axes.
       act_qtype: the format of quantised activations; only in a layer that quantises them.
       rank, alpha, use_rslora, keep_inner, dropout_mode, adapter_dtype, implementation: see
         `jax_dora.DoRARule`.
@@ -93,7 +92,7 @@ class DoRALayer(nnx.Module):
         *,
         rngs: nnx.Rngs,
         arrays: Mapping[str, jax.Array] | None = None,
-        stack_axis: int = 0,
+        stack_axes: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
         """
@@ -102,8 +101,7 @@ class DoRALayer(nnx.Module):
             objects) and its settings.
           rngs: its `params` stream draws the parameters, its `dropout` stream the dropout masks.
           arrays: lora_a, lora_b and magnitude in this layer's shapes; None draws a fresh adapter.
-          stack_axis: for a stack of layers, the axis along which the kernels are stacked; -1 is the
-            last.
+          stack_axes: for a stack of layers, see `Stack.axes`; () for leading axes.
           **options: rank, alpha and the other attributes of `jax_dora.DoRARule`.
 
         Sharding: if the kernel has `out_sharding` metadata, each axis of the adapter gets the mesh
@@ -123,7 +121,7 @@ class DoRALayer(nnx.Module):
         copy_attributes(base, self)
         compute_as_stored(self)
         self.plain_type = type(base)
-        self.stack_axis = stack_axis
+        self.stack_axes = stack_axes
         self.rank, self.alpha, self.use_rslora = rule.rank, rule.alpha, rule.use_rslora
         self.scale = rule.scale
         self.keep_inner = rule.keep_inner
@@ -235,9 +233,8 @@ class DoRALayer(nnx.Module):
     def stack(self) -> Stack:
         """Returns the axes along which layers are stacked in the parameters."""
         shape = self.kernel_param.shape
-        lead = len(shape) - len(self.unstacked_shape(self))
-        axis = self.stack_axis
-        return Stack((shape[axis],), axis) if lead == 1 else Stack(shape[:lead])
+        count = len(shape) - len(self.unstacked_shape(self))
+        return Stack.of(shape, innermost(self.stack_axes, count))
 
     def norm(self) -> jax.Array:
         """Computes ‖kernel + s·lora_a lora_b‖ of the stored parameters, even if `given_norm` is

@@ -54,7 +54,7 @@ class DoRALinear(DoRAProduct, nnx.Linear):
           NotImplementedError: an option replaces `nnx.Linear`'s arithmetic (dot_general,
             promote_dtype, preferred_element_type), which the adapter would ignore.
         """
-        names = {"arrays", "stack_axis", *OPTIONS}
+        names = {"arrays", "stack_axes", *OPTIONS}
         adapter = {name: options.pop(name) for name in names & options.keys()}
         adapter |= {"rank": rank, "alpha": alpha}
         layer_rule(**{name: adapter[name] for name in adapter if name in OPTIONS})

@@ -12,46 +12,78 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+# The letters of stack axes in the axes of a weight, as in `jax_dora.register`: "s" for the
+# outermost stack, "t" for the stack inside of it, and so on.
+STACK_LETTERS = "stuvwxyz"
+
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The axes that stacking adds to each parameter of a layer.
+    """The axes that stacking adds to each parameter of a layer. Stacks may contain stacks.
 
     Attributes:
-      shape: the sizes of the stack axes; () for a single layer.
-      axis: 0 if the stack axes are the leading ones; else the position of the only stack axis, -1
-        for the last.
+      shape: the sizes of the stack axes, outermost first; () for a single layer.
+      axes: for each stack axis, the axis along which a transform splits a parameter to get the
+        parameters of the next inner stack or layer; -1 for the last. For example, a parameter [in,
+        out] in stacks that are each made along axis 1 is [in, outer, inner, out]: axes is (1, 1).
+        By default, the stack axes are the leading ones.
     """
 
     shape: tuple[int, ...] = ()
-    axis: int = 0
+    axes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", innermost(self.axes, len(self.shape)))
 
     @classmethod
-    def of_kernel(cls, size: int, axis: int, ndim: int, magnitude_ndim: int) -> "Stack":
-        """Returns the stack of a kernel that is stacked along `axis`.
+    def of(cls, shape: Sequence[int], axes: tuple[int, ...]) -> "Stack":
+        """Returns the stack with these axes of a parameter with this shape."""
+        stack = cls((0,) * len(axes), axes)
+        return cls(stack.stack_part(shape), axes)
+
+    @classmethod
+    def of_kernel(cls, shape: Sequence[int], axes: Sequence[int], magnitude_ndim: int) -> "Stack":
+        """Returns the stack of a kernel.
 
         Args:
-          size: the size of that axis.
-          ndim: the number of kernel axes, that axis included.
+          shape: the kernel's shape, with stack axes.
+          axes: as the attribute `axes`, for this kernel.
           magnitude_ndim: the number of axes of a single layer's magnitude, the parameter with the
             fewest axes.
 
         Raises:
-          NotImplementedError: a parameter would lack that axis, and it is not the last one.
+          NotImplementedError: a parameter would lack one of the axes, and it is not the last one.
         """
-        if axis <= magnitude_ndim:
-            return cls((size,), axis)
-        if axis == ndim - 1:
-            return cls((size,), -1)
-        raise NotImplementedError(
-            f"its layers are stacked along axis {axis} of {ndim}, and a single layer's magnitude "
-            f"has {magnitude_ndim} axes; expected an axis of at most {magnitude_ndim}, or the "
-            "last: stack the layers by nnx.vmap with out_axes=0"
-        )
+        found: list[int] = []
+        for inside, axis in enumerate(reversed(axes)):
+            ndim = len(shape) - len(axes) + inside + 1
+            limit = magnitude_ndim + sum(other >= 0 for other in found)
+            if axis > limit and axis != ndim - 1:
+                raise NotImplementedError(
+                    f"its layers are stacked along axis {axis} of {ndim}, and a single layer's "
+                    f"magnitude has {limit} axes; expected an axis of at most {limit}, or the "
+                    "last: stack the layers by nnx.vmap with out_axes=0"
+                )
+            found.append(axis if axis <= limit else -1)
+        return cls.of(shape, tuple(reversed(found)))
 
     @property
     def count(self) -> int:
         return len(self.shape)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether the stack axes are the leading ones."""
+        return not any(self.axes)
+
+    def order(self, ndim: int) -> list[int]:
+        """Returns what each axis of a parameter is, given the number of axes of a single layer's
+        parameter: an axis of that, or `~number` for a stack axis."""
+        order = list(range(ndim))
+        for number in reversed(range(self.count)):
+            axis = self.axes[number]
+            order.insert(axis if axis >= 0 else len(order), ~number)
+        return order
 
     def indices(self) -> Iterator[tuple[int, ...]]:
         """Yields the index of every layer, in row-major order."""
@@ -59,30 +91,41 @@ class Stack:
 
     def at(self, index: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the index that selects one layer in a parameter's array."""
-        if self.axis < 0:
-            return (..., *index)
-        return (*(slice(None),) * self.axis, *index)
+        order = self.order(max(0, 0, *self.axes))
+        parts = [index[~one] if one < 0 else slice(None) for one in order]
+        count = len(parts) - sum(axis < 0 for axis in self.axes)
+        return (*parts[:count], *([...] if parts[count:] else []), *parts[count:])
 
     def layer_part(self, names: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the entries of `names`, one for each axis of a parameter, that belong to a single
         layer's axes."""
-        start = self._start(len(names) - self.count)
-        return (*names[:start], *names[start + self.count :])
+        order = self.order(len(names) - self.count)
+        return tuple(name for name, one in zip(names, order, strict=True) if one >= 0)
 
     def stack_part(self, names: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the entries of `names`, one for each axis of a parameter, that belong to the
-        stack axes."""
-        start = self._start(len(names) - self.count)
-        return tuple(names[start : start + self.count])
+        stack axes, outermost first."""
+        order = self.order(len(names) - self.count)
+        return tuple(names[order.index(~number)] for number in range(self.count))
 
     def combine(self, stack_names: Sequence[Any], names: Sequence[Any]) -> tuple[Any, ...]:
         """Reverses `stack_part` and `layer_part`."""
-        start = self._start(len(names))
-        return (*names[:start], *stack_names, *names[start:])
+        order = self.order(len(names))
+        return tuple(stack_names[~one] if one < 0 else names[one] for one in order)
 
     def move_stack_axes(self, array: jax.Array) -> jax.Array:
-        """Moves the stack axes from the front of an array to their position."""
-        return jnp.moveaxis(array, 0, self.axis) if self.axis else array
+        """Moves the stack axes from the front of an array to their positions."""
+        if self.is_leading:
+            return array
+        axes = range(array.ndim)
+        return array.transpose(self.combine(axes[: self.count], axes[self.count :]))
+
+    def move_to_front(self, array: jax.Array) -> jax.Array:
+        """Reverses `move_stack_axes`."""
+        if self.is_leading:
+            return array
+        axes = range(array.ndim)
+        return array.transpose((*self.stack_part(axes), *self.layer_part(axes)))
 
     def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Stacks the layers' arrays, given in row-major order, into one array."""
@@ -100,23 +143,29 @@ class Stack:
     ) -> jax.Array:
         """Like `map`, with a second argument. The stack axes of `leading` and of the result are the
         leading ones."""
-        if not self.axis:
-            return _along_leading(len(self.shape), function)(arrays, leading)
+        if self.is_leading:
+            return _along_leading(self.count, function)(arrays, leading)
 
-        def apply(layer: tuple[jax.Array, Any]) -> jax.Array:
-            index, part = layer
+        def apply(index: jax.Array, part: Any) -> jax.Array:
             return function(
                 jax.tree.map(lambda array: self._take_layer(array, index), arrays), part
             )
 
-        return lax.map(apply, (jnp.arange(self.shape[0]), leading))
+        indices = jnp.stack(jnp.indices(self.shape), -1)
+        return _along_leading(self.count, apply)(indices, leading)
 
     def _take_layer(self, array: jax.Array, index: jax.Array) -> jax.Array:
-        axis = self.axis % array.ndim
-        return lax.dynamic_index_in_dim(array, index, axis, keepdims=False)
+        for number, axis in enumerate(self.axes):
+            array = lax.dynamic_index_in_dim(
+                array, index[number], axis % array.ndim, keepdims=False
+            )
+        return array
 
-    def _start(self, ndim: int) -> int:
-        return ndim if self.axis < 0 else self.axis
+
+def innermost(axes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Returns the `Stack.axes` of the `count` innermost stacks. Stacks around the known ones are
+    along leading axes."""
+    return (*(0,) * (count - len(axes)), *axes[max(0, len(axes) - count) :])
 
 
 def _along_leading(count: int, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -127,12 +176,44 @@ def _along_leading(count: int, function: Callable[..., jax.Array]) -> Callable[.
     return lambda *arrays: lax.map(lambda parts: inner(*parts), arrays)
 
 
-def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[int]:
-    """Returns each axis without which `shape` equals `single`: the axes along which arrays of shape
-    `single` may be stacked."""
+def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns all `Stack.axes` for which arrays of shape `single` may have been stacked to `shape`,
+    if outer stack axes come before inner ones."""
+    every, count = range(len(shape)), len(shape) - len(single)
     return [
-        axis for axis in range(len(shape)) if (*shape[:axis], *shape[axis + 1 :]) == tuple(single)
+        tuple(axis - number for number, axis in enumerate(chosen))
+        for chosen in itertools.combinations(every, max(count, 0))
+        if tuple(shape[axis] for axis in every if axis not in chosen) == tuple(single)
     ]
+
+
+def with_stack_axes(axes: str, stack_axes: Sequence[int]) -> str:
+    """Returns a weight's axes with additional letters for outer stacks.
+
+    Args:
+      axes: one letter for each axis of the weight in these stacks.
+      stack_axes: see `Stack.axes`.
+    """
+    count = len(stack_axes)
+    axes = axes.translate(str.maketrans(STACK_LETTERS[: -count or None], STACK_LETTERS[count:]))
+    for number in reversed(range(count)):
+        axis = stack_axes[number]
+        axes = f"{axes[:axis]}{STACK_LETTERS[number]}{axes[axis:]}"
+    return axes
+
+
+def stack_axes_of(axes: str) -> tuple[int, ...]:
+    """Returns the `Stack.axes` of a weight with these axes."""
+    found = []
+    for letter in sorted({*axes} & {*STACK_LETTERS}):
+        found.append(axes.index(letter))
+        axes = axes.replace(letter, "")
+    return tuple(found)
+
+
+def without_stack_axes(axes: str, letter: str = "") -> str:
+    """Returns a weight's axes without its stack axes, or with `letter` in place of each."""
+    return "".join(letter if one in STACK_LETTERS else one for one in axes)
 
 
 def allocate_stack(count: int, layer: jax.Array) -> jax.Array:

@@ -14,6 +14,8 @@ from flax import nnx, traverse_util
 
 from jax_dora.adapt.find_sites import find_sites
 from jax_dora.adapt.site import Site
+from jax_dora.adapt.trace_reads import mark_mapped_axes
+from jax_dora.layers.stack import without_stack_axes
 from jax_dora.linen.layer import dora_class_of
 from jax_dora.linen.params import params_path
 from jax_dora.tracing.read_log import Example, ReadLog, split_arrays
@@ -63,6 +65,7 @@ def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
     arrays, rebuild = split_arrays(example)
     observed = _ObservedModel(HiddenModule(model), next(_CALL_NUMBERS))
     modules: dict[str, nn.Module] = {"": model}
+    log: Any = None
 
     def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path = context.module, "/".join(context.module.path)
@@ -71,6 +74,9 @@ def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
         # Several modules may share a scope; prefer the layer that a DoRA class adapts.
         if path not in modules or dora_class_of(module):
             modules[path] = module
+        for name, value in module.variables.get("params", {}).items() if log else ():
+            if not isinstance(value, Mapping):
+                log.record_shape(list(modules).index(path), name, nn.unbox(value).shape)
         with jax.named_scope(f"dora[{list(modules).index(path)}]"):
             return next_fun(*args, **kwargs)
 
@@ -100,11 +106,13 @@ def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
         log.record_result(result)
 
     jax.eval_shape(run, variables, arrays)
+    shapes = {params_path(path): nn.unbox(leaf).shape for path, leaf in weights.items()}
+    mark_mapped_axes(log, shapes)
     # A stack axis is a batch axis here: each layer has its own adapter.
-    log.reads = {
-        key: tuple(dataclasses.replace(read, axes=read.axes.replace("s", "b")) for read in reads)
-        for key, reads in log.reads.items()
-    }
+    for key, reads in log.reads.items():
+        log.reads[key] = tuple(
+            dataclasses.replace(read, axes=without_stack_axes(read.axes, "b")) for read in reads
+        )
     classes = {path: type(module) for path, module in modules.items()}
     sites = find_sites(_mirror(flat, classes), log)
     for site in sites:

@@ -31,7 +31,7 @@ class LinenWeight:
       path: the parameter's path in the collection "params".
       names: the paths by which rules match it; the first is its own.
       is_linear: whether "all-linear" selects it.
-      spec: the parameter and the adapter's settings. Stack axes are "b" too.
+      spec: the parameter and the adapter's settings. Stack axes are batch axes, "b".
     """
 
     path: tuple[str, ...]

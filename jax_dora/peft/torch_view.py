@@ -91,7 +91,7 @@ def torch_view(
     model: nnx.Module,
     names: Names,
     adapted: Iterable[AdaptedWeight] = (),
-    stack_axes: Mapping[str, int] | None = None,
+    stack_axes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> TorchView:
     """Returns a view of the model with PyTorch's names and layouts.
 
@@ -99,7 +99,7 @@ def torch_view(
       model: the model.
       names: translates paths to PyTorch's names.
       adapted: weights that had adapters before these were removed from the model.
-      stack_axes: the axes along which layers are stacked, by path, as far as they are known.
+      stack_axes: the `Stack.axes` of stacks of layers by path, as far as they are known.
 
     Raises:
       TypeError: `model` is not an nnx module.
@@ -111,7 +111,7 @@ def torch_view(
     modules = {found.paths[0]: found.module for found in all_found}
     all_sites, axes = find_sites(model), stack_axes or {}
     layer_sites = [
-        Site(one.paths, one, kind.kernel_name, is_layer=True, stack_axis=axes.get(one.paths[0], 0))
+        Site(one.paths, one, kind.kernel_name, is_layer=True, stack_axes=axes.get(one.paths[0], ()))
         for one in all_found
         if (kind := kind_of(one.module))
     ]

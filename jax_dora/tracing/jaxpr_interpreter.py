@@ -219,6 +219,26 @@ def _while(operands: list[Any], params: dict[str, Any]) -> list[Any]:
     return carry.join(lax.while_loop(condition, step, carry.select_moving(carry.operands)))
 
 
+def _sources(jaxpr: Any) -> list[int | None]:
+    """Returns, for each result of a jaxpr, the index of the argument that it is; else None."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    same: dict[Any, Any] = {variable: index for index, variable in enumerate(jaxpr.invars)}
+
+    def source(atom: Any) -> int | None:
+        return None if isinstance(atom, core.Literal) else same.get(atom)
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("jit", "remat2", "checkpoint"):
+            arguments = [source(atom) for atom in eqn.invars]
+            inner = _sources(eqn.params["jaxpr"])
+            same |= {
+                variable: arguments[index]
+                for variable, index in zip(eqn.outvars, inner, strict=True)
+                if index is not None
+            }
+    return [source(atom) for atom in jaxpr.outvars]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Carry:
     """The carry of a loop. Values that each step returns unchanged are kept out of the loop's
@@ -241,9 +261,8 @@ class _Carry:
             first results.
           name: the operation that reads a weight whose value changes, for the record.
         """
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        pairs = zip(jaxpr.invars[n_consts:], jaxpr.outvars, strict=False)
-        fixed = [before is after for before, after in pairs][: len(operands)]
+        sources = _sources(jaxpr)[: len(operands)]
+        fixed = [source == n_consts + number for number, source in enumerate(sources)]
         pairs = zip(operands, fixed, strict=True)
         values = [value if is_fixed else as_array(value, name) for value, is_fixed in pairs]
         return cls(values, fixed)
@@ -266,7 +285,8 @@ class _ScannedOperand:
 
     Attributes:
       operand: the operand; a weight if `axes` is not None.
-      axes: for a weight, the scanned axis of each of its arrays that has it; None for an array.
+      axes: for a weight, the scanned axis of each of its arrays that has it, which none has if the
+        program inserted that axis; None for an array.
       xs: the arrays that the scan slices.
     """
 
@@ -287,6 +307,8 @@ class _ScannedOperand:
                     for name, index in axes.items()
                 }
                 return cls(operand, axes, xs)
+            if not operand.view[0]:
+                return cls(operand, {}, {})
             operand = as_array(operand, "scan")
         return cls(operand, None, operand)
 
@@ -294,8 +316,10 @@ class _ScannedOperand:
         """Returns the operand of one step, given that step's slice of `xs`."""
         if self.axes is None:
             return x
+        if not self.axes:
+            return dataclasses.replace(self.operand, view=self.operand.view[1:])
         arrays = {name: jnp.expand_dims(x[name], index) for name, index in self.axes.items()}
         weight, (part,) = self.operand, self.operand.view[0]
-        stacked = weight.stacked | {weight.origins[part]}
+        stacked = (*weight.stacked, weight.origins[part])
         weight = weight.with_part_size(part, arrays, weight.view[1:])
         return dataclasses.replace(weight, stacked=stacked)

@@ -53,10 +53,11 @@ def _propagate_one(
         case "reshape" if params.get("dimensions") is None:
             return weight.reshape(params["new_sizes"])
         case "squeeze":
-            dropped = {axis % len(weight.view) for axis in params["dimensions"]}
-            return weight.reshape([n for axis, n in enumerate(weight.shape) if axis not in dropped])
+            axes = range(len(weight.view))
+            dropped = {axis % len(axes) for axis in params["dimensions"]}
+            return weight.transpose([axis for axis in axes if axis not in dropped])
         case "broadcast_in_dim" if math.prod(params["shape"]) == math.prod(weight.shape):
-            return weight.reshape(params["shape"])
+            return weight.place_axes(params["broadcast_dimensions"], len(params["shape"]))
         case "slice":
             strides = params["strides"] or (1,) * len(weight.view)
             bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)

@@ -43,7 +43,7 @@ class ProductPlan:
           free: the axes of the weight's array that are neither contracted nor batch axes.
         """
         self.weight, self.is_transposed = weight, is_transposed
-        view, batch = weight.view, weight.parts("b")
+        batch = weight.parts("b")
         contracted, kept = (
             sorted(weight.parts_of_axes(product.contracted)),
             sorted(weight.parts_of_axes(free)),
@@ -63,7 +63,8 @@ class ProductPlan:
 
         x_labels: list[int] = []
         for axis in range(x.ndim):
-            x_labels += view[weight_axes[axis]] if axis in weight_axes else (~axis,)
+            is_row = axis not in weight_axes
+            x_labels += [~axis] if is_row else weight.parts_of_axes([weight_axes[axis]])
         self.x_split = lengths(x_labels)
         self.x_order = tuple(x_labels.index(label) for label in (*self.both, *rows, *inner))
         self.x_shape = (math.prod(lengths(self.both)), *lengths(rows), math.prod(lengths(inner)))
@@ -71,8 +72,9 @@ class ProductPlan:
         self.y_split = lengths(y_labels)
         self.y_sum = tuple(axis for axis, label in enumerate(y_labels) if label in summed)
         remaining = [label for label in y_labels if label not in summed]
-        row_axes, feature_axes = [(row,) for row in rows], [view[axis] for axis in free]
-        y_axes = [view[axis] for axis in product.batch]
+        row_axes = [[row] for row in rows]
+        feature_axes = [weight.parts_of_axes([axis]) for axis in free]
+        y_axes = [weight.parts_of_axes([axis]) for axis in product.batch]
         y_axes += [*feature_axes, *row_axes] if product.weight_first else [*row_axes, *feature_axes]
         self.y_order = tuple(remaining.index(label) for labels in y_axes for label in labels)
         self.y_shape = tuple(math.prod(lengths(labels)) for labels in y_axes)

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from jax_dora.layers.base_layer import is_node
+from jax_dora.layers.stack import STACK_LETTERS
 from jax_dora.tracing.jaxpr_interpreter import current_scopes
 from jax_dora.tracing.operations import Lookup, Product, Ragged
 from jax_dora.tracing.trace import WeightTrace
@@ -164,13 +165,13 @@ class Recorder:
         """Records a product or lookup along these axes of the weight's array."""
         every = range(len(weight.view))
         contracted_axes, batch_axes, viewed_axes = (
-            {weight.origins[part] for part in weight.parts_of_axes(axes)}
+            {weight.origins[part] for axis in axes for part in weight.view[axis]}
             for axes in (contracted, batch, every)
         )
 
         def role(axis: int) -> str:
             if axis in weight.stacked:
-                return "s"
+                return STACK_LETTERS[weight.stacked.index(axis)]
             if axis in contracted_axes:
                 return "i"
             is_indexed = axis not in viewed_axes and self.shape[axis] != 1
@@ -179,7 +180,7 @@ class Recorder:
         roles = [role(axis) for axis in range(len(self.shape))]
         short = [axis for axis, size in enumerate(self.shape) if roles[axis] == "o" and size == 1]
         if "i" not in roles and short:
-            # Views omit axes of size 1, so the contracted axis is one of these.
+            # A reshape may drop axes of size 1, so the contracted axis is one of these.
             roles[short[0]] = "i"
         axes = "".join(roles)
         counted_role = "o" if kind == "product" else "i"

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from jax_dora.layers.stack import stacked_axes
+from jax_dora.layers.stack import STACK_LETTERS, stacked_axes, with_stack_axes
 
 type Axes = str | Callable[[Any], str | None]
 
@@ -27,11 +27,12 @@ class Registration:
     axes: Axes
     linear: bool
 
-    def axes_of(self, module: Any, stack_axis: int | None = None) -> str | None:
+    def axes_of(self, module: Any, stack_axes: tuple[int, ...] | None = None) -> str | None:
         """Returns the axes in `module`, or None if the parameter cannot be adapted there.
 
         Args:
-          stack_axis: the axis along which a traced call takes layers from the parameter, if known.
+          stack_axes: the `Stack.axes` along which a traced call takes layers from the parameter, if
+            known.
         """
         axes = self.axes(module) if callable(self.axes) else self.axes
         if axes is None:
@@ -39,16 +40,16 @@ class Registration:
         _check_axes(axes)
         variable = getattr(module, self.param)
         ndim = variable.ndim
-        if stack_axis is None:
-            stack_axis = scan_axis(variable)
         if len(axes) > ndim:
             raise ValueError(
                 f"axes is {axes!r} for a {self.param} of {ndim} axes; expected one letter for each "
                 "axis of a single layer"
             )
-        if ndim - len(axes) == 1 and stack_axis is not None:
-            return f"{axes[:stack_axis]}s{axes[stack_axis:]}"
-        return "s" * (ndim - len(axes)) + axes
+        count = ndim - len(axes)
+        if stack_axes is not None and len(stack_axes) == count:
+            return with_stack_axes(axes, stack_axes)
+        # MaxText stacks along the same axis at every level.
+        return with_stack_axes(axes, (scan_axis(variable) or 0,) * count)
 
 
 _BY_CLASS: dict[type[Any] | str, dict[str, Registration]] = {}
@@ -76,10 +77,11 @@ def register(
       param: the name of the parameter, an `nnx.Variable` of any type.
       axes: one letter for each axis: "i" for an axis that products contract, "o" for output
         features, "b" for a batch axis such as experts, where each index has its own matrix, norm
-        and adapter, "s" for an axis along which `nnx.vmap` has stacked layers. Additional axes of
-        the parameter are a stack too: inputs in `apply_dora` show their position, and without
-        inputs they are the leading axes. Instead of letters, a function that takes the module and
-        returns them, or None if the module cannot be adapted.
+        and adapter, "s" for an axis along which `nnx.vmap` has stacked layers, "t" for a stack
+        inside of that stack, and so on. Additional axes of the parameter are stacks too: inputs in
+        `apply_dora` show their position, and without inputs they are the leading axes. Instead of
+        letters, a function that takes the module and returns them, or None if the module cannot be
+        adapted.
       linear: whether "all-linear" selects the parameter; False for embeddings.
 
     Raises:
@@ -147,11 +149,18 @@ def einsum_axes(equation: str) -> str | None:
 
 
 def _check_axes(axes: str) -> None:
-    if not isinstance(axes, str) or set(axes) - set("bios") or not {"i", "o"} <= set(axes):
+    stacked = sorted(one for one in str(axes) if one in STACK_LETTERS)
+    if (
+        not isinstance(axes, str)
+        or set(axes) - {*"bio", *stacked}
+        or not {"i", "o"} <= set(axes)
+        or stacked != [*STACK_LETTERS[: len(stacked)]]
+    ):
         raise ValueError(
             f"axes is {axes!r}; expected one letter for each axis, with at least one 'i' and one "
             "'o', as in 'io': 'i' for a contracted axis, 'o' for output features, 'b' for a batch "
-            "axis, 's' for an axis along which layers are stacked"
+            "axis, 's' for an axis along which layers are stacked, 't' for one inside of that "
+            "stack, and so on, each once"
         )
 
 
@@ -162,10 +171,10 @@ def _einsum(module: Any) -> str | None:
 def _dense_general(module: Any) -> str | None:
     letters = "i" * len(module.in_features_shape) + "o" * len(module.out_features_shape)
     single = (*module.in_features_shape, *module.out_features_shape)
-    axes = stacked_axes(module.kernel.shape, single)  # MaxText stacks layers along axis 1.
-    if len(axes) == 1:
-        return f"{letters[: axes[0]]}s{letters[axes[0] :]}"
-    return None if axes and scan_axis(module.kernel) is None else letters
+    found = stacked_axes(module.kernel.shape, single)
+    if len(found) == 1:
+        return with_stack_axes(letters, found[0])
+    return None if found and scan_axis(module.kernel) is None else letters
 
 
 def scan_axis(variable: Any) -> int | None:

@@ -57,7 +57,7 @@ class Weight:
 
     Attributes:
       view: for each axis of the view, the numbers of the parts that form it, outermost first. Parts
-        of size 1 are omitted, so that axes of size 1 can be inserted and removed freely.
+        of size 1 may be missing, so that axes of size 1 can be inserted and removed freely.
       sizes, origins: for each part, in the weight's order, its size and the weight's axis that it
         belongs to.
       roles: one letter for each axis of the weight: "b" (batch axis: one matrix for each index),
@@ -67,7 +67,7 @@ class Weight:
         roles are known also "lora_a" [*b, *i, r], "lora_b" [*b, r, *o] and "g" [*b, *o], sliced
         alike.
       reader: computes the operations that read the weight.
-      stacked: the axes of the weight that a scan has iterated over.
+      stacked: the axes of the weight that scans have iterated over, outermost scan first.
     """
 
     view: tuple[tuple[int, ...], ...]
@@ -76,14 +76,14 @@ class Weight:
     roles: str | None
     arrays: Mapping[str, jax.Array]
     reader: Reader
-    stacked: frozenset[int] = frozenset()
+    stacked: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, roles: str | None, arrays: Mapping[str, jax.Array], reader: Reader) -> Self:
         """Returns the view of the whole, unchanged weight."""
         sizes = arrays["kernel"].shape
-        view = tuple((axis,) if size != 1 else () for axis, size in enumerate(sizes))
-        return cls(view, sizes, tuple(range(len(sizes))), roles, arrays, reader)
+        parts = tuple(range(len(sizes)))
+        return cls(tuple((part,) for part in parts), sizes, parts, roles, arrays, reader)
 
     @property
     def kernel(self) -> jax.Array:
@@ -112,8 +112,8 @@ class Weight:
         return [part for part in self.parts(role) if self.sizes[part] != 1]
 
     def parts_of_axes(self, axes: Sequence[int]) -> list[int]:
-        """Returns the parts that form these axes of the view."""
-        return [part for axis in axes for part in self.view[axis]]
+        """Returns the parts that form these axes of the view, without parts of size 1."""
+        return [part for axis in axes for part in self.view[axis] if self.sizes[part] != 1]
 
     def whole_part(self, axis: int) -> int | None:
         """Returns the part that forms the view's axis `axis`, if this is a single part and a whole
@@ -133,7 +133,13 @@ class Weight:
         return kernel.reshape(self.sizes).transpose((*order, *short)).reshape(self.shape)
 
     def transpose(self, order: Sequence[int]) -> "Weight":
+        """Returns a view with these axes, in this order. Axes of size 1 may be missing."""
         return dataclasses.replace(self, view=tuple(self.view[axis] for axis in order))
+
+    def place_axes(self, axes: Sequence[int], ndim: int) -> "Weight":
+        """Returns a view of `ndim` axes: those of this view at `axes`, and others of size 1."""
+        by_axis = dict(zip(axes, self.view, strict=True))
+        return dataclasses.replace(self, view=tuple(by_axis.get(axis, ()) for axis in range(ndim)))
 
     def reshape(self, shape: Sequence[int]) -> "Weight | None":
         """Returns the view reshaped in row-major order; None if the new axes do not divide the
@@ -220,9 +226,7 @@ class Weight:
             for name, array in self.arrays.items()
             if (array_axis := self.axis_in(name, self.origins[part])) is not None
         }
-        is_long = sliced["kernel"].shape[self.origins[part]] != 1
-        view = (*self.view[:axis], (part,) if is_long else (), *self.view[axis + 1 :])
-        return self.with_part_size(part, sliced, view)
+        return self.with_part_size(part, sliced, self.view)
 
     def axis_in(self, name: str, axis: int) -> int | None:
         """Returns the axis of the array `name` that corresponds to the weight's `axis`; None if

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
@@ -16,7 +15,13 @@ from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.magnitude import g_of_call
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.seeds import dropout_of_call
-from jax_dora.layers.stack import Stack
+from jax_dora.layers.stack import (
+    STACK_LETTERS,
+    Stack,
+    innermost,
+    stack_axes_of,
+    without_stack_axes,
+)
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.tracing.adapted_products import AdaptedReader
 from jax_dora.tracing.jaxpr_interpreter import mark_adapted
@@ -145,10 +150,10 @@ class WeightAdapter:
             kernel = mark_adapted(kernel)
             # A scan removes the stack axis of the kernel; `nnx.vmap` may remove batch axes too.
             axes = self.spec.axes
-            for role in "sb":
+            for role in (*STACK_LETTERS, "b"):
                 axes = axes.replace(role, "", max(0, len(axes) - kernel.ndim))
-            order = self._stack_to_batch if "s" in axes else lambda array: array
-            axes = axes.replace("s", "b")
+            order = functools.partial(self._stack_to_batch, axes)
+            axes = without_stack_axes(axes, "b")
             arrays = {"kernel": kernel}
             arrays |= {name: order(getattr(self, name)[...]) for name in ("lora_a", "lora_b")}
             layout = projection_layout(kernel.shape, axes, self.rank)
@@ -156,11 +161,15 @@ class WeightAdapter:
             reader = AdaptedReader(self.spec.rule, dropout_of_call(self, None, None))
             return Weight.of(axes, arrays, reader)
 
-    def _stack_to_batch(self, array: jax.Array) -> jax.Array:
-        """Moves the stack axis of an adapter's array to its position among the batch axes."""
-        stack = self.stack
-        position = sum(role == "b" for role in self.spec.axes[: self.spec.axes.index("s")])
-        return jnp.moveaxis(array, stack.axis, position) if stack.axis else array
+    def _stack_to_batch(self, axes: str, array: jax.Array) -> jax.Array:
+        """Moves the stack axes of an adapter's array to their positions among the batch axes of a
+        weight with these axes."""
+        letters = [one for one in axes if one in STACK_LETTERS or one == "b"]
+        stacked = sorted({*letters} - {"b"})
+        batch = iter(range(len(stacked), len(letters)))
+        order = [next(batch) if one == "b" else stacked.index(one) for one in letters]
+        array = self.stack.move_to_front(array)
+        return array.transpose((*order, *range(len(order), array.ndim)))
 
     def create_arrays(
         self,
@@ -201,15 +210,14 @@ def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
       shape: the weight's shape.
       axes: see `AdapterSpec.axes`.
     """
-    count, axis = len(shape) - len(axes.replace("s", "")), axes.find("s")
-    if axis <= 0:
-        return Stack(shape[:count])
-    magnitude_ndim = sum(role in "bo" for role in axes)
-    return Stack.of_kernel(shape[axis], axis, len(axes), magnitude_ndim)
+    count = len(shape) - len(without_stack_axes(axes))
+    return Stack.of_kernel(
+        shape, innermost(stack_axes_of(axes), count), sum(role in "bo" for role in axes)
+    )
 
 
 def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
     """Returns how to view a single layer of a weight, and an adapter of `rank`, as matrices."""
     return projection_layout(
-        stack_of_weight(shape, axes).layer_part(shape), axes.replace("s", ""), rank
+        stack_of_weight(shape, axes).layer_part(shape), without_stack_axes(axes), rank
     )

@@ -38,39 +38,53 @@ class Block(nnx.Module):
         return self.own(jnp.tanh(self.heads(x)).sum(-2))
 
 
-class Stack(nnx.Module):
-    """Blocks along `axis` of every parameter; square ones where `width` is their number."""
+class Stacks(nnx.Module):
+    """Blocks in stacks of these sizes, outermost first, each along an axis of every parameter."""
 
-    def __init__(self, axis: int, width: int, *, use_bias: bool = True) -> None:
-        self.axes = nnx.StateAxes({nnx.Param: axis, ...: 0})
+    def __init__(
+        self, axes: tuple[int, ...], sizes: tuple[int, ...], width: int, *, use_bias: bool = True
+    ) -> None:
+        self.axes = [nnx.StateAxes({nnx.Param: axis, ...: 0}) for axis in axes]
 
-        @nnx.split_rngs(splits=LAYERS)
-        @nnx.vmap(out_axes=self.axes)
         def make(rngs: nnx.Rngs) -> Block:
             return Block(width, rngs, use_bias=use_bias)
 
+        for axis, size in zip(reversed(self.axes), reversed(sizes), strict=True):
+            make = nnx.split_rngs(splits=size)(nnx.vmap(make, out_axes=axis))
         self.blocks = make(nnx.Rngs(0))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)
         def run(block: Block, x: jax.Array) -> jax.Array:
             return block(x)
 
+        for axis in reversed(self.axes):
+            run = nnx.scan(run, in_axes=(axis, nnx.Carry), out_axes=nnx.Carry)
         return run(self.blocks, x)
+
+
+class Stack(Stacks):
+    """One stack; of square blocks where `width` is their number."""
+
+    def __init__(self, axis: int, width: int, *, use_bias: bool = True) -> None:
+        super().__init__((axis,), (LAYERS,), width, use_bias=use_bias)
 
 
 def inputs(width: int) -> jax.Array:
     return jax.random.normal(jax.random.key(5), (4, width))
 
 
-def expected(model: Stack, axis: int, x: jax.Array) -> np.ndarray:
+def expected(
+    model: Stacks, axes: tuple[int, ...], sizes: tuple[int, ...], x: jax.Array
+) -> np.ndarray:
     """What the layers compute one after the other, in fp64."""
     blocks: dict = nnx.to_pure_dict(nnx.state(model.blocks, nnx.Param))
     y = oracle.fp64(x)
-    for index in range(LAYERS):
+    for indices in np.ndindex(*sizes):
 
-        def part(array, index=index):
-            return np.take(np.asarray(array), index, axis)
+        def part(array, indices=indices):
+            for index, axis in zip(indices, axes, strict=True):
+                array = np.take(np.asarray(array), index, axis)
+            return array
 
         linear, heads, own = (jax.tree.map(part, blocks[n]) for n in ("linear", "heads", "own"))
         own = {name.removeprefix("w_"): value for name, value in own.items()} | {"kernel": own["w"]}
@@ -86,13 +100,23 @@ def expected(model: Stack, axis: int, x: jax.Array) -> np.ndarray:
     return y
 
 
+CASES = [((1,), (LAYERS,), LAYERS), ((1,), (1,), 5), ((1, 1), (2, 3), 5)]
+SLOW_CASES = [
+    *(((axis,), (LAYERS,), width) for axis, width in [(0, 3), (-1, 3), (1, 5), (-1, 5)]),
+    *(((axis,), (1,), 5) for axis in (0, -1)),
+    *((axes, (2, 3), 5) for axes in [(0, 0), (0, 1), (1, 0), (-1, 0), (0, -1), (-1, -1)]),
+    ((1, 1), (3, 3), 3),  # the shapes do not tell
+    ((1, 1), (2, 1), 5),
+    ((1, 0, 1), (2, 1, 2), 5),
+]
+
+
 @pytest.mark.parametrize(
-    ("axis", "width"),
-    [(1, LAYERS)]
-    + [pytest.param(*one, marks=pytest.mark.slow) for one in [(0, 3), (-1, 3), (1, 5), (-1, 5)]],
+    ("axes", "sizes", "width"),
+    CASES + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_CASES],
 )
-def test_it_computes_what_its_layers_compute(axis, width):
-    base, x = Stack(axis, width), inputs(width)
+def test_it_computes_what_its_layers_compute(axes, sizes, width):
+    base, x = Stacks(axes, sizes, width), inputs(width)
     adapted = train(apply_dora(base, RULE, rngs=nnx.Rngs(1), example=(x,)))
     for one, other in [
         (remove_dora(adapted), base),
@@ -108,7 +132,7 @@ def test_it_computes_what_its_layers_compute(axis, width):
     wrt = nnx.DiffState(0, nnx.LoRAParam)
     grads, found = nnx.grad(loss, argnums=wrt, has_aux=True)(adapted)
     assert all(bool(jnp.any(one != 0)) for one in jax.tree.leaves(grads))
-    np.testing.assert_allclose(found, expected(adapted, axis, x), 0, OPERATOR_FP32_MAX_ABS)
+    np.testing.assert_allclose(found, expected(adapted, axes, sizes, x), 0, OPERATOR_FP32_MAX_ABS)
     merged = merge_dora(adapted)
     assert type(merged.blocks.linear) is nnx.Linear
     assert type(merged.blocks.own) is Own
@@ -222,7 +246,7 @@ def test_a_registration_of_a_layer_goes_by_the_metadata_of_maxtexts_scan():
     own = Own(2, nnx.Rngs(0))
     own.w = nnx.Param(jnp.ones((3, 2, 4, 5)), param_scan_axis=1)
     assert registration.axes_of(own) == "bsio"
-    assert registration.axes_of(own, 0) == "sbio"
+    assert registration.axes_of(own, (0,)) == "sbio"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, merge_dora, quantize
+from parity import oracle
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.drawn import normals
 from tests.jax_dora.small_models import call, train
@@ -44,6 +45,41 @@ def test_a_weight_with_one_input_is_adapted():
     assert adapted.spread_magnitude.shape == (5,)
     found, merged = (np.asarray(call(one, X)) for one in (adapted, merge_dora(adapted)))
     within(found, merged, OPERATOR_FP32_MAX_ABS)
+
+
+class OneLayer(nnx.Module):
+    """Runs one layer in a scan of length 1: with an axis that the call inserts, or as a carry that
+    a rematerialised step returns."""
+
+    def __init__(self, *, is_carry: bool):
+        self.w, self.is_carry = nnx.Param(normals(4)(5, 5)), is_carry
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ w)
+
+        if not self.is_carry:
+            return jax.lax.scan(lambda x, w: (layer(x, w), None), x, self.w[...][None])[0]
+
+        @jax.checkpoint
+        def step(carry, _):
+            x, w = carry
+            return (jax.jit(layer)(x, w), w), None
+
+        return jax.lax.scan(step, (x, self.w[...]), None, 1)[0][0]
+
+
+@pytest.mark.parametrize("is_carry", [False, True], ids=["inserted", "carry"])
+def test_a_scan_of_one_that_is_no_stack_reads_the_weight_as_its_step_does(is_carry):
+    base, x = OneLayer(is_carry=is_carry), normals(5)(3, 5)
+    [told] = coverage(base, x).weights
+    assert (told.how, told.merged_bytes) == ("read by a product, io", 0)
+    rule = DoRARule("all-linear", 2, 3)
+    adapted = train(apply_dora(base, rule, rngs=nnx.Rngs(1), example=(x,)))
+    arrays = (adapted.w_lora_a[...], adapted.w_lora_b[...])
+    operands = oracle.from_flax(base.w[...], *arrays)
+    merged = oracle.merged_weight(*operands, np.asarray(adapted.w_magnitude[...]), rule.scale)
+    within(np.asarray(call(adapted, x)), np.tanh(oracle.fp64(x) @ merged.T), OPERATOR_FP32_MAX_ABS)
 
 
 @pytest.mark.parametrize(
