@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from flax.typing import Initializer
 
-from jax_dora.layers.base_layer import axis_names, sharded_like
+from jax_dora.layers.base_layer import axis_names, like_kernel
 from jax_dora.layers.layout import Axes
 from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.layers.rule import DoRARule
@@ -50,8 +50,6 @@ def make_adapter(
     """
     _check_streams(rngs, params=arrays is None, dropout=bool(rule.dropout))
     layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
-    names = axis_names(kernel)
-    axes, stack_names = layout.adapter_axes(stack.layer_part(names)), stack.stack_part(names)
     count, values, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
     order = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
     for number, name in order if by_layer else sorted(order, key=lambda pair: pair[1]):
@@ -71,9 +69,16 @@ def make_adapter(
         if rule.dropout and by_layer and name == "lora_b":
             dropouts.append(nnx.Dropout(rule.dropout, rngs=rngs))
 
+    stack_names = stack.stack_part(axis_names(kernel))
+
     def set_parameter(name: str, kind: type[nnx.LoRAParam], value: Any) -> None:
-        all_names = stack.combine(stack_names, axes[name])
-        setattr(layer, name, sharded_like(kernel, kind, value, all_names))
+        def own(names: tuple[Any, ...]) -> tuple[Any, ...]:
+            of_layer = layout.adapter_axes(stack.layer_part(names))[name]
+            return stack.combine(stack.stack_part(names), of_layer)
+
+        ndim = len(own((None,) * kernel.ndim))
+        stack_axis = next(iter(stack.stack_part(range(ndim))), None)
+        setattr(layer, name, like_kernel(kernel, kind, value, own, stack_axis))
 
     for name, value in values.items():
         if stack.shape:

@@ -1,6 +1,6 @@
 """The Flax layer below an adapter: whether it can be adapted, its attributes and its sharding."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -25,6 +25,10 @@ _CUSTOM_ARITHMETIC = {
     "preferred_element_type": (None,),
     "mask": (None,),
 }
+
+# Metadata of a Flax variable: what MaxText records of a stack, and what tells how to shard.
+_STACK_METADATA = (nnx.PARTITION_NAME, "param_scan_axis")
+_SHARDING = ("sharding_rules", "mesh", "eager_sharding")
 
 
 def check_base(base: Any, expected: type[nnx.Module]) -> None:
@@ -155,7 +159,7 @@ def is_node(value: Any) -> bool:
 def axis_names(kernel: nnx.Param) -> tuple[Any, ...]:
     """Returns the mesh axis over which each kernel axis is sharded, from its `out_sharding`
     metadata; None for an axis that is not sharded."""
-    return pad_axes(_sharding_metadata(kernel).get("out_sharding", ()), kernel.ndim)
+    return pad_axes(kernel.get_metadata().get("out_sharding") or (), kernel.ndim)
 
 
 def pad_axes(names: Any, ndim: int) -> tuple[Any, ...]:
@@ -164,26 +168,43 @@ def pad_axes(names: Any, ndim: int) -> tuple[Any, ...]:
     return (*names, *(None,) * (ndim - len(names)))
 
 
-def sharded_like(
-    kernel: nnx.Param, kind: type[nnx.LoRAParam], value: Any, names: tuple[Any, ...]
+def like_kernel(
+    kernel: nnx.Param,
+    kind: type[nnx.LoRAParam],
+    value: Any,
+    own: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    stack_axis: int | None,
 ) -> Any:
-    """Returns a parameter of an adapter that is sharded like its kernel, on the kernel's devices.
+    """Returns a variable of type `kind`, on the device that the kernel is committed to, with all
+    metadata that the kernel has about its axes. A value with sharding metadata of its own keeps
+    that.
 
     Args:
-      kernel: the kernel, whose sharding metadata the parameter gets.
-      kind: the class of the parameter.
-      value: its value. An `nnx.VariableMetadata`, from an initializer, keeps its own metadata.
-      names: the mesh axis name, or None, of each axis of `value`.
+      value: an array, or an `nnx.VariableMetadata`.
+      own: takes one entry for each axis of the kernel, and returns the entries of the variable's
+        axes.
+      stack_axis: the variable's outermost stack axis, or None.
     """
+    metadata = kernel.get_metadata()
+    about_axes = {
+        name: own(pad_axes(entries, kernel.ndim))
+        for name, entries in metadata.items()
+        if isinstance(entries, tuple | list | PartitionSpec)
+        and not name.startswith(("on_", "sharding"))  # hooks, and old names of out_sharding
+        and (len(entries) == kernel.ndim or name == "out_sharding")
+    }
+    names = (*_STACK_METADATA, *_SHARDING)
+    others = {name: metadata[name] for name in names if metadata.get(name) is not None}
+    if "param_scan_axis" in others and stack_axis is not None:
+        others["param_scan_axis"] = stack_axis
     if isinstance(value, nnx.VariableMetadata):
-        return kind(value)
+        missing = {*_STACK_METADATA, "eager_sharding"} & others.keys() - value.metadata.keys()
+        return kind(value, **{name: others[name] for name in missing})
     array = stored(kernel.get_value())
     if isinstance(getattr(array, "sharding", None), SingleDeviceSharding):
         # Keys that a layer on a mesh has used before are on that mesh, and so is what they draw.
         value = on_devices_of(array, value)
-    metadata = _sharding_metadata(kernel)
-    if "out_sharding" in metadata:
-        metadata["out_sharding"] = names
+    if "out_sharding" in about_axes:
         sharding = mesh_sharding(kernel)
         is_on_mesh = isinstance(value, Tracer) or isinstance(
             getattr(value, "sharding", None), NamedSharding
@@ -192,7 +213,7 @@ def sharded_like(
             # Flax shards only arrays that are on a mesh; an initializer may create the value on a
             # single device.
             value = jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
-    return kind(value, **metadata)
+    return kind(value, **about_axes, **others)
 
 
 def mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
@@ -203,9 +224,3 @@ def mesh_sharding(variable: nnx.Variable) -> NamedSharding | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding
     return None
-
-
-def _sharding_metadata(kernel: nnx.Param) -> dict[str, Any]:
-    metadata = kernel.get_metadata()
-    keys = ("out_sharding", "sharding_rules", "mesh")
-    return {key: metadata[key] for key in keys if metadata.get(key) is not None}

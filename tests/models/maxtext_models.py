@@ -45,8 +45,45 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "sparse_matmul": False,
 }
-# As Llama and as Mixtral; scanned and rematerialised.
-MODELS = {"decoder": {}, "MoE": _EXPERTS}
+# As Llama and as Mixtral; scanned and rematerialised. DeepSeek's dense layers are a stack of one,
+# and the local layers of Qwen3-Next and Gemma 4 are a stack in each layer of a stack.
+MODELS = {
+    "decoder": {},
+    "MoE": _EXPERTS,
+    "DeepSeek": _EXPERTS
+    | {
+        "attention_type": "mla",
+        "base_num_decoder_layers": 3,
+        "base_num_kv_heads": 4,
+        "decoder_block": "deepseek",
+        "first_num_dense_layers": 1,
+        "kv_lora_rank": 4,
+        "q_lora_rank": 4,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "shared_experts": 1,
+        "v_head_dim": 4,
+    },
+    "Qwen3-Next": _EXPERTS
+    | {
+        "base_num_decoder_layers": 4,
+        "decoder_block": "qwen3_next",
+        "gdn_key_head_dim": 4,
+        "gdn_num_key_heads": 2,
+        "gdn_num_value_heads": 2,
+        "gdn_value_head_dim": 4,
+        "head_dim": 8,
+        "inhomogeneous_layer_cycle_interval": 2,
+        "partial_rotary_factor": 0.5,
+    },
+    "Gemma 4": {
+        "base_num_decoder_layers": 12,
+        "decoder_block": "gemma4",
+        "global_head_dim": 8,
+        "head_dim": 8,
+        "sliding_window_size": 4,
+    },
+}
 
 
 def _config(**options: Any) -> Any:
@@ -54,7 +91,7 @@ def _config(**options: Any) -> Any:
         importlib.import_module(n) for n in ("maxtext", "maxtext.configs.pyconfig")
     )
     base = Path(maxtext.__file__).with_name("configs") / "base.yml"
-    return pyconfig.initialize(["", str(base)], **_SIZES, **_HERE, **options)
+    return pyconfig.initialize(["", str(base)], **(_SIZES | _HERE | options))
 
 
 def _mesh(config: Any) -> Any:

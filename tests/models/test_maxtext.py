@@ -39,15 +39,20 @@ def test_a_whole_model_trains_and_merges(name, tmp_path):
     table = jax_dora.coverage(base, call)
     linear = {one.path: one for one in table.weights if one.is_linear}
     others = {one.path for one in table.weights if one.path not in linear}
-    norms = {f"decoder/layers/{one}_self_attention_layer_norm" for one in ("pre", "post")}
-    assert len(linear) == {"decoder": 7, "MoE": 8}[name]
-    assert others == {"token_embedder", "decoder/logits_dense"} | norms
+    counts = {"decoder": 7, "MoE": 8, "DeepSeek": 20, "Qwen3-Next": 15, "Gemma 4": 14}
+    assert len(linear) == counts[name]
+    tables = {"token_embedder", "decoder/logits_dense"}
+    assert {one.path for one in table.weights if one.status == "adaptable"} == {
+        *linear,
+        *tables,
+        *(one for one in others if one.endswith("conv1d")),
+    }
     assert not any(one.merged_bytes for one in table.weights)
     # Without inputs, MaxText's own metadata say along which axis layers are stacked.
     by_class = {one.path: one.how for one in jax_dora.coverage(base).weights}
     assert all(by_class[path] == one.how for path, one in linear.items())
 
-    rules = [DoRARule("all-linear", 4, 8), DoRARule("|".join(others - norms), 4, 8)]
+    rules = [DoRARule("all-linear", 4, 8), DoRARule("|".join(tables), 4, 8)]
     model = jax_dora.apply_dora(base, rules, rngs=nnx.Rngs(1), example=call)
     result = check_nnx(model, base, call, TOKENS, 2e-5)
     if name == "decoder":

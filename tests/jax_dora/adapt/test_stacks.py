@@ -266,6 +266,27 @@ def test_dropout_and_sharding_metadata_lie_along_their_axes():
     assert adapted.magnitude.get_metadata("out_sharding") == ("columns", "layers")
 
 
+def test_all_metadata_of_the_kernels_axes_are_carried_on():
+    metadata = {"out_sharding": ("rows", "out", "columns"), "eager_sharding": False}
+    kernel = nnx.Param(jnp.ones((5, 2, 4)), **metadata, partition_name="out", param_scan_axis=1)
+    kernel.set_metadata(kernel_axes=metadata["out_sharding"], about="not its axes")
+    own = Own(1, nnx.Rngs(0))
+    own.w = kernel
+    spec = jax_dora.tracing.weight_adapter.AdapterSpec("w", "iso", "", DoRARule("", 3, 3))
+    adapter = jax_dora.tracing.adapted_class.add_adapter(own, spec, own, ())
+    init = nnx.with_partitioning(nnx.initializers.zeros, ("mine", None))
+    adapter.create_arrays(DoRARule("", 3, 3, lora_b_init=init), nnx.Rngs(0))
+    for name, axes in [("lora_a", ("rows", "out", None)), ("magnitude", ("columns", "out"))]:
+        found = getattr(adapter, name).get_metadata()
+        assert found["out_sharding"] == found["kernel_axes"] == axes
+        assert not found["eager_sharding"]
+        assert "about" not in found
+    for name in ("lora_a", "lora_b", "magnitude"):
+        found = getattr(adapter, name).get_metadata()
+        assert (found["partition_name"], found["param_scan_axis"]) == ("out", 1)
+    assert adapter.lora_b.get_metadata("out_sharding") == ("mine", "out", None)
+
+
 def test_an_axis_that_the_magnitude_lacks_is_refused():
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap(out_axes=2)
