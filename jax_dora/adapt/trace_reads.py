@@ -69,8 +69,8 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
             module.dora_scope, module.dora_log = number, log
             module.__class__ = _scoped_type(kind)
 
-    def run(arrays: Any) -> None:
-        traced, inputs = rebuild(arrays)
+    def run(model_arrays: Any, inputs_arrays: Any) -> None:
+        traced, inputs = rebuild_model(model_arrays), rebuild_inputs(inputs_arrays)
         weights = _weights(traced)
         with weight_trace() as trace:
             for key in log.reads:
@@ -79,8 +79,9 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
                 weights[key].set_raw_value(value, _unsafe_bypass_check=True)
             log.record_result(inputs.call(traced))
 
-    arrays, rebuild = split_arrays((copy, example))
-    jax.eval_shape(run, arrays)
+    model_arrays, rebuild_model = split_arrays(copy)
+    inputs_arrays, rebuild_inputs = split_arrays(example)
+    log.run(run, model_arrays, inputs_arrays, example)
     mark_mapped_axes(log, {key: weight.shape for key, weight in weights.items()})
     return log
 
@@ -187,7 +188,9 @@ def find_output_heads(traced: ReadLog | None) -> list[Key]:
     """Returns the output head's weight, if there is one, as a list.
 
     It is the weight of the call's last product, if the product's features are the last axis of a
-    result and as many as the rows of a looked-up embedding.
+    result and as many as the rows of an embedding that is looked up by inputs of the call. If they
+    are also as many as the features of such an embedding, which are those of a whole model without
+    a head, then it is only a head if it is tied to one.
     """
     if traced is None:
         return []
@@ -197,10 +200,15 @@ def find_output_heads(traced: ReadLog | None) -> list[Key]:
         for read in reads
         if read.kind == "product"
     ]
-    vocabularies = {
-        read.features for reads in traced.reads.values() for read in reads if read.kind == "lookup"
-    }
+    lookups = [
+        (read, key)
+        for key, reads in traced.reads.items()
+        for read in reads
+        if read.kind == "lookup" and read.order in traced.input_lookups
+    ]
     if not products:
         return []
     last, key = max(products, key=lambda product: product[0].order)
-    return [key] if last.features in vocabularies & traced.results else []
+    tables = [(read, other) for read, other in lookups if read.features == last.features]
+    is_head = any(other == key or read.width != last.features for read, other in tables)
+    return [key] if is_head and last.features in traced.results else []

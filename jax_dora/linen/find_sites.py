@@ -105,7 +105,7 @@ def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
             )
         log.record_result(result)
 
-    jax.eval_shape(run, variables, arrays)
+    log.run(run, variables, arrays, example)
     shapes = {params_path(path): nn.unbox(leaf).shape for path, leaf in weights.items()}
     mark_mapped_axes(log, shapes)
     # A stack axis is a batch axis here: each layer has its own adapter.

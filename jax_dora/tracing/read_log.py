@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora.layers.base_layer import is_node
 from jax_dora.layers.stack import STACK_LETTERS
+from jax_dora.tracing.dependence import dependent_names, is_integer
 from jax_dora.tracing.jaxpr_interpreter import current_scopes
 from jax_dora.tracing.operations import Lookup, Product, Ragged
 from jax_dora.tracing.trace import WeightTrace
@@ -31,6 +33,7 @@ class Read:
       kind: "product", "lookup" or "other".
       axes: one letter for each axis of the weight, as in `AdapterSpec.axes`; "" for kind "other".
       features: for a product, the number of its output features; for a lookup, the number of rows.
+      width: for a lookup, the number of features of a row; else 0.
       scopes: the paths of the modules whose methods contain the operation.
       order: its position among all reads of the call.
     """
@@ -39,6 +42,7 @@ class Read:
     kind: str
     axes: str
     features: int
+    width: int
     scopes: frozenset[str]
     order: int
 
@@ -94,6 +98,8 @@ class ReadLog:
       method_shapes: the shape of each parameter in its module's methods; if it varies, the one with
         the fewest axes.
       results: the sizes of the last axes of the call's results.
+      input_lookups: the orders of the lookups whose indices depend on the call's integer inputs,
+        such as tokens, unlike the indices of positions that the model counts itself.
     """
 
     def __init__(self, keys: Iterable[Key], paths: Iterable[str]) -> None:
@@ -101,7 +107,25 @@ class ReadLog:
         self.reads: dict[Key, tuple[Read, ...]] = dict.fromkeys(keys, ())
         self.method_shapes: dict[Key, tuple[int, ...]] = {}
         self.results: frozenset[int] = frozenset()
+        self.input_lookups: frozenset[int] = frozenset()
         self.count = itertools.count().__next__
+
+    def run(
+        self, call: Callable[[Any, Any], None], model: Any, inputs: Any, example: Example
+    ) -> None:
+        """Traces `call(model, inputs)`, a call that uses tracers of `traced`.
+
+        Args:
+          model: the arrays of the model.
+          inputs: the arrays of the example.
+          example: the example.
+        """
+        jaxpr = jax.make_jaxpr(call)(model, inputs)
+        flags = [False] * len(jax.tree.leaves(model))
+        flags += [is_integer(one) for one in jax.tree.leaves(inputs)]
+        names, _ = dependent_names(jaxpr, flags, has_constant_inputs=example.function is not None)
+        numbers = (re.fullmatch(r"dora_lookup\[(\d+)\]", name) for name in names)
+        self.input_lookups = frozenset(int(number[1]) for number in numbers if number)
 
     def traced(self, trace: WeightTrace, key: Key, array: jax.Array) -> Any:
         """Returns a tracer of `trace` for a weight's array that records what reads it."""
@@ -144,25 +168,27 @@ class Recorder:
         self.is_recorded = True
 
     def lookup(self, weight: Weight, lookup: Lookup, indices: jax.Array) -> None:
-        self._record_operation("gather", "lookup", weight, (lookup.axis,), ())
+        order = self._record_operation("gather", "lookup", weight, (lookup.axis,), ())
+        checkpoint_name(indices, f"dora_lookup[{order}]")  # for `ReadLog.run`
         self.is_recorded = True
 
     def other(self, weight: Weight, name: str) -> jax.Array:
         if not self.is_recorded:
-            self._append(name, "other", "", 0)
+            self._append(name, "other", "")
         self.is_recorded = False
         return weight.base()
 
-    def _append(self, name: str, kind: str, axes: str, features: int) -> None:
+    def _append(self, name: str, kind: str, axes: str, features: int = 0, width: int = 0) -> int:
         numbers = re.findall(r"dora\[(\d+)\]", current_scopes())
         scopes = frozenset(self.log.paths[int(number)] for number in numbers)
-        read = Read(name, kind, axes, features, scopes, self.log.count())
+        read = Read(name, kind, axes, features, width, scopes, self.log.count())
         self.log.reads[self.key] += (read,)
+        return read.order
 
     def _record_operation(
         self, name: str, kind: str, weight: Weight, contracted: Sequence[int], batch: Sequence[int]
-    ) -> None:
-        """Records a product or lookup along these axes of the weight's array."""
+    ) -> int:
+        """Records a product or lookup along these axes of the weight's array; returns its order."""
         every = range(len(weight.view))
         contracted_axes, batch_axes, viewed_axes = (
             {weight.origins[part] for axis in axes for part in weight.view[axis]}
@@ -183,10 +209,13 @@ class Recorder:
             # A reshape may drop axes of size 1, so the contracted axis is one of these.
             roles[short[0]] = "i"
         axes = "".join(roles)
-        counted_role = "o" if kind == "product" else "i"
-        parts = zip(weight.sizes, weight.origins, strict=True)
-        sizes = [size for size, axis in parts if axes[axis] == counted_role]
-        self._append(name, kind, axes, math.prod(sizes))
+        parts = [*zip(weight.sizes, weight.origins, strict=True)]
+        sizes = {
+            role: math.prod(size for size, axis in parts if axes[axis] == role) for role in "io"
+        }
+        is_lookup = kind == "lookup"
+        features, width = (sizes["i"], sizes["o"]) if is_lookup else (sizes["o"], 0)
+        return self._append(name, kind, axes, features, width)
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

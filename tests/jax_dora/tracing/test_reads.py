@@ -144,6 +144,51 @@ def test_reads_without_the_adapter_are_told():
     assert "read without its adapter by others: call these too in example=" in outside.how
 
 
+class Tables(nnx.Module):
+    """An encoder with tables of 30 tokens, 12 positions and 5 relative distances."""
+
+    def __init__(self, features: int) -> None:
+        rngs = nnx.Rngs(0)
+        self.tokens, self.positions = nnx.Embed(30, 8, rngs=rngs), nnx.Embed(12, 8, rngs=rngs)
+        self.distances = nnx.Embed(5, 1, rngs=rngs)
+        self.up, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, features, rngs=rngs)
+
+    def __call__(self, ids: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        count = jnp.arange(ids.shape[1])
+        places = jnp.broadcast_to(count if positions is None else positions, ids.shape)
+        x = self.tokens(ids) + self.positions(places)
+        bias = self.distances(jnp.clip(count[:, None] - count[None], 0, 4))[..., 0]
+        return self.last(jnp.tanh(self.up(jnp.einsum("ts,bsd->btd", bias, x))))
+
+
+TOKENS = jnp.arange(6).reshape(2, 3)
+
+
+@pytest.mark.parametrize(("features", "is_head"), [(30, True), (12, False), (5, False), (8, False)])
+@pytest.mark.parametrize(
+    "example",
+    [
+        (TOKENS,),
+        lambda model: model(TOKENS),
+        lambda model: nnx.jit(nnx.remat(lambda model, ids: model(ids)))(model, TOKENS),
+    ],
+    ids=["arguments", "function", "compiled"],
+)
+def test_a_head_has_the_vocabulary_that_inputs_look_up(features, is_head, example):
+    adapted = apply_dora(
+        Tables(features), DoRARule("all-linear", 2, 3), rngs=nnx.Rngs(1), example=example
+    )
+    assert isinstance(adapted.up, jax_dora.DoRALinear)
+    assert isinstance(adapted.last, jax_dora.DoRALinear) == (not is_head)
+
+
+def test_as_many_features_as_rows_have_are_no_head():
+    base = Tables(8)
+    base.positions = nnx.Embed(8, 8, rngs=nnx.Rngs(0))
+    told = coverage(base, TOKENS, jnp.arange(3))
+    assert [one.path for one in told.weights if one.is_linear] == ["up", "last"]
+
+
 class Gathered(nnx.Module):
     """Takes an expert for each token."""
 
