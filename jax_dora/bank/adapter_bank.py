@@ -212,7 +212,8 @@ class AdapterBank:
         Raises:
           TypeError, ValueError: `slot` is not a slot.
         """
-        arrays = self._programs.clear(self.arrays, self._slot(slot))
+        number = self._programs.number(int(self._slot(slot)))
+        arrays = self._programs.clear(self.arrays, number)
         return self.tree_unflatten(self._programs, (arrays,))
 
     def checked(self, adapter_ids: Any) -> jax.Array:

@@ -154,10 +154,10 @@ class BankPrograms:
         """
         scalings = host.scalings_for(kernels)
         is_dora = any(scaling.is_dora.any() for scaling in scalings.values())
-        number = self._number(slot)
+        number = self.number(slot)
         # The first block is last, so that every path's ranks are the last ones of the slot.
         starts = [
-            self._number(self._held_rank - (index + 1) * RANKS)
+            self.number(self._held_rank - (index + 1) * RANKS)
             for index in range(len(host.rank_blocks))
         ]
         transfers = [self._transfer_group(group, host, scalings) for group in self.groups]
@@ -177,7 +177,7 @@ class BankPrograms:
         self._cache_g(host.cached_g, kernels, g)
         return arrays
 
-    def _number(self, number: int) -> Any:
+    def number(self, number: int) -> Any:
         """Returns a number as an argument for programs.
 
         On one device it is transferred once and kept, since a later transfer waits for the blocks.
