@@ -39,6 +39,20 @@ class Fit:
     tokens: Mapping[str, tuple[str, tuple[int, ...]]]
     untied: Sequence[str]
 
+    def replaced_rows(self, outline: Outline) -> dict[str, tuple[int, ...] | None]:
+        """Returns the rows that the folder replaces, or None for all, by the names of the
+        parameters of which it replaces any, also because they stay tied to a stored one."""
+        new = dict.fromkeys(self.parameters) | {name: at for name, (_, at) in self.tokens.items()}
+        tied = {
+            other: new[name]
+            for names in outline.tied()
+            for name in names
+            if name in new and name not in self.untied
+            for other in names
+            if other not in self.untied
+        }
+        return new | tied
+
 
 def fit(
     config: AdapterConfig,

@@ -97,15 +97,21 @@ class Folder:
     def warn_about_replaced(self, fit: Fit, outline: Outline) -> None:
         """Logs a warning if the folder replaces parameters of the base model.
 
-        The loaded model does not record which parameters were replaced. The warning names the
-        arguments with which `save_adapter` stores them again.
+        The warning names the arguments with which `save_adapter` stores them again. Modules that
+        stay tied to one in modules_to_save are among them, since the loaded model does not record
+        that the folder keeps ties, and `save_adapter` then asks for all of them.
         """
         config, rows = self.config, self.config.trainable_token_indices
+        modules = [*(config.modules_to_save or ())]
+        if config.keeps_ties:
+            replaced = fit.replaced_rows(outline)
+            tied = [name for names in outline.tied() for name in names if name in replaced]
+            modules += [name.removesuffix(".weight") for name in tied if not config.saves(name)]
         embeddings = sum(layer.kind == "embedding" for layer in outline.layers)
         if not isinstance(rows, Mapping) and embeddings != 1:
             rows = {name.removesuffix(".weight"): at for name, (_, at) in fit.tokens.items()}
         options = {
-            "modules_to_save": config.modules_to_save,
+            "modules_to_save": modules,
             "trainable_token_indices": rows,
             "bias": None if config.bias == "none" else config.bias,
         }

@@ -7,6 +7,7 @@ weight. `merge_dora` followed by `apply_dora` or `set_adapter` puts one adapter 
 """
 
 import dataclasses
+import logging
 import re
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.peft.replaced_parameters import described, replaced_parameters, warn_of
 from dora_common.rules import listing
 from jax_dora.adapt.apply import adapt_site
 from jax_dora.adapt.find_sites import find_sites
@@ -35,6 +37,8 @@ from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.tracing.adapted_class import adapters_of, at_path, has_dora_type
 from jax_dora.tracing.read_log import Example
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,9 @@ jax.tree_util.register_dataclass(
 def get_adapter(model: nnx.Module) -> Adapter:
     """Returns the adapter of `model`, with the current arrays of its parameters.
 
+    Parameters of the base model that a PEFT folder has replaced are not in it; a warning lists
+    them.
+
     Raises:
       TypeError: `model` is not an nnx module.
       ValueError: `model` has no adapter.
@@ -95,6 +102,13 @@ def get_adapter(model: nnx.Module) -> Adapter:
     layers = {found.paths[0]: found.module for found in find_dora_layers(model)}
     if not layers:
         raise ValueError("model holds no adapter; expected a model from apply_dora")
+    if replaced := replaced_parameters(model):
+        _LOG.warning(
+            "get_adapter leaves out these parameters of the base model, which a PEFT folder has "
+            "replaced; save_adapter stores them if modules_to_save, bias or "
+            "trainable_token_indices name them:%s",
+            described(replaced),
+        )
     return Adapter(
         tuple(layer.rule(re.escape(path)) for path, layer in layers.items()),
         {
@@ -161,7 +175,8 @@ def set_adapter[Model: nnx.Module](
     model: Model, adapter: Adapter | None, *, rngs: nnx.Rngs | None = None
 ) -> Model:
     """Returns a copy of `model` with `adapter` in place of its own adapter; None removes the
-    adapter.
+    adapter. Parameters of the base model that a PEFT folder has replaced stay; a warning lists
+    them.
 
         adapters = {"french": get_adapter(french), "code": get_adapter(code)}
         model = set_adapter(model, adapters["code"])
@@ -194,6 +209,7 @@ def set_adapter[Model: nnx.Module](
         raise TypeError(
             f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or None"
         )
+    warn_of(replaced_parameters(base), "after set_adapter, ")
     rules = rules_by_path(adapter)
     layers = {path: site for site in find_sites(base) if site.is_layer for path in site.found.paths}
     for path, axes in adapter.stack_axes:

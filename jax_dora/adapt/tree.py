@@ -10,6 +10,7 @@ import jax
 from flax import linen, nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.peft.replaced_parameters import replaced_parameters, warn_of
 from dora_common.rules import listing
 from jax_dora.adapt.bridge import LinenModule, close_linen_module, open_linen_module
 from jax_dora.layers import DoRALayer
@@ -169,13 +170,16 @@ def close_linen_modules[Model: nnx.Module](model: Model) -> Model:
 def remove_dora[Model: nnx.Module](model: Model) -> Model:
     """Returns a copy of `model` without adapters: exactly the base model, on the same arrays.
 
-    A model without adapters is copied unchanged.
+    A model without adapters is copied unchanged. Other parameters that a PEFT folder has replaced
+    stay; a warning lists them.
 
     Raises:
       TypeError: `model` is not an nnx module.
       NotImplementedError: `model` holds a linen module with adapters.
     """
-    return close_linen_modules(without_adapters(model))
+    base = without_adapters(model)
+    warn_of(replaced_parameters(model), "without its adapters, ")
+    return close_linen_modules(base)
 
 
 def without_adapters[Model: nnx.Module](model: Model) -> Model:

@@ -18,6 +18,7 @@ from dora_common.hyperparameters import DropoutMode, adapter_scale
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.layers import Shape
+from dora_common.peft.replaced_parameters import replace
 from jax_dora.adapt import DoRARule
 from jax_dora.adapt.adapter import adapted_weights, find_adaptable_weights, stack_axes
 from jax_dora.adapt.apply import adapt_site
@@ -69,8 +70,9 @@ def load_adapter[Model: nnx.Module](
     - If the folder is of a model with another number of tokens, and stores the embedding and the
       output head, the returned model is resized: by its method `resize_token_embeddings`, such as
       that of `jax_dora.lm.models.CausalLM`. A warning names both numbers.
-    - Parameters of the base model that an earlier folder replaced keep the replaced values. A
-      warning names the arguments with which `save_adapter` stores replaced parameters again.
+    - Parameters of the base model that an earlier folder replaced keep the replaced values, and a
+      warning lists them. Another one names the arguments with which `save_adapter` stores replaced
+      parameters again.
     - The adapter's dropout is off, as after PEFT's `from_pretrained`. To train the adapter further,
       turn dropout on with `model.train()`.
 
@@ -148,6 +150,7 @@ def load_adapter[Model: nnx.Module](
             _set_magnitude(source, layer.magnitude, site.stack, stacks[site], is_exact)
         loaded = replace_modules(loaded, replacements)
         source.warn_about_replaced(fit, outline)
+        replace(loaded, folder, fit.replaced_rows(outline))
     return loaded
 
 

@@ -9,10 +9,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.peft.replaced_parameters import replaced_parameters, warn_of
 from dora_common.rules import ALL_LINEAR, as_rules, assign, listing
 from torch_dora.adapt.coverage import coverage
 from torch_dora.adapt.projections import is_linear, output_head, projection_shape
-from torch_dora.adapt.replacements import replacements, warn_of
 from torch_dora.adapt.rule import DoRARule
 from torch_dora.adapt.whole_saves import warn_for_adapted
 from torch_dora.layers import (
@@ -149,7 +149,7 @@ def remove_dora(model: nn.Module) -> Any:
     check_model(model)
     layers = list(dora_layers(model))
     placement.refuse_unreplaceable(layers, "remove adapters before fully_shard")
-    warn_of(replacements(model), "without its adapters, ")
+    warn_of(replaced_parameters(model), "without its adapters, ")
     return replace_modules(
         model, {id(layer): layer.base.train(layer.training) for _, layer in layers}
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from torch_dora.adapt.replacements import described, replacements
+from dora_common.peft.replaced_parameters import described, replaced_parameters
 from torch_dora.layers import adapted_layers
 
 
@@ -32,7 +32,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
             (modules_to_save, biases, rows of single tokens).
     """
     layers = adapted_layers(model).values()
-    if replaced := replacements(model):
+    if replaced := replaced_parameters(model):
         raise NotImplementedError(
             "without its adapters, the model would not be the base model, since a PEFT folder has "
             "replaced these parameters; use a second copy of the base model as the reference:"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
 from dora_common.peft.fit import Adapter, Fit
 from dora_common.peft.folder import Folder, open_folder
+from dora_common.peft.replaced_parameters import replace
 from dora_common.peft.vocabulary import resized
 from torch_dora.adapt import DoRARule
 from torch_dora.adapt.apply import (
@@ -24,7 +25,6 @@ from torch_dora.adapt.apply import (
     replace_modules,
     replaced_id,
 )
-from torch_dora.adapt.replacements import replace
 from torch_dora.layers import (
     DoRALayer,
     dora_layers,
@@ -143,8 +143,7 @@ def load_adapter(
                 parameter.requires_grad_(was)
             raise
     source.warn_about_replaced(fit, model_outline)
-    new_rows = {name: at for name, (_, at) in fit.tokens.items()}
-    replace(model, parameters, folder, dict.fromkeys(fit.parameters) | new_rows)
+    replace(model, folder, fit.replaced_rows(model_outline))
     warn_of_shared(model, fit.adapters.keys())
     replace_modules(model, new)
     for layer, tensors in values:

@@ -2,14 +2,14 @@
 single tokens).
 
 An adapted layer can give its base layer back, but the values that a folder has replaced are gone.
+The record of them is an attribute of the model, and its copies have it too.
 """
 
 import logging
 import os
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
-
-from torch import Tensor, nn
+from dataclasses import dataclass
+from typing import Any
 
 from dora_common.rules import listing
 
@@ -17,7 +17,8 @@ _LOG = logging.getLogger(__name__)
 _ATTRIBUTE = "_replaced_by_folders"
 
 
-class Replacement(NamedTuple):
+@dataclass(frozen=True)
+class Replacement:
     """The folder whose values a parameter has, and its rows that are the folder's; None if all
     are."""
 
@@ -25,42 +26,38 @@ class Replacement(NamedTuple):
     rows: frozenset[int] | None
 
 
-def replacements(model: nn.Module) -> Mapping[str, Replacement]:
-    """Returns the replaced parameters of ``model`` by name."""
-    return getattr(model, _ATTRIBUTE, {})
+def replaced_parameters(model: Any) -> Mapping[str, Replacement]:
+    """Returns the replaced parameters of `model` by name."""
+    return dict(sorted(getattr(model, _ATTRIBUTE, ())))
 
 
 def replace(
-    model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    folder: str | os.PathLike[str],
-    new: Mapping[str, Collection[int] | None],
+    model: Any, folder: str | os.PathLike[str], new: Mapping[str, Collection[int] | None]
 ) -> None:
-    """Records that ``folder`` replaces parameters of ``model``, and warns about those that keep the
+    """Records that `folder` replaces parameters of `model`, and warns about those that keep the
     values of an earlier folder.
 
     Args:
-        parameters: the parameters of the model before, by all of their names.
-        new: the rows that the folder replaces, or None for all, by the parameters' names.
+      new: the rows that the folder replaces, or None for all, by the parameters' names.
     """
-    rows = {id(parameters[name]): at for name, at in new.items()}
 
     def is_kept(name: str, old: Replacement) -> bool:
-        at = rows.get(id(parameters.get(name)), ())
+        at = new.get(name, ())
         return at is not None and (old.rows is None or not old.rows.issubset(at))
 
-    kept = {name: old for name, old in replacements(model).items() if is_kept(name, old)}
+    kept = {name: old for name, old in replaced_parameters(model).items() if is_kept(name, old)}
     warn_of(kept, f"after {os.fspath(folder)}, ")
     replaced = {
         name: Replacement(os.fspath(folder), None if at is None else frozenset(at))
         for name, at in new.items()
     }
-    if replaced or replacements(model):
-        setattr(model, _ATTRIBUTE, replaced | kept)
+    if replaced or replaced_parameters(model):
+        # Hashable, since Flax compares a module's attributes to find its compiled function.
+        setattr(model, _ATTRIBUTE, frozenset((replaced | kept).items()))
 
 
 def warn_of(kept: Mapping[str, Replacement], when: str) -> None:
-    """Warns about parameters that are not the base model's; ``when`` begins the message."""
+    """Warns about parameters that are not the base model's; `when` begins the message."""
     if kept:
         _LOG.warning(
             "%sthese parameters still have the values of an earlier folder, not those of the base "
