@@ -12,7 +12,7 @@ from jax import lax
 
 import jax_dora
 from benchmarks.model.protocol import Protocol
-from jax_dora.bank.bank_layers import BankArray, apply_together
+from jax_dora.bank import BankArray
 from jax_dora.lm.models.layer_stack import unstacked
 from jax_dora.ops.bank_slots import Slots
 
@@ -43,7 +43,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def project(x: jax.Array, *names: str) -> list[jax.Array]:
-            return apply_together([getattr(self, name) for name in names], x)
+            return jax_dora.apply_layers([getattr(self, name) for name in names], x)
 
         return layer(x, project)
 

@@ -23,6 +23,8 @@ from jax_dora.layers import DoRALayer as DoRALayer
 from jax_dora.layers import DoRALinear as DoRALinear
 from jax_dora.layers import DoRALinearGeneral as DoRALinearGeneral
 from jax_dora.layers import DoRAParam as DoRAParam
+from jax_dora.layers import apply_layers as apply_layers
+from jax_dora.layers import layer_inputs as layer_inputs
 from jax_dora.layers import swiglu as swiglu
 from jax_dora.norms import freeze as freeze
 from jax_dora.norms import norms as norms

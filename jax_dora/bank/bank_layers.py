@@ -29,7 +29,11 @@ _BANK_ATTRIBUTES = frozenset(
 
 
 class BankArray(nnx.Variable):
-    """An array of a bank, in a layer."""
+    """An array of a bank, in a layer.
+
+    In a loop over the layers of a stack, XLA would copy each layer's part of it. A model can leave
+    these arrays out of the loop's slices, since every layer knows its number in the stack.
+    """
 
 
 class BankRows(nnx.Variable):
@@ -167,17 +171,13 @@ class BankLayer(nnx.Module):
         return compute(operands)
 
 
-def apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array]:
-    """Returns the results of several layers for the same x, an array or `RowScaled`.
-
-    If all are similar layers of a bank, they are computed together. With few tokens, this takes as
-    many launches of the bank's kernels as a single layer.
-    """
-    can_merge = _can_apply_together(layers, x)
-    if can_merge and all(layer._takes_whole_projection(x) for layer in layers):
+def _apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array] | None:
+    """Returns the results of several layers for the same x, an array or `RowScaled`; None if they
+    cannot be computed together."""
+    if not _can_apply_together(layers, x):
+        return None
+    if all(layer._takes_whole_projection(x) for layer in layers):
         return _apply_to_prompts(layers, x)
-    if not can_merge:
-        return [layer(x) for layer in layers]
     first = layers[0]
     _check_rows(first._equation(3), x.shape, first.bank_ids[...])
     return list(
@@ -226,6 +226,7 @@ class BankLinear(BankLayer, nnx.Linear):
 
     base_type = nnx.Linear
     can_take_codes = True
+    apply_together = staticmethod(_apply_together)  # see `jax_dora.apply_layers`
 
     def __init__(self, base: Any, projection: BankProjection, *others: Any) -> None:
         super().__init__(base, projection, *others)

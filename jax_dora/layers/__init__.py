@@ -16,6 +16,7 @@ A call of `DoRALinear` takes these steps. Other projections and convolutions dif
 | dora_layer.py | `DoRALayer`: the base class of all DoRA layers |
 | product.py | `DoRAProduct`: a DoRA layer that multiplies its input by its kernel |
 | linear.py, einsum.py, conv.py, embed.py | the layers themselves |
+| together.py | what layers that read the same input do together |
 | gate_up.py | silu(gate(x)) * up(x) of two layers in one operation |
 | classes.py | the table from Flax layer to DoRA layer |
 | adapter_arrays.py | creates lora_a, lora_b and magnitude, fresh or from given arrays |
@@ -40,3 +41,5 @@ from jax_dora.layers.embed import DoRAEmbed as DoRAEmbed
 from jax_dora.layers.gate_up import swiglu as swiglu
 from jax_dora.layers.linear import DoRALinear as DoRALinear
 from jax_dora.layers.rule import DoRARule as DoRARule
+from jax_dora.layers.together import apply_layers as apply_layers
+from jax_dora.layers.together import layer_inputs as layer_inputs

@@ -8,26 +8,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
-from jax_dora.layers.dora_layer import DoRALayer
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.product import operands_of_call
 from jax_dora.layers.quantised_kernel import act_qtype_of, dtype_carrier, takes_codes
 from jax_dora.layers.seeds import dropout_of_call
-from jax_dora.ops.projection import RESULT_NAME
+from jax_dora.layers.together import apply_layers, named_result
 
 
 def swiglu(
     gate: Any,
     up: Any,
-    inputs: jax.Array,
+    inputs: Any,
     out_sharding: Any = None,
     *,
     deterministic: bool | None = None,
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-) -> jax.Array:
+    into: Any = None,
+) -> Any:
     """Returns silu(gate(inputs)) * up(inputs); two DoRA layers take less memory and time this way:
 
         def __call__(self, x):
@@ -39,8 +38,8 @@ def swiglu(
     in fp32, rounds once, and computes both layers' gradients in one kernel. One layer may have a
     bias and the other none.
 
-    In these cases the two layers are called separately, so a model can use this function before it
-    is adapted:
+    In these cases the two layers are called as `apply_layers` calls them, so a model can use this
+    function before it is adapted:
 
     - A layer is not a `DoRALinear`, or has its own `__call__`.
     - A layer has dropout mode "input" or an `implementation`.
@@ -49,12 +48,14 @@ def swiglu(
 
     Args:
       gate, up: the layers; any callables of [..., in].
-      inputs: [..., in].
+      inputs: [..., in], or the result of `layer_inputs` for both layers.
       out_sharding: of both layers, as in `nnx.Linear.__call__`.
       deterministic, rngs: see `nnx.Dropout.__call__`; for layers that take them.
+      into: the layer that reads the result. If it quantises its inputs, the result may have FP8
+        codes that are made in the same pass.
 
     Returns:
-      [..., out].
+      [..., out]; as from `layer_inputs`, if it has codes.
 
     Raises:
       ValueError: the two layers' results differ in shape.
@@ -62,37 +63,30 @@ def swiglu(
     if out_sharding is not None or not _is_fused(gate, up, inputs):
         options = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
         options = {name: value for name, value in options.items() if value is not None}
-        gate_result, up_result = (_call(layer, inputs, options) for layer in (gate, up))
+        if options:
+            gate_result, up_result = (_call(layer, inputs, options) for layer in (gate, up))
+        else:
+            gate_result, up_result = apply_layers((gate, up), inputs)
         if up_result.shape != gate_result.shape:
             raise ValueError(
                 f"up's result has shape {up_result.shape}; expected gate's, {gate_result.shape}: "
                 "both layers need the same number of output features"
             )
         return jax.nn.silu(gate_result) * up_result
-    return _fused(gate, up, inputs, deterministic, rngs)
+    gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
+    up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias}
+    with_codes = takes_codes(into)
+    return ops.swiglu(gate_inner, up_inner, gate_g, up_g, **biases, with_codes=with_codes)
 
 
-def swiglu_into(layer: Any, gate: Any, up: Any, inputs: Any) -> Any:
-    """Returns `swiglu(gate, up, inputs)` for a call of `layer`: if the layer takes them, with codes
-    that are made in the same pass.
-
-    inputs can be `RowScaled` if gate and up take them.
-    """
-    if takes_codes(layer) and _is_fused(gate, up, inputs):
-        return _fused(gate, up, inputs, with_codes=True)
-    return swiglu(gate, up, inputs)
-
-
-def _call(layer: Any, inputs: jax.Array, options: dict[str, Any]) -> jax.Array:
-    result = layer(inputs, **_supported_options(layer, options))
-    return result if isinstance(layer, DoRALayer) else checkpoint_name(result, RESULT_NAME)
+def _call(layer: Any, inputs: Any, options: dict[str, Any]) -> jax.Array:
+    return named_result(layer, layer(inputs, **_supported_options(layer, options)))
 
 
 def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of `options` to pass to `layer`: without deterministic and rngs if its
     call does not take them."""
-    if not options:
-        return {}
     parameters = inspect.signature(layer).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return options
@@ -102,21 +96,6 @@ def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def _is_fused(gate: Any, up: Any, inputs: Any) -> bool:
     return _can_fuse(gate) and _can_fuse(up) and _dtype(gate, inputs) == _dtype(up, inputs)
-
-
-def _fused(
-    gate: DoRALinear,
-    up: DoRALinear,
-    inputs: Any,
-    deterministic: bool | None = None,
-    rngs: Any = None,
-    *,
-    with_codes: bool = False,
-) -> Any:
-    gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
-    up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
-    biases = {"gate_bias": gate_bias, "up_bias": up_bias}
-    return ops.swiglu(gate_inner, up_inner, gate_g, up_g, **biases, with_codes=with_codes)
 
 
 def _can_fuse(layer: Any) -> bool:

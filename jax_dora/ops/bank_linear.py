@@ -31,11 +31,12 @@ from jax_dora.ops.dtypes import accumulation_dtype, static_precision
 from jax_dora.ops.mosaic.bank import bank_decode, bank_expand, bank_rows
 from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member, plan
 
-# The most tokens of prompts that are rows of the kernels for decoding. With 256 tokens these took
-# 345 µs a layer, or 375 without `jax_dora.bank.DECODING_OPTIONS`, and XLA's products 384; with 512
-# tokens 574, 632 and 620 (`h100/tried.jsonl`, "small prompts with a bank, tiles of 64 rows, one
-# layer").
+# With 256 tokens the kernels took 345 µs a layer, or 375 without `jax_dora.bank.DECODING_OPTIONS`,
+# and XLA's products 384; with 512 tokens 574, 632 and 620 (`h100/tried.jsonl`, "small prompts with
+# a bank, tiles of 64 rows, one layer").
 MOST_PROMPT_TOKENS = 256
+"""The most tokens of prompts in one call that are rows of the kernels for decoding, for which
+`jax_dora.bank.DECODING_OPTIONS` pays."""
 
 
 # The name of the public function, for error messages.

@@ -41,6 +41,7 @@ from jax_dora.ops.shrink import REDUCE, REDUCE_BACK, Reduction, ReductionSetting
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
+"""The checkpoint name of a DoRA layer's result, for policies of `jax.checkpoint`."""
 # A smaller |g| is replaced by this value: y = g∘inner would underflow and lose bits of inner.
 LEAST_G = 2.0**-40
 

@@ -10,7 +10,8 @@ from flax import nnx
 from jax_dora.lm.finetune import processes
 from jax_dora.lm.finetune.training import Parts
 from jax_dora.lm.models import CausalLM, DecoderSharding, activations
-from jax_dora.ops.quantised import bits, is_quantised
+from jax_dora.ops import is_quantised
+from jax_dora.ops.quantised import bits
 
 # The weights are replicated on every device if each has room for this many copies of them. The rest
 # is for activations, gradients and the optimizer.

@@ -10,7 +10,7 @@ from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.lm.finetune import estimate
 from jax_dora.lm.finetune.plan import Plan
 from jax_dora.lm.finetune.training import Parts
-from jax_dora.ops.quantised import is_quantised
+from jax_dora.ops import is_quantised
 
 
 def report(plan: Plan) -> Table:

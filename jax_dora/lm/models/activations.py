@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import jax_dora
 from jax_dora.lm.models.config import DecoderConfig
-from jax_dora.ops.projection import RESULT_NAME
+from jax_dora.ops import RESULT_NAME
 
 GIB = 2**30
 

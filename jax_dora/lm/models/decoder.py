@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jax_dora.bank.bank_layers import BankArray
+from jax_dora.bank import BankArray
 from jax_dora.lm.models import activations, rope
 from jax_dora.lm.models.attention import Segments, find_segments
 from jax_dora.lm.models.cache import Cache, LayerCache
 from jax_dora.lm.models.config import DecoderConfig
 from jax_dora.lm.models.decoder_layer import INIT, DecoderLayer, MakeLinear, RMSNorm, linear_options
 from jax_dora.lm.models.layer_stack import scan, unrolled_scan, unstacked
-from jax_dora.ops.quantised import is_quantised
+from jax_dora.ops import is_quantised
 
 
 class Decoder(nnx.Module):

@@ -11,15 +11,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
-from jax_dora.bank.bank_layers import BankLayer, apply_together
-from jax_dora.layers.gate_up import swiglu_into
-from jax_dora.layers.quantised_kernel import takes_codes
 from jax_dora.lm.models import activations, rope
 from jax_dora.lm.models.attention import Segments, attend, attend_segments
 from jax_dora.lm.models.cache import LayerCache
 from jax_dora.lm.models.config import DecoderConfig
-from jax_dora.ops.projection import RESULT_NAME
-from jax_dora.ops.row_scaled import RowScaled, coded_by
 
 # Makes a projection: nnx.Linear, or a callable with its arguments that returns an adapted layer.
 MakeLinear = Callable[..., Any]
@@ -39,17 +34,16 @@ class RMSNorm(nnx.Module):
         normed = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
         return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
 
-    def coded(self, x: jax.Array) -> RowScaled:
-        """Returns the result with its FP8 codes, which XLA computes in the passes of the norm.
+    def largest(self, x: jax.Array) -> jax.Array:
+        """Returns the largest result of each row before rounding f32[...], by its absolute value.
 
-        Each row's scale is that of its largest result before rounding, so it is known when the
-        mean is.
+        It is known when the mean is, so XLA computes both in one pass.
         """
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1)
         scale = self.scale[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
         largest = jnp.max(jnp.abs(wide * scale), axis=-1)
-        return coded_by(largest * lax.rsqrt(mean_square + self.epsilon), self(x))
+        return largest * lax.rsqrt(mean_square + self.epsilon)
 
 
 class Attention(nnx.Module):
@@ -81,8 +75,8 @@ class Attention(nnx.Module):
         config = self.config
         layers, size = (self.q_proj, self.k_proj, self.v_proj), config.head_dim
         q, k, v = (
-            _named(layer, y).reshape(*x.shape[:2], y.shape[-1] // size, size)
-            for layer, y in zip(layers, apply_together(layers, x), strict=True)
+            y.reshape(*x.shape[:2], y.shape[-1] // size, size)
+            for y in jax_dora.apply_layers(layers, x)
         )
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -94,7 +88,8 @@ class Attention(nnx.Module):
         else:
             attended = attend(q, k, v, mask=mask, is_causal=True, implementation=config.attention)
         attended = attended.reshape(*x.shape[:2], config.num_attention_heads * size)
-        return _named(self.o_proj, self.o_proj(attended)), (k, v)
+        [y] = jax_dora.apply_layers([self.o_proj], attended)
+        return y, (k, v)
 
 
 class MLP(nnx.Module):
@@ -108,14 +103,10 @@ class MLP(nnx.Module):
         self.down_proj = linear(intermediate, hidden, **options)
 
     def __call__(self, x: Any) -> jax.Array:
-        layers = self.gate_proj, self.up_proj
-        if isinstance(self.gate_proj, BankLayer):
-            gate, up = apply_together(layers, x)
-            gated = nnx.silu(gate) * up
-        else:
-            gated = swiglu_into(self.down_proj, *layers, x)
+        gated = jax_dora.swiglu(self.gate_proj, self.up_proj, x, into=self.down_proj)
         gated = _on_x(functools.partial(checkpoint_name, name=activations.GATED), gated)
-        return _named(self.down_proj, self.down_proj(gated))
+        [y] = jax_dora.apply_layers([self.down_proj], gated)
+        return y
 
 
 class DecoderLayer(nnx.Module):
@@ -145,8 +136,8 @@ class DecoderLayer(nnx.Module):
         return self._sharded(x + mlp(normed)), keys_and_values
 
     def _normed(self, norm: RMSNorm, x: jax.Array, *layers: Any) -> Any:
-        """Returns norm(x) for `layers`; with its codes if all of them take codes."""
-        normed = norm.coded(x) if all(map(takes_codes, layers)) else norm(x)
+        """Returns norm(x) as `layers` take it."""
+        normed = jax_dora.layer_inputs(layers, norm(x), lambda: norm.largest(x))
         return _on_x(lambda y: checkpoint_name(self._sharded(y), activations.NORMED), normed)
 
     def _sharded(self, x: jax.Array) -> jax.Array:
@@ -154,19 +145,10 @@ class DecoderLayer(nnx.Module):
         return x if self.rows is None else lax.with_sharding_constraint(x, self.rows)
 
 
-def _on_x(function: Callable[[jax.Array], jax.Array], rows: Any) -> Any:
-    """Returns `function` of an array, or of the x of `RowScaled`."""
-    if isinstance(rows, RowScaled):
-        return rows._replace(x=function(rows.x))
-    return function(rows)
-
-
-def _named(layer: Any, y: jax.Array) -> jax.Array:
-    """Returns the result `y` of `layer` with the checkpoint name `RESULT_NAME`.
-
-    DoRA layers name their results themselves.
-    """
-    return y if isinstance(layer, jax_dora.DoRALayer) else checkpoint_name(y, RESULT_NAME)
+def _on_x(function: Callable[[jax.Array], jax.Array], inputs: Any) -> Any:
+    """Returns the inputs of layers after `function` of x, which is their first leaf."""
+    (x, *codes), structure = jax.tree.flatten(inputs)
+    return structure.unflatten([function(x), *codes])
 
 
 def linear_options(config: DecoderConfig, use_bias: bool, rngs: nnx.Rngs) -> dict[str, Any]:

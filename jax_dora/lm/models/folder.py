@@ -35,7 +35,7 @@ from jax_dora.lm.models.stored_arrays import (
     tensors_equal,
 )
 from jax_dora.lm.models.tensor_files import StoredTensor, stored_tensors, write_files
-from jax_dora.ops.quantised import is_quantised
+from jax_dora.ops import is_quantised
 from jax_dora.ops.row_scaled import with_contiguous_columns
 
 TIED = "lm_head.weight", "model.embed_tokens.weight"

@@ -19,7 +19,8 @@ from jax import lax
 from jax_dora.lm.models.config import DecoderConfig
 from jax_dora.lm.models.sharding import to_host
 from jax_dora.lm.models.tensor_files import StoredTensor
-from jax_dora.ops.quantised import dense, is_quantised
+from jax_dora.ops import is_quantised
+from jax_dora.ops.quantised import dense
 
 # For each name in the model: the name in the folder, and whether the tensor is transposed.
 LEAVES = {

@@ -8,8 +8,7 @@ from pathlib import Path
 from dora_common.peft.folder import open_folder
 from dora_common.peft.keys import parse
 from dora_common.rules import listing
-from jax_dora.bank.adapter_bank import AdapterBank
-from jax_dora.bank.host import HostAdapter
+from jax_dora.bank import AdapterBank, HostAdapter
 from jax_dora.lm.models.tokenizer import TextSettings, text_files
 
 # The embedding and the output head, as every model that the server loads names them.

@@ -27,12 +27,11 @@ import numpy as np
 from flax import nnx
 
 import jax_dora
-from jax_dora.bank import DECODING_OPTIONS, AdapterStore
+from jax_dora.bank import DECODING_OPTIONS, MOST_PROMPT_TOKENS, AdapterStore
 from jax_dora.lm.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
 from jax_dora.lm.models.decoder import for_inference, loop_options
 from jax_dora.lm.models.sampling import GREEDY, DrawFeatures, Drawn, RowSettings, Sampling, draw
 from jax_dora.lm.serve.request import Request
-from jax_dora.ops.bank_linear import MOST_PROMPT_TOKENS
 
 # The projections in the layers. The server supports no adapters on embedding and head.
 PATH = "model/layers/.*_proj"

@@ -61,6 +61,11 @@ def made_codes(model, change=lambda model: model):
     )
 
 
+def coded(norm, layers, x):
+    """The norm of x as the layers take it."""
+    return jax_dora.layer_inputs(layers, norm(x), lambda: norm.largest(x))
+
+
 def test_codes_of_a_norm_are_those_of_its_result():
     """The scale is that of the largest number, up to its own rounding, so nothing overflows."""
     norm = RMSNorm(64, dataclasses.replace(SMALL, dtype=jnp.bfloat16))
@@ -68,7 +73,8 @@ def test_codes_of_a_norm_are_those_of_its_result():
     norm.scale[...] = jnp.asarray(rng.normal(size=64), jnp.bfloat16)
     x = jnp.asarray(rng.normal(size=(3, 50, 64)) * np.exp(rng.normal(size=(3, 50, 1)) * 4))
     x = x.astype(jnp.bfloat16).at[0, 0].set(0).at[0, 1, 5].set(jnp.nan)
-    rows = jax.jit(norm.coded)(x)
+    layers = [base().model.layers.mlp.up_proj]
+    rows = jax.jit(functools.partial(coded, norm, layers))(x)
     np.testing.assert_array_equal(*(one.astype(jnp.float32) for one in (rows.x, jax.jit(norm)(x))))
     assert not np.any(np.asarray(rows.codes[0, 0], np.float32))
     assert np.all(np.isnan(np.asarray(rows.codes[0, 1], np.float32)))
@@ -85,7 +91,7 @@ def test_codes_of_a_norm_in_small_numbers():
     norm = RMSNorm(64, dataclasses.replace(SMALL, dtype=jnp.float16))
     norm.scale[...] = jnp.full(64, 1e-4, jnp.float16)
     x = (1e-6 * jax.random.normal(jax.random.key(1), (200, 64))).astype(jnp.float16)
-    rows = norm.coded(x)
+    rows = coded(norm, [base().model.layers.mlp.up_proj], x)
     assert np.all(np.isfinite(np.asarray(rows.codes, np.float32)))
     largest = np.abs(np.asarray(rows.x, np.float32)).max(-1)
     assert np.any(np.asarray(rows.scales) * 464 < largest)

@@ -1,0 +1,78 @@
+"""What belongs to language models uses the core as anybody would: by its public names."""
+
+import ast
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import jax_dora.lm
+
+PUBLIC = ("jax_dora", "jax_dora.bank", "jax_dora.linen", "jax_dora.ops", "jax_dora.peft")
+# What cannot be done by public names yet. Nothing may be added here.
+PRIVATE = {
+    "jax_dora.adapt.quantize.shard_kernel",
+    "jax_dora.adapt.tree.find_dora_layers",
+    "jax_dora.layers.base_layer.check_has_values",
+    "jax_dora.layers.quantised_kernel.LAYERS",
+    "jax_dora.layers.quantised_kernel.compute_quantised",
+    "jax_dora.layers.stack.allocate_stack",
+    "jax_dora.layers.stack.set_layer",
+    "jax_dora.ops.check",
+    "jax_dora.ops.dispatch.choose",
+    "jax_dora.ops.dispatch.mesh",
+    "jax_dora.ops.quantised",
+    "jax_dora.ops.quantised.FORMATS",
+    "jax_dora.ops.quantised.NF4",
+    "jax_dora.ops.quantised.bits",
+    "jax_dora.ops.quantised.dense",
+    "jax_dora.ops.residuals",
+    "jax_dora.ops.rounding.make",
+    "jax_dora.ops.rounding.round_to",
+    "jax_dora.ops.row_scaled",
+    "jax_dora.ops.row_scaled.QTYPE",
+    "jax_dora.ops.row_scaled.with_contiguous_columns",
+}
+
+
+def is_public(name: str) -> bool:
+    """Returns whether a name is a public package, or below something in one that is no module."""
+    if name.startswith("jax_dora.lm"):
+        return True
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        package, attribute = ".".join(parts[:end]), parts[end]
+        if f"{package}.{attribute}" not in PUBLIC:
+            value = getattr(importlib.import_module(package), attribute, None)
+            is_module = value is None or isinstance(value, ModuleType)
+            return not is_module and not attribute.startswith("_")
+    return True
+
+
+def used_names(file: Path) -> set[str]:
+    """Returns the names below jax_dora that a file imports, or reads from an imported package."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    return {name for name in names if name.split(".")[0] == "jax_dora"}
+
+
+def test_the_core_is_used_by_its_public_names():
+    [folder] = jax_dora.lm.__path__
+    used = {file: used_names(file) for file in Path(folder).rglob("*.py")}
+    private = {(name, file.name) for file, names in used.items() for name in names}
+    private = {(name, file) for name, file in private if not is_public(name)}
+    new = {(name, file) for name, file in private if name not in PRIVATE}
+    assert not new, "import public names, or make these public"
+    unused = PRIVATE - {name for name, _ in private}
+    assert not unused, "remove these from the list"
+
+
+def test_the_decoder_uses_public_names_alone():
+    [folder] = jax_dora.lm.__path__
+    for name in ("decoder", "decoder_layer"):
+        assert all(map(is_public, used_names(Path(folder) / "models" / f"{name}.py")))
