@@ -260,6 +260,9 @@ def _nested_sites(found: FoundModule) -> list[Site]:
         if isinstance(value, nnx.Param) and not hasattr(value, "ndim"):
             refusal = "its parameter holds several arrays: make each a separate parameter"
             leaves = ((keys, type(value)(leaf)) for keys, leaf in nested_leaves(value.get_value()))
+        elif isinstance(value, nnx.Variable) and _framework(value) == "keras":
+            refusal = "it is a variable of Keras, no nnx.Param: write the module in nnx"
+            leaves = [((), nnx.Param(value.get_value()))]
         elif arrays := _foreign_arrays(value):
             kind = class_name(type(value))
             refusal = f"it is inside a {kind}, which is no nnx module: write the module in nnx"
@@ -272,10 +275,14 @@ def _nested_sites(found: FoundModule) -> list[Site]:
     return sites
 
 
+def _framework(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
 def _foreign_arrays(value: Any) -> list[tuple[tuple[str, ...], Any]]:
     """Returns (keys, array) for every array in a module of another framework: Equinox's modules are
     pytrees, and Keras' layers list their `weights`."""
-    framework = type(value).__module__.partition(".")[0]
+    framework = _framework(value)
     if is_node(value) or isinstance(value, list | tuple | dict | jax.Array) or framework == "qwix":
         return []
     if framework == "keras":

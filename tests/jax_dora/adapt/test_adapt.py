@@ -555,3 +555,17 @@ def test_a_module_of_another_framework_is_listed_with_the_reason():
     assert "Linear, which is no nnx module" in how
     with pytest.raises(ValueError, match=r"(?s)other/weight"):
         jax_dora.apply_dora(Model(), jax_dora.DoRARule("all-linear", 2, 4), rngs=nnx.Rngs(0))
+
+
+def test_keras_variables_are_listed_with_the_reason():
+    """With KERAS_NNX_ENABLED, Keras' layers are nnx modules, and their variables nnx variables."""
+    variable = type("Variable", (nnx.Variable,), {"__module__": "keras.src.backend"})
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.kernel = variable(jnp.ones((4, 3)))
+
+    model = Model()
+    [weight] = jax_dora.coverage(model).weights
+    assert (weight.path, weight.status) == ("kernel", "not adaptable")
+    assert "variable of Keras" in weight.how
