@@ -29,7 +29,7 @@ from jax.core import Tracer
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
-from jax_dora.adapt.tree import FoundModule, check_model, find_dora_layers, named_in_errors
+from jax_dora.adapt.tree import Modules, by_path, check_model, find_dora_layers, named_in_errors
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.dora_layer import Constant
@@ -62,11 +62,10 @@ def norms(model: nnx.Module) -> dict[str, jax.Array]:
     layers = _dora_layers(model)
     check_has_values(model, "jax_dora.norms")
     values = {}
-    for found in layers:
-        path, layer = found.paths[0], found.module
-        with named_in_errors(path, "given a norm"):
+    for paths, layer in layers.items():
+        with named_in_errors(paths[0], "given a norm"):
             check_kernel(layer.kernel_param[...], layer.layout, layer.stack)
-            values[path] = layer.norm()
+            values[paths[0]] = layer.norm()
     return values
 
 
@@ -85,7 +84,7 @@ def reset_magnitudes(model: nnx.Module) -> None:
       TypeError, ValueError: the same errors as `norms`.
     """
     check_model(model, for_linen="jax_dora.linen.reset_magnitudes")
-    layers = {found.paths[0]: found.module for found in _dora_layers(model)}
+    layers = {paths[0]: layer for paths, layer in _dora_layers(model).items()}
     for path, norm in norms(model).items():
         layer = layers[path]
         magnitude = bounded_norm(norm, layer.result_dtype)
@@ -121,20 +120,20 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
     check_has_values(dict(values), "jax_dora.with_norms", name="a norm")
     copy = nnx.clone(model, variables=False)
     layers = _dora_layers(copy)
-    paths = {path for found in layers for path in found.paths}
-    if unknown := values.keys() - paths:
+    known = by_path(layers)
+    if unknown := values.keys() - known.keys():
         raise ValueError(
             f"values has norms for {sorted(unknown)}, where the model has no DoRA layer; the "
-            f"model's DoRA layers are:{listing(paths)}"
+            f"model's DoRA layers are:{listing(known)}"
         )
-    for found in layers:
-        path = next((path for path in found.paths if path in values), None)
+    for paths, layer in layers.items():
+        path = next((path for path in paths if path in values), None)
         if path is None:
             raise ValueError(
-                f"values has no norm for {found.paths[0]!r}; expected one for every DoRA layer: "
+                f"values has no norm for {paths[0]!r}; expected one for every DoRA layer: "
                 "pass all that jax_dora.norms(model) returns"
             )
-        value, shape = jnp.asarray(values[path]), found.module.magnitude.shape
+        value, shape = jnp.asarray(values[path]), layer.magnitude.shape
         if value.dtype not in (jnp.float32, jnp.float64):
             raise TypeError(
                 f"values has a norm of dtype {value.dtype} for {path!r}; expected float32, as "
@@ -145,9 +144,9 @@ def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array])
                 f"values has a norm of shape {value.shape} for {path!r}; expected {shape}, as "
                 "jax_dora.norms(model) returns it"
             )
-        value = on_devices_of(found.module.magnitude.get_value(), value)
-        constant = _constant_of(found.module)
-        found.module.given_norm, found.module.given_g = nnx.data(constant(value)), nnx.data(None)
+        value = on_devices_of(layer.magnitude.get_value(), value)
+        layer.given_norm = nnx.data(_constant_of(layer)(value))
+        layer.given_g = nnx.data(None)
     return copy
 
 
@@ -171,8 +170,7 @@ def freeze[Model: nnx.Module](model: Model) -> Model:
     _dora_layers(model)
     check_has_values(model, "jax_dora.freeze")
     frozen = with_norms(nnx.clone(model), norms(model))
-    for found in find_dora_layers(frozen):
-        layer = found.module
+    for layer in find_dora_layers(frozen).values():
         layer.eval()
         kind = _constant_of(layer)
         layer.given_g = nnx.data(kind(g_of_call(layer, layer.result_dtype)))
@@ -224,7 +222,7 @@ def remat_policy(*names: str) -> Callable[..., bool]:
     return jax.checkpoint_policies.save_only_these_names(NORM_NAME, INNER_NAME, *names)
 
 
-def _dora_layers(model: nnx.Module) -> list[FoundModule]:
+def _dora_layers(model: nnx.Module) -> Modules:
     check_model(model)
     layers = find_dora_layers(model)
     if not layers:

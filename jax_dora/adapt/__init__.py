@@ -3,25 +3,24 @@ them.
 
 `apply_dora(model, rules)` takes these steps:
 
-1. `find_sites` lists the model's weights as `Site`s: layers that have a DoRA class, registered
-   parameters and, with `example=`, all parameters that a product or lookup reads. `trace_reads`
-   calls the model abstractly for that.
-2. `assign_rules` finds the rule of each site.
-3. `adapt_site` creates the DoRA layer that replaces a layer, or the adapter of a weight that is not
-   in such a layer (`jax_dora.tracing`).
+1. `find_weights` lists the model's weights as `AdaptableWeight`s: layers that have a DoRA class,
+   registered parameters and, with `example=`, all parameters that a product or lookup reads.
+   `record_reads` calls the model abstractly for that.
+2. `assign_rules` finds the rule of each weight.
+3. `adapt_weight` creates the DoRA layer that replaces a layer, or the adapter of a weight that is
+   not in such a layer (`jax_dora.tracing`).
 4. `replace_modules` puts the DoRA layers into a copy of the model.
 
 | file | content |
 | --- | --- |
 | apply.py | `apply_dora` |
-| bridge.py | linen modules inside an nnx model |
 | adapter.py | `Adapter`, `get_adapter`, `set_adapter`: an adapter as a value |
 | merge.py | `merge_dora` |
 | quantize.py | `quantize` |
 | coverage.py | `coverage`: the table of a model's weights |
-| site.py | `Site`: a weight and how it can be adapted |
-| find_sites.py | lists the sites of a model |
-| trace_reads.py | finds the operations that read each weight in an abstract call |
+| weight.py | `AdaptableWeight`: a weight and how it can be adapted |
+| inventory.py | lists the weights of a model |
+| reads.py | finds the operations that read each weight in an abstract call |
 | infer_stack.py | finds the axis along which `nnx.vmap` has stacked layers |
 | bridge.py | linen modules inside an nnx model |
 | tree.py | walks a model by paths, replaces its modules; `remove_dora` |

@@ -19,48 +19,25 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.replaced_parameters import described, replaced_parameters, warn_of
 from dora_common.rules import listing
-from jax_dora.adapt.apply import adapt_site
-from jax_dora.adapt.find_sites import find_sites
-from jax_dora.adapt.site import Site
-from jax_dora.adapt.trace_reads import trace_reads
+from jax_dora.adapt.apply import adapt_weight
+from jax_dora.adapt.inventory import find_weights
+from jax_dora.adapt.reads import record_reads
 from jax_dora.adapt.tree import (
-    FoundModule,
+    Modules,
+    by_path,
     check_model,
     close_linen_modules,
-    find_dora_layers,
+    dora_layers_of,
     find_modules,
     replace_modules,
     without_adapters,
 )
-from jax_dora.layers import DoRALayer
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.rule import DoRARule
-from jax_dora.tracing.adapted_class import adapters_of, at_path, has_dora_type
 from jax_dora.tracing.read_log import Example
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaptedWeight:
-    """Locates the adapter of a weight in a module that keeps its class.
-
-    Attributes:
-      path: the weight's path.
-      module: the path of the module that owns the weight.
-      param, axes: see `jax_dora.register`.
-      reader: the path of the module whose methods read the weight.
-      inside: the path from the reader to the owner.
-      is_lookup: whether the weight is an embedding.
-    """
-
-    path: str
-    module: str
-    param: str
-    axes: str
-    reader: str
-    inside: tuple[str, ...]
-    is_lookup: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +50,16 @@ class Adapter:
       arrays: by the layer's path, then by "lora_a", "lora_b" and "magnitude", in the layer's
         shapes. The order of the keys has no meaning, since JAX sorts the keys of a dict in every
         pytree operation.
-      weights: the weights that are adapted but are not the kernel of a `DoRALayer`.
-      stack_axes: the path of each stack of layers, and its `Stack.axes`.
+      weights: the adapted weights. A layer may be missing: then its path and its class tell what is
+        adapted, and a stack of layers is one along leading axes.
     """
 
     rules: tuple[DoRARule, ...]
     arrays: dict[str, dict[str, Any]]
-    weights: tuple[AdaptedWeight, ...] = ()
-    stack_axes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    weights: tuple[AdaptableWeight, ...] = ()
 
 
-jax.tree_util.register_dataclass(
-    Adapter, data_fields=["arrays"], meta_fields=["rules", "weights", "stack_axes"]
-)
+jax.tree_util.register_dataclass(Adapter, data_fields=["arrays"], meta_fields=["rules", "weights"])
 
 
 def get_adapter(model: nnx.Module) -> Adapter:
@@ -99,7 +73,8 @@ def get_adapter(model: nnx.Module) -> Adapter:
       ValueError: `model` has no adapter.
     """
     check_model(model, for_linen="jax_dora.linen.split_adapters")
-    layers = {found.paths[0]: found.module for found in find_dora_layers(model)}
+    modules = find_modules(model)
+    layers = {paths[0]: layer for paths, layer in dora_layers_of(modules).items()}
     if not layers:
         raise ValueError("model holds no adapter; expected a model from apply_dora")
     if replaced := replaced_parameters(model):
@@ -115,59 +90,28 @@ def get_adapter(model: nnx.Module) -> Adapter:
             path: {name: getattr(layer, name).get_value() for name in ADAPTER_NAMES}
             for path, layer in layers.items()
         },
-        adapted_weights(model),
-        stack_axes(model),
+        adapted_weights(modules),
     )
 
 
-def stack_axes(model: nnx.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Returns (path, `Stack.axes`) for each DoRA layer that is a stack of layers."""
-    return tuple(
-        (found.paths[0], found.module.stack.axes)
-        for found in find_modules(model)
-        if isinstance(found.module, DoRALayer) and found.module.stack.shape
-    )
+def adapted_weights(model: nnx.Module | Modules) -> tuple[AdaptableWeight, ...]:
+    """Returns the adapted weights of a model, without the model.
+
+    Args:
+      model: the model, or its modules from `find_modules`.
+    """
+    found = (one for one in find_weights(model) if one.is_adapted)
+    return tuple(one.replace(modules={}) for one in found if one.adapter is not None)
 
 
-def adapted_weights(model: nnx.Module) -> tuple[AdaptedWeight, ...]:
-    """Returns the adapted weights of `model` that are not the kernel of a `DoRALayer`."""
-    modules = find_modules(model)
-    readers = {
-        (id(at_path(found.module, path)), param): (found.paths[0], path)
-        for found in modules
-        if has_dora_type(found.module)
-        for path, param in found.module.dora_reads
-    }
-    return tuple(
-        AdaptedWeight(
-            adapter.path(found.paths[0]),
-            found.paths[0],
-            adapter.spec.param,
-            adapter.spec.axes,
-            *readers[id(found.module), adapter.spec.param],
-            adapter.spec.is_lookup,
-        )
-        for found in modules
-        for adapter in adapters_of(found.module)
-    )
-
-
-def find_adaptable_weights(model: nnx.Module, example: Any) -> tuple[AdaptedWeight, ...]:
+def weights_in_code(model: nnx.Module, example: Any) -> tuple[AdaptableWeight, ...]:
     """Returns the weights of `model`, a model without adapters, that are not in a layer with a DoRA
-    class and that can be adapted, as a call with `example` shows."""
-    paths = {id(found.module): found.paths[0] for found in find_modules(model)}
+    class and that can be adapted, as a call with `example` shows. They come without the model."""
+    found = find_weights(model, record_reads(model, Example.of(example)))
     return tuple(
-        AdaptedWeight(
-            site.names[0],
-            site.found.paths[0],
-            site.param,
-            site.axes,
-            paths[id(site.reader[0])],
-            site.reader[1],
-            site.is_lookup,
-        )
-        for site in find_sites(model, trace_reads(model, Example.of(example)))
-        if site.reader is not None and not site.is_layer and not site.refusal
+        one.replace(modules={})
+        for one in found
+        if one.reader is not None and not one.is_layer and not one.refusal
     )
 
 
@@ -201,7 +145,7 @@ def set_adapter[Model: nnx.Module](
         or `model` is abstract, outside `nnx.eval_shape`. `model` stays unchanged.
     """
     check_model(model, for_linen="jax_dora.linen.join_adapters")
-    base = without_adapters(model)
+    base, modules = without_adapters(model)
     if adapter is None:
         return close_linen_modules(base)
     check_has_values(base, "jax_dora.set_adapter")
@@ -211,16 +155,18 @@ def set_adapter[Model: nnx.Module](
         )
     warn_of(replaced_parameters(base), "after set_adapter, ")
     rules = rules_by_path(adapter)
-    layers = {path: site for site in find_sites(base) if site.is_layer for path in site.found.paths}
-    for path, axes in adapter.stack_axes:
-        if path in layers:
-            layers[path].stack_axes = axes
-    by_path = {path: found for found in find_modules(base) for path in found.paths}
-    sites = layers | {weight.path: site_of(weight, by_path) for weight in adapter.weights}
+    found = find_weights(modules)
+    layers = {path: one for one in found if one.is_layer for path in one.module_paths}
+    weights: dict[str, AdaptableWeight | None] = {**layers}
+    for known in adapter.weights:
+        if not known.is_layer:
+            weights[known.path] = known.in_model(by_path(modules))
+        elif known.path in layers:
+            weights[known.path] = layers[known.path].replace(axes=known.axes)
     replacements: dict[int, Any] = {}
     for path, arrays in adapter.arrays.items():
-        rule, site = rules[path], sites.get(path)
-        if site is None:
+        rule, weight = rules[path], weights.get(path)
+        if weight is None:
             raise ValueError(
                 f"adapter has a layer {path!r}; the model's layers that can be adapted are:"
                 f"{listing(layers)}"
@@ -230,7 +176,7 @@ def set_adapter[Model: nnx.Module](
                 f"rngs is None and the adapter has dropout for {path!r}; expected nnx.Rngs with a "
                 "dropout stream"
             )
-        layer = adapt_site(site, rule, rngs or nnx.Rngs(0))
+        layer = adapt_weight(weight.replace(rule=rule), rngs or nnx.Rngs(0))
         for name, value in arrays.items():
             parameter = getattr(layer, name)
             if parameter.shape != value.shape:
@@ -243,26 +189,9 @@ def set_adapter[Model: nnx.Module](
             if name == "magnitude" and value.dtype.itemsize < parameter.dtype.itemsize:
                 value = value.astype(parameter.dtype)
             parameter.set_value(on_devices_of(parameter.get_value(), value))
-        if site.is_layer:
-            replacements[id(site.found.module)] = layer
+        if weight.is_layer:
+            replacements[id(weight.module)] = layer
     return _copy_training_mode(model, replace_modules(base, replacements))
-
-
-def site_of(weight: AdaptedWeight, by_path: dict[str, FoundModule]) -> Site | None:
-    """Returns the site of an adapted weight; None if the model has no such weight."""
-    found, reader = by_path.get(weight.module), by_path.get(weight.reader)
-    if found is None or reader is None or not hasattr(found.module, weight.param):
-        return None
-    if getattr(found.module, weight.param).ndim < len(weight.axes):
-        return None
-    return Site(
-        (weight.path,),
-        found,
-        weight.param,
-        axes=weight.axes,
-        reader=(reader.module, weight.inside),
-        is_lookup=weight.is_lookup,
-    )
 
 
 def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
@@ -291,13 +220,13 @@ def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
 def _copy_training_mode[Model: nnx.Module](other: nnx.Module, model: Model) -> Model:
     """Sets the modules of `model`, in place, to training or evaluation like those of `other`.
     Dropout that `other` does not have is on if any module of `other` is in training."""
-    others = {path: found.module for found in find_modules(other) for path in found.paths}
+    others = by_path(find_modules(other))
     is_training = any(getattr(module, "deterministic", None) is False for module in others.values())
-    for found in find_modules(model):
-        source = others.get(found.paths[0])
+    for paths, module in find_modules(model).items():
+        source: Any = others.get(paths[0])
         for name in ("deterministic", "use_running_average"):
-            if hasattr(source, name) and hasattr(found.module, name):
-                setattr(found.module, name, getattr(source, name))
-        if source is None and isinstance(found.module, nnx.Dropout):
-            found.module.deterministic = not is_training
+            if hasattr(source, name) and hasattr(module, name):
+                setattr(module, name, getattr(source, name))
+        if source is None and isinstance(module, nnx.Dropout):
+            module.deterministic = not is_training
     return model

@@ -11,16 +11,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import ALL_LINEAR, as_rules
 from jax_dora.adapt.coverage import log_summary
-from jax_dora.adapt.find_sites import LINEN_REFUSAL, REMEDY, find_sites
-from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
-from jax_dora.adapt.trace_reads import trace_reads
+from jax_dora.adapt.inventory import LINEN_REFUSAL, REMEDY, find_weights
+from jax_dora.adapt.reads import record_reads
 from jax_dora.adapt.tree import (
     check_model,
-    find_dora_layers,
+    dora_layers_of,
+    find_modules,
     named_in_errors,
-    open_linen_modules,
     replace_modules,
 )
+from jax_dora.adapt.weight import AdaptableWeight, assign_rules, raise_for
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import check_has_values, mesh_sharding, pad_axes
 from jax_dora.layers.rule import DoRARule, Rules
@@ -79,49 +79,52 @@ def apply_dora[Model: nnx.Module](
         raise TypeError(f"rngs is a {type(rngs).__name__}; expected nnx.Rngs, e.g. nnx.Rngs(0)")
     rules = as_rules(DoRARule, rules)
     check_has_values(model, "jax_dora.apply_dora")
-    find_dora_layers(model)  # raises for adapters that would not belong to the others
-    traced = None if example is None else trace_reads(model, Example.of(example))
+    reads = None if example is None else record_reads(model, Example.of(example))
     copy = nnx.clone(model)
-    open_linen_modules(copy)
-    found = find_sites(copy, traced)
-    _check_linen(found, rules)
-    matched = assign_rules(found, rules)
-    _check_adaptable([site for site, _ in matched])
+    modules = find_modules(copy, opens_linen=True)
+    dora_layers_of(modules)  # raises for adapters that would not belong to the others
+    weights = find_weights(modules, reads)
+    _check_linen(weights, rules)
+    matched = assign_rules(weights, rules)
+    _check_adaptable(matched)
     replacements = {}
-    for site, rule in matched:
-        adapted = adapt_site(site, rule, rngs)
-        if site.is_layer:
-            replacements[id(site.found.module)] = adapted
-        site.is_adapted = True
-    log_summary(found)
+    for weight in matched:
+        adapted = adapt_weight(weight, rngs)
+        if weight.is_layer:
+            replacements[id(weight.module)] = adapted
+    paths = {weight.paths for weight in matched}
+    log_summary(one.replace(is_adapted=one.is_adapted or one.paths in paths) for one in weights)
     return replace_modules(copy, replacements)
 
 
-def adapt_site(site: Site, rule: DoRARule, rngs: nnx.Rngs) -> Any:
-    """Adapts the weight of one site.
+def adapt_weight(weight: AdaptableWeight, rngs: nnx.Rngs) -> Any:
+    """Adapts a weight by its rule.
 
     Returns:
       For a layer, a DoRA layer that shares the layer's parameters. For any other weight, its new
-        `WeightAdapter`, which stores the adapter's arrays in the site's module.
+        `WeightAdapter`, which stores the adapter's arrays in the weight's module.
     """
-    with named_in_errors(site.names[0], "adapted"):
-        site.check()
-    module, cls = site.found.module, dora_class_of(site.found.module) if site.is_layer else None
-    sharding = mesh_sharding(getattr(module, cls.kernel_name if cls else site.param))
+    with named_in_errors(weight.path, "adapted"):
+        weight.check()
+    module, rule = weight.module, weight.rule
+    assert rule is not None
+    sharding = mesh_sharding(weight.parameter)
     # Flax shards a parameter with sharding metadata when it is created, on the current mesh.
     scope = contextlib.nullcontext() if sharding is None else _current_mesh(sharding)
-    with named_in_errors(site.names[0], "adapted"), scope:
+    with named_in_errors(weight.path, "adapted"), scope:
+        cls = dora_class_of(module) if weight.is_layer else None
         if cls is None:
-            assert site.reader is not None
-            name = "" if site.names[0] in site.found.paths else site.param
+            assert weight.reader is not None
+            reader, inside = weight.reader
+            name = "" if weight.path in weight.module_paths else weight.param
             # These are not stored, so that models with and without them have the same structure.
             unstored = dict.fromkeys(("exclude", "lora_a_init", "lora_b_init"))
             settings = dataclasses.replace(rule, path="", **unstored)
-            spec = AdapterSpec(site.param, site.axes, name, settings, site.is_lookup)
-            adapted = add_adapter(module, spec, *site.reader)
+            spec = AdapterSpec(weight.param, weight.axes, name, settings, weight.is_lookup)
+            adapted = add_adapter(module, spec, weight.modules[reader], inside)
             adapted.create_arrays(rule, rngs)
         else:
-            options = {"stack_axes": site.stack.axes, **rule.options()}
+            options = {"stack_axes": weight.stack.axes, **rule.options()}
             adapted = cls.from_base(module, rngs=rngs, **options)
     if sharding is not None:
         _shard_like_kernel(adapted, sharding)
@@ -146,20 +149,20 @@ def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
         variable.set_value(jax.device_put(variable.get_value(), target))
 
 
-def _check_linen(sites: list[Site], rules: Sequence[DoRARule]) -> None:
+def _check_linen(weights: list[AdaptableWeight], rules: Sequence[DoRARule]) -> None:
     """Raises if "all-linear" would leave out the weights of a linen module without a word."""
     left_out = [
-        site
-        for site in sites
-        if site.refusal == LINEN_REFUSAL
-        or (site.nested_param is not None and isinstance(site.found.module, nnx.bridge.ToNNX))
+        one
+        for one in weights
+        if one.refusal == LINEN_REFUSAL
+        or (one.nested is not None and isinstance(one.module, nnx.bridge.ToNNX))
     ]
-    raise_for_sites(
+    raise_for(
         [
-            site
-            for site in left_out
+            one
+            for one in left_out
             if any(rule.path == ALL_LINEAR for rule in rules)
-            and not any(rule.excludes(name) for rule in rules for name in site.names)
+            and not any(rule.excludes(path) for rule in rules for path in one.paths)
         ],
         TypeError,
         'the rules select "all-linear", and would leave out weights of a linen module that '
@@ -168,16 +171,16 @@ def _check_linen(sites: list[Site], rules: Sequence[DoRARule]) -> None:
     )
 
 
-def _check_adaptable(matched: list[Site]) -> None:
-    raise_for_sites(
-        [site for site in matched if site.is_adapted and not site.refusal],
+def _check_adaptable(matched: list[AdaptableWeight]) -> None:
+    raise_for(
+        [one for one in matched if one.is_adapted and not one.refusal],
         ValueError,
         "a layer holds one adapter at a time, and the rules match layers that hold one already; "
         "remove it with remove_dora, or merge it with merge_dora, first. These layers are",
     )
     names = ", ".join(f"nnx.{base.__name__}" for base in DORA_CLASSES)
-    raise_for_sites(
-        [site for site in matched if site.refusal],
+    raise_for(
+        [one for one in matched if one.refusal],
         TypeError,
         f"the rules match modules or weights that cannot be adapted; expected {names}, and "
         f"parameters that jax_dora.register has named: {REMEDY}, or narrow the rules' paths so "

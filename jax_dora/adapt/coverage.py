@@ -8,10 +8,10 @@ from typing import Any
 from flax import nnx
 
 from dora_common.coverage import Coverage, CoveredWeight
-from jax_dora.adapt.find_sites import find_sites
-from jax_dora.adapt.site import Site
-from jax_dora.adapt.trace_reads import trace_reads
-from jax_dora.adapt.tree import check_model, find_modules, open_linen_modules
+from jax_dora.adapt.inventory import find_weights
+from jax_dora.adapt.reads import record_reads
+from jax_dora.adapt.tree import check_model, find_modules
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.quantised_kernel import act_qtype_of
 from jax_dora.ops import quantised
 from jax_dora.tracing.read_log import Example
@@ -36,44 +36,44 @@ def coverage(model: nnx.Module, *example: Any, **kwargs: Any) -> Coverage:
     """
     check_model(model, for_linen="jax_dora.linen.coverage")
     inputs = Example.of_arguments(*example, **kwargs)
-    traced = trace_reads(model, inputs) if example or kwargs else None
-    if any(isinstance(found.module, nnx.bridge.ToNNX) for found in find_modules(model)):
-        model = nnx.clone(model, variables=False)
-        open_linen_modules(model)
-    return table(find_sites(model, traced))
+    reads = record_reads(model, inputs) if example or kwargs else None
+    modules = find_modules(model)
+    if any(isinstance(module, nnx.bridge.ToNNX) for module in modules.values()):
+        modules = find_modules(nnx.clone(model, variables=False), opens_linen=True)
+    return table(find_weights(modules, reads))
 
 
-def log_summary(sites: Iterable[Site]) -> None:
+def log_summary(weights: Iterable[AdaptableWeight]) -> None:
     """Logs how many weights are adapted, and their share of all elements."""
-    _LOG.info(table(sites).summary())
+    _LOG.info(table(weights).summary())
 
 
-def table(sites: Iterable[Site]) -> Coverage:
-    return Coverage(tuple(_row(site) for site in sites if site.param))
+def table(weights: Iterable[AdaptableWeight]) -> Coverage:
+    return Coverage(tuple(_row(weight) for weight in weights if weight.param))
 
 
-def _row(site: Site) -> CoveredWeight:
-    refusal = "" if site.is_adapted else _refusal(site)
-    status = "adapted" if site.is_adapted else "not adaptable" if refusal else "adaptable"
-    how = refusal or site.how
-    value = site.parameter.get_value() if site.is_parameter else None
+def _row(weight: AdaptableWeight) -> CoveredWeight:
+    refusal = "" if weight.is_adapted else _refusal(weight)
+    status = "adapted" if weight.is_adapted else "not adaptable" if refusal else "adaptable"
+    how = refusal or weight.how
+    value = weight.parameter.get_value() if weight.is_parameter else None
     if quantised.is_quantised(value):
         how += f"; {quantised.describe(value)}"
-        if act_qtype := act_qtype_of(site.found.module):
+        if act_qtype := act_qtype_of(weight.module):
             how += f", activations {act_qtype}"
     return CoveredWeight(
-        site.names[0],
-        site.shape,
+        weight.path,
+        weight.shape,
         status,
         how,
-        site.is_linear,
-        4 * math.prod(site.shape) * site.merged,
+        weight.is_linear,
+        4 * math.prod(weight.shape) * weight.merged,
     )
 
 
-def _refusal(site: Site) -> str:
+def _refusal(weight: AdaptableWeight) -> str:
     """Returns why `apply_dora` would refuse the weight, whatever the rule, or ""."""
     try:
-        return site.refusal or site.check() or ""
+        return weight.refusal or weight.check() or ""
     except (TypeError, ValueError, NotImplementedError) as error:
         return str(error)

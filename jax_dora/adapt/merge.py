@@ -19,11 +19,11 @@ from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, set_adapter
 from jax_dora.adapt.tied_heads import untie_heads
 from jax_dora.adapt.tree import (
-    FoundModule,
+    Modules,
+    by_path,
     check_model,
     close_linen_modules,
     find_dora_layers,
-    find_modules,
     named_in_errors,
     shared_variables,
     without_adapters,
@@ -120,7 +120,7 @@ def merge_dora(
     check_model(model, for_linen="jax_dora.linen.merge_dora")
     for name, values in {"model": model, "one of adapters": adapters}.items():
         check_has_values(values, "jax_dora.merge_dora", name=name, can_trace=not return_report)
-    merged = without_adapters(model)
+    merged, modules = without_adapters(model)
     models = [model]
     if adapters is not None:
         models = [set_adapter(merged, _without_dropout(adapter)) for adapter in adapters]
@@ -128,17 +128,16 @@ def merge_dora(
     for number, adapted in enumerate(models):
         dora_layers = find_dora_layers(adapted)
         _warn_of_untrained(dora_layers, "" if adapters is None else f"adapters[{number}]: ")
-        for found in dora_layers:
-            # By every path, since the first path of a shared layer may differ in a copy.
-            for path in found.paths:
-                sources.setdefault(path, []).append(found.module)
+        # By every path, since the first path of a shared layer may differ in a copy.
+        for path, layer in by_path(dora_layers).items():
+            sources.setdefault(path, []).append(layer)
     if not sources:
         raise ValueError(
             f"model holds no adapter and adapters is {adapters!r}; expected a model from "
             "apply_dora, or adapters from get_adapter"
         )
-    layers, shared, done = [], shared_variables(merged), set()
-    bases = {path: found.module for found in find_modules(merged) for path in found.paths}
+    layers, shared, done = [], shared_variables(modules), set()
+    bases = by_path(modules)
     for path, layer_adapters in sources.items():
         adapter, name = layer_adapters[0], layer_adapters[0].kernel_name
         base = bases[adapter.module_path(path) if isinstance(adapter, WeightAdapter) else path]
@@ -168,7 +167,7 @@ def _untie_heads(model: Any, embed: Any, adapters: list[Any]) -> Any:
     return model
 
 
-def _warn_of_untrained(layers: list[FoundModule], prefix: str) -> None:
+def _warn_of_untrained(layers: Modules, prefix: str) -> None:
     """Warns of adapters that no gradient has reached while others have changed: the model reads the
     weight itself instead of calling the layer.
 
@@ -176,10 +175,10 @@ def _warn_of_untrained(layers: list[FoundModule], prefix: str) -> None:
       prefix: the beginning of the warning, to distinguish several adapters.
     """
     is_trained: dict[str, bool] = {}
-    for found in layers:
-        arrays = (found.module.lora_a[...], found.module.lora_b[...])
+    for paths, layer in layers.items():
+        arrays = (layer.lora_a[...], layer.lora_b[...])
         if not any(isinstance(array, Tracer) for array in arrays):
-            is_trained[found.paths[0]] = all(bool(jnp.any(array)) for array in arrays)
+            is_trained[paths[0]] = all(bool(jnp.any(array)) for array in arrays)
     untrained = [path for path, trained in is_trained.items() if not trained]
     if untrained and any(is_trained.values()):
         _LOG.warning(

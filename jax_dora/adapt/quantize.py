@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.hyperparameters import is_integer
 from dora_common.rules import ALL_LINEAR, Rule, listing
-from jax_dora.adapt.find_sites import find_sites
-from jax_dora.adapt.site import Site, raise_for_no_parameters, raise_for_sites
+from jax_dora.adapt.inventory import find_weights
 from jax_dora.adapt.tree import check_model, named_in_errors
+from jax_dora.adapt.weight import AdaptableWeight, raise_for, raise_for_no_parameters
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, pad_axes, set_and_verify
 from jax_dora.layers.classes import kind_of
@@ -86,16 +86,15 @@ def quantize[Model: nnx.Module](
     _check_act_qtype(act_qtype, qtype, tile_size)
     make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Raises here if qwix is missing.
     copy = nnx.clone(model)
-    found = find_sites(copy, stack_axes=())
+    found = find_weights(copy, is_leading=True)
     matched = _matched(found, path)
     row_scaled = nnx.Linear | nnx.LinearGeneral
     others = [
-        site
-        for site in matched
-        if not isinstance(layer := site.found.module, row_scaled)
-        or getattr(layer, "batch_axis", None)
+        weight
+        for weight in matched
+        if not isinstance(layer := weight.module, row_scaled) or getattr(layer, "batch_axis", None)
     ]
-    raise_for_sites(
+    raise_for(
         others if act_qtype else [],
         TypeError,
         "act_qtype is given and path matches layers that do not multiply rows by one matrix; "
@@ -103,9 +102,9 @@ def quantize[Model: nnx.Module](
         "path so that it does not match these",
     )
     left_out = [
-        f"{site.names[0]} {list(site.shape)}"
-        for site in found
-        if path == ALL_LINEAR and site.param and not (site.is_layer or site.is_adapted)
+        f"{weight.path} {list(weight.shape)}"
+        for weight in found
+        if path == ALL_LINEAR and weight.param and not (weight.is_layer or weight.is_adapted)
     ]
     if left_out:
         _LOG.warning(
@@ -116,20 +115,20 @@ def quantize[Model: nnx.Module](
             ", ".join(left_out),
         )
     done: dict[int, str] = {}
-    for site in matched:
-        parameter = site.parameter
+    for weight in matched:
+        parameter = weight.parameter
         if id(parameter) not in done:
-            done[id(parameter)] = site.names[0]
-            with named_in_errors(site.names[0], "quantised"):
-                _quantize_layer(site, qtype, tile_size)
+            done[id(parameter)] = weight.path
+            with named_in_errors(weight.path, "quantised"):
+                _quantize_layer(weight, qtype, tile_size)
                 if act_qtype is not None:
                     parameter.set_value(with_contiguous_columns(parameter.get_value()))
-        compute_quantised(site.found.module, act_qtype)
-    for site in found:
-        name = done.get(id(site.parameter)) if site.param else None
-        if name is not None and not any(site is other for other in matched):
+        compute_quantised(weight.module, act_qtype)
+    for weight in found:
+        name = done.get(id(weight.parameter)) if weight.param else None
+        if name is not None and not any(weight is other for other in matched):
             raise ValueError(
-                f"{name!r} cannot be quantised: {site.names[0]!r}, which path does not match, "
+                f"{name!r} cannot be quantised: {weight.path!r}, which path does not match, "
                 "shares its kernel; expected both or neither"
             )
     return copy
@@ -162,30 +161,31 @@ def _check_act_qtype(act_qtype: Any, qtype: str, tile_size: int | None) -> None:
         )
 
 
-def _matched(found: list[Site], path: str) -> list[Site]:
+def _matched(found: list[AdaptableWeight], path: str) -> list[AdaptableWeight]:
     """Returns the layers that `path` matches; raises if one of them cannot be quantised."""
     rule = Rule(path, 1, 1.0)
     matched = [
-        site
-        for site in found
-        if site.is_matched and any(rule.matches(name, linear=site.is_linear) for name in site.names)
+        weight
+        for weight in found
+        if weight.is_matched
+        and any(rule.matches(path, linear=weight.is_linear) for path in weight.paths)
     ]
     if not matched:
-        names = {name for site in found for name in site.names}
+        names = {name for weight in found for name in weight.paths}
         raise ValueError(
             f"path {path!r} matches no layer; expected a regular expression that matches a whole "
             f"path. The layers with parameters are:{listing(names)}"
         )
     raise_for_no_parameters(matched, "path matches layers that cannot be quantised")
-    raise_for_sites(
-        [site for site in matched if not (site.is_layer and isinstance(site.found.module, LAYERS))],
+    raise_for(
+        [one for one in matched if not (one.is_layer and isinstance(one.module, LAYERS))],
         TypeError,
         "path matches modules that cannot be quantised; expected nnx.Linear, nnx.LinearGeneral, "
         "nnx.Einsum and nnx.Conv themselves, which can compute with a quantised kernel: narrow "
         "path so that it does not match these",
     )
-    raise_for_sites(
-        [site for site in matched if quantised.is_quantised(site.parameter.get_value())],
+    raise_for(
+        [weight for weight in matched if quantised.is_quantised(weight.parameter.get_value())],
         ValueError,
         "path matches layers that are quantised already; expected float kernels: narrow path so "
         "that it does not match these",
@@ -193,8 +193,8 @@ def _matched(found: list[Site], path: str) -> list[Site]:
     return matched
 
 
-def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
-    module, kernel = site.found.module, site.parameter.get_value()
+def _quantize_layer(weight: AdaptableWeight, qtype: str, tile_size: int | None) -> None:
+    module, kernel = weight.module, weight.parameter.get_value()
     adapted, cls = isinstance(module, DoRALayer), kind_of(module)
     if not adapted:
         cls.check(module, DoRARule("", getattr(module, "feature_group_count", 1), 1.0))
@@ -210,7 +210,7 @@ def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
             f"its kernel has shape {kernel.shape}, without elements; expected at least one: narrow "
             "path so that it does not match this layer"
         )
-    stack = site.stack
+    stack = weight.stack
     tile = _tile(stack.layer_part(kernel.shape), cls.kernel_axes(module), tile_size)
     tile = stack.combine((1,) * stack.count, tile)
     half = kernel.dtype == jnp.float16
@@ -221,7 +221,7 @@ def _quantize_layer(site: Site, qtype: str, tile_size: int | None) -> None:
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     on_mesh = isinstance(sharding, NamedSharding)
     before = fresh_magnitude(module) if adapted else None
-    set_and_verify(site.parameter, shard_kernel(rounded, sharding if on_mesh else None))
+    set_and_verify(weight.parameter, shard_kernel(rounded, sharding if on_mesh else None))
     compute_quantised(module)
     if before is not None:
         magnitude = module.magnitude.get_value()

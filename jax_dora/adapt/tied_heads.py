@@ -86,7 +86,7 @@ def untie_heads(model: Any, embed: Any) -> Any:
     A head that is None becomes an `nnx.Linear`. If the embedding's `attend` may be the head, since
     the model has no other, the embedding becomes an `UntiedEmbed`.
     """
-    modules = {found.paths[0]: found.module for found in find_modules(model)}
+    modules = {paths[0]: module for paths, module in find_modules(model).items()}
     heads = tied_heads(modules)
     for head in heads:
         untie_head(modules, head, embed)

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,13 +16,8 @@ from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
 from jax_dora.tracing.adapted_class import adapters_of, has_dora_type, restore_plain_class
 
-
-@dataclasses.dataclass
-class FoundModule:
-    """A module and every path to it; a shared module has several."""
-
-    module: Any
-    paths: tuple[str, ...]
+type Modules = dict[tuple[str, ...], Any]
+"""Modules by all their paths, since a shared module has several."""
 
 
 @contextlib.contextmanager
@@ -60,14 +54,19 @@ def check_model(model: Any, *, for_linen: str | None = None) -> None:
     raise TypeError(message)
 
 
-def find_dora_layers(model: nnx.Module) -> list[FoundModule]:
+def find_dora_layers(model: nnx.Module) -> Modules:
     """Returns every DoRA layer and adapted weight of `model`, in the order of the paths.
 
     Raises:
       NotImplementedError: `model` holds a linen module with adapters, which would be left out.
     """
-    layers, modules = [], find_modules(model)
-    if linen_modules := [found.paths[0] for found in modules if _has_linen_adapters(found.module)]:
+    return dora_layers_of(find_modules(model))
+
+
+def dora_layers_of(modules: Modules) -> Modules:
+    """Returns the DoRA layers among `modules` and their adapted weights, as `find_dora_layers`
+    does."""
+    if linen_modules := [paths[0] for paths, one in modules.items() if _has_linen_adapters(one)]:
         raise NotImplementedError(
             "the model holds linen modules with adapters in nnx.bridge.ToNNX, whose arrays are no "
             "nnx.LoRAParams: they would be neither trained, saved nor merged here; expected "
@@ -75,11 +74,12 @@ def find_dora_layers(model: nnx.Module) -> list[FoundModule]:
             "pass inputs for the model as example= of jax_dora.apply_dora. These are:"
             f"{listing(linen_modules)}"
         )
-    for found in modules:
-        if isinstance(found.module, DoRALayer):
-            layers.append(found)
-        for adapter in adapters_of(found.module):
-            layers.append(FoundModule(adapter, tuple(map(adapter.path, found.paths))))
+    layers: Modules = {}
+    for paths, module in modules.items():
+        if isinstance(module, DoRALayer):
+            layers[paths] = module
+        for adapter in adapters_of(module):
+            layers[tuple(map(adapter.path, paths))] = adapter
     return layers
 
 
@@ -96,30 +96,42 @@ def _has_linen_adapters(module: Any) -> bool:
     return any({f"{end}{name}" for name in ADAPTER_NAMES} <= names for end in ends)
 
 
-def find_modules(model: nnx.Module) -> list[FoundModule]:
-    """Returns every module of `model`, including `model`, in the order of the paths."""
-    found: dict[int, FoundModule] = {}
+def find_modules(model: nnx.Module, *, opens_linen: bool = False) -> Modules:
+    """Returns every module of `model`, including `model`, in the order of the paths.
+
+    Args:
+      opens_linen: makes every `ToNNX` a `LinenModule`, in place, unless its linen module has
+        adapters by `jax_dora.linen`.
+    """
+    modules: dict[int, Any] = {}
+    paths: dict[int, list[str]] = {}
 
     def visit(node: Any, path: tuple[str, ...], above: tuple[int, ...]) -> None:
         if id(node) in above:  # The module refers back to a parent.
             return
         if isinstance(node, nnx.Module):
-            name = "/".join(path)
-            entry = found.setdefault(id(node), FoundModule(node, ()))
-            entry.paths = (*entry.paths, name)
+            modules[id(node)] = node
+            paths.setdefault(id(node), []).append("/".join(path))
+        if opens_linen and type(node) is nnx.bridge.ToNNX and not _has_linen_adapters(node):
+            open_linen_module(node)
         for key, child in _children(node):
             visit(child, (*path, *key), (*above, id(node)))
 
     visit(model, (), ())
-    return list(found.values())
+    return {tuple(paths[identity]): module for identity, module in modules.items()}
 
 
-def shared_variables(model: nnx.Module) -> set[int]:
-    """Returns the `id` of every variable that occurs in more than one place in `model`."""
+def by_path(modules: Modules) -> dict[str, Any]:
+    """Returns each module under each of its paths."""
+    return {path: module for paths, module in modules.items() for path in paths}
+
+
+def shared_variables(modules: Modules) -> set[int]:
+    """Returns the `id` of every variable that occurs in more than one place in `modules`."""
     counts = collections.Counter(
         id(leaf)
-        for found in find_modules(model)
-        for _, value in _attributes(found.module)
+        for module in modules.values()
+        for _, value in _attributes(module)
         for leaf in jax.tree.leaves(value, is_leaf=is_node)
         if isinstance(leaf, nnx.Variable)
     )
@@ -151,19 +163,12 @@ def replace_modules(model: nnx.Module, replacements: Mapping[int, nnx.Module]) -
     return visit(model)
 
 
-def open_linen_modules(model: nnx.Module) -> None:
-    """Makes every `ToNNX` in `model` a `LinenModule`, in place, unless its linen module has
-    adapters by `jax_dora.linen`."""
-    for found in find_modules(model):
-        if type(found.module) is nnx.bridge.ToNNX and not _has_linen_adapters(found.module):
-            open_linen_module(found.module)
-
-
 def close_linen_modules[Model: nnx.Module](model: Model) -> Model:
-    """Reverses `open_linen_modules` for a model without adapters, in place, and returns it."""
-    for found in find_modules(model):
-        if type(found.module) is LinenModule:
-            close_linen_module(found.module)
+    """Makes every `LinenModule` in `model`, a model without adapters, a `ToNNX` again, in place.
+    Returns `model`."""
+    for module in find_modules(model).values():
+        if type(module) is LinenModule:
+            close_linen_module(module)
     return model
 
 
@@ -177,24 +182,26 @@ def remove_dora[Model: nnx.Module](model: Model) -> Model:
       TypeError: `model` is not an nnx module.
       NotImplementedError: `model` holds a linen module with adapters.
     """
-    base = without_adapters(model)
+    base, _ = without_adapters(model)
     warn_of(replaced_parameters(model), "without its adapters, ")
     return close_linen_modules(base)
 
 
-def without_adapters[Model: nnx.Module](model: Model) -> Model:
-    """Returns a copy of `model` as `remove_dora` does, with linen modules as `LinenModule`s."""
+def without_adapters[Model: nnx.Module](model: Model) -> tuple[Model, Modules]:
+    """Returns a copy of `model` as `remove_dora` does, with linen modules as `LinenModule`s, and
+    the modules of the copy."""
     check_model(model, for_linen="jax_dora.linen.split_adapters")
-    find_dora_layers(model)  # raises for adapters that would stay
     copy = nnx.clone(model)
-    open_linen_modules(copy)
-    modules = [found.module for found in find_modules(copy)]
-    for module in modules:
+    modules = find_modules(copy, opens_linen=True)
+    dora_layers_of(modules)  # raises for adapters that would stay
+    for module in modules.values():
         if has_dora_type(module):
             restore_plain_class(module)
-    return replace_modules(
-        copy, {id(layer): layer.base_layer() for layer in modules if isinstance(layer, DoRALayer)}
-    )
+    plain = {id(one): one.base_layer() for one in modules.values() if isinstance(one, DoRALayer)}
+    if not plain:
+        return copy, modules
+    copy = replace_modules(copy, plain)
+    return copy, find_modules(copy)
 
 
 def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -17,9 +17,9 @@ from dora_common.hyperparameters import adapter_scale
 from dora_common.peft.folder import open_folder
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
-from jax_dora.adapt.find_sites import find_sites
+from jax_dora.adapt.inventory import find_weights
 from jax_dora.bank.projections import BankProjection, rejection_reason
-from jax_dora.layers.stack import Stack
+from jax_dora.layers.stack import Stack, stack_axes_of
 from jax_dora.ops.bank_slots import RANKS
 from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.peft.names import Names
@@ -167,15 +167,15 @@ def read_adapter(
     """Converts an `Adapter` of the model; raises the same errors as `AdapterBank.load`."""
     rules = rules_by_path(adapter)
     by_path = {path: projection for projection in projections for path in projection.paths}
-    for path in [*(weight.path for weight in adapter.weights), *adapter.arrays]:
+    for path in adapter.arrays:
         if path not in by_path:
             raise _unknown_projection(model, projections, path)
     layers: dict[str, dict[Any, LayerAdapter]] = {}
-    stack_axes = dict(adapter.stack_axes)
+    axes = {weight.path: stack_axes_of(weight.axes) for weight in adapter.weights}
     for path, arrays in adapter.arrays.items():
         projection, rule = by_path[path], rules[path]
         layout, stack = projection.layout(rule.rank), projection.stack
-        given = Stack(stack.shape, stack_axes.get(path, stack.axes))
+        given = Stack(stack.shape, axes.get(path, stack.axes))
         found, expected = (one.stack_part(range(len(projection.shape))) for one in (given, stack))
         if found != expected:
             raise ValueError(
@@ -238,7 +238,7 @@ def _unknown_projection(
     path: str,
     reason: str = "the model has no layer of that path",
 ) -> ValueError:
-    reasons = {name: rejection_reason(site) for site in find_sites(model) for name in site.names}
+    reasons = {name: rejection_reason(one) for one in find_weights(model) for name in one.paths}
     if path in reasons:
         reason = reasons[path] or "the bank was made without it: include it in the bank's path="
     return ValueError(

@@ -8,7 +8,13 @@ import numpy as np
 from flax import nnx
 
 from dora_common.slots import check_plain
-from jax_dora.adapt.tree import check_model, find_dora_layers, find_modules, replace_modules
+from jax_dora.adapt.tree import (
+    by_path,
+    check_model,
+    find_dora_layers,
+    find_modules,
+    replace_modules,
+)
 from jax_dora.bank.adapter_bank import AdapterBank
 from jax_dora.bank.bank_layers import LAYER_CLASSES
 from jax_dora.layers import dora_class_of
@@ -60,7 +66,7 @@ def with_bank[Model: nnx.Module](
     choose.check_name(implementation)
     if not isinstance(bank, AdapterBank):
         raise TypeError(f"bank is a {type(bank).__name__}; expected an AdapterBank")
-    check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
+    check_plain([path for path, *_ in find_dora_layers(model)], "jax_dora")
     ids = bank.checked(adapter_ids)
     sizes = {
         (*projection.sizes, bank.arrays[path].lora_a.shape[-2], projection.dtype)
@@ -68,10 +74,10 @@ def with_bank[Model: nnx.Module](
     }
     step = step_of(ids, bank.slots, sizes, implementation)
     copy = nnx.clone(model)
-    by_path = {path: found.module for found in find_modules(copy) for path in found.paths}
+    modules = by_path(find_modules(copy))
     replacements: dict[int, Any] = {}
     for path, projection in bank.projections.items():
-        module: Any = by_path.get(path)
+        module: Any = modules.get(path)
         if dora_class_of(module) is not projection.kind or (
             getattr(module, projection.kind.kernel_name).shape != projection.shape
         ):

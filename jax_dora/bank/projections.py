@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.rules import listing
 from dora_common.slots import check_plain
-from jax_dora.adapt.find_sites import find_sites
-from jax_dora.adapt.site import Site, assign_rules, raise_for_no_parameters
+from jax_dora.adapt.inventory import find_weights
 from jax_dora.adapt.tree import find_dora_layers, named_in_errors
+from jax_dora.adapt.weight import AdaptableWeight, assign_rules, raise_for_no_parameters
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import pad_axes
 from jax_dora.layers.einsum import DoRAProjection
@@ -96,17 +96,12 @@ class BankProjection:
 
 def projections(model: nnx.Module, path: str) -> dict[BankProjection, nnx.Variable]:
     """Returns the projections of a plain model with matching paths, and their kernels."""
-    check_plain([found.paths[0] for found in find_dora_layers(model)], "jax_dora")
-    matched = [
-        site
-        for site, _ in assign_rules(
-            find_sites(model, stack_axes=()), [DoRARule(path, rank=1, alpha=1)]
-        )
-    ]
+    check_plain([path for path, *_ in find_dora_layers(model)], "jax_dora")
+    matched = assign_rules(find_weights(model, is_leading=True), [DoRARule(path, rank=1, alpha=1)])
     raise_for_no_parameters(matched, "path matches layers that cannot be given a place in a bank")
-    made = dict(_projection(site) for site in matched if rejection_reason(site) is None)
+    made = dict(_projection(weight) for weight in matched if rejection_reason(weight) is None)
     if not made:
-        reasons = (f"{site.names[0]}: {rejection_reason(site)}" for site in matched)
+        reasons = (f"{weight.path}: {rejection_reason(weight)}" for weight in matched)
         raise ValueError(
             f"path {path!r} matches no projection that a bank can hold adapters for:"
             f"{listing(reasons)}"
@@ -129,22 +124,22 @@ def groups(projections: Iterable[BankProjection]) -> list[list[str]]:
     return [paths for paths in found if paths]
 
 
-def rejection_reason(site: Site) -> str | None:
+def rejection_reason(weight: AdaptableWeight) -> str | None:
     """Returns why a bank cannot hold adapters for a weight, or None if it can."""
-    kind = dora_class_of(site.found.module)
-    if not site.is_layer or site.refusal or kind is None:
-        return site.refusal or "its module keeps its class and computes the product itself"
+    kind = dora_class_of(weight.module)
+    if not weight.is_layer or weight.refusal or kind is None:
+        return weight.refusal or "its module keeps its class and computes the product itself"
     if not issubclass(kind, DoRALinear | DoRAProjection):
         return f"an nnx.{kind.base_type.__name__} is no projection"
-    if not kind.is_linear(site.found.module):
+    if not kind.is_linear(weight.module):
         return "its equation is no projection"
-    if kind.layout_of(site.found.module, 1).kernel.matrices[0] > 1:
+    if kind.layout_of(weight.module, 1).kernel.matrices[0] > 1:
         return "it has batch axes, with an adapter for each"
     return None
 
 
-def _projection(site: Site) -> tuple[BankProjection, nnx.Variable]:
-    module: Any = site.found.module
+def _projection(weight: AdaptableWeight) -> tuple[BankProjection, nnx.Variable]:
+    module: Any = weight.module
     kind = dora_class_of(module)
     assert kind is not None
     # The DoRA class derives the layout from the module's settings alone, so no arrays are needed.
@@ -152,12 +147,14 @@ def _projection(site: Site) -> tuple[BankProjection, nnx.Variable]:
     layer = nnx.merge(graphdef, jax.tree.map(lambda _: None, state))
     kernel = getattr(module, kind.kernel_name)
     dtype = getattr(module, "dtype", None) or kernel.dtype
-    with named_in_errors(site.names[0], "given a place in a bank"):
-        stack = site.stack
+    with named_in_errors(weight.path, "given a place in a bank"):
+        stack = weight.stack
         check_kernel(kernel.get_value(), kind.layout_of(layer, 1), stack)
     value = jax.tree.leaves(kernel.get_value())[0]
     sharding = value.sharding if isinstance(value, jax.Array) else None
     if not isinstance(sharding, NamedSharding):
         sharding = None
-    projection = BankProjection(site.found.paths, kernel.shape, sharding, stack, kind, layer, dtype)
+    projection = BankProjection(
+        weight.module_paths, kernel.shape, sharding, stack, kind, layer, dtype
+    )
     return projection, kernel

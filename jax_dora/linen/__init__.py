@@ -6,7 +6,7 @@
    replaces the call of each layer that a rule matches by the call of a DoRA layer (layer.py), which
    is the nnx layer of `jax_dora.layers` with the same settings and parameters.
 2. With `example=`, `apply_dora` has found parameters that products read outside such layers
-   (find_sites.py). These parameters are traced as in `jax_dora.tracing` (weights.py).
+   (inventory.py). These parameters are traced as in `jax_dora.tracing` (weights.py).
 3. `CallLog` (call_log.py) records the layers that were called, for `merge_dora` and for the check
    that every rule adapts something.
 
@@ -16,8 +16,8 @@
 | module.py | `DoRA`: the module that calls a model with adapters |
 | layer.py | the DoRA layer of a linen layer, and its nnx counterpart |
 | dense.py | `DoRADense` |
-| weights.py | `LinenWeight`: an adapted parameter outside such layers |
-| find_sites.py | lists the weights of a linen model |
+| weights.py | adapted parameters outside such layers |
+| inventory.py | lists the weights of a linen model |
 | coverage.py | `coverage`: the table of a model's weights |
 | magnitudes.py | `reset_magnitudes` |
 | merge.py | `merge_dora` |

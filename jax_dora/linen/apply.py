@@ -6,11 +6,10 @@ from flax import linen as nn
 
 from dora_common.rules import as_rules
 from jax_dora.adapt.coverage import log_summary
-from jax_dora.adapt.site import Site, assign_rules, raise_for_sites
+from jax_dora.adapt.weight import AdaptableWeight, assign_rules, raise_for
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.linen.find_sites import HiddenModule, find_linen_sites
+from jax_dora.linen.inventory import HiddenModule, adapter_paths, find_linen_weights
 from jax_dora.linen.module import DoRA
-from jax_dora.linen.weights import LinenWeight
 from jax_dora.tracing.read_log import Example
 
 
@@ -80,40 +79,40 @@ def apply_dora(
 
 def _assign_weights(
     model: nn.Module, rules: tuple[DoRARule, ...], example: Example
-) -> tuple[tuple[LinenWeight, ...], tuple[str, ...]]:
+) -> tuple[tuple[AdaptableWeight, ...], tuple[str, ...]]:
     """Returns the parameters that rules adapt outside layers with a DoRA class, and the paths that
     :attr:`DoRA.left_out` holds."""
-    sites = [site for site in find_linen_sites(model, example) if site.is_matched]
-    matched = assign_rules(sites, rules)
-    raise_for_sites(
-        [site for site, _ in matched if site.refusal],
+    found = [one for one in find_linen_weights(model, example) if one.is_matched]
+    matched = assign_rules(found, rules)
+    raise_for(
+        [one for one in matched if one.refusal],
         TypeError,
         "the rules match modules or weights that cannot be adapted; narrow the rules' paths so "
         "that they do not match these",
     )
-    weights = {site: LinenWeight.of(site, rule) for site, rule in matched}
-    for site, weight in weights.items():
-        _check_names(site, weight)
-        site.is_adapted = True
-    log_summary(sites)
-    left_out = [site.names[0] for site in sites if site.is_layer and not site.is_linear]
+    for weight in matched:
+        _check_names(weight)
+    paths = {weight.paths for weight in matched}
+    log_summary(one.replace(is_adapted=one.is_adapted or one.paths in paths) for one in found)
+    left_out = [one.path for one in found if one.is_layer and not one.is_linear]
     left_out += [
-        name
-        for site in sites
-        if not site.is_layer
-        for name in site.names
-        if any(rule.excludes(name) for rule in rules)
+        path
+        for one in found
+        if not one.is_layer
+        for path in one.paths
+        if any(rule.excludes(path) for rule in rules)
     ]
-    traced = tuple(weight for site, weight in weights.items() if not site.is_layer)
+    traced = tuple(one.replace(modules={}) for one in matched if not one.is_layer)
     return traced, tuple(left_out)
 
 
-def _check_names(site: Site, weight: LinenWeight) -> None:
+def _check_names(weight: AdaptableWeight) -> None:
     """Raises ValueError if the module has parameters with the names of the adapter's."""
-    taken = [path for path in weight.paths().values() if hasattr(site.found.module, path[-1])]
-    if taken and not site.is_adapted:
+    names = [path[-1] for path in adapter_paths(weight).values()]
+    taken = [name for name in names if hasattr(weight.module, name)]
+    if taken and not weight.is_adapted:
         raise ValueError(
-            f"{site.names[0]!r} cannot be adapted: its module has a parameter {taken[0][-1]!r} of "
-            "its own, a name that the adapter needs; expected another name: rename the parameter "
-            "in the module, or leave this weight out by the rule's exclude="
+            f"{weight.path!r} cannot be adapted: its module has a parameter {taken[0]!r} of its "
+            "own, a name that the adapter needs; expected another name: rename the parameter in "
+            "the module, or leave this weight out by the rule's exclude="
         )

@@ -7,7 +7,7 @@ from flax import linen as nn
 from flax import traverse_util
 
 from jax_dora.adapt.coverage import Coverage, table
-from jax_dora.linen.find_sites import find_linen_sites, lora_a_path
+from jax_dora.linen.inventory import adapter_paths, find_linen_weights
 from jax_dora.linen.module import DoRA
 from jax_dora.linen.params import is_adapter
 from jax_dora.tracing.read_log import Example, split_arrays
@@ -33,14 +33,17 @@ def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
         )
     inputs = Example.of_arguments(*example, **kwargs)
     plain = model.model if isinstance(model, DoRA) else model
-    sites = find_linen_sites(plain, inputs)
+    weights = find_linen_weights(plain, inputs)
     if isinstance(model, DoRA):
         arrays, rebuild = split_arrays(inputs)
         variables = jax.eval_shape(lambda arrays: _init(model, rebuild(arrays)), arrays)
         params = traverse_util.flatten_dict(variables["params"])
-        for site in sites:
-            site.is_adapted = site.is_matched and is_adapter(lora_a_path(site), params)
-    return table(sites)
+        lora_a = {one: adapter_paths(one)["lora_a"] for one in weights}
+        weights = [
+            one.replace(is_adapted=one.is_matched and is_adapter(lora_a[one], params))
+            for one in weights
+        ]
+    return table(weights)
 
 
 def _init(model: nn.Module, example: Example) -> Any:

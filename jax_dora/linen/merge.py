@@ -15,8 +15,10 @@ from dora_common.rules import listing
 from jax_dora.adapt.merge import Setting, add_change, kernel_change, report_entry
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.linen.call_log import CallLog, record_axes, stack_back, stack_first
+from jax_dora.linen.inventory import adapter_paths
 from jax_dora.linen.module import DoRA
 from jax_dora.linen.params import is_adapter
+from jax_dora.linen.weights import adapter_of, weight_path
 
 _TOKENS = itertools.count(1)
 
@@ -76,7 +78,7 @@ def merge_dora(
         # not mutable from the start because nn.map_variables(init=True) cannot be called then.
         trace([name for name in variables if name != "params"])
     params = dict(traverse_util.flatten_dict(variables["params"]))
-    reached = {weight.paths()["lora_a"] for weight in adapted.weights}
+    reached = {adapter_paths(weight)["lora_a"] for weight in adapted.weights}
     reached |= {(*filter(None, path.split("/")), "lora_a") for path in calls.adapted}
     all_lora_a = {path for path in params if path[-1].endswith("lora_a")}
     if missed := {path for path in all_lora_a - reached if is_adapter(path, params)}:
@@ -112,8 +114,8 @@ def merge_dora(
             layers.append(report_entry(name, kernel, change, merged))
 
     for weight in adapted.weights:
-        setting = Setting.of(weight.adapter(params))
-        merge(weight.names[0], weight.path, setting, weight.paths())
+        setting = Setting.of(adapter_of(weight, params))
+        merge(weight.path, weight_path(weight), setting, adapter_paths(weight))
     for path, (kernel_name, setting, axes) in calls.adapted.items():
         module_path = tuple(path.split("/")) if path else ()
         paths = {name: (*module_path, name) for name in ADAPTER_NAMES}

@@ -13,9 +13,10 @@ from flax.core import freeze
 from dora_common.rules import assign, listing
 from jax_dora.adapt.merge import Setting
 from jax_dora.adapt.tree import named_in_errors
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.call_log import CallLog, has_computed_params, holds_parameters, stack_axes
-from jax_dora.linen.find_sites import HiddenModule
+from jax_dora.linen.inventory import HiddenModule, adapter_paths
 from jax_dora.linen.layer import (
     COUNTERPARTS,
     check_own_names,
@@ -24,7 +25,12 @@ from jax_dora.linen.layer import (
     dora_layer,
 )
 from jax_dora.linen.params import adapted_modules
-from jax_dora.linen.weights import LinenWeight, trace_adapted_params, weights_without_adapter
+from jax_dora.linen.weights import (
+    create_params,
+    trace_adapted_params,
+    weight_path,
+    weights_without_adapter,
+)
 from jax_dora.tracing.trace import weight_trace
 
 _METHODS = ("__call__", "attend")
@@ -47,7 +53,7 @@ class DoRA(nn.Module):
     held: HiddenModule
     rules: tuple[DoRARule, ...]
     deterministic: bool = True
-    weights: tuple[LinenWeight, ...] = ()
+    weights: tuple[AdaptableWeight, ...] = ()
     left_out: tuple[str, ...] = ()
 
     def setup(self) -> None:
@@ -114,7 +120,7 @@ class DoRA(nn.Module):
         excluded = [p for p in self.left_out if any(rule.excludes(p) for rule in self.rules)]
         linear = dict.fromkeys(excluded, False) | linear
         names = {(path,): is_linear for path, is_linear in linear.items()}
-        names |= {weight.names: weight.is_linear for weight in self.weights}
+        names |= {weight.paths: weight.is_linear for weight in self.weights}
         paths = sorted(names)
         # Raises ValueError if a rule adapts nothing.
         assign(self.rules, paths, [names[path] for path in paths])
@@ -133,18 +139,18 @@ class DoRA(nn.Module):
         if absent and self.is_mutable_collection("params"):
             # If all adapters are fresh and lora_b is zero, the model computes what the base does.
             are_fresh = len(absent) == len(self.weights) and not any(
-                weight.spec.rule.lora_b_init or weight.paths()["lora_b"] in params
+                weight.rule.lora_b_init or adapter_paths(weight)["lora_b"] in params
                 for weight in self.weights
             )
-            result, has_weights = None, {weight.path for weight in absent} <= params.keys()
-            lacks_magnitudes = any(weight.paths()["lora_b"] in params for weight in absent)
+            result, has_weights = None, {*map(weight_path, absent)} <= params.keys()
+            lacks_magnitudes = any(adapter_paths(one)["lora_b"] in params for one in absent)
             if are_fresh or lacks_magnitudes or not has_weights:
                 # A call of the base creates the parameters and what its layers' adapters lack, and
                 # updates the other collections.
                 result = self._run_keeping_params(run, *args, **kwargs)
             params, created = traverse_util.flatten_dict(self.variables["params"]), {}
             for weight in absent:
-                created |= weight.create_params(params, self.make_rng("params"))
+                created |= create_params(weight, params, self.make_rng("params"))
             for name, value in traverse_util.unflatten_dict(created).items():
                 self.put_variable("params", name, value)
             if are_fresh:
@@ -155,9 +161,9 @@ class DoRA(nn.Module):
             raise ValueError(
                 "params has no adapter for some weights; expected one for each: create them by "
                 'init, or by apply(…, rngs={"params": key}, mutable=["params"]). The weights are:'
-                f"{listing([weight.names[0] for weight in absent])}"
+                f"{listing([weight.path for weight in absent])}"
             )
-        drops = not self.deterministic and any(w.spec.rule.dropout for w in self.weights)
+        drops = not self.deterministic and any(weight.rule.dropout for weight in self.weights)
         key = self.make_rng("dropout") if drops else None
         calls.traces_weights = True
         with weight_trace() as trace:
@@ -214,7 +220,7 @@ class _Interceptor:
         if is_other_method or isinstance(module, DoRA) or context.method_name == "setup":
             return next_fun(*args, **kwargs)
         weights = self.adapted.weights
-        owners = ("/".join((*self.adapted.path, *weight.path[:-1])) for weight in weights)
+        owners = ("/".join((*self.adapted.path, *weight_path(one)[:-1])) for one in weights)
         if path in owners:  # The module's weights are traced, so its own code runs.
             return next_fun(*args, **kwargs)
         is_linear = kind is not None and kind.is_linear(module) and not self.writers

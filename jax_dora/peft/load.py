@@ -20,10 +20,10 @@ from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.layers import Shape
 from dora_common.peft.replaced_parameters import replace
 from jax_dora.adapt import DoRARule
-from jax_dora.adapt.adapter import adapted_weights, find_adaptable_weights, stack_axes
-from jax_dora.adapt.apply import adapt_site
-from jax_dora.adapt.site import Site
+from jax_dora.adapt.adapter import adapted_weights, weights_in_code
+from jax_dora.adapt.apply import adapt_weight
 from jax_dora.adapt.tree import check_model, replace_modules, without_adapters
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
@@ -105,61 +105,61 @@ def load_adapter[Model: nnx.Module](
     check_model(model)
     check_has_values(model, "jax_dora.peft.load_adapter", can_trace=False)
     names = names or Names()
-    options = {"adapted": adapted_weights(model), "stack_axes": dict(stack_axes(model))}
+    known = adapted_weights(model)
     with open_folder(folder, "np", adapter) as source:
-        loaded = without_adapters(model)
+        loaded, _ = without_adapters(model)
         if example is not None:
-            options["adapted"] = find_adaptable_weights(loaded, example)
-        view = torch_view(loaded, names, **options)
+            known = (*(one for one in known if one.is_layer), *weights_in_code(loaded, example))
+        view = torch_view(loaded, names, known)
         outline = view.outline()
         if (size := source.new_vocabulary(loaded, outline)) is not None:
             resizable: Any = loaded
             resizable.resize_token_embeddings(size)
-            view = torch_view(loaded, names, **options)
+            view = torch_view(loaded, names, known)
             outline = view.outline()
         fit = source.fit(outline)
         view.check_not_quantised((*fit.parameters, *fit.tokens))
         loaded = untie(loaded, view, fit, source.config)
-        view = torch_view(loaded, names, **options)
+        view = torch_view(loaded, names, known)
         # Before the adapters, since the layers of a stack that have none keep the kernels' norms.
         _set_parameters(source, view, fit)
         untie_adapted_heads(view, fit)
-        view = torch_view(loaded, names, **options)
-        stacks = _by_site(view, fit)
+        view = torch_view(loaded, names, known)
+        stacks = _by_weight(view, fit)
         rules = {
-            site: DoRARule(
-                re.escape(site.names[0]),
+            weight: DoRARule(
+                re.escape(weight.path),
                 **source.options(_largest(source, adapters.values()), dropout_mode),
-                adapter_dtype=adapter_dtype or _dtype(source, site.names[0], adapters.values()),
+                adapter_dtype=adapter_dtype or _dtype(source, weight.path, adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
-                lora_a_init=_FolderInit("lora_a", source, view, site, adapters),
-                lora_b_init=_FolderInit("lora_b", source, view, site, adapters),
+                lora_a_init=_FolderInit("lora_a", source, view, weight, adapters),
+                lora_b_init=_FolderInit("lora_b", source, view, weight, adapters),
                 implementation=implementation,
             )
-            for site, adapters in stacks.items()
+            for weight, adapters in stacks.items()
             for one in [next(iter(adapters.values()))]
         }
         rngs = rngs or nnx.Rngs(0)
         replacements = {}
-        for site, rule in rules.items():
-            layer = adapt_site(site, rule, rngs)
-            if site.is_layer:
-                replacements[id(site.found.module)] = layer
+        for weight, rule in rules.items():
+            layer = adapt_weight(weight.replace(rule=rule), rngs)
+            if weight.is_layer:
+                replacements[id(weight.module)] = layer
             layer.eval()
             is_exact = adapter_dtype is None
-            _set_magnitude(source, layer.magnitude, site.stack, stacks[site], is_exact)
+            _set_magnitude(source, layer.magnitude, weight.stack, stacks[weight], is_exact)
         loaded = replace_modules(loaded, replacements)
         source.warn_about_replaced(fit, outline)
         replace(loaded, folder, fit.replaced_rows(outline))
     return loaded
 
 
-def _by_site(view: TorchView, fit: Fit) -> dict[Site, dict[Index, Adapter]]:
-    """Returns the adapters of each site, by their index in the site's stack."""
-    stacks: dict[Site, dict[Index, Adapter]] = {}
+def _by_weight(view: TorchView, fit: Fit) -> dict[AdaptableWeight, dict[Index, Adapter]]:
+    """Returns the adapters of each weight, by their index in the weight's stack."""
+    stacks: dict[AdaptableWeight, dict[Index, Adapter]] = {}
     for name, adapter in fit.adapters.items():
         layer = view.layers[name]
-        stacks.setdefault(layer.site, {})[layer.index] = adapter
+        stacks.setdefault(layer.weight, {})[layer.index] = adapter
     return stacks
 
 
@@ -205,12 +205,12 @@ class _FolderInit:
         name: str,
         source: Folder,
         view: TorchView,
-        site: Site,
+        weight: AdaptableWeight,
         adapters: Mapping[Index, Adapter],
     ) -> None:
         self.name, self.source, self.view = name, source, view
         self.scale = max(map(source.scale, adapters.values()), key=abs)
-        self.adapters = iter([adapters.get(at) for at in site.stack.indices()])
+        self.adapters = iter([adapters.get(at) for at in weight.stack.indices()])
 
     def __call__(self, _: Any, shape: Shape, dtype: Any = jnp.float32, *__: Any) -> jax.Array:
         value, adapter = _zeros(shape, dtype), next(self.adapters)

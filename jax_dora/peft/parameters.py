@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from dora_common.peft.layers import Layer, Shape
-from jax_dora.adapt.site import Site
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.layout import Axes, convolution_layout
 from jax_dora.layers.stack import Stack
@@ -79,37 +79,37 @@ class TorchParameter:
 
 @dataclass(frozen=True)
 class TorchLayer:
-    """One layer that is or can be adapted: the part of the weight at `site` with index `index`."""
+    """One layer that is or can be adapted: the part of a weight with index `index`."""
 
-    site: Site
+    weight: AdaptableWeight
     index: Index
     layer: Layer
 
     @property
     def path(self) -> str:
-        return self.site.names[0]
+        return self.weight.path
 
     @property
     def at(self) -> tuple[Any, ...]:
-        """The index of the layer's part in the arrays of the site."""
-        return self.site.stack.at(self.index)
+        """The index of the layer's part in the weight's array, and in its adapter's."""
+        return self.weight.stack.at(self.index)
 
-    def weight(self) -> TorchParameter:
+    def parameter(self) -> TorchParameter:
         """Returns the weight of a Linear or a convolution."""
-        module: Any = self.site.found.module
+        module: Any = self.weight.module
         if self.layer.kind == "conv":
             # Both layouts order the groups alike, so that only the window axes have to move.
             axes = convolution_layout(tuple(module.kernel_shape), 1, 1).kernel
         else:
-            axes = self.site.layout(1).kernel
+            axes = self.weight.layout(1).kernel
         window = self.layer.kernel_size
         shape = (self.layer.out_features, axes.matrices[1] // math.prod(window), *window)
-        path, param = self.site.found.paths[0], self.site.param
+        path, param = self.weight.module_paths[0], self.weight.param
         return TorchParameter(path, param, self.at, shape, axes, is_transposed=True)
 
     def adapter_parameters(self, rank: int) -> dict[str, TorchParameter]:
         """Returns lora_a, lora_b and magnitude of an adapter of rank `rank`, by name."""
-        layout = self.site.layout(rank)
+        layout = self.weight.layout(rank)
         return {
             name: TorchParameter(
                 self.path,
@@ -136,7 +136,7 @@ def parameters_of(
       module: the module.
       layers: the layers for the module's weights, by the weights' names in the module.
     """
-    own_layer = next((one.layer for one in layers.values() if one.site.is_layer), None)
+    own_layer = next((one.layer for one in layers.values() if one.weight.is_layer), None)
     for attribute, value in vars(module).items():
         if not isinstance(value, nnx.Param | nnx.BatchStat):
             continue
@@ -149,7 +149,7 @@ def parameters_of(
             continue
         at, shape = own_stack.at(index), own_stack.layer_part(value.get_value().shape)
         if attribute in layers and layers[attribute].layer.kind in ("linear", "conv"):
-            yield layers[attribute].weight()
+            yield layers[attribute].parameter()
         elif attribute in layers or own_layer is None:
             yield TorchParameter(path, attribute, at, shape)
         else:

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
-from jax_dora.adapt.site import Site
 from jax_dora.adapt.tree import check_model, find_dora_layers
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.ops import check
@@ -152,7 +152,7 @@ def _adapters_by_name(
     model: nnx.Module, view: TorchView, is_lora: Callable[[str], bool]
 ) -> dict[str, Any]:
     """Returns the objects that hold the adapters, by PyTorch's names of the adapted layers."""
-    paths = [found.paths[0] for found in find_dora_layers(model)]
+    paths = [path for path, *_ in find_dora_layers(model)]
     if not paths:
         raise ValueError(
             "model has no adapter; expected a model with DoRA layers, from jax_dora.apply_dora"
@@ -166,7 +166,7 @@ def _adapters_by_name(
             "packed experts: merge the adapter with merge_dora, or store the arrays of get_adapter"
         )
     return {
-        name: layer.site.adapter
+        name: layer.weight.adapter
         for name, layer in view.layers.items()
         if layer.path in set(paths) and not _is_padding(layer, is_lora)
     }
@@ -178,7 +178,7 @@ def _is_padding(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
     Such a layer has lora_a and lora_b zero, which training does not lead to, and the norm as its
     magnitude.
     """
-    holder: Any = layer.site.adapter
+    holder: Any = layer.weight.adapter
     if not layer.index or any(
         bool(jnp.any(part[...][layer.at])) for part in (holder.lora_a, holder.lora_b)
     ):
@@ -195,12 +195,12 @@ def _lora_test(view: TorchView) -> Callable[[str], bool]:
     """Returns a function from a layer's name to whether the layer's magnitude equals its norm."""
 
     @functools.cache
-    def are_norms(site: Site) -> np.ndarray:
-        holder: Any = site.adapter
+    def are_norms(weight: AdaptableWeight) -> np.ndarray:
+        holder: Any = weight.adapter
         return np.asarray(fresh_magnitude(holder) == holder.magnitude[...])
 
     def is_lora(name: str) -> bool:
         layer = view.layers[name]
-        return bool(are_norms(layer.site)[layer.at].all())
+        return bool(are_norms(layer.weight)[layer.at].all())
 
     return is_lora

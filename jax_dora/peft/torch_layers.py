@@ -6,33 +6,34 @@ from typing import Any
 from flax import nnx
 
 from dora_common.peft.layers import Layer, convolution_refusals
-from jax_dora.adapt.site import Site
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.classes import kind_of
 from jax_dora.peft.names import Names
 
 
-def torch_layer(site: Site, names: Names, name_of: Callable[[str], str]) -> Layer | None:
+def torch_layer(
+    weight: AdaptableWeight, names: Names, name_of: Callable[[str], str]
+) -> Layer | None:
     """Returns the PyTorch layer for a weight, or for one layer's part of a stacked weight.
 
     Args:
-      site: the weight.
+      weight: the weight.
       names: translates parameter names.
       name_of: translates a path to the name of the PyTorch module.
 
     Returns:
       the layer, or None if PyTorch has no counterpart that PEFT can adapt.
     """
-    module: Any = site.found.module
-    if site.is_layer:
-        return _layer(name_of(site.names[0]), module, kind_of(module))
-    kernel = site.layout(1).kernel
+    if weight.is_layer:
+        return _layer(name_of(weight.path), weight.module, kind_of(weight.module))
+    kernel = weight.layout(1).kernel
     experts, features, width = kernel.matrices
     if not kernel.batch:
-        return Layer(name_of(site.names[0]), "linear", features, width)
-    param = names.parameter(site.param)
+        return Layer(name_of(weight.path), "linear", features, width)
+    param = names.parameter(weight.param)
     return Layer(
-        f"{name_of(site.found.paths[0])}.{param}".lstrip("."),
+        f"{name_of(weight.module_paths[0])}.{param}".lstrip("."),
         "experts",
         features,
         width,

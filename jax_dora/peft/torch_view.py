@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from flax import nnx
 
 from dora_common.peft.layers import Layer, Outline
-from jax_dora.adapt.adapter import AdaptedWeight, site_of
-from jax_dora.adapt.find_sites import LINEN_REFUSAL, find_sites
-from jax_dora.adapt.site import Site
+from jax_dora.adapt.inventory import LINEN_REFUSAL, find_weights
 from jax_dora.adapt.tied_heads import tied_heads
-from jax_dora.adapt.tree import check_model, find_modules, named_in_errors
+from jax_dora.adapt.tree import by_path, check_model, find_modules, named_in_errors
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.classes import kind_of
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised
@@ -87,19 +86,14 @@ class TorchView:
         )
 
 
-def torch_view(
-    model: nnx.Module,
-    names: Names,
-    adapted: Iterable[AdaptedWeight] = (),
-    stack_axes: Mapping[str, tuple[int, ...]] | None = None,
-) -> TorchView:
+def torch_view(model: nnx.Module, names: Names, known: Iterable[AdaptableWeight] = ()) -> TorchView:
     """Returns a view of the model with PyTorch's names and layouts.
 
     Args:
       model: the model.
       names: translates paths to PyTorch's names.
-      adapted: weights that had adapters before these were removed from the model.
-      stack_axes: the `Stack.axes` of stacks of layers by path, as far as they are known.
+      known: weights that are known otherwise, since they had adapters before these were removed
+        from the model, or by a call.
 
     Raises:
       TypeError: `model` is not an nnx module.
@@ -107,20 +101,16 @@ def torch_view(
     """
     check_model(model)
     # The members of an nnx.List have names of their own, and the list itself needs none.
-    all_found = [one for one in find_modules(model) if not isinstance(one.module, nnx.List)]
-    modules = {found.paths[0]: found.module for found in all_found}
-    all_sites, axes = find_sites(model), stack_axes or {}
-    layer_sites = [
-        Site(one.paths, one, kind.kernel_name, is_layer=True, stack_axes=axes.get(one.paths[0], ()))
-        for one in all_found
-        if (kind := kind_of(one.module))
-    ]
-    weight_sites = _weight_sites(model, all_sites, adapted)
+    found = find_modules(model)
+    every = find_weights(found, is_leading=True)
+    found = {paths: one for paths, one in found.items() if not isinstance(one, nnx.List)}
+    modules = {paths[0]: module for paths, module in found.items()}
+    named = [*_layers(every, known), *_weights_in_code(every, known, by_path(found))]
     stacks: dict[str, Stack] = {}
-    for site in (*layer_sites, *weight_sites):
-        path = site.found.paths[0]
+    for weight in named:
+        path = weight.module_paths[0]
         with named_in_errors(path, "named as in PyTorch"):
-            stacks.setdefault(path, site.stack)
+            stacks.setdefault(path, weight.stack)
     stacks |= {
         path: _enclosing_stack(path, stacks, names) for path in modules if path not in stacks
     }
@@ -128,25 +118,25 @@ def torch_view(
     def name_of(path: str, index: Index) -> str:
         return names.module(_without_sequential(path, modules), index)
 
-    adaptable = {site.found.paths[0] for site in all_sites if site.is_layer}
+    adaptable = {one.module_paths[0] for one in every if one.is_layer}
     layers: dict[str, TorchLayer] = {}
     # By the module's path and the layer's index in its stack, then by the weight's name.
     weights: dict[tuple[str, Index], dict[str, TorchLayer]] = {}
-    for site in (*layer_sites, *weight_sites):
-        path = site.found.paths[0]
-        for index in site.stack.indices():
-            layer = torch_layer(site, names, lambda path, index=index: name_of(path, index))
+    for weight in named:
+        path = weight.module_paths[0]
+        for index in weight.stack.indices():
+            layer = torch_layer(weight, names, lambda path, index=index: name_of(path, index))
             if layer is not None:
-                weight = TorchLayer(site, index, layer)
-                weights.setdefault((path, index), {})[site.param] = weight
-                if not site.is_layer or path in adaptable:
-                    layers[layer.name] = weight
+                part = TorchLayer(weight, index, layer)
+                weights.setdefault((path, index), {})[weight.param] = part
+                if not weight.is_layer or path in adaptable:
+                    layers[layer.name] = part
     layers = _in_registration_order(layers, names)
     parameters: dict[str, TorchParameter] = {}
     paths_by_name: dict[str, str] = {}
-    for found in all_found:
-        path = found.paths[0]
-        for alias, index in itertools.product(found.paths, stacks[path].indices()):
+    for paths, module in found.items():
+        path = paths[0]
+        for alias, index in itertools.product(paths, stacks[path].indices()):
             name = name_of(alias, index)
             if paths_by_name.get(name, path) != path:
                 raise ValueError(
@@ -156,11 +146,11 @@ def torch_view(
             if alias == path:
                 paths_by_name[name] = path
             of_module = weights.get((path, index), {})
-            for one in parameters_of(path, index, stacks[path], found.module, of_module):
+            for one in parameters_of(path, index, stacks[path], module, of_module):
                 parameter = ".".join(filter(None, (name, names.parameter(one.attribute))))
-                weight = of_module.get(one.attribute)
-                if weight and not weight.site.is_layer and weight.layer.kind == "linear":
-                    parameter = f"{name_of(alias + weight.path.removeprefix(path), index)}.weight"
+                part = of_module.get(one.attribute)
+                if part and not part.weight.is_layer and part.layer.kind == "linear":
+                    parameter = f"{name_of(alias + part.path.removeprefix(path), index)}.weight"
                 parameters[parameter] = one
     embeddings = [name for name, one in layers.items() if one.layer.kind == "embedding"]
     heads = {
@@ -170,26 +160,44 @@ def torch_view(
     for head in heads:
         parameters[head] = parameters[f"{embeddings[0]}.{names.parameter('embedding')}"]
     refusals = {
-        name_of(site.names[0], ()): f"{site.refusal}: {_REMEDY}"
-        for site in all_sites
-        if site.param and site.refusal in (why_unknown(site.found.module), LINEN_REFUSAL)
+        name_of(weight.path, ()): f"{weight.refusal}: {_REMEDY}"
+        for weight in every
+        if weight.param and weight.refusal in (why_unknown(weight.module), LINEN_REFUSAL)
     }
     return TorchView(modules, stacks, layers, parameters, paths_by_name, heads, refusals)
 
 
-def _weight_sites(
-    model: nnx.Module, all_sites: Iterable[Site], adapted: Iterable[AdaptedWeight]
-) -> list[Site]:
+def _layers(
+    every: Iterable[AdaptableWeight], known: Iterable[AdaptableWeight]
+) -> list[AdaptableWeight]:
+    """Returns the kernels of the layers with a DoRA class, even if their model's own code reads
+    them: they have names in PyTorch too."""
+    axes = {one.path: one.axes for one in known if one.is_layer}
+    return [
+        one.replace(
+            paths=one.module_paths,
+            is_layer=True,
+            axes=axes.get(one.module_paths[0], one.axes if one.is_layer else ""),
+        )
+        for one in every
+        if (kind := kind_of(one.module)) and one.param == kind.kernel_name
+    ]
+
+
+def _weights_in_code(
+    every: Iterable[AdaptableWeight],
+    known: Iterable[AdaptableWeight],
+    modules: Mapping[str, nnx.Module],
+) -> list[AdaptableWeight]:
     """Returns the weights that modules' own code reads and that PEFT's format can express: all that
     are registered or adapted, except embeddings."""
     found = {
-        site.names[0]: site
-        for site in all_sites
-        if site.param and not site.is_layer and site.axes and not site.refusal
+        one.path: one
+        for one in every
+        if one.param and not one.is_layer and one.axes and not one.refusal
     }
-    by_path = {path: one for one in find_modules(model) for path in one.paths}
-    removed = ((one.path, site_of(one, by_path)) for one in adapted)
-    found |= {path: site for path, site in removed if site is not None}
+    others = (one.in_model(modules) for one in known if not one.is_layer)
+    found |= {one.path: one for one in others if one is not None}
     return [one for one in found.values() if not one.is_lookup and one.axes.count("b") <= 1]
 
 

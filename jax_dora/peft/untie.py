@@ -69,7 +69,7 @@ def _possible_heads(view: TorchView, config: AdapterConfig) -> dict[str, Any]:
     if view.tied_heads or has_own_head(view.modules) or config.keeps_ties:
         return {}
     return {
-        name: one.site.found.module
+        name: one.weight.module
         for name, one in view.layers.items()
-        if config.saves(f"{name}.weight") and type(one.site.found.module) is nnx.Embed
+        if config.saves(f"{name}.weight") and type(one.weight.module) is nnx.Embed
     }

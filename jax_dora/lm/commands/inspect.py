@@ -92,8 +92,7 @@ def _layers(model: nnx.Module) -> Table:
     rest = ("rank", "scale", "‖sAB‖ / ‖W‖", "magnitude / norm")
     table = Table(first, *rest, show_edge=False)
     norms = jax_dora.norms(model)
-    for found in find_dora_layers(model):
-        path, layer = found.paths[0], found.module
+    for (path, *_), layer in find_dora_layers(model).items():
         update = layer.scale * _product_norm(layer.lora_a[...], layer.lora_b[...])
         norm = jnp.linalg.norm(dense(layer.kernel_param[...], jnp.float32).ravel())
         ratio = layer.magnitude[...] / norms[path]

@@ -17,7 +17,7 @@ def report(plan: Plan) -> Table:
     """Returns a table of the run's parameters, data, steps and memory."""
     parts = Parts.of(plan.abstract_model)
     trained, frozen = _size(parts.adapters), _size(parts.frozen)
-    layers = [found.module for found in find_dora_layers(plan.abstract_model)]
+    layers = find_dora_layers(plan.abstract_model).values()
     covered = sum(math.prod(layer.kernel_param.shape) for layer in layers)
     rows = plan.rows
     step = math.prod(plan.step_rows)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora import DoRARule
-from jax_dora.adapt.tree import find_modules
+from jax_dora.adapt.tree import by_path, find_modules
 from parity import oracle
 
 
@@ -38,7 +38,7 @@ def drawn(
 def merged(model: Any, bank: jax_dora.AdapterBank, adapter: jax_dora.Adapter) -> Any:
     """The plain model with an adapter in its kernels, by the definition, in fp64."""
     model = nnx.clone(model)
-    modules = {path: one.module for one in find_modules(model) for path in one.paths}
+    modules = by_path(find_modules(model))
     for rule in adapter.rules:
         path = re.sub(r"\\(.)", r"\1", rule.path)
         projection, arrays, kernel = (

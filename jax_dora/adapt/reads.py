@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 
 from jax_dora.adapt.bridge import LinenModule
-from jax_dora.adapt.tree import FoundModule, find_modules, shared_variables, without_adapters
+from jax_dora.adapt.tree import Modules, find_modules, shared_variables, without_adapters
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.classes import kind_of
 from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.stack import STACK_LETTERS, stacked_axes, without_stack_axes
@@ -42,25 +43,23 @@ def is_weight(value: Any, kind: type[nnx.Variable] = nnx.Param) -> bool:
     return is_parameter and getattr(value, "ndim", 0) > 1
 
 
-def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
+def record_reads(model: nnx.Module, example: Example) -> ReadLog:
     """Calls a model abstractly, without its adapters, and returns the operations that read its
     weights.
 
     Raises:
       Exception: any error of the call.
     """
-    copy = without_adapters(model)
-    modules = find_modules(copy)
-    shared = shared_variables(copy)
+    copy, modules = without_adapters(model)
+    shared = shared_variables(modules)
     # Attributes that share a parameter get a variable each, to tell their reads apart.
-    for found in modules:
-        for name, variable in weights_of(found.module).items():
+    for module in modules.values():
+        for name, variable in weights_of(module).items():
             if id(variable) in shared:
-                setattr(found.module, name, variable.copy())
-    weights = _weights(copy)
-    log = ReadLog(weights, [found.paths[0] for found in modules])
-    for number, found in enumerate(modules):
-        module: Any = found.module
+                setattr(module, name, variable.copy())
+    weights = _weights(modules)
+    log = ReadLog(weights, [paths[0] for paths in modules])
+    for number, module in enumerate(modules.values()):
         kind = type(module)
         # The attributes of these modules are user-chosen keys or a linen module's variables, so
         # the bookkeeping attributes below must not be added. A `LinenModule` knows them.
@@ -71,7 +70,7 @@ def trace_reads(model: nnx.Module, example: Example) -> ReadLog:
 
     def run(model_arrays: Any, inputs_arrays: Any) -> None:
         traced, inputs = rebuild_model(model_arrays), rebuild_inputs(inputs_arrays)
-        weights = _weights(traced)
+        weights = _weights(find_modules(traced))
         with weight_trace() as trace:
             for key in log.reads:
                 raw = weights[key].get_raw_value()
@@ -103,11 +102,11 @@ def mark_mapped_axes(log: ReadLog, shapes: Mapping[Key, tuple[int, ...]]) -> Non
             )
 
 
-def _weights(model: nnx.Module) -> dict[Key, nnx.Param]:
+def _weights(modules: Modules) -> dict[Key, nnx.Param]:
     return {
-        (found.paths[0], name): variable
-        for found in find_modules(model)
-        for name, variable in weights_of(found.module).items()
+        (paths[0], name): variable
+        for paths, module in modules.items()
+        for name, variable in weights_of(module).items()
     }
 
 
@@ -168,23 +167,23 @@ def has_adapted_form(read: Read, axes: str) -> bool:
 
 
 def reader_of(
-    found: FoundModule, modules: list[FoundModule], reads: tuple[Read, ...]
-) -> tuple[Any, tuple[str, ...]] | None:
-    """Returns the innermost module that contains a weight and runs all its reads in its own
-    methods, and the path from that module to the weight's owner; None if there is no such
+    weight: AdaptableWeight, reads: tuple[Read, ...]
+) -> tuple[str, tuple[str, ...]] | None:
+    """Returns the path of the innermost module that contains a weight and runs all its reads in its
+    own methods, and the path from that module to the weight's owner; None if there is no such
     module."""
-    by_path = {path: module for module in modules for path in module.paths}
     scopes = frozenset.intersection(*(read.scopes for read in reads))
-    for path in found.paths:
+    readers = {id(weight.modules.get(path)) for path in scopes}
+    for path in weight.module_paths:
         parts = path.split("/") if path else []
         for length in range(len(parts), -1, -1):
-            reader = by_path.get("/".join(parts[:length]))
-            if reader is not None and scopes.intersection(reader.paths):
-                return reader.module, tuple(parts[length:])
+            reader = weight.modules.get(above := "/".join(parts[:length]))
+            if reader is not None and id(reader) in readers:
+                return above, tuple(parts[length:])
     return None
 
 
-def find_output_heads(traced: ReadLog | None) -> list[Key]:
+def find_output_heads(log: ReadLog | None) -> list[Key]:
     """Returns the output head's weight, if there is one, as a list.
 
     It is the weight of the call's last product, if the product's features are the last axis of a
@@ -192,23 +191,20 @@ def find_output_heads(traced: ReadLog | None) -> list[Key]:
     are also as many as the features of such an embedding, which are those of a whole model without
     a head, then it is only a head if it is tied to one.
     """
-    if traced is None:
+    if log is None:
         return []
     products = [
-        (read, key)
-        for key, reads in traced.reads.items()
-        for read in reads
-        if read.kind == "product"
+        (read, key) for key, reads in log.reads.items() for read in reads if read.kind == "product"
     ]
     lookups = [
         (read, key)
-        for key, reads in traced.reads.items()
+        for key, reads in log.reads.items()
         for read in reads
-        if read.kind == "lookup" and read.order in traced.input_lookups
+        if read.kind == "lookup" and read.order in log.input_lookups
     ]
     if not products:
         return []
     last, key = max(products, key=lambda product: product[0].order)
     tables = [(read, other) for read, other in lookups if read.features == last.features]
     is_head = any(other == key or read.width != last.features for read, other in tables)
-    return [key] if is_head and last.features in traced.results else []
+    return [key] if is_head and last.features in log.results else []

@@ -1,4 +1,4 @@
-"""Lists the weights of a linen model as `Site`s.
+"""Lists the weights of a linen model as `AdaptableWeight`s.
 
 One abstract call of the model finds the operations that read each weight.
 """
@@ -12,9 +12,10 @@ import jax
 from flax import linen as nn
 from flax import nnx, traverse_util
 
-from jax_dora.adapt.find_sites import find_sites
-from jax_dora.adapt.site import Site
-from jax_dora.adapt.trace_reads import mark_mapped_axes
+from dora_common.hyperparameters import ADAPTER_NAMES
+from jax_dora.adapt.inventory import find_weights
+from jax_dora.adapt.reads import mark_mapped_axes
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.stack import without_stack_axes
 from jax_dora.linen.layer import dora_class_of
 from jax_dora.linen.params import params_path
@@ -54,7 +55,7 @@ class _ObservedModel(nn.Module):
             return example.call(self.bound.module)
 
 
-def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
+def find_linen_weights(model: nn.Module, example: Example) -> list[AdaptableWeight]:
     """Returns every parameter of two axes or more of a linen model, and every other module that
     holds parameters, in the order of their paths. For the kernel of a layer with a counterpart in
     `jax_dora.layers`, `is_layer` is True.
@@ -114,29 +115,40 @@ def find_linen_sites(model: nn.Module, example: Example) -> list[Site]:
             dataclasses.replace(read, axes=without_stack_axes(read.axes, "b")) for read in reads
         )
     classes = {path: type(module) for path, module in modules.items()}
-    sites = find_sites(_mirror(flat, classes), log)
-    for site in sites:
-        path = site.found.paths[0]
-        module: Any = modules.get(path)
-        cls = dora_class_of(module)
-        if cls is None:
-            continue
-        if site.param != cls.kernel_name:
-            site.is_matched = not site.refusal  # Rules do not match a stacked bias.
-            continue
-        reads = log.reads[path, site.param]
-        if reads and all(path in read.scopes for read in reads):
-            site.is_layer, site.refusal, site.how = True, "", f"linen.{type(module).__name__}"
-            site.is_linear = cls.is_linear(module) and site.is_linear
-    return sites
+    found = find_weights(_mirror(flat, classes), log)
+    return [_as_layer(one, modules.get(one.module_paths[0]), log) for one in found]
 
 
-def lora_a_path(site: Site) -> tuple[str, ...]:
-    """Returns the path of an adapted weight's lora_a in params."""
-    path = site.found.paths[0]
-    is_plain = site.is_layer or site.param == "kernel"
-    name = "lora_a" if is_plain else f"{site.param}_lora_a"
-    return (*(path.split("/") if path else ()), name)
+def _as_layer(weight: AdaptableWeight, module: Any, log: ReadLog) -> AdaptableWeight:
+    """Returns a weight of the linen module `module`, with `is_layer` if only the module's own call
+    reads it and a DoRA class adapts the module."""
+    cls = dora_class_of(module)
+    if cls is None:
+        return weight
+    if weight.param != cls.kernel_name:
+        # Rules do not match a stacked bias.
+        return weight.replace(is_matched=not weight.refusal)
+    path = weight.module_paths[0]
+    reads = log.reads[path, weight.param]
+    if not reads or not all(path in read.scopes for read in reads):
+        return weight
+    return weight.replace(
+        is_layer=True,
+        is_linear=cls.is_linear(module) and weight.is_linear,
+        refusal="",
+        how=f"linen.{type(module).__name__}",
+    )
+
+
+def params_path_of(weight: AdaptableWeight, name: str) -> tuple[str, ...]:
+    """Returns the path in params of the parameter `name` of a weight's module."""
+    return (*filter(None, weight.module_paths[0].split("/")), name)
+
+
+def adapter_paths(weight: AdaptableWeight) -> dict[str, tuple[str, ...]]:
+    """Returns the path in params of each array of a weight's adapter."""
+    prefix = "" if weight.is_layer or weight.param == "kernel" else f"{weight.param}_"
+    return {name: params_path_of(weight, prefix + name) for name in ADAPTER_NAMES}
 
 
 class _Params(nnx.Module):

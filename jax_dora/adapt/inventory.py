@@ -1,0 +1,399 @@
+"""Lists the weights of a model as `AdaptableWeight`s.
+
+A weight is known by its module's class, by `jax_dora.register`, or by the operations that read it.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from dora_common.hyperparameters import ADAPTER_NAMES
+from dora_common.rules import OUTPUT_HEADS
+from jax_dora.adapt.bridge import LinenModule
+from jax_dora.adapt.reads import (
+    find_output_heads,
+    has_adapted_form,
+    is_weight,
+    reader_of,
+    weights_of,
+)
+from jax_dora.adapt.tree import Modules, by_path, find_modules, nested_leaves
+from jax_dora.adapt.weight import AdaptableWeight
+from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
+from jax_dora.layers.base_layer import adaptation_hint, computes_like, is_node
+from jax_dora.layers.stack import STACK_LETTERS, stack_axes_of
+from jax_dora.ops import quantised
+from jax_dora.tracing.adapted_class import at_path, has_dora_type, own_methods
+from jax_dora.tracing.read_log import Read, ReadLog
+from jax_dora.tracing.registry import Registration, class_name, registrations, why_unknown
+from jax_dora.tracing.weight_adapter import WeightAdapter
+
+LINEN_REFUSAL = "a linen module's, known only by a call with inputs"
+REMEDY = "name the contracted axes by jax_dora.register, or pass inputs for the model as example="
+
+# These modules overwrite the parameters of the module in `layer_instance`, adapters included, in
+# every call.
+_PARAMETER_WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
+
+
+def find_weights(
+    model: nnx.Module | Modules, reads: ReadLog | None = None, *, is_leading: bool = False
+) -> list[AdaptableWeight]:
+    """Returns every weight of a model, and every other module that holds parameters itself, in the
+    order of the paths.
+
+    Args:
+      model: the model, or its modules from `find_modules`.
+      reads: the reads of a call of the model; None if only the modules' classes are known.
+      is_leading: see `AdaptableWeight`.
+    """
+    found = model if isinstance(model, dict) else find_modules(model)
+    modules = by_path(found)
+    weights = []
+    for paths, module in found.items():
+        # What a description of each weight of the module has in common.
+        one = AdaptableWeight(paths, paths, "", is_leading=is_leading, modules=modules)
+        weights += _weights_of_module(one, module, found, reads)
+    _mark_expert_axes(weights)
+    _reject_overwritten(weights, found)
+    if reads is None:
+        _reject_linen(weights, found)
+    for path, param in find_output_heads(reads):
+        for number, one in enumerate(weights):
+            if one.param == param and path in one.module_paths:
+                head = one.replace(is_linear=False, how=f"{one.how}, the output head")
+                weights[number] = head
+    return weights
+
+
+def _mark_expert_axes(weights: list[AdaptableWeight]) -> None:
+    """Makes the first axis of a weight that a call has shown a batch axis ("b"), in `weights`, if
+    another weight of the same module has a batch axis of that size there. An einsum over all
+    experts, `td,edf->etf`, looks like an einsum over heads."""
+    experts = {(one.module_paths, one.shape[0]) for one in weights if one.axes[:1] == "b"}
+    for number, one in enumerate(weights):
+        has_experts = one.shape and (one.module_paths, one.shape[0]) in experts
+        axes = f"b{one.axes[1:]}"
+        if has_experts and one.how.startswith("read by a product") and {"i", "o"} <= {*axes}:
+            weights[number] = one.replace(axes=axes, how=f"read by a product, {axes}")
+
+
+def _reject_overwritten(weights: list[AdaptableWeight], found: Modules) -> None:
+    """Marks weights as not adaptable, in `weights`, if another module overwrites them in every
+    call."""
+    for paths, writer in found.items():
+        if isinstance(writer, _PARAMETER_WRITERS):
+            prefixes = _paths_within(paths, "layer_instance/")
+            refusal = f"{class_name(type(writer))} overwrites it in every call"
+            for number, one in enumerate(weights):
+                if any(f"{path}/".startswith(prefixes) for path in one.module_paths):
+                    changes: Any = {"is_layer": False, "is_linear": False, "refusal": refusal}
+                    weights[number] = one.replace(**changes)
+
+
+def _reject_linen(weights: list[AdaptableWeight], found: Modules) -> None:
+    """Marks weights of linen modules as not adaptable, in `weights`, since no call has shown what
+    reads them."""
+    for paths, module in found.items():
+        if isinstance(module, LinenModule):
+            prefixes = _paths_within(paths, "")
+            for number, one in enumerate(weights):
+                is_inside = any(f"{path}/".lstrip("/").startswith(prefixes) for path in one.paths)
+                if is_inside and one.param and not one.is_adapted:
+                    weights[number] = one.replace(is_linear=False, refusal=LINEN_REFUSAL)
+
+
+def _weights_of_module(
+    one: AdaptableWeight, module: Any, found: Modules, reads: ReadLog | None
+) -> list[AdaptableWeight]:
+    """Returns the weights of one module, or the module itself if it has parameters but no weights.
+
+    Args:
+      one: the module without weights.
+    """
+    kind = type(module) if isinstance(module, DoRALayer) else dora_class_of(module)
+    registered = registrations(module)
+    params = list(weights_of(module))
+    main = [kind.kernel_name] if kind else list(registered) or params
+    weights = []
+    for param in dict.fromkeys([*main, *params]):
+        paths, own_paths = one.module_paths, _paths_within(one.module_paths, param)
+        if param not in main:
+            paths = own_paths
+        elif kind is None and (len(main) > 1 or "" in paths):
+            paths = own_paths + paths
+        shape = tuple(getattr(module, param).shape)
+        weight = one.replace(paths=paths, param=param, shape=shape)
+        of_weight = _reads_of(reads, weight)
+        if weight.is_parameter:
+            weight = _described(weight, kind, registered.get(param), of_weight, found)
+        else:
+            weight = weight.replace(
+                refusal=weight.why_no_parameter(),
+                # "all-linear" selects it, so that the refusal is raised.
+                is_linear=kind.is_linear(module) if kind else registered[param].linear,
+            )
+        is_unread = kind is None and of_weight == ()
+        weights.append(
+            weight.replace(
+                is_linear=weight.is_linear and paths[0].rpartition("/")[2] not in OUTPUT_HEADS,
+                is_matched=param in main or not weight.refusal or is_unread,
+            )
+        )
+    weights += _nested_weights(one, module)
+    if isinstance(module, nnx.bridge.ToNNX):
+        weights = _with_linen_refusals(module, weights)
+    leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
+    if not weights and any(isinstance(leaf, nnx.Param) for leaf in leaves):
+        weights.append(one.replace(refusal="it has no weight of two axes"))
+    return weights
+
+
+def _described(
+    weight: AdaptableWeight,
+    kind: type[DoRALayer] | None,
+    registration: Registration | None,
+    reads: tuple[Read, ...] | None,
+    found: Modules,
+) -> AdaptableWeight:
+    """Returns the weight with whether and how it is adapted or can be adapted.
+
+    Args:
+      kind: the class that adapts the module as a layer, if any.
+      registration: the weight's registration, if any.
+      reads: the operations that read the weight; None if no call was traced.
+    """
+    module = weight.module
+    module_type = type(module)
+    is_kernel = kind is not None and weight.param == kind.kernel_name
+    # A subclass with its own __call__ may compute something else, so "all-linear" skips it.
+    is_plain = kind is not None and computes_like(module_type, kind.base_type)
+    hint = adaptation_hint(module)
+    is_read_outside = any(not read.scopes.intersection(weight.module_paths) for read in reads or ())
+    # A DoRA layer has neither the class nor the own methods of a subclass; a weight's module does.
+    base_type = kind.base_type if kind else module_type
+    keeps_class = (registration is not None and module_type is not base_type) or (
+        reads is not None and own_methods(module_type) != own_methods(base_type)
+    )
+    if isinstance(module, DoRALayer) and is_kernel:
+        note = ", read without its adapter outside of its calls: pass example="
+        return weight.replace(
+            axes="".join(module.stack.combine(STACK_LETTERS, module.kernel_axes(module))),
+            is_layer=True,
+            is_adapted=True,
+            is_linear=module.is_linear(module),
+            how=class_name(module.plain_type) + (note if is_read_outside else ""),
+        )
+    if isinstance(weight.adapter, WeightAdapter):
+        readers = _readers(weight, found) or {weight.module_paths: ()}
+        paths, inside = next(iter(readers.items()))
+        reader_paths = {*weight.module_paths}.union(*readers)
+        note = ", read without its adapter by others: call these too in example="
+        is_read_by_others = any(not read.scopes & reader_paths for read in reads or ())
+        spec = weight.adapter.spec
+        return weight.replace(
+            axes=spec.axes,
+            reader=(paths[0], inside),
+            is_adapted=True,
+            is_linear=True,
+            is_lookup=spec.is_lookup,
+            how="read by its module's methods" + (note if is_read_by_others else ""),
+        )
+    if kind and is_kernel and (hint or not (keeps_class or is_read_outside)):
+        plain_type = module.plain_type if has_dora_type(module) else type(module)
+        refusal = "no operation of this call reads it" if reads == () else ""
+        if not is_plain:
+            refusal = (
+                f"a {type(module).__name__}, which computes something else than "
+                f"nnx.{kind.base_type.__name__}: {hint or 'pass example='}"
+            )
+        return weight.replace(
+            axes=_stacked_read(reads),
+            is_layer=True,
+            is_linear=is_plain and kind.is_linear(module),
+            refusal=refusal,
+            how=class_name(plain_type),
+        )
+    if registration is not None or reads is not None:
+        return _described_by_reads(weight, registration, reads)
+    if kind is None:
+        return weight.replace(refusal=why_unknown(module))
+    return weight.replace(refusal=f"only the {kind.kernel_name} of its layer can be adapted")
+
+
+def _readers(weight: AdaptableWeight, found: Modules) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Returns the paths of each module whose methods trace an adapted weight, and the path from
+    that module to the weight's."""
+    return {
+        paths: inside
+        for paths, module in found.items()
+        if has_dora_type(module)
+        for inside, param in module.dora_reads
+        if param == weight.param and at_path(module, inside) is weight.module
+    }
+
+
+def _paths_within(paths: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Returns the paths of the attribute `name` of a module with these paths."""
+    return tuple(f"{path}/{name}".lstrip("/") for path in paths)
+
+
+def _with_linen_refusals(
+    module: nnx.Module, weights: list[AdaptableWeight]
+) -> list[AdaptableWeight]:
+    """Marks the weights of a linen module that are in plain dicts as not adaptable. Returns the
+    weights without the arrays of the linen module's own adapters.
+
+    They are in plain dicts if it has such adapters, if its `ToNNX` is of a subclass, or if one of
+    its modules has a name that `nnx.Dict` needs.
+    """
+    if isinstance(module, LinenModule):
+        refusal = "a linen module's, inside a module whose name nnx.Dict needs: rename it"
+        return [one if one.nested is None else one.replace(refusal=refusal) for one in weights]
+    names = {
+        "/".join((name, *keys))
+        for name, value in vars(module).items()
+        for keys, _ in [((), value), *nested_leaves(value)]
+    }
+    kernels = {cls.kernel_name for cls in DORA_CLASSES.values()}
+    adapters: set[str] = set()
+    marked = []
+    for one in weights:
+        changes: dict[str, Any] = {"refusal": "a linen module's, which nothing adapts inside nnx"}
+        prefixes = [f"{one.param}_"]
+        if one.param.rpartition("/")[2] in kernels:
+            prefixes.append(one.param.removesuffix(one.param.rpartition("/")[2]))
+        for prefix in prefixes:
+            adapter = {f"{prefix}{name}" for name in ADAPTER_NAMES}
+            if adapter <= names:
+                adapters |= adapter
+                how = "a linen module's, by jax_dora.linen.apply_dora"
+                changes = {"is_adapted": True, "refusal": how, "how": how}
+        marked.append(one.replace(is_linear=False, **changes))
+    return [one for one in marked if one.param not in adapters]
+
+
+def _nested_weights(one: AdaptableWeight, module: Any) -> list[AdaptableWeight]:
+    """Returns the weights in plain lists, tuples and dicts of a module or of its parameters. They
+    cannot be adapted."""
+    weights = []
+    for name, value in vars(module).items():
+        refusal = "it is inside a list, tuple or dict: make it an attribute of a module"
+        leaves = nested_leaves(value)
+        if isinstance(value, nnx.Param) and not hasattr(value, "ndim"):
+            refusal = "its parameter holds several arrays: make each a separate parameter"
+            leaves = ((keys, type(value)(leaf)) for keys, leaf in nested_leaves(value.get_value()))
+        elif isinstance(value, nnx.Variable) and _framework(value) == "keras":
+            refusal = "it is a variable of Keras, no nnx.Param: write the module in nnx"
+            leaves = [((), nnx.Param(value.get_value()))]
+        elif arrays := _foreign_arrays(value):
+            kind = class_name(type(value))
+            refusal = f"it is inside a {kind}, which is no nnx module: write the module in nnx"
+            leaves = ((keys, nnx.Param(array)) for keys, array in arrays)
+        weights += [
+            one.replace(
+                paths=_paths_within(one.module_paths, param),
+                param=param,
+                shape=tuple(leaf.shape),
+                refusal=refusal,
+                nested=leaf,
+            )
+            for keys, leaf in leaves
+            if is_weight(leaf)
+            for param in ["/".join((name, *keys))]
+        ]
+    return weights
+
+
+def _framework(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _foreign_arrays(value: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns (keys, array) for every array in a module of another framework: Equinox's modules are
+    pytrees, and Keras' layers list their `weights`."""
+    framework = _framework(value)
+    if is_node(value) or isinstance(value, list | tuple | dict | jax.Array) or framework == "qwix":
+        return []
+    if framework == "keras":
+        weights = enumerate(getattr(value, "weights", ()))
+        arrays = [((getattr(w, "name", str(n)),), w) for n, w in weights]
+    else:
+        leaves = jax.tree_util.tree_leaves_with_path(value)
+        arrays = [((jax.tree_util.keystr(path).strip("."),), leaf) for path, leaf in leaves if path]
+    found = ((keys, getattr(leaf, "value", leaf)) for keys, leaf in arrays)
+    return [(keys, array) for keys, array in found if isinstance(array, jax.Array)]
+
+
+def _reads_of(reads: ReadLog | None, weight: AdaptableWeight) -> tuple[Read, ...] | None:
+    """Returns the reads of a weight; None if no call was traced."""
+    if reads is None:
+        return None
+    keys = ((path, weight.param) for path in weight.module_paths)
+    return next((reads.reads[key] for key in keys if key in reads.reads), ())
+
+
+def _described_by_reads(
+    weight: AdaptableWeight, registration: Registration | None, reads: tuple[Read, ...] | None
+) -> AdaptableWeight:
+    """Returns the weight as its registration, its reads, or both describe it."""
+    stack_axes = stack_axes_of(_stacked_read(reads)) or None
+    axes = registration.axes_of(weight.module, stack_axes) if registration else None
+    if reads is None:
+        assert registration is not None
+        return weight.replace(
+            axes=axes or "",
+            reader=(weight.module_paths[0], ()),
+            is_linear=registration.linear,
+            is_lookup=not registration.linear,
+            how=f"registered, {axes}",
+            refusal="" if axes else "its registration has no axes for this module",
+        )
+    if not reads:
+        return weight.replace(refusal="no operation of this call reads it")
+    useful = [read for read in reads if read.kind != "other"]
+    if axes is None:
+        lookups = [read for read in useful if read.kind == "lookup"]
+        chosen = next(iter(lookups or useful), None)
+        if chosen is None:
+            others = sorted({read.name for read in reads})
+            return weight.replace(refusal=f"no product reads it, only {', '.join(others)}")
+        if missing := {"i", "o"}.difference(chosen.axes):
+            reason = "keeps none of its axes" if "o" in missing else "contracts none of its axes"
+            refusal = f"the product that reads it, {chosen.axes}, {reason}"
+            return weight.replace(refusal=refusal)
+        axes = chosen.axes
+    looked_up = any(read.kind == "lookup" and has_adapted_form(read, axes) for read in useful)
+    how = f"{'registered' if registration else 'read by a product'}, {axes}"
+    if looked_up:
+        is_tied = any(read.kind == "product" for read in useful)
+        how = f"looked up{' and tied to a product' if is_tied else ''}, {axes}"
+    reader = reader_of(weight, reads)
+    refusal = ""
+    if quantised.is_quantised(weight.parameter.get_value()):
+        refusal = (
+            "it is quantised, and code other than its layer's own call reads it: narrow the path "
+            "of quantize so that it does not match this layer"
+        )
+    elif isinstance(weight.module, nnx.List):
+        refusal = "it is inside an nnx.List: make it an attribute of a module"
+    elif reader is None:
+        refusal = "it is read outside of the methods of the modules that contain it"
+    return weight.replace(
+        axes=axes,
+        reader=reader,
+        is_linear=registration.linear if registration else not looked_up,
+        is_lookup=looked_up or bool(registration and not registration.linear),
+        merged=sum(not has_adapted_form(read, axes) for read in reads),
+        how=how,
+        refusal=refusal,
+    )
+
+
+def _stacked_read(reads: tuple[Read, ...] | None) -> str:
+    """Returns the axes of a read if all reads agree on the stack axes, and there are any; else
+    ""."""
+    found = {stack_axes_of(read.axes): read.axes for read in reads or () if read.kind != "other"}
+    [(stack_axes, axes)] = found.items() if len(found) == 1 else [((), "")]
+    return axes if stack_axes else ""

@@ -1,0 +1,192 @@
+"""`AdaptableWeight`: a weight of a model, and whether and how it can be adapted."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from flax import nnx
+
+from dora_common.rules import assign, listing
+from jax_dora.adapt.infer_stack import infer_stack
+from jax_dora.layers import DoRALayer
+from jax_dora.layers.classes import kind_of
+from jax_dora.layers.layout import Layout
+from jax_dora.layers.quantised_kernel import check_kernel
+from jax_dora.layers.rule import DoRARule
+from jax_dora.layers.stack import Stack, stack_axes_of
+from jax_dora.ops import quantised
+from jax_dora.tracing.adapted_class import adapters_of
+from jax_dora.tracing.registry import class_name
+from jax_dora.tracing.weight_adapter import WeightAdapter, layout_of_weight, stack_of_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptableWeight:
+    """A weight of a model, or a module without weights.
+
+    It compares equal to the same weight of another model with the same structure.
+
+    Attributes:
+      paths: the paths by which a rule can match the weight; the first is its own path.
+      module_paths: the paths of the module that owns the weight.
+      param: the parameter's name in that module; "" for a module without weights. For a parameter
+        inside a list, tuple or dict, the path from the module to it.
+      shape: the weight's shape; () for a module without weights.
+      axes: one letter for each axis, as in `jax_dora.register`; "" if they are not known. Those of
+        a layer are known if something other than the layer shows how layers are stacked in it.
+      is_layer: whether a `DoRALayer` replaces the module. Otherwise the module keeps its class and
+        gets the adapter's arrays as further attributes.
+      reader: the path of the module whose methods read the weight, and the path from there to the
+        owner.
+      is_linear: whether "all-linear" selects the weight.
+      is_lookup: if `is_layer` is False, whether the weight is an embedding.
+      is_adapted: whether the weight has an adapter.
+      refusal: why the weight cannot be adapted, or "".
+      how: what adapts the weight, or what is known about it, in a few words.
+      merged: how many operations get the merged weight W', a temporary of the weight's size.
+      is_matched: whether rules may match the weight.
+      is_leading: whether unknown stack axes are assumed to be the leading ones; see `infer_stack`.
+      rule: the rule that matches the weight, if rules were assigned.
+      modules: the modules of the model by all their paths; empty in a description without a model.
+      nested: the parameter, if it is inside a list, tuple or dict. The container is an attribute
+        of the module or the value of one of its parameters.
+    """
+
+    paths: tuple[str, ...]
+    module_paths: tuple[str, ...]
+    param: str
+    shape: tuple[int, ...] = ()
+    axes: str = ""
+    is_layer: bool = False
+    reader: tuple[str, tuple[str, ...]] | None = None
+    is_linear: bool = False
+    is_lookup: bool = False
+    is_adapted: bool = False
+    refusal: str = ""
+    how: str = dataclasses.field(default="", compare=False)
+    merged: int = dataclasses.field(default=0, compare=False)
+    is_matched: bool = True
+    is_leading: bool = False
+    rule: DoRARule | None = None
+    modules: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    nested: nnx.Param | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns the weight with some attributes replaced."""
+        return dataclasses.replace(self, **changes)
+
+    def in_model(self, modules: Mapping[str, Any]) -> Self | None:
+        """Returns the weight of a model with these modules, by all their paths; None if the model
+        has no such weight."""
+        owner, (reader, _) = modules.get(self.module_paths[0]), self.reader or ("", ())
+        shape = getattr(getattr(owner, self.param, None), "shape", ())
+        if reader not in modules or len(shape) < len(self.axes):
+            return None
+        return self.replace(shape=tuple(shape), modules=modules, is_adapted=False)
+
+    @property
+    def path(self) -> str:
+        """The weight's own path."""
+        return self.paths[0]
+
+    @property
+    def module(self) -> Any:
+        """The module that owns the weight."""
+        return self.modules[self.module_paths[0]]
+
+    @property
+    def parameter(self) -> nnx.Param:
+        """The weight's parameter."""
+        return getattr(self.module, self.param) if self.nested is None else self.nested
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether the weight is a parameter, unlike a `WithAux` of `qwix.quantize_model`."""
+        return isinstance(self.parameter, nnx.Variable)
+
+    def check(self) -> None:
+        """Checks that the weight can be adapted, by what `refusal` does not tell.
+
+        Raises:
+          TypeError: it is no parameter, is not of floats, or is quantised and its module does not
+            compute with a quantised array.
+          TypeError, ValueError, NotImplementedError: see `DoRALayer.check`, `check_kernel` and
+            `infer_stack`.
+        """
+        if not self.is_parameter:
+            raise TypeError(self.why_no_parameter())
+        module, value = self.module, self.parameter.get_value()
+        if self.is_layer:
+            if (kind := kind_of(module)) is None:
+                return  # a linen layer, which is checked when the model is called
+            # The groups of a convolution divide the rank.
+            rank = getattr(module, "feature_group_count", 1)
+            kind.check(module, DoRARule("", rank, 1.0))
+        elif quantised.is_quantised(value):
+            raise TypeError(
+                f"its {self.param} is quantised as {quantised.describe(value)}, but its module's "
+                "own code reads it; expected a float array: dequantise it with qwix.dequantize"
+            )
+        check_kernel(value, self.layout(1), self.stack)
+
+    def why_no_parameter(self) -> str:
+        """Returns what a weight is that is no parameter, and what to do, for an error message."""
+        return (
+            f"its {self.param} is a {type(self.parameter).__name__}; expected an nnx.Param: "
+            "quantise the float model with jax_dora.quantize instead of qwix.quantize_model"
+        )
+
+    @functools.cached_property
+    def stack(self) -> Stack:
+        """The axes along which layers are stacked in the weight."""
+        if self.is_layer:
+            known = stack_axes_of(self.axes)
+            return infer_stack(self.module, known or (() if self.is_leading else None))
+        return stack_of_weight(self.shape, self.axes)
+
+    def layout(self, rank: int) -> Layout:
+        """Returns how to view a single layer's weight, and an adapter of this rank, as matrices."""
+        if self.is_layer:
+            return kind_of(self.module).layout_of(self.module, rank)
+        return layout_of_weight(self.shape, self.axes, rank)
+
+    @property
+    def adapter(self) -> DoRALayer | WeightAdapter | None:
+        """The DoRA layer or `WeightAdapter` with the weight's adapter; None if there is none."""
+        if isinstance(self.module, DoRALayer):
+            return self.module
+        adapters = adapters_of(self.module)
+        return next((adapter for adapter in adapters if adapter.spec.param == self.param), None)
+
+    def described(self) -> str:
+        """Returns the path, the class and the refusal, for an error message."""
+        kind = class_name(type(self.module))
+        if self.is_adapted:
+            kind = type(self.module).__name__
+        return f"{self.path} ({kind}){': ' if self.refusal else ''}{self.refusal}"
+
+
+def assign_rules(
+    weights: Iterable[AdaptableWeight], rules: Sequence[DoRARule]
+) -> list[AdaptableWeight]:
+    """Returns each weight that a rule matches, with its rule."""
+    matchable = [weight for weight in weights if weight.is_matched]
+    chosen = assign(
+        rules, [weight.paths for weight in matchable], [weight.is_linear for weight in matchable]
+    )
+    return [
+        weight.replace(rule=rule) for weight, rule in zip(matchable, chosen, strict=True) if rule
+    ]
+
+
+def raise_for(weights: Iterable[AdaptableWeight], error: type[Exception], message: str) -> None:
+    """Raises `error` with the message and the list of weights, if there are any."""
+    if described := [weight.described() for weight in weights]:
+        raise error(f"{message}:{listing(described)}")
+
+
+def raise_for_no_parameters(weights: Iterable[AdaptableWeight], message: str) -> None:
+    """Raises TypeError with the message and the weights that are no parameter, if any."""
+    found = [weight for weight in weights if weight.param and not weight.is_parameter]
+    raise_for(found, TypeError, message)
