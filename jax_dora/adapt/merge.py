@@ -30,7 +30,7 @@ from jax_dora.adapt.tree import (
 )
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, set_and_verify
-from jax_dora.layers.layout import Layout
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.magnitude import bounded_norm, matrix_norm
 from jax_dora.layers.quantised_kernel import check_kernel, compute_plain
 from jax_dora.layers.stack import Stack
@@ -257,7 +257,7 @@ class Setting(NamedTuple):
     """The settings that determine the change of a kernel: `layout`, `scale` and `result_dtype` of a
     single DoRA layer, without stack axes."""
 
-    layout: Layout
+    layout: Contraction
     scale: float
     dtype: Any
 
@@ -298,10 +298,10 @@ def _layer_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
 def _change_of_matrices(setting: Setting, parameters: Mapping[str, jax.Array]) -> jax.Array:
     layout = setting.layout
     # [n, in, out], [n, in, r], [n, r, out] and [n, 1, out]
-    kernel, lora_a, lora_b, magnitude = (
-        axes.to_matrices(parameters[name])
-        for name, axes in zip(Layout._fields, layout, strict=True)
-    )
+    names = ("kernel", "lora_a", "lora_b", "magnitude")
+    kernel, lora_a, lora_b, magnitude = layout.matrices(
+        **{name: parameters[name] for name in names}
+    ).values()
     norm = bounded_norm(matrix_norm(kernel, lora_a, lora_b, setting.scale), setting.dtype)
     g = ops.magnitude_scale(magnitude.reshape(-1), norm.reshape(-1), setting.dtype)
     dtype = norm.dtype

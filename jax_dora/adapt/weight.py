@@ -11,7 +11,7 @@ from dora_common.rules import assign, listing
 from jax_dora.adapt.infer_stack import infer_stack
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.classes import kind_of
-from jax_dora.layers.layout import Layout
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import Stack, stack_axes_of
@@ -145,7 +145,7 @@ class AdaptableWeight:
             return infer_stack(self.module, known or (() if self.is_leading else None))
         return stack_of_weight(self.shape, self.axes)
 
-    def layout(self, rank: int) -> Layout:
+    def layout(self, rank: int) -> Contraction:
         """Returns how to view a single layer's weight, and an adapter of this rank, as matrices."""
         if self.is_layer:
             return kind_of(self.module).layout_of(self.module, rank)

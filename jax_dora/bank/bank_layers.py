@@ -15,7 +15,8 @@ from dora_common.slots import check_rows
 from jax_dora.bank.projections import BankProjection
 from jax_dora.layers import DoRALinear
 from jax_dora.layers.base_layer import copy_attributes, new_instance
-from jax_dora.layers.einsum import DoRAEinsum, DoRALinearGeneral, Equation
+from jax_dora.layers.contraction import Contraction
+from jax_dora.layers.einsum import DoRAEinsum, DoRALinearGeneral
 from jax_dora.layers.quantised_kernel import compute_as_stored
 from jax_dora.ops.bank_linear import bank_linear, bank_linears
 from jax_dora.ops.bank_projection import bank_projections
@@ -54,6 +55,7 @@ class BankLayer(nnx.Module):
     """
 
     base_type: ClassVar[type[nnx.Module]]
+    adapted_type: ClassVar[Any]  # the DoRA layer's class
     instead_of_adapting: ClassVar[str] = "take the model that with_bank was given"
 
     kernel: nnx.Param
@@ -84,9 +86,6 @@ class BankLayer(nnx.Module):
         # Made with NumPy, so that the array and its slices are constants in a compiled program.
         numbers = np.arange(int(np.prod(stack)), dtype=np.int32)
         self.bank_layer = BankRows(jnp.asarray(numbers.reshape(stack)))
-
-    def _equation(self, ndim: int) -> Equation:
-        raise NotImplementedError
 
     def _slots(self) -> tuple[jax.Array, SlotProjection]:
         """Returns the ids, and a projection with the adapters and the number of its first slot.
@@ -132,28 +131,22 @@ class BankLayer(nnx.Module):
         x, _, bias = self._promoted(inputs)
         base = self._unbiased()(inputs, **settings)
         ids, held = self._slots()
-        equation = self._equation(inputs.ndim)
-        _check_rows(equation, x.shape, ids)
-        in_, out = (equation.kernel_letters(sort) for sort in "io")
-        rows = equation.x[0] + "".join(letter for letter in equation.x[1:] if letter not in in_)
+        contraction = self.adapted_type.contraction(self, inputs.ndim)
+        contraction = contraction.with_sizes(self.kernel.shape)
+        _check_rows(contraction, x.shape, ids)
         if bias is not None:
-            letters = [letter for letter in equation.y if letter in equation.kernel]
-            bias = _transpose(
-                bias.reshape([base.shape[equation.y.index(i)] for i in letters]),
-                "".join(letters),
-                out,
-            ).reshape(-1)
+            bias = contraction.bias_matrices(bias)[0]
         batch, in_features, out_features = (
             array.shape[-1] for array in (ids, held.slots.lora_a, held.slots.lora_b)
         )
 
         def apply_adapters(operands: Any) -> jax.Array:
             base, x, bias, slots, ids, step, first = operands
-            matrix = _transpose(base, equation.y, rows + out)
-            tokens = math.prod(matrix.shape[1 : len(rows)])
+            matrix = contraction.arrange_result(base)
+            tokens = math.prod(matrix.shape[1 : len(contraction.rows)])
             y = bank_linear(
                 matrix.reshape(batch, tokens, out_features),
-                _transpose(x, equation.x, rows + in_).reshape(batch, tokens, in_features),
+                contraction.arrange_input(x).reshape(batch, tokens, in_features),
                 slots,
                 ids,
                 first=first,
@@ -163,7 +156,7 @@ class BankLayer(nnx.Module):
                 precision=self.precision,
                 implementation=self.bank_implementation,
             )
-            return _transpose(y.reshape(matrix.shape), rows + out, equation.y)
+            return contraction.result(y.reshape(matrix.shape))
 
         operands = (base, x, bias, held.slots, ids, self._step(), held.first)
         spec = functools.partial(meshes.spec, base)
@@ -179,7 +172,7 @@ def _apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array] | None:
     if all(layer._takes_whole_projection(x) for layer in layers):
         return _apply_to_prompts(layers, x)
     first = layers[0]
-    _check_rows(first._equation(3), x.shape, first.bank_ids[...])
+    _check_rows(first.adapted_type.contraction(first, 3), x.shape, first.bank_ids[...])
     return list(
         bank_linears(
             first._promoted(x)[0],
@@ -205,15 +198,8 @@ def _can_apply_together(layers: Sequence[Any], x: Any) -> bool:
     return len({kind(layer) for layer in layers}) == 1
 
 
-def _transpose(array: jax.Array, letters: str, order: str) -> jax.Array:
-    """Returns an array with axes named `letters`, transposed to the order `order`."""
-    if letters == order:
-        return array
-    return lax.transpose(array, [letters.index(letter) for letter in order])
-
-
-def _check_rows(equation: Equation, shape: tuple[int, ...], ids: jax.Array) -> None:
-    check_rows(shape, ids.shape[0], has_rows=equation.x[0] in equation.y)
+def _check_rows(contraction: Contraction, shape: tuple[int, ...], ids: jax.Array) -> None:
+    check_rows(shape, ids.shape[0], has_rows=contraction.x[0] in contraction.y)
 
 
 class BankLinear(BankLayer, nnx.Linear):
@@ -224,7 +210,7 @@ class BankLinear(BankLayer, nnx.Linear):
         None if the kernel is quantized or not stacked along its leading axes.
     """
 
-    base_type = nnx.Linear
+    base_type, adapted_type = nnx.Linear, DoRALinear
     can_take_codes = True
     apply_together = staticmethod(_apply_together)  # see `jax_dora.apply_layers`
 
@@ -233,10 +219,6 @@ class BankLinear(BankLayer, nnx.Linear):
         kernel = base.kernel.get_value()
         is_kept = isinstance(kernel, jax.Array) and projection.stack.is_leading
         self.bank_kernel = BankArray(kernel if is_kept else None)
-
-    def _equation(self, ndim: int) -> Equation:
-        rows = "abcdefghijklmnopqrstuvw"[: ndim - 1]
-        return Equation(f"{rows}x", "xy", f"{rows}y")
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> jax.Array:
         if out_sharding is None and self._takes_whole_projection(inputs):
@@ -262,7 +244,7 @@ class BankLinear(BankLayer, nnx.Linear):
     def _whole_projection(self, inputs: jax.Array) -> SlotProjection:
         x, kernel, bias = self._promoted(inputs)
         ids, projection = self._slots()
-        _check_rows(self._equation(3), x.shape, ids)
+        _check_rows(self.adapted_type.contraction(self, 3), x.shape, ids)
         stack, layer = self.bank_kernel.get_value(), None
         if stack is not None and stack.ndim > 2 and stack.dtype == kernel.dtype:
             kernel, layer = stack.reshape(-1, *stack.shape[-2:]), self.bank_layer[...]
@@ -286,10 +268,7 @@ def _apply_to_prompts(layers: Sequence[BankLinear], inputs: jax.Array) -> list[j
 class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
     """`nnx.LinearGeneral` with adapters of a bank."""
 
-    base_type = nnx.LinearGeneral
-
-    def _equation(self, ndim: int) -> Equation:
-        return DoRALinearGeneral.equation(self, ndim)
+    base_type, adapted_type = nnx.LinearGeneral, DoRALinearGeneral
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         return self._call(inputs, out_sharding=out_sharding)
@@ -298,10 +277,7 @@ class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
 class BankEinsum(BankLayer, nnx.Einsum):
     """`nnx.Einsum` with adapters of a bank."""
 
-    base_type = nnx.Einsum
-
-    def _equation(self, ndim: int) -> Equation:
-        return DoRAEinsum.equation(self, ndim)
+    base_type, adapted_type = nnx.Einsum, DoRAEinsum
 
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
@@ -315,7 +291,5 @@ class BankEinsum(BankLayer, nnx.Einsum):
 
 
 LAYER_CLASSES: dict[type[Any], type[BankLayer]] = {
-    DoRALinear: BankLinear,
-    DoRALinearGeneral: BankLinearGeneral,
-    DoRAEinsum: BankEinsum,
+    kind.adapted_type: kind for kind in (BankLinear, BankLinearGeneral, BankEinsum)
 }

@@ -17,8 +17,8 @@ from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.adapt.weight import AdaptableWeight, assign_rules, raise_for_no_parameters
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import pad_axes
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.einsum import DoRAProjection
-from jax_dora.layers.layout import Layout
 from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule
@@ -58,7 +58,7 @@ class BankProjection:
         """The module's first path."""
         return self.paths[0]
 
-    def layout(self, rank: int) -> Layout:
+    def layout(self, rank: int) -> Contraction:
         """Returns how one layer's kernel and adapter are viewed as matrices."""
         return self.kind.layout_of(self.layer, rank)
 

@@ -21,7 +21,7 @@ A call of `DoRALinear` takes these steps. Other projections and convolutions dif
 | classes.py | the table from Flax layer to DoRA layer |
 | adapter_arrays.py | creates lora_a, lora_b and magnitude, fresh or from given arrays |
 | base_layer.py | the Flax layer below: which layers can be adapted, their attributes and sharding |
-| layout.py | the layer's parameters as batches of matrices, whatever their shape |
+| contraction.py | `Contraction`: the product over any axes, and its arrays as batches of matrices |
 | magnitude.py | the norm, and g = magnitude / norm |
 | seeds.py | the dropout seeds of a call |
 | out_sharding.py | the sharding that a caller asks for |

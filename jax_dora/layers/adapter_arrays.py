@@ -10,7 +10,7 @@ from flax import nnx
 from flax.typing import Initializer
 
 from jax_dora.layers.base_layer import axis_names, like_kernel
-from jax_dora.layers.layout import Axes
+from jax_dora.layers.contraction import MatrixAxes
 from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import allocate_stack, set_layer
@@ -108,7 +108,7 @@ def _check_streams(rngs: Any, **needed: bool) -> None:
             )
 
 
-def initialize(init: Any, key: jax.Array, parameter: Axes, dtype: Any) -> Any:
+def initialize(init: Any, key: jax.Array, parameter: MatrixAxes, dtype: Any) -> Any:
     """Returns a parameter, drawn by `init` matrix by matrix.
 
     An initializer whose attribute `of_parameter` is true draws the whole parameter in one call.

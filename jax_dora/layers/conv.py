@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora import ops
-from jax_dora.layers.layout import Layout, convolution_layout
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop_for
@@ -56,8 +56,8 @@ class DoRAConvolution(DoRAProduct):
         return "i" * (len(module.kernel_shape) - 1) + "o"
 
     @classmethod
-    def layout_of(cls, module: Any, rank: int) -> Layout:
-        return convolution_layout(module.kernel_shape, _groups(module), rank)
+    def layout_of(cls, module: Any, rank: int) -> Contraction:
+        return Contraction.of_convolution(module.kernel_shape, _groups(module), rank)
 
     @property
     def _function(self) -> Callable[..., jax.Array]:

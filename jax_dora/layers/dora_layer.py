@@ -16,7 +16,7 @@ from jax_dora.layers.adapter_arrays import (
     make_adapter,
 )
 from jax_dora.layers.base_layer import check_base, check_has_values, copy_attributes, new_instance
-from jax_dora.layers.layout import Layout, projection_layout
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.magnitude import layer_norm
 from jax_dora.layers.quantised_kernel import LAYERS, compute_as_stored
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
@@ -195,12 +195,12 @@ class DoRALayer(nnx.Module):
         return "io"
 
     @classmethod
-    def layout_of(cls, module: Any, rank: int) -> Layout:
+    def layout_of(cls, module: Any, rank: int) -> Contraction:
         """Returns how to view the kernel of `module`, and an adapter of `rank`, as matrices."""
-        return projection_layout(cls.unstacked_shape(module), cls.kernel_axes(module), rank)
+        return Contraction.of_weight(cls.unstacked_shape(module), cls.kernel_axes(module), rank)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Contraction:
         """Returns how to view kernel, lora_a, lora_b and magnitude as matrices."""
         return self.layout_of(self, self.rank)
 

@@ -5,6 +5,7 @@ from typing import Any, Self
 from flax import nnx
 
 from jax_dora.layers.base_layer import check_base
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.product import DoRAProduct
 from jax_dora.layers.rule import OPTIONS, layer_rule
 
@@ -94,3 +95,8 @@ class DoRALinear(DoRAProduct, nnx.Linear):
     @classmethod
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         return module.in_features, module.out_features
+
+    @classmethod
+    def contraction(cls, module: Any, ndim: int = 0) -> Contraction:
+        """Returns the contraction of an input of `ndim` axes."""
+        return Contraction.of_einsum("...i,io->...o", ndim)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
-from jax_dora.layers.layout import Layout
+from jax_dora.layers.contraction import Contraction
 from jax_dora.ops import check
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.linear import NORM_NAME
@@ -21,7 +21,7 @@ def g_of_call(
     layer: Any,
     dtype: Any,
     arrays: Sequence[jax.Array] = (),
-    layout: Layout | None = None,
+    layout: Contraction | None = None,
     order: Callable[[jax.Array], jax.Array] = lambda array: array,
 ) -> jax.Array:
     """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape.
@@ -47,19 +47,20 @@ def g_of_call(
     return ratio(magnitude, bounded_norm(norm, layer.result_dtype), dtype)
 
 
-def layer_norm(layer: Any, arrays: Sequence[jax.Array], layout: Layout | None = None) -> jax.Array:
+def layer_norm(
+    layer: Any, arrays: Sequence[jax.Array], layout: Contraction | None = None
+) -> jax.Array:
     """Returns ‖kernel + s·lora_a lora_b‖ of one layer's kernel, lora_a and lora_b, in its
     magnitude's shape."""
-    layer_layout: Layout = layout or layer.layout
+    layer_layout: Contraction = layout or layer.layout
     implementation = norm_implementation(layer.implementation)
     if layer_layout.is_one_matrix:
         return ops.factored_norm(*arrays, scale=layer.scale, implementation=implementation)
 
     def compute(arrays: Sequence[jax.Array]) -> jax.Array:
-        matrices = [
-            axes.to_matrices(array) for axes, array in zip(layer_layout[:3], arrays, strict=True)
-        ]
-        norm = matrix_norm(*matrices, scale=layer.scale, implementation=implementation)
+        named = dict(zip(("kernel", "lora_a", "lora_b"), arrays, strict=True))
+        matrices = layer_layout.matrices(**named)
+        norm = matrix_norm(**matrices, scale=layer.scale, implementation=implementation)
         return layer_layout.magnitude.from_matrices(norm[:, None])
 
     kernel = stored(arrays[0])

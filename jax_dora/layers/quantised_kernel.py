@@ -11,9 +11,8 @@ A layer that quantises its activations too says so in its attribute `act_qtype`,
 
 import inspect
 import math
-import string
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jax_dora.layers.layout import Layout
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised, row_scaled, weight_only
 from jax_dora.ops.dispatch import mesh as meshes
@@ -31,7 +30,7 @@ from jax_dora.ops.row_scaled import RowScaled
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
-def check_kernel(kernel: Any, layout: Layout, stack: Stack) -> None:
+def check_kernel(kernel: Any, layout: Contraction, stack: Stack) -> None:
     """Checks the kernel of a layer, or of a stack of layers.
 
     The op checks the matrix [in, out] itself, but cannot see the scales of a stack, which are
@@ -205,73 +204,46 @@ def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
     Up to `weight_only.MOST_ROWS` rows are multiplied without a dense copy of rhs, if that is
     supported.
     """
-    plan = _MatrixEinsum.of(equation, lhs, rhs) if quantised.is_quantised(rhs) else None
     options = {name: value for name, value in kwargs.items() if value is not None}
-    if plan is not None and options.keys() <= {"precision"} and plan.has_few_rows(lhs, rhs):
-        return plan.product(lhs, rhs, options.get("precision"))
+    if quantised.is_quantised(rhs) and options.keys() <= {"precision"}:
+        y = _few_rows_einsum(equation, lhs, rhs, options.get("precision"))
+        if y is not None:
+            return y
     return quantised.apply_dense(lambda x, w: jnp.einsum(equation, x, w, **kwargs), lhs, rhs)
 
 
-class _MatrixEinsum(NamedTuple):
-    """An einsum of x and a kernel that is a product with a matrix, or with a stack of matrices.
+def _few_rows_einsum(equation: str, x: jax.Array, kernel: Any, precision: Any) -> jax.Array | None:
+    """Returns an einsum that is a product of few rows with a matrix, or with a stack of matrices;
+    None for any other einsum."""
+    contraction = Contraction.of_einsum(equation, x.ndim)
+    of_x, of_kernel, out = letters = contraction.x, contraction.weight, contraction.y
+    inner = contraction.labels("i")
+    is_product = (
+        "".join((*of_x, *of_kernel, *out)).isalpha()
+        and (len(of_x), len(of_kernel)) == (x.ndim, kernel.ndim)
+        and all(len(set(own)) == len(own) for own in letters)
+        and {*out} == {*of_x} ^ {*of_kernel}
+        and inner
+        and "i" * len(inner) in contraction.roles
+    )
+    if not is_product:
+        return None
+    x_axes, stacked = [of_x.index(one) for one in inner], contraction.roles.index("i")
+    end = stacked + len(inner)
+    numbers: Any = (x_axes, range(len(inner))), ((), ())
+    can_stack = not stacked or meshes.explicit(x, kernel.qvalue) is None
+    has_same_sizes = [x.shape[axis] for axis in x_axes] == [*kernel.shape[stacked:end]]
+    if not (can_stack and has_same_sizes and _has_few_rows(x, kernel, numbers)):
+        return None
 
-    Attributes:
-      x_axes: the contracted axes of x.
-      stacked: the number of leading axes of the kernel that are not contracted. The contracted axes
-        come next.
-      order: the axes of the result, from (stacked axes, rows, columns).
-    """
+    def multiply(kernel: Any) -> jax.Array:
+        return dot_general(x, kernel, numbers, precision)
 
-    x_axes: tuple[int, ...]
-    stacked: int
-    order: tuple[int, ...]
-
-    @classmethod
-    def of(cls, equation: str, lhs: jax.Array, rhs: Any) -> "_MatrixEinsum | None":
-        """Returns the plan of an equation for x and a kernel, or None if it is no such product."""
-        equation = equation.replace(" ", "")
-        x, _, _ = equation.partition(",")
-        if "..." in x:
-            unused = [name for name in string.ascii_letters if name not in equation]
-            axes = unused[: lhs.ndim - len(x.replace("...", ""))]
-            equation = equation.replace("...", "".join(axes))
-        operands, arrow, out = equation.partition("->")
-        x, _, kernel = operands.partition(",")
-        contracted = [axis for axis, name in enumerate(kernel) if name in x]
-        is_product = (
-            arrow
-            and (x + kernel + out).isalpha()
-            and (len(x), len(kernel)) == (lhs.ndim, rhs.ndim)
-            and all(lhs.shape[x.index(kernel[axis])] == rhs.shape[axis] for axis in contracted)
-            and all(len(set(names)) == len(names) for names in (x, kernel, out))
-            and set(out) == set(x) ^ set(kernel)
-            and contracted
-            and contracted == [*range(contracted[0], contracted[-1] + 1)]
-        )
-        if not is_product:
-            return None
-        rows = "".join(name for name in x if name not in kernel)
-        names = kernel[: contracted[0]] + rows + kernel[contracted[-1] + 1 :]
-        x_axes = tuple(x.index(kernel[axis]) for axis in contracted)
-        return cls(x_axes, contracted[0], tuple(names.index(name) for name in out))
-
-    @property
-    def dimension_numbers(self) -> Any:
-        """Returns the `dimension_numbers` of the product with one matrix."""
-        return (self.x_axes, tuple(range(len(self.x_axes)))), ((), ())
-
-    def has_few_rows(self, x: jax.Array, kernel: Any) -> bool:
-        if self.stacked and meshes.explicit(x, kernel.qvalue) is not None:
-            return False
-        return _has_few_rows(x, kernel, self.dimension_numbers)
-
-    def product(self, x: jax.Array, kernel: Any, precision: Any) -> jax.Array:
-        def multiply(kernel: Any) -> jax.Array:
-            return dot_general(x, kernel, self.dimension_numbers, precision)
-
-        for _ in range(self.stacked):
-            multiply = jax.vmap(multiply)
-        return multiply(quantised.with_own_scales(kernel, self.stacked)).transpose(self.order)
+    for _ in range(stacked):
+        multiply = jax.vmap(multiply)
+    order = [*of_kernel[:stacked], *contraction.rows, *of_kernel[end:]]
+    y = multiply(quantised.with_own_scales(kernel, stacked))
+    return y.transpose([order.index(one) for one in out])
 
 
 def convolve(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:

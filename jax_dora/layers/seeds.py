@@ -1,6 +1,5 @@
 """The dropout seeds of a layer's call."""
 
-import math
 from typing import Any
 
 import jax
@@ -48,11 +47,8 @@ def dropout_of_call(
     return ops.Dropout(ops.draw_seed(key), dropout.rate, layer.dropout_mode)
 
 
-def split_dropout(dropout: ops.Dropout | None, *counts: int) -> ops.Dropout | None:
-    """Returns a dropout for `counts` matrices, with a different mask for each. The result's seed
-    has these sizes as additional leading axes."""
-    index = jnp.arange(math.prod(counts), dtype=jnp.uint32).reshape(*counts, 1)
-    offsets = index * jnp.uint32(NEXT_SEED)
-    return jax.tree.map(
-        lambda seed: jnp.expand_dims(seed, tuple(range(len(counts)))) + offsets, dropout
-    )
+def split_dropout(dropout: ops.Dropout | None, count: int) -> ops.Dropout | None:
+    """Returns a dropout for `count` matrices, with a different mask for each. The result's seed
+    has an additional leading axis of this size."""
+    offsets = jnp.arange(count, dtype=jnp.uint32)[:, None] * jnp.uint32(NEXT_SEED)
+    return jax.tree.map(lambda seed: seed[None] + offsets, dropout)

@@ -10,8 +10,8 @@ from flax import nnx
 
 from dora_common.peft.layers import Layer, Shape
 from jax_dora.adapt.weight import AdaptableWeight
+from jax_dora.layers.contraction import Contraction, MatrixAxes
 from jax_dora.layers.dora_layer import Constant
-from jax_dora.layers.layout import Axes, convolution_layout
 from jax_dora.layers.stack import Stack
 
 Index = tuple[int, ...]
@@ -37,7 +37,7 @@ class TorchParameter:
     attribute: str
     at: tuple[Any, ...]
     shape: Shape
-    axes: Axes | None = None
+    axes: MatrixAxes | None = None
     is_transposed: bool = False
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
@@ -99,7 +99,7 @@ class TorchLayer:
         module: Any = self.weight.module
         if self.layer.kind == "conv":
             # Both layouts order the groups alike, so that only the window axes have to move.
-            axes = convolution_layout(tuple(module.kernel_shape), 1, 1).kernel
+            axes = Contraction.of_convolution(tuple(module.kernel_shape), 1, 1).kernel
         else:
             axes = self.weight.layout(1).kernel
         window = self.layer.kernel_size

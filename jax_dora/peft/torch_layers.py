@@ -88,8 +88,7 @@ def _is_linear(module: Any, kind: type[DoRALayer]) -> bool:
         return True
     if kind.base_type is nnx.Einsum and not module.einsum_str:
         return False
-    equation = kind.equation(module)  # pyright: ignore[reportAttributeAccessIssue]
-    out = equation.kernel_letters("o")
-    axes = len(kind.unstacked_shape(module))
-    has_matrix = set(equation.order) == {"i", "o"} and len(set(equation.kernel)) == axes
-    return has_matrix and out == "".join(letter for letter in equation.y if letter in out)
+    contraction = kind.contraction(module)  # pyright: ignore[reportAttributeAccessIssue]
+    out, axes = contraction.labels("o"), len(kind.unstacked_shape(module))
+    has_matrix = set(contraction.roles) == {"i", "o"} and len(set(contraction.weight)) == axes
+    return has_matrix and out == tuple(one for one in contraction.y if one in out)

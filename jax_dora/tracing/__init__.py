@@ -26,7 +26,6 @@ A call takes these steps:
 | primitives.py | the result of each primitive on a weight |
 | operations.py | `Product`, `Ragged`, `Lookup`: descriptions of the operations that read weights |
 | products.py | `AdaptedReader` |
-| product_plan.py | how to compute a product of any axes as products of matrices |
 | read_log.py | `ReadLog`: the reads of an abstract call; `Example`: the inputs of that call |
 | registry.py | `register` and the parameters of public model libraries |
 """

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora import ops
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.seeds import NEXT_SEED
 from jax_dora.ops.dispatch import mesh as meshes
@@ -24,7 +25,6 @@ from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.ops.linear import scaled_linear, times_transposed
 from jax_dora.tracing.operations import Lookup, Product, Ragged
-from jax_dora.tracing.product_plan import as_matrices, plan_product
 from jax_dora.tracing.weight import Weight, effective_weight
 
 
@@ -42,14 +42,16 @@ class AdaptedReader:
         self._products = 0
 
     def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array | None:
-        plan = plan_product(weight, product, x)
-        if plan is None:
+        found = _contraction_of(weight, product, x.ndim)
+        if found is None:
             return None
+        contraction, is_transposed = found
         dropout = self._next_dropout()
-        multiply = functools.partial(self._multiply, product, plan.is_transposed)
+        multiply = functools.partial(self._multiply, product, is_transposed)
 
         def compute(x: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
-            return plan(x.astype(product.dtype), arrays, multiply, dropout)
+            matrices = contraction.matrices(**arrays)
+            return contraction(multiply, x.astype(product.dtype), matrices, dropout)
 
         def spec() -> jax.sharding.PartitionSpec:
             if product.out_sharding is not None:
@@ -67,10 +69,9 @@ class AdaptedReader:
         in_order = in_order and weight.parts_of_axes(out) == weight.nontrivial_parts("o")
         if group is None or weight.parts("b") != (group,) or not in_order:
             return None
-        arrays = as_matrices(weight, weight.arrays, (group,))
+        arrays = weight.contraction().matrices(**weight.arrays)
         dtype, s = product.dtype, self.rule.scale
-        g = weight.arrays["g"].reshape(weight.sizes[group], -1)
-        rows = jnp.repeat(g, product.sizes, axis=0, total_repeat_length=x.shape[0])
+        rows = jnp.repeat(arrays["g"], product.sizes, axis=0, total_repeat_length=x.shape[0])
         dot = functools.partial(
             lax.ragged_dot,
             group_sizes=product.sizes,
@@ -79,7 +80,7 @@ class AdaptedReader:
         )
 
         def matrices(name: str) -> jax.Array:
-            return arrays[name][:, 0].astype(x.dtype)
+            return arrays[name].astype(x.dtype)
 
         base, dropped = dot(x, matrices("kernel")), x
         if (dropout := self._next_dropout()) is not None:
@@ -98,7 +99,7 @@ class AdaptedReader:
         is_row = weight.parts("i") == (weight.whole_part(lookup.axis),) and not weight.axes("b")
         if not is_row or weight.parts_of_axes(others) != weight.nontrivial_parts("o"):
             return None
-        arrays = as_matrices(weight, weight.arrays)
+        arrays = weight.contraction().matrices(**weight.arrays)
         count = indices.ndim - 1
         numbers = lax.GatherDimensionNumbers((count,), (0,), (0,))
 
@@ -107,10 +108,11 @@ class AdaptedReader:
             return lax.gather(matrix, indices, numbers, (1, matrix.shape[1]), **options)
 
         dtype = weight.kernel.dtype
-        base, a = take(arrays["kernel"][0, 0]), take(arrays["lora_a"][0, 0]).astype(dtype)
-        lora = a @ arrays["lora_b"][0, 0].astype(dtype)
-        g = weight.arrays["g"].reshape(-1)
-        y = ops.compose(base, lora, g, self.rule.scale, implementation=self.rule.implementation)
+        base, a = take(arrays["kernel"][0]), take(arrays["lora_a"][0]).astype(dtype)
+        lora = a @ arrays["lora_b"][0].astype(dtype)
+        y = ops.compose(
+            base, lora, arrays["g"][0], self.rule.scale, implementation=self.rule.implementation
+        )
         y = y.reshape(*y.shape[:count], *(weight.shape[axis] for axis in others))
         free = [axis for axis in range(y.ndim) if axis not in lookup.offset_dims]
         return jnp.moveaxis(y, range(y.ndim), [*free, *lookup.offset_dims])
@@ -145,3 +147,26 @@ class AdaptedReader:
         seed = self.dropout.seed + jnp.uint32(self._products * NEXT_SEED % 2**32)
         self._products += 1
         return dataclasses.replace(self.dropout, seed=seed)
+
+
+def _contraction_of(weight: Weight, product: Product, ndim: int) -> tuple[Contraction, bool] | None:
+    """Returns the contraction of an x of `ndim` axes and a weight, and whether it contracts the
+    weight's features instead of its input axes; None if it contracts neither exactly.
+
+    Its labels are the numbers of the weight's parts, and -1, -2, … for the row axes of x.
+    """
+    used = (*product.contracted, *product.batch)
+    free = [axis for axis in range(len(weight.view)) if axis not in used]
+    b, i, o = (set(weight.nontrivial_parts(role)) for role in "bio")
+    roles = set(weight.parts_of_axes(product.contracted)) - b, set(weight.parts_of_axes(free)) - b
+    if not b.issuperset(weight.parts_of_axes(product.batch)) or roles not in ((i, o), (o, i)):
+        return None
+    of_weight = dict(zip((*product.x_contracted, *product.x_batch), used, strict=True))
+    x = [of_weight.get(axis, ~axis) for axis in range(ndim)]
+    rows = [axis for axis in x if axis < 0]
+    y = [*free, *rows] if product.weight_first else [*rows, *free]
+    x_labels, y_labels = (
+        tuple(axis if axis < 0 else tuple(weight.parts_of_axes([axis])) for axis in axes)
+        for axes in (x, (*product.batch, *y))
+    )
+    return weight.contraction(x_labels, y_labels), roles != (i, o)

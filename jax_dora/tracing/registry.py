@@ -9,6 +9,7 @@ from typing import Any
 
 from flax import nnx
 
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.stack import STACK_LETTERS, stacked_axes, with_stack_axes
 
 type Axes = str | Callable[[Any], str | None]
@@ -140,12 +141,10 @@ def einsum_axes(equation: str) -> str | None:
 
         einsum_axes("BTD,DNH->BTNH") == "ioo"
     """
-    operands, _, result = equation.replace(" ", "").partition("->")
-    x, _, kernel = operands.partition(",")
-    axes = "".join(("b" if letter in x else "o") if letter in result else "i" for letter in kernel)
-    summed = {letter for letter, role in zip(kernel, axes, strict=True) if role == "i"}
-    is_projection = summed <= set(x) and "." not in kernel and "i" in axes and "o" in axes
-    return axes if is_projection and len(set(kernel)) == len(kernel) else None
+    found = Contraction.of_einsum(equation)
+    kernel, inner = found.weight, found.labels("i")
+    is_projection = "." not in kernel and len({*kernel}) == len(kernel) and "o" in found.roles
+    return found.roles if is_projection and inner and {*inner} <= {*found.x} else None
 
 
 def _check_axes(axes: str) -> None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import core
 
+from jax_dora.layers.contraction import Contraction
 from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.tracing.operations import Lookup, Product, Ragged
 
@@ -97,6 +98,16 @@ class Weight:
     @property
     def aval(self) -> Any:
         return core.ShapedArray(self.shape, self.kernel.dtype)
+
+    def contraction(self, x: Sequence[Any] = (), y: Sequence[Any] = ()) -> Contraction:
+        """Returns the contraction of an adapted weight, whose labels are the numbers of the parts.
+
+        Args:
+          x, y: see `Contraction`.
+        """
+        roles = "".join((self.roles or "")[axis] for axis in self.origins)
+        rank = self.arrays["lora_a"].shape[-1]
+        return Contraction(tuple(range(len(roles))), roles, self.sizes, rank, x, y)
 
     def axes(self, role: str) -> tuple[int, ...]:
         """Returns the weight's axes with this role."""

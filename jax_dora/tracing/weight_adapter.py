@@ -10,8 +10,8 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.layers.adapter_arrays import make_adapter
+from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.dora_layer import DoRALayer
-from jax_dora.layers.layout import Layout, projection_layout
 from jax_dora.layers.magnitude import g_of_call
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.seeds import dropout_of_call
@@ -121,7 +121,7 @@ class WeightAdapter:
         return dataclasses.replace(self.spec.rule, path=path)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Contraction:
         """How to view the arrays of a single layer as matrices."""
         return layout_of_weight(self.kernel_param.shape, self.spec.axes, self.rank)
 
@@ -156,7 +156,7 @@ class WeightAdapter:
             axes = without_stack_axes(axes, "b")
             arrays = {"kernel": kernel}
             arrays |= {name: order(getattr(self, name)[...]) for name in ("lora_a", "lora_b")}
-            layout = projection_layout(kernel.shape, axes, self.rank)
+            layout = Contraction.of_weight(kernel.shape, axes, self.rank)
             arrays["g"] = g_of_call(self, self.result_dtype, [*arrays.values()], layout, order)
             reader = AdaptedReader(self.spec.rule, dropout_of_call(self, None, None))
             return Weight.of(axes, arrays, reader)
@@ -216,8 +216,8 @@ def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
     )
 
 
-def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Layout:
+def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Contraction:
     """Returns how to view a single layer of a weight, and an adapter of `rank`, as matrices."""
-    return projection_layout(
+    return Contraction.of_weight(
         stack_of_weight(shape, axes).layer_part(shape), without_stack_axes(axes), rank
     )
