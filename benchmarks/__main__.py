@@ -19,9 +19,9 @@ Levels:
     compile             the time until a user's model can run, on one device and on several
     against CHECKOUT    layers and a model with this checkout and with another one, in turns
 
-step, scale, quantised, bank and serve also exist with --torch: torch_dora compared with PEFT. The
-docstring of each level's module says what is compared, what is timed and how, and what one line of
-the result file means.
+step, scale, quantised, bank and serve also exist with --torch: torch_dora compared with PEFT; serve
+also with --vllm: torch_dora's plugin in vLLM. The docstring of each level's module says what is
+compared, what is timed and how, and what one line of the result file means.
 
 A level is a module in one of two forms:
 
@@ -47,7 +47,7 @@ from typing import Any
 LEVELS = (
     *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
-    *("bank", "bank --torch", "serve", "serve --torch"),
+    *("bank", "bank --torch", "serve", "serve --torch", "serve --vllm"),
 )
 # Options that set a field of the level's settings.
 FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")
@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--seconds", type=float, help="start no further measurement after this time")
     add("--torch", action="store_true", help="measure torch_dora and PEFT")
+    add("--vllm", action="store_true", help="level serve: measure torch_dora's plugin in vLLM")
     add("--table", action="store_true", help="level step: change one part of the step at a time")
     add("--layers", type=int, help="number of decoder layers")
     add("--rank", type=int, help="rank of the adapters")
@@ -91,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
     name = options.level + " --table" * options.table + " --torch" * options.torch
+    name += " --vllm" * options.vllm
     if name not in LEVELS:
         parsing.error(f"there is no level {name}; expected one of {', '.join(LEVELS)}")
     if options.level in ("bank", "quantised", "serve", "step"):
