@@ -66,25 +66,25 @@ def add_path_to_disk_errors(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def check_can_create(folder: Path, flag: str) -> None:
+def check_can_create(folder: Path, name: str) -> None:
     """Raises OSError if a folder that does not exist could not be created.
 
     Args:
       folder: the new folder; folders above it may be missing too.
-      flag: the flag that names the folder, for the message.
+      name: the name of the setting, for the message.
     """
     parent = next(one for one in folder.absolute().parents if one.exists())
     if not parent.is_dir():
         raise NotADirectoryError(
-            f"{flag} {folder} is in {parent}, which is a file; expected a path below a folder"
+            f"{name}={folder}: expected a path below a folder, but {parent} is a file"
         )
     try:
         # Permissions alone do not show a read-only file system or a server's refusal.
         tempfile.TemporaryDirectory(dir=parent).cleanup()
     except OSError as error:
         raise OSError(
-            f"{flag} {folder} cannot be created, since {parent} is not writable "
-            f"({error.strerror}); expected a folder in a place where this process may write"
+            f"{name}={folder}: expected a folder where this process may write, but {parent} is not "
+            f"writable ({error.strerror})"
         ) from error
 
 

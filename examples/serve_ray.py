@@ -29,8 +29,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from dora_common.peft.folder import find_adapter_folder
-from jax_dora.lm.commands.flags import HelpFormatter, integer, not_negative
-from jax_dora.lm.commands.serve import add_flags, make_settings, warn_without_key
+from jax_dora.lm.commands.flags import HelpFormatter, in_domain
+from jax_dora.lm.commands.serve import add_flags, server_settings, warn_without_key
+from jax_dora.lm.domains import NOT_NEGATIVE, integers
 from jax_dora.lm.serve import Server, Settings
 from jax_dora.lm.serve.adapters import NAME
 from jax_dora.lm.serve.errors import ApiError
@@ -170,8 +171,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_flags(parser)
     add = parser.add_argument_group("Ray").add_argument
-    add("--replicas", type=integer(1), default=1, metavar="N", help="number of servers")
-    add("--gpus", type=not_negative, metavar="N", help="GPUs of a replica; those of --mesh, or 1")
+    add("--replicas", type=in_domain(integers(1)), default=1, metavar="N", help="number of servers")
+    add(
+        "--gpus",
+        type=in_domain(NOT_NEGATIVE),
+        metavar="N",
+        help="GPUs of a replica; those of --mesh, or 1",
+    )
     args = parser.parse_args(argv)
     if args.gpus is None:
         if args.mesh == "auto":
@@ -183,7 +189,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Serves until Ctrl-C."""
     args = parse()
-    settings = make_settings(args)
+    settings = server_settings(args)
     folders = {"model": settings.model.resolve()}
     if settings.adapters is not None:
         folders["adapters"] = settings.adapters.resolve()

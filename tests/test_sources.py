@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_no_private_function_takes_more_than_eight_parameters(package):
         if not node.name.endswith("__")
     }
     assert not {name: count for name, count in found.items() if count > 8}
+
+
+def test_only_commands_name_flags():
+    """The library is called from programs, too, which know settings and no flags."""
+    commands = ROOT / "jax_dora" / "lm" / "commands"
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in (ROOT / "jax_dora").rglob("*.py")
+        if not file.is_relative_to(commands)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and re.search(r"(?<!\S)--[a-z]", str(node.value))
+    ]
+    assert not found
 
 
 @pytest.mark.parametrize("package", ["jax_dora", "torch_dora"])

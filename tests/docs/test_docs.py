@@ -15,6 +15,7 @@ import pytest
 
 import jax_dora
 import jax_dora.linen
+import jax_dora.lm.finetune
 import jax_dora.lm.models
 import jax_dora.lm.serve
 import jax_dora.ops
@@ -164,6 +165,7 @@ def test_functions_called_like_their_modules_stand_by_their_whole_names():
     [
         jax_dora,
         jax_dora.linen,
+        jax_dora.lm.finetune,
         jax_dora.lm.models,
         jax_dora.ops,
         jax_dora.peft,

@@ -238,7 +238,7 @@ def test_a_replica_has_the_gpus_of_its_mesh(flags, gpus):
 
     given = serve_ray.parse(["--model", "tiny", *flags.split()])
     assert given.gpus == gpus
-    app = serve_ray.application(serve_ray.make_settings(given), 1, given.gpus)
+    app = serve_ray.application(serve_ray.server_settings(given), 1, given.gpus)
     (replica, settings) = app._bound_deployment.init_args
     assert replica._bound_deployment.ray_actor_options["num_gpus"] == gpus
     assert settings.mesh == given.mesh
@@ -251,7 +251,7 @@ def test_flags_of_a_server_are_the_replicas(capsys):
     flags = "--slots 3 --max-rank 16 --quantize nf4 --api-key secret --host ::1 --port 1 --batch 7"
     given = serve_ray.parse(["--model", "tiny", "--adapters", "a", *flags.split()])
     with mock.patch.object(serve_ray.serve, "multiplexed") as multiplexed:
-        app = serve_ray.application(serve_ray.make_settings(given), 2, 0)
+        app = serve_ray.application(serve_ray.server_settings(given), 2, 0)
     multiplexed.assert_called_once_with(max_num_models_per_replica=3)
     replica = app._bound_deployment.init_args[0]._bound_deployment
     (settings,) = replica.init_args

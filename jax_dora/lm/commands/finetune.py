@@ -19,155 +19,87 @@ among several GPUs. With several processes, start each process with --coordinato
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from dora_common.disk import locked
 from jax_dora.lm.commands.flags import (
-    AXES,
-    UsageError,
+    INTERRUPTED,
     add_end_token,
     add_formats,
-    folder,
-    integer,
+    add_setting,
+    in_domain,
+    make_settings,
     mesh,
-    not_negative,
-    pattern,
-    positive,
-    rate,
     usage_errors,
+    with_flag_names,
 )
-from jax_dora.lm.finetune import processes, tiny
+from jax_dora.lm.domains import integers
+from jax_dora.lm.finetune import Settings, processes, tiny
 from jax_dora.lm.finetune.plan import Plan
 from jax_dora.lm.finetune.report import report
-from jax_dora.lm.finetune.run import Run
+from jax_dora.lm.finetune.run import Run, locked_output
+from jax_dora.lm.models.sharding import AXES
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command."""
-    count = integer(1)
-    add = parser.add_argument_group("model and data").add_argument
-    add("--model", type=Path, metavar="FOLDER", help="Hugging Face folder of the base model")
+    # Settings parses paths, since Path would take an empty one for the current folder.
+    files: dict[str, Any] = {"nargs": "+", "action": "extend", "metavar": "FILE"}
+    folder = {"metavar": "FOLDER"}
+
+    def group(title: str) -> tuple[Any, Any]:
+        add = parser.add_argument_group(title).add_argument
+        return add, functools.partial(add_setting, add, Settings)
+
+    add, setting = group("model and data")
+    setting("model", required=False, **folder)
     add("--tiny", action="store_true", help="make a tiny model, and its data without --data")
-    files: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "metavar": "FILE"}
-    add("--data", **files, help="examples to train on, in one or more files")
-    add("--eval-data", **files, help="examples to evaluate on, in one or more files")
-    output = Path("finetuned")
-    add("--output", type=folder, default=output, metavar="FOLDER", help="folder of the run")
-    length = integer(1, 2**24)
-    add("--length", type=length, default=1024, metavar="N", help="tokens in a packed row")
-    add(
-        "--split",
-        choices=("text", "all", "none"),
-        nargs="?",
-        const="all",
-        default="text",
-        help="records that continue in further rows if they are longer than a row: those with "
-        '"text", all, or none; others are truncated',
-    )
+    setting("data", required=False, **files)
+    setting("eval_data", **files)
+    setting("output", **folder)
+    setting("length")
+    setting("split", nargs="?", const="all")
     add_formats(add, activations=True)
-    add_end_token(add, more="; completions end with the first")
+    add_end_token(add)
 
-    add = parser.add_argument_group("devices").add_argument
-    add(
-        "--mesh",
-        type=mesh(*AXES),
-        help="use all devices, as dp=N,fsdp=N,tp=N or auto; one device by default",
-    )
+    add, setting = group("devices")
+    setting("mesh", type=mesh(*AXES), metavar="AXIS=N,...")
     add("--coordinator", metavar="ADDRESS", help="HOST:PORT of the first process, or auto")
+    count, index = in_domain(integers(1)), in_domain(integers(0))
     add("--processes", type=count, metavar="N", help="number of processes; not with auto")
-    add(
-        "--process",
-        type=integer(0),
-        metavar="N",
-        help="number of this process, from 0; not with auto",
-    )
+    add("--process", type=index, metavar="N", help="number of this process, from 0; not with auto")
 
-    add = parser.add_argument_group("adapter").add_argument
-    small = integer(1, 2**20)
-    add("--rank", type=small, default=64, metavar="N", help="rank of the adapter")
-    add(
-        "--alpha",
-        type=positive,
-        metavar="X",
-        help="numerator of the scale alpha/rank; rank/2 by default",
-    )
-    add("--rslora", action="store_true", help="use the scale alpha/sqrt(rank) instead")
-    add(
-        "--dropout",
-        type=rate,
-        default=0.0,
-        metavar="X",
-        help="dropout rate of adapter inputs; an embedding's adapter has none",
-    )
-    target = "model/layers/.*_proj"
-    add(
-        "--target",
-        type=pattern,
-        default=target,
-        metavar="REGEX",
-        help="regular expression for the paths of layers to adapt",
-    )
+    _, setting = group("adapter")
+    setting("rank")
+    setting("alpha")
+    setting("use_rslora", "--rslora")
+    setting("dropout")
+    setting("target", metavar="REGEX")
 
-    training = parser.add_argument_group("training")
-    add = training.add_mutually_exclusive_group().add_argument
-    add("--steps", type=count, metavar="N", help="optimizer steps; set by --epochs by default")
-    add("--epochs", type=positive, default=1.0, metavar="X", help="passes over the data")
-    add = training.add_argument
-    add("--batch", type=small, default=1, metavar="N", help="rows in a micro-batch")
-    add("--accumulate", type=small, default=8, metavar="N", help="micro-batches in a step")
-    add("--learning-rate", type=positive, default=1e-4, metavar="X", help="peak learning rate")
-    schedules = ("cosine", "linear", "constant")
-    add("--schedule", choices=schedules, default="cosine", help="learning rate after warmup")
-    add("--warmup", type=integer(0), default=0, metavar="N", help="warmup steps")
-    add(
-        "--weight-decay",
-        type=not_negative,
-        default=0.0,
-        metavar="X",
-        help="weight decay of A and B; magnitudes have none",
-    )
-    add("--clip", type=positive, default=1.0, metavar="X", help="maximum norm of the gradient")
-    add("--unroll", action="store_true", help="unroll the layers: faster steps, longer compilation")
-    add(
-        "--seed",
-        type=integer(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="random seed of the adapter, data order and dropout",
-    )
+    _, setting = group("training")
+    for name in ("steps", "epochs", "batch", "accumulate", "learning_rate", "schedule", "warmup"):
+        setting(name)
+    for name in ("weight_decay", "clip", "unroll", "seed"):
+        setting(name)
 
-    add = parser.add_argument_group("checkpoints and results").add_argument
-    add("--resume", action="store_true", help="continue from the latest checkpoint in --output")
-    add("--checkpoint-every", type=count, default=50, metavar="N", help="steps between checkpoints")
-    add("--keep", type=count, default=3, metavar="N", help="number of checkpoints to keep")
-    add("--eval-every", type=count, metavar="N", help="steps between evaluations; 50 by default")
-    add(
-        "--patience",
-        type=count,
-        metavar="N",
-        help="stop after N evaluations without a lower loss",
-    )
-    add(
-        "--samples",
-        type=integer(0),
-        default=3,
-        metavar="N",
-        help="prompts of the data to complete at the end",
-    )
-    add("--tensorboard", action="store_true", help="also write TensorBoard files")
+    add, setting = group("checkpoints and results")
+    for name in ("resume", "checkpoint_every", "keep", "eval_every", "patience", "samples"):
+        setting(name)
+    setting("tensorboard")
     add("--dry-run", action="store_true", help="print an estimate of the run and stop")
-    add("--merge", type=folder, metavar="FOLDER", help="also write the merged model to this folder")
+    setting("merge", **folder)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and returns the exit status."""
     with usage_errors():
+        settings = _settings(args)
         processes.join(args.coordinator, args.processes, args.process)
-    console = Console(quiet=not processes.is_first())
+    console = _Console(args, quiet=not processes.is_first())
     monitor, is_connected = processes.monitor_peers(args.coordinator)
     if not is_connected:
         console.print(
@@ -175,51 +107,47 @@ def run(args: argparse.Namespace) -> int:
             "is killed, the others will notice only after a minute or more.",
             soft_wrap=True,
         )
-    with monitor.reporting(), _locked_output(args.output):
+    with monitor.reporting(), contextlib.ExitStack() as stack:
         with usage_errors():
-            # Paths can differ between processes.
-            own = ("run", "coordinator", "process")
-            flags = {name: value for name, value in vars(args).items() if name not in own}
-            processes.check_equal({name: _without_paths(value) for name, value in flags.items()})
-        with usage_errors(), _tiny_inputs(args):
-            plan = Plan(args, console)
-            console.print(report(plan))
-            if args.dry_run:
-                return 0
-            finetuning = Run(plan)
-            finetuning.resume()
-            monitor.advice = finetuning.how_to_resume
-        try:
-            return finetuning.train()
-        except (Exception, KeyboardInterrupt) as error:
-            error.add_note(finetuning.how_to_resume())
-            raise
+            stack.enter_context(locked_output(settings.output))
+            processes.check_equal({"tiny": args.tiny, "dry_run": args.dry_run})
+            with _tiny_inputs(args):
+                plan = Plan(settings, console)
+                console.print(report(plan))
+                if args.dry_run:
+                    return 0
+                finetuning = Run(plan)
+                monitor.advice = finetuning.how_to_resume
+        return INTERRUPTED if finetuning.train().is_interrupted else 0
 
 
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_paths(item) for item in value]
-    return isinstance(value, Path) or value
+class _Console(Console):
+    """A console that prints flags instead of the names of settings."""
+
+    def __init__(self, args: argparse.Namespace, **options: Any) -> None:
+        super().__init__(**options)
+        self._flags = args.flags
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        texts = (with_flag_names(x, self._flags) if isinstance(x, str) else x for x in objects)
+        super().print(*texts, **options)
 
 
-@contextlib.contextmanager
-def _locked_output(output: Path) -> Iterator[None]:
-    """Makes the run's folder, and locks it against other runs."""
-    with contextlib.ExitStack() as stack:
+def _settings(args: argparse.Namespace) -> Settings:
+    """Returns the settings that the flags give.
 
-        def lock() -> None:
-            output.mkdir(parents=True, exist_ok=True)
-            try:
-                stack.enter_context(locked(output, wait=False))
-            except BlockingIOError:
-                raise UsageError(
-                    f"--output {output} is in use by another run; wait for it, or choose another "
-                    "folder"
-                ) from None
-
-        with usage_errors():
-            processes.run_on_first(lock)
-        yield
+    Raises:
+      ValueError: a flag is invalid, or needs another one.
+    """
+    inputs = {"model": args.model, "data": args.data}
+    if args.tiny:
+        if args.model is not None:
+            raise ValueError("--model and --tiny are both given; expected one of them")
+        output = Path(args.output)
+        inputs = {"model": output / tiny.MODEL, "data": args.data or [output / tiny.DATA]}
+    if None in inputs.values():
+        raise ValueError("--model or --data is missing; pass both, or --tiny, which makes them")
+    return make_settings(Settings, argparse.Namespace(**vars(args) | inputs))
 
 
 @contextlib.contextmanager
@@ -227,6 +155,6 @@ def _tiny_inputs(args: argparse.Namespace) -> Iterator[None]:
     """Makes the inputs for --tiny, and removes them again if the run cannot start."""
     with contextlib.ExitStack() as stack:
         if args.tiny:
-            inputs = tiny.make_tiny_inputs(args.output, data=args.data is None)
+            inputs = tiny.make_tiny_inputs(Path(args.output), data=args.data is None)
             processes.run_on_first(lambda: stack.enter_context(inputs))
         yield

@@ -2,34 +2,35 @@
 
 import argparse
 import contextlib
-import math
+import dataclasses
+import functools
+import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from dora_common.hyperparameters import LARGEST, LEAST
-from jax_dora.ops.quantised import FORMATS
+from jax_dora.lm.domains import Domain
+from jax_dora.lm.finetune.settings import Settings
+from jax_dora.lm.models.sharding import AXES
 from jax_dora.ops.row_scaled import QTYPE
 
-AXES = ("dp", "fsdp", "tp")
-# Patterns in error messages of the library, and their replacements, which name flags.
-_FLAGS = {
-    r"\bact_qtype\b": "--activations",
-    r"\bquantize(?= is |=)": "--quantize",
-    r"\bqtype(?= ')": "--quantize",
-    r"choose (int8 or float8_e4m3fn, which need no tiles).*": r"pass --quantize \1",
-    r"pass that qtype and no tile_size": f"pass --quantize {QTYPE}",
-    r"\bbatch(?= is \d+, but)": "--batch",
-    r"\bmax_length(?= is )": "--max-length",
-    r"\bend_tokens\b": "--end-token",
-    r"rules\[\d+\], path(?= ')": "--target",
+# Patterns in error messages of the core, and their replacements, which name settings.
+_PHRASES = {
+    r"(?<!`)\b(act_qtype|end_tokens)\b(?![`=])": r"`\1`",
+    r"\bquantize(?= is )": "`quantize`",
+    r"\bqtype(?= ')": "`quantize`",
+    r"choose (int8 or float8_e4m3fn, which need no tiles).*": r"pass `quantize` \1",
+    r"pass that qtype and no tile_size": f"pass `quantize` {QTYPE}",
+    r"rules\[\d+\], path(?= ')": "`target`",
     r"name the contracted axes.*narrow the rules' paths so that they do not match": (
-        "narrow --target so that it does not match"
+        "narrow `target` so that it does not match"
     ),
     r"pass (?=adapter\w*=')": "pass jax_dora.peft.load_adapter ",
 }
-MAX_INTEGER = 2**31 - 1  # the largest index of an array
+
+
+INTERRUPTED = 130  # exit status
 
 
 class UsageError(Exception):
@@ -83,78 +84,90 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} [default: %(default)s]"
 
 
-def integer(least: int, most: int = MAX_INTEGER) -> Callable[[str], int]:
-    """Returns a parser of integers from `least` to `most`."""
+def in_domain(domain: Domain) -> Callable[[str], Any]:
+    """Returns a parser of the values of a domain."""
 
-    def parse(text: str) -> int:
+    def parse(text: str) -> Any:
         try:
-            value = int(text)
+            value = domain.kind(text)
         except ValueError:
-            value = least - 1
-        if not least <= value <= most:
+            value = None
+        if not domain.contains(value):
             raise argparse.ArgumentTypeError(
-                f"{text!r} is out of range: expected an integer from {least:,} to {most:,}"
+                f"{text!r} is out of range: expected {domain.expected}"
             )
         return value
 
     return parse
 
 
-def number(expected: str, is_valid: Callable[[float], bool]) -> Callable[[str], float]:
-    """Returns a parser of float32 numbers for which `is_valid` is true.
+def add_setting(
+    add: Callable[..., object], settings: Any, name: str, flag: str = "", **options: Any
+) -> None:
+    """Adds a flag for a field of a dataclass of settings.
 
-    `expected` describes these numbers in the error message.
+    The help is the field's entry under "Attributes:", and the default is the field's. The dataclass
+    checks the value.
+
+    Args:
+      add: a method `add_argument`.
+      settings: the dataclass. `DOMAINS` has the domains of its fields by their names.
+      flag: the flag; the field's name by default.
+      options: further arguments of `add`.
     """
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not is_valid(value):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is out of range: expected a number {expected}"
-            )
-        if value and not LEAST <= abs(value) <= LARGEST:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is out of range: expected a number {expected} that is 0 or has a "
-                f"magnitude from {LEAST:.1e} to {LARGEST:.1e}, the range of float32"
-            )
-        return value
-
-    return parse
+    default = settings.__dataclass_fields__[name].default
+    given: dict[str, Any] = {"dest": name, "help": _documentation(settings)[name]}
+    if default is dataclasses.MISSING:
+        given["required"] = True
+    else:
+        given["default"] = None if default == () else default  # argparse appends to lists only
+    if default is False:
+        given["action"] = "store_true"
+    elif (domain := settings.DOMAINS.get(name)) is not None:
+        given["type"] = domain.kind
+        if domain.choices:
+            given["choices"] = domain.choices
+        else:
+            given["metavar"] = {int: "N", float: "X"}[domain.kind]
+    add(flag or _flag(name), **given | options)
 
 
-positive = number("above 0", lambda value: value > 0)
-not_negative = number("of at least 0", lambda value: value >= 0)
-rate = number("from 0 to below 1", lambda value: 0 <= value < 1)
-share = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def add_formats(add: Callable[..., object], *, activations: bool = False) -> None:
+@functools.cache
+def _documentation(settings: Any) -> dict[str, str]:
+    """Returns the entries under "Attributes:" of a dataclass, with flags for settings."""
+    section = (inspect.getdoc(settings) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE)
+    return {
+        name: re.sub(r"`(\w+)`", lambda found: _flag(found[1]), " ".join(text.split())).rstrip(".")
+        for name, text in entries
+    }
+
+
+def make_settings[T](settings: type[T], args: argparse.Namespace) -> T:
+    """Returns a dataclass of settings with the values of its flags."""
+    names = [field.name for field in dataclasses.fields(settings)]  # pyright: ignore
+    values = {name: getattr(args, name, None) for name in names}
+    return settings(**{name: value for name, value in values.items() if value is not None})
+
+
+def add_formats(
+    add: Callable[..., object], settings: Any = Settings, *, activations: bool = False
+) -> None:
     """Adds the flags --dtype and --quantize, and --activations if `activations` is True."""
-    add(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="dtype of the base model; config.json's by default",
-    )
-    add("--quantize", choices=FORMATS, help="quantize the base model's projections on loading")
+    add_setting(add, settings, "dtype")
+    add_setting(add, settings, "quantize")
     if activations:
-        add(
-            "--activations",
-            choices=(QTYPE,),
-            help="also quantize the inputs of projections; needs weights in the same format",
-        )
+        add_setting(add, settings, "act_qtype", "--activations")
 
 
-def add_end_token(add: Callable[..., object], *, more: str = "") -> None:
-    """Adds the flag --end-token, with `more` at the end of its help."""
-    add(
-        "--end-token",
-        action="append",
-        metavar="TOKEN",
-        help="text or id of a further token that ends an answer; can be repeated" + more,
-    )
+def add_end_token(add: Callable[..., object], settings: Any = Settings) -> None:
+    """Adds the flag --end-token."""
+    options = {"action": "append", "metavar": "TOKEN"}
+    add_setting(add, settings, "end_tokens", "--end-token", **options)
 
 
 def folder(text: str) -> Path:
@@ -189,27 +202,34 @@ def mesh(*axes: str) -> Callable[[str], dict[str, int] | Literal["auto"]]:
     return parse
 
 
-def pattern(text: str) -> str:
-    """Parses a regular expression."""
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a regular expression: {error}"
-        ) from error
-    return text
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Returns the flags of a command by the names of the settings that they set."""
+    return {one.dest: one.option_strings[-1] for one in parser._actions if one.option_strings}
 
 
-def with_flag_names(message: str) -> str:
-    """Returns an error message of the library with flags instead of the library's arguments."""
-    for argument, flag in _FLAGS.items():
-        message = re.sub(argument, flag, message)
-    return message
+def with_flag_names(message: str, flags: Mapping[str, str]) -> str:
+    """Returns a message of the library with flags instead of the names of settings.
+
+    The library writes "name=value", or "`name`" for a setting without a value.
+
+    Args:
+      flags: the flags by the names of the settings, of `flags_of`.
+    """
+    for phrase, setting in _PHRASES.items():
+        message = re.sub(phrase, setting, message)
+    names = "|".join(map(re.escape, flags))
+    message = re.sub(rf"`({names})`", lambda found: flags[found[1]], message)
+    # Only at the beginning of a word, since a path may have the same form.
+    return re.sub(
+        rf"(?<![^\s(])({names})=(True\b)?",
+        lambda found: flags[found[1]] + ("" if found[2] else " "),
+        message,
+    )
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turns errors about flags and files inside the block into `UsageError`, which names flags."""
+    """Turns errors about settings and files inside the block into `UsageError`."""
     try:
         yield
     except FileExistsError as error:
@@ -218,7 +238,7 @@ def usage_errors() -> Iterator[None]:
             message = f"{error.filename} is a file; expected a folder, or no file of that name"
         raise UsageError(message) from error
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        raise UsageError(with_flag_names(str(error))) from error
+        raise UsageError(str(error)) from error
     except OSError as error:
         path_errors = FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError
         if error.errno is None or isinstance(error, path_errors):

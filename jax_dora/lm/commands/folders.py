@@ -61,7 +61,7 @@ def text_settings(args: argparse.Namespace, folder: Path) -> TextSettings:
     """Returns the text settings of the model in `folder` with the adapter of --adapter."""
     adapter = None if args.adapter is None else adapter_folder(args.adapter)
     return TextSettings.of(
-        folder, read_config(folder), adapter=adapter, end_tokens=args.end_token or ()
+        folder, read_config(folder), adapter=adapter, end_tokens=args.end_tokens or ()
     )
 
 
@@ -70,7 +70,7 @@ def adapted_model(args: argparse.Namespace, folder: Path) -> CausalLM:
 
     Prints a warning if the adapter is from a run over a base in another format.
     """
-    act_qtype = getattr(args, "activations", None)
+    act_qtype = getattr(args, "act_qtype", None)
     model = load_model(folder, quantize=args.quantize, act_qtype=act_qtype, dtype=args.dtype)
     if args.adapter is None:
         return model

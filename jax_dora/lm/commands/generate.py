@@ -13,15 +13,9 @@ import json
 import sys
 
 import jax_dora
-from jax_dora.lm.commands.flags import (
-    add_end_token,
-    integer,
-    not_negative,
-    number,
-    share,
-    usage_errors,
-)
+from jax_dora.lm.commands.flags import add_end_token, in_domain, usage_errors
 from jax_dora.lm.commands.folders import adapted_model, add_model_flags, base_folder, text_settings
+from jax_dora.lm.domains import NOT_NEGATIVE, PROBABILITY, SHARE, integers
 from jax_dora.lm.models import Sampling, generate, generate_steps
 from jax_dora.lm.models.text import TextStream
 from jax_dora.lm.models.tokenizer import TextSettings, prompt_tokens
@@ -34,42 +28,42 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
     add("--chat", action="store_true", help="format each prompt with the model's chat template")
     add("--system", metavar="TEXT", help="system message; needs --chat")
-    tokens = integer(1, 2**24)
+    tokens = in_domain(integers(1, 2**24))
     add("--tokens", type=tokens, default=128, metavar="N", help="maximum number of new tokens")
     add_end_token(add)
 
     add = parser.add_argument_group("sampling").add_argument
     add(
         "--temperature",
-        type=not_negative,
+        type=in_domain(NOT_NEGATIVE),
         default=0.0,
         metavar="X",
         help="sampling temperature; 0 chooses the most likely token",
     )
     add(
         "--top-k",
-        type=integer(0),
+        type=in_domain(integers(0)),
         default=0,
         metavar="N",
         help="sample from the N most likely tokens only; 0 for all",
     )
     add(
         "--top-p",
-        type=share,
+        type=in_domain(SHARE),
         default=1.0,
         metavar="X",
         help="sample from the most likely tokens with this total probability only",
     )
     add(
         "--min-p",
-        type=number("from 0 to 1", lambda value: 0 <= value <= 1),
+        type=in_domain(PROBABILITY),
         default=0.0,
         metavar="X",
         help="sample from tokens at least this many times as likely as the most likely one only",
     )
     add(
         "--seed",
-        type=integer(0, 2**64 - 1),
+        type=in_domain(integers(0, 2**64 - 1)),
         default=0,
         metavar="N",
         help="random seed; equal prompts get equal completions",

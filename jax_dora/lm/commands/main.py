@@ -10,12 +10,19 @@ import jax
 from rich.console import Console
 
 from jax_dora.lm.commands import finetune, generate, inspect, merge, serve
-from jax_dora.lm.commands.flags import HelpFormatter, Parser, UsageError
+from jax_dora.lm.commands.flags import (
+    INTERRUPTED,
+    HelpFormatter,
+    Parser,
+    UsageError,
+    flags_of,
+    with_flag_names,
+)
 from jax_dora.lm.finetune.processes import FirstStoppedError
 from jax_dora.lm.finetune.stopping import DivergedError
 from jax_dora.lm.models import NotFiniteError
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE = 1, 2
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = (finetune, generate, merge, inspect, serve)
 
@@ -33,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=HelpFormatter,
         )
         module.add_flags(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, flags=flags_of(command))
     return result
 
 
@@ -48,13 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Characters that the terminal's encoding lacks are printed as escape sequences.
         sys.stdout.reconfigure(errors="backslashreplace")
     console = Console(stderr=True)
+    flags: dict[str, str] = {}
     try:
         args = parser().parse_args(argv)
+        flags = args.flags
         return args.run(args)
     except (Exception, KeyboardInterrupt) as error:
         status, message = _explain(error)
         notes = " ".join(getattr(error, "__notes__", ()))
         line = " ".join(f"{message}{'. ' if notes else ''}{notes}".split())
+        line = with_flag_names(line, flags)
         console.print(line, markup=False, highlight=False, soft_wrap=True)
         return status
 

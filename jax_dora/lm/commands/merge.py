@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.output.exists():
             raise FileExistsError(f"--output {args.output} exists already; expected a new folder")
-        check_can_create(args.output, "--output")
+        check_can_create(args.output, "output")
         folder = base_folder(args)
         config = read_config(folder)
         # A folder of weights alone has nothing to say about text.
-        has_texts = (folder / TOKENIZER).is_file() or args.end_token
+        has_texts = (folder / TOKENIZER).is_file() or args.end_tokens
         files = text_settings(args, folder).files(config) if has_texts else {}
         model = adapted_model(args, folder)
         merged, report = jax_dora.merge_dora(model, return_report=True)

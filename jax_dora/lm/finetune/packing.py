@@ -69,7 +69,7 @@ def pack(examples: Sequence[Example], length: int) -> Packed:
     if not kept:
         raise ValueError(
             f"none of {len(examples)} examples has a completion within {length} tokens: "
-            "raise --length, or use completions that are not empty"
+            "raise `length`, or use completions that are not empty"
         )
     contents: list[list[Example]] = []
     free_space: list[tuple[int, int]] = []  # (free tokens, row), sorted

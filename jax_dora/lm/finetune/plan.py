@@ -1,6 +1,5 @@
 """Plans a run: checks its inputs and packs its data, before any weight is read."""
 
-import argparse
 import dataclasses
 import functools
 import hashlib
@@ -8,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,22 @@ from rich.console import Console
 
 import jax_dora
 from dora_common.disk import check_can_create
-from jax_dora.lm.finetune import estimate, packing, processes, tiny
+from jax_dora.lm.finetune import estimate, packing, processes
 from jax_dora.lm.finetune.checkpoints import Checkpoints
 from jax_dora.lm.finetune.encoding import Encoder
 from jax_dora.lm.finetune.records import read_records
 from jax_dora.lm.finetune.reply_ends import learned_ends
+from jax_dora.lm.finetune.settings import Settings
 from jax_dora.lm.models import CausalLM, DecoderConfig, DecoderSharding, abstract_model, read_config
 from jax_dora.lm.models.attention import MAX_SEGMENTS
 from jax_dora.lm.models.tensor_files import fingerprint
 from jax_dora.lm.models.tokenizer import TextSettings
 
 EMBEDDING = "model/embed_tokens"
-# Flags that must not change when a run is resumed, since they change its steps.
-FIXED_FLAGS = (
-    *("length", "dtype", "quantize", "activations"),
-    *("rank", "alpha", "rslora", "dropout", "target"),
+# Settings that must not change when a run is resumed, since they change its steps.
+FIXED = (
+    *("length", "dtype", "quantize", "act_qtype"),
+    *("rank", "alpha", "use_rslora", "dropout", "target"),
     *("learning_rate", "schedule", "warmup", "weight_decay", "clip", "seed"),
 )
 
@@ -53,56 +54,59 @@ class Plan:
       rules: the rules for `apply_dora`.
       checkpoints: the checkpoints of the run.
       rows: the packed examples to train on.
-      eval_rows: the packed examples to evaluate on; None without --eval-data.
-      examples_to_show: the first examples that fit into a row, of --eval-data if it is given.
+      eval_rows: the packed examples to evaluate on, or None.
+      examples_to_show: the first examples that fit into a row, of `eval_rows` if given.
       step_rows: the rows of a step, (accumulate, batch).
       steps: the number of optimizer steps of the whole run.
       sharding: the sharding of the model on a mesh; None for one device.
-      settings: the settings of a checkpoint. A run can only be resumed with the same settings.
-      eval_digest: a checksum of `eval_rows`; None without --eval-data.
+      fixed: the settings and checksums that must not change when the run is resumed.
+      eval_digest: a checksum of `eval_rows`, or None.
     """
 
-    def __init__(self, args: argparse.Namespace, console: Console) -> None:
+    def __init__(self, settings: Settings, console: Console) -> None:
         """
         Raises:
-          ValueError, TypeError, NotImplementedError, ImportError, OSError: a flag, file or folder
-            is wrong.
+          ValueError, TypeError, NotImplementedError, ImportError, OSError: a setting, file or
+            folder is wrong.
         """
-        self.args, self.console = args, console
-        self.checkpoints = Checkpoints(args.output / "checkpoints", args.keep)
-        if not args.resume and self.checkpoints.steps():
+        self.settings, self.console = settings, console
+        processes.check_equal(dataclasses.asdict(settings))
+        self.checkpoints = Checkpoints(settings.output / "checkpoints", settings.keep)
+        if not settings.resume and self.checkpoints.steps():
             raise FileExistsError(
-                f"{args.output} already contains a run; pass --resume to continue it, or choose "
-                "another --output"
+                f"output={settings.output}: it already contains a run; pass resume=True to "
+                "continue it, or choose another `output`"
             )
-        if (merge := args.merge) is not None:
-            processes.run_on_first(lambda: _check_merge(merge, args.output))
-        for flag, value in {"patience": args.patience, "eval-every": args.eval_every}.items():
-            if value is not None and args.eval_data is None:
-                raise ValueError(f"--{flag} needs --eval-data")
+        if (merge := settings.merge) is not None:
+            processes.run_on_first(lambda: _check_merge(merge, settings.output))
         for name, extra in {"matplotlib": "finetune", "tensorboardX": "tensorboard"}.items():
-            if (extra == "finetune" or args.tensorboard) and find_spec(name) is None:
+            is_needed = extra == "finetune" or settings.tensorboard
+            if is_needed and find_spec(name) is None:
                 raise ImportError(f"{name} is not installed; run: pip install 'jax-dora[{extra}]'")
-        self.folder, files = self._inputs()
-        _check_output(args.output, self.folder)
+        for name in ("data", "eval_data"):
+            if missing := [file for file in getattr(settings, name) if not file.exists()]:
+                raise FileNotFoundError(f"{name}={missing[0]}: expected a file; it does not exist")
+        self.folder = settings.model
+        _check_output(settings.output, self.folder)
         config = read_config(self.folder)
-        self.texts = TextSettings.of(self.folder, config, end_tokens=args.end_token or ())
+        self.texts = TextSettings.of(self.folder, config, end_tokens=settings.end_tokens)
         self.encoder = Encoder(self.texts.tokenizer, self.texts.end_tokens, self.texts.template)
-        self.changes: dict[str, Any] = {"dtype": args.dtype, "memory": "auto"}
-        self.changes["unroll"] = args.unroll
+        self.changes: dict[str, Any] = {"dtype": settings.dtype, "memory": "auto"}
+        self.changes["unroll"] = settings.unroll
         self.config = DecoderConfig.from_hf(config, **self.changes)
-        self.rows, examples = self._read(files)
+        self.rows, examples = self._read(settings.data)
         self.eval_rows = None
-        if args.eval_data is not None:
-            self.eval_rows, examples = self._read(args.eval_data)
-        self.examples_to_show = examples[: args.samples]
-        self.step_rows = (args.accumulate, args.batch)
-        self.steps = args.steps or math.ceil(
-            args.epochs * len(self.rows.tokens) / math.prod(self.step_rows)
+        if settings.eval_data:
+            self.eval_rows, examples = self._read(settings.eval_data)
+        self.examples_to_show = examples[: settings.samples]
+        self.step_rows = (settings.accumulate, settings.batch)
+        epochs = 1.0 if settings.epochs is None else settings.epochs
+        self.steps = settings.steps or math.ceil(
+            epochs * len(self.rows.tokens) / math.prod(self.step_rows)
         )
-        if args.warmup >= self.steps:
+        if settings.warmup >= self.steps:
             raise ValueError(
-                f"--warmup is {args.warmup}, but the run has {self.steps} steps; expected less"
+                f"warmup={settings.warmup}: expected less than the run's {self.steps} steps"
             )
         if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
             self.changes |= {"attention": "cudnn", "segments": self._segments()}
@@ -110,7 +114,7 @@ class Plan:
         self.sharding = self._sharding()
         self.config = dataclasses.replace(self.config, sharding=self.sharding)
         self.rules = self._rules()
-        self.settings = {name: getattr(args, name) for name in FIXED_FLAGS} | {
+        self.fixed = {name: getattr(settings, name) for name in FIXED} | {
             # The split of a step into micro-batches can change, but not its number of rows.
             "rows of a step": math.prod(self.step_rows),
             # The contents of the files count, not their paths.
@@ -119,23 +123,23 @@ class Plan:
             "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         }
         self.eval_digest = None if self.eval_rows is None else _digest(self.eval_rows)
-        processes.check_equal(self.settings | {"eval_data": self.eval_digest})
+        processes.check_equal(self.fixed | {"eval_data": self.eval_digest})
 
     @functools.cached_property
     def schedule(self) -> optax.Schedule:
         """The learning rate as a function of the step, from 0."""
-        args = self.args
-        steps = self.steps - args.warmup
+        peak, warmup = self.settings.learning_rate, self.settings.warmup
+        steps = self.steps - warmup
         after = {
-            "cosine": optax.cosine_decay_schedule(args.learning_rate, steps),
-            "linear": optax.linear_schedule(args.learning_rate, 0.0, steps),
-            "constant": optax.constant_schedule(args.learning_rate),
-        }[args.schedule]
+            "cosine": optax.cosine_decay_schedule(peak, steps),
+            "linear": optax.linear_schedule(peak, 0.0, steps),
+            "constant": optax.constant_schedule(peak),
+        }[self.settings.schedule]
+        if not warmup:
+            return after
         # Warmup starts at 1/warmup of the learning rate: at 0, the first step would do nothing.
-        warmup = optax.linear_schedule(
-            args.learning_rate / max(1, args.warmup), args.learning_rate, max(1, args.warmup - 1)
-        )
-        return optax.join_schedules([warmup, after], [args.warmup]) if args.warmup else after
+        rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
+        return optax.join_schedules([rise, after], [warmup])
 
     @functools.cached_property
     def abstract_model(self) -> CausalLM:
@@ -147,12 +151,12 @@ class Plan:
     @property
     def load_options(self) -> dict[str, Any]:
         """The keyword arguments of `load_model`."""
-        formats = {"quantize": self.args.quantize, "act_qtype": self.args.activations}
+        formats = {name: getattr(self.settings, name) for name in ("quantize", "act_qtype")}
         return {"sharding": self.sharding, **formats, **self.changes}
 
     def adapt(self, model: CausalLM) -> CausalLM:
         """Returns `model` with new adapters, in training mode."""
-        model = jax_dora.apply_dora(model, self.rules, rngs=nnx.Rngs(self.args.seed))
+        model = jax_dora.apply_dora(model, self.rules, rngs=nnx.Rngs(self.settings.seed))
         model.train()
         return model
 
@@ -168,7 +172,7 @@ class Plan:
 
     def _sharding(self) -> DecoderSharding | None:
         """Returns the sharding of the model; None for a single device."""
-        sizes: Any = self.args.mesh
+        sizes: Any = self.settings.mesh
         if sizes is None and jax.process_count() == 1:
             return None
         if sizes in (None, "auto"):
@@ -177,31 +181,16 @@ class Plan:
             axis = "dp" if estimate.can_replicate(model) else "fsdp"
             sizes = {axis: jax.device_count()}
         sharding = DecoderSharding.over(**sizes)
-        sharding.check(batch=self.args.batch)
+        sharding.check(batch=self.settings.batch)
         return sharding
 
-    def _inputs(self) -> tuple[Path, list[Path]]:
-        """Returns the folder of the model and the files of the data."""
-        args = self.args
-        folder, files = args.model, args.data
-        if args.tiny:
-            if folder is not None:
-                raise ValueError("--model and --tiny are both given; expected one of them")
-            folder, files = args.output / tiny.MODEL, files or [args.output / tiny.DATA]
-        if folder is None or files is None:
-            raise ValueError("--model or --data is missing; pass both, or --tiny, which makes them")
-        for name, value in (("data", files), ("eval-data", args.eval_data or [])):
-            if missing := [file for file in value if not file.exists()]:
-                raise FileNotFoundError(f"--{name} {missing[0]} does not exist")
-        return folder, files
-
-    def _read(self, files: list[Path]) -> tuple[packing.Rows, list[packing.Example]]:
+    def _read(self, files: Sequence[Path]) -> tuple[packing.Rows, list[packing.Example]]:
         """Returns the rows of data files, and their examples that fit into a row."""
         records = itertools.chain.from_iterable(map(read_records, files))
         examples = list(self.encoder.examples(records))
         names = ", ".join(map(str, files))
         self._add_learned_ends(names, examples)
-        length, kind = self.args.length, self.args.split
+        length, kind = self.settings.length, self.settings.split
         splits = {"text": lambda one: one.is_text, "all": lambda _: True, "none": lambda _: False}
         parts = [packing.split(one, length) if splits[kind](one) else [one] for one in examples]
         packed = packing.pack([*itertools.chain.from_iterable(parts)], length)
@@ -215,7 +204,7 @@ class Plan:
         self.texts.check_length(
             longest,
             f"{names} has an example of {longest} tokens",
-            f": pass --length {self.texts.max_tokens} to split or truncate it",
+            f": pass length={self.texts.max_tokens} to split or truncate it",
         )
         full = (packed.rows.segment_ids > 0).mean()
         self._print(
@@ -245,7 +234,7 @@ class Plan:
             self._print(
                 f"Warning: {others.total()} learned replies of {names} end in no token that ends "
                 f"an answer, most of them in {shown!r} ({token}), so answers may not end; expected "
-                "a chat template that writes such a token after every reply, or --end-token with "
+                "a chat template that writes such a token after every reply, or `end_tokens` with "
                 "the one that it writes"
             )
 
@@ -253,18 +242,17 @@ class Plan:
         self.console.print(text, soft_wrap=True, markup=False)
 
     def _rules(self) -> list[jax_dora.DoRARule]:
-        """Returns the rule of --target, and a separate rule for the embedding if --target matches
-        it.
+        """Returns the rule of the target, and a separate rule for the embedding if it is a target.
 
         In the separate rule, only the lookup is adapted, without dropout, as in PEFT.
         """
-        args = self.args
+        settings = self.settings
         rule = jax_dora.DoRARule(
-            args.target,
-            rank=args.rank,
-            alpha=args.rank / 2 if args.alpha is None else args.alpha,
-            use_rslora=args.rslora,
-            dropout=args.dropout,
+            settings.target,
+            rank=settings.rank,
+            alpha=settings.rank / 2 if settings.alpha is None else settings.alpha,
+            use_rslora=settings.use_rslora,
+            dropout=settings.dropout,
         )
         if not rule.matches(EMBEDDING):
             return [rule]
@@ -276,11 +264,11 @@ class Plan:
         matches_others = any(rule.matches(path) for path in paths if path != EMBEDDING)
         if matches_others:
             return [embedding, rule]
-        if args.dropout:
+        if settings.dropout:
             raise ValueError(
-                f"--dropout is {args.dropout}, but --target {args.target!r} matches only the "
-                "embedding, which reads token ids and has no activation to drop; expected 0: leave "
-                "out --dropout"
+                f"dropout={settings.dropout}: expected 0, since target={settings.target!r} matches "
+                "only the embedding, which reads token ids and has no activation to drop: leave "
+                "out `dropout`"
             )
         return [embedding]
 
@@ -289,7 +277,8 @@ def _check_output(output: Path, folder: Path) -> None:
     """Raises an error if the run would write into the model's folder."""
     if folder.resolve() in _own_folders(output):
         raise ValueError(
-            f"--output {output} would write into --model {folder}; expected a separate folder"
+            f"output={output}: expected another folder than model={folder}, which the run would "
+            "write into"
         )
 
 
@@ -303,9 +292,9 @@ def _check_merge(folder: Path, output: Path) -> None:
     """Raises an error if the merged model could not be written to `folder` after training."""
     if folder.exists() or folder.resolve() in _own_folders(output):
         raise FileExistsError(
-            f"--merge {folder} exists already, or is a folder of the run; expected a new folder"
+            f"merge={folder}: expected a new folder; it exists already, or is a folder of the run"
         )
-    check_can_create(folder, "--merge")
+    check_can_create(folder, "merge")
 
 
 def _digest(rows: packing.Rows) -> str:

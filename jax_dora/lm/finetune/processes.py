@@ -22,34 +22,34 @@ class FirstStoppedError(RuntimeError):
     """Raised in the other processes when the first process has stopped with an error."""
 
 
-def join(coordinator: str | None, count: int | None, index: int | None) -> None:
+def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
     """Joins the other processes. This has to happen before JAX initialises its devices.
 
     Args:
       coordinator: "HOST:PORT" of the first process; "auto" to ask the cluster manager; None for a
         single process.
-      count: the number of processes; None with "auto".
-      index: the number of this process, from 0; None with "auto".
+      processes: the number of processes; None with "auto".
+      process: the number of this process, from 0; None with "auto".
 
     Raises:
       ValueError: the arguments do not fit together, or the processes cannot connect.
     """
     expected = (
-        "expected --coordinator HOST:PORT, --processes and --process for each process, or "
-        "--coordinator auto under SLURM, Open MPI or Kubernetes"
+        "expected `coordinator` HOST:PORT, `processes` and `process` for each process, or "
+        "`coordinator` auto under SLURM, Open MPI or Kubernetes"
     )
     if coordinator is None or coordinator == "auto":
-        if count is not None or index is not None:
-            raise ValueError(f"--processes or --process is given without HOST:PORT; {expected}")
-    elif count is None or index is None or index >= count:
-        raise ValueError(f"--process is {index} and --processes is {count}; {expected}")
+        if processes is not None or process is not None:
+            raise ValueError(f"`processes` or `process` is given without HOST:PORT; {expected}")
+    elif processes is None or process is None or process >= processes:
+        raise ValueError(f"process={process}, processes={processes}: {expected}")
     if coordinator is None:
         return
     # For processes on CPU. It has no effect once JAX has initialised its devices.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         address = None if coordinator == "auto" else coordinator
-        jax.distributed.initialize(address, count, index)
+        jax.distributed.initialize(address, processes, process)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"the processes cannot connect: {error}; {expected}") from error
 
@@ -106,12 +106,13 @@ def check_equal(settings: Mapping[str, Any]) -> None:
     """Checks that all processes have the same settings as the first process.
 
     With different settings, processes would compute different results without an error, or wait
-    forever. Settings are compared as JSON.
+    forever. Settings are compared as JSON. All paths count as equal, since they can differ between
+    hosts.
 
     Raises:
       ValueError: the settings of a process differ.
     """
-    here = json.loads(json.dumps(settings))
+    here = json.loads(json.dumps(settings, default=lambda _: "a path"))
     first = _broadcast_json(here)
     differences = [
         f"{name} is {here.get(name)!r} here and {first.get(name)!r} there"
@@ -122,7 +123,7 @@ def check_equal(settings: Mapping[str, Any]) -> None:
         index = jax.process_index()
         raise ValueError(
             f"process {index} has other settings than process 0: {', '.join(differences)}; start "
-            "all processes with the same flags and files"
+            "all processes with the same settings and files"
             if differences
             else "another process has other settings than this one, and prints the differences"
         )

@@ -21,14 +21,14 @@ def report(plan: Plan) -> Table:
     covered = sum(math.prod(layer.kernel_param.shape) for layer in layers)
     rows = plan.rows
     step = math.prod(plan.step_rows)
-    shares = estimate.memory(plan.abstract_model, plan.args.batch, plan.args.length)
+    shares = estimate.memory(plan.abstract_model, plan.settings.batch, plan.settings.length)
     total, available = sum(shares.values()), estimate.device_memory()
     table = Table(show_header=False, box=None)
     for name, value in {
         "parameters": f"{trained + frozen:,}, of which {trained:,} are trained "
         f"({trained / (trained + frozen):.2%})",
-        "adapted": f"{covered / frozen:.1%} of the base parameters (--target {plan.args.target})",
-        "data": f"{len(rows.tokens):,} rows of {plan.args.length:,} tokens: "
+        "adapted": f"{covered / frozen:.1%} of the base parameters ({plan.settings.target})",
+        "data": f"{len(rows.tokens):,} rows of {plan.settings.length:,} tokens: "
         f"{(rows.segment_ids > 0).sum():,} tokens, {int(rows.weights.sum()):,} of them learned",
         "steps": f"{plan.steps:,} of {step:,} rows, {plan.steps * step / len(rows.tokens):.2f} "
         "epochs",
@@ -38,7 +38,7 @@ def report(plan: Plan) -> Table:
     for name, share in shares.items():
         table.add_row("", f"{_gib(share)} {name}")
     if total > available:
-        table.add_row("", "Too much: lower --batch (and raise --accumulate), or lower --length")
+        table.add_row("", "Too much: lower batch (and raise accumulate), or lower length")
     return table
 
 

@@ -8,7 +8,7 @@ import jax_dora
 from dora_common.replacement import replace_text, replaced_file
 from jax_dora.lm.finetune.log import Line
 from jax_dora.lm.finetune.packing import Example
-from jax_dora.lm.finetune.plan import FIXED_FLAGS, Plan
+from jax_dora.lm.finetune.plan import FIXED, Plan
 from jax_dora.lm.models import CausalLM, generate
 
 SAMPLE_TOKENS = 64
@@ -58,8 +58,8 @@ def take_samples(plan: Plan, model: CausalLM) -> list[Sample]:
 def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path) -> None:
     """Writes the model card of the adapter, with its losses, settings and samples."""
     evaluated = [one["eval_loss"] for one in lines if "eval_loss" in one]
-    settings = {name: getattr(plan.args, name) for name in FIXED_FLAGS}
-    settings |= {"steps": lines[-1]["step"], "rows of a step": plan.settings["rows of a step"]}
+    settings = {name: getattr(plan.settings, name) for name in FIXED}
+    settings |= {"steps": lines[-1]["step"], "rows of a step": plan.fixed["rows of a step"]}
     text = [
         "---",
         f"base_model: {json.dumps(str(plan.folder))}",

@@ -1,8 +1,12 @@
 """Runs fine-tuning: steps, evaluation, checkpoints, and the export of the adapter."""
 
+import contextlib
+import dataclasses
 import json
 import shutil
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,20 +14,81 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jax_dora
 import jax_dora.peft
+from dora_common.disk import locked
 from dora_common.replacement import replace_text, replaced_file
 from jax_dora.lm.finetune import estimate, packing, processes, results, training
 from jax_dora.lm.finetune.log import Line, Log
 from jax_dora.lm.finetune.plan import Plan
+from jax_dora.lm.finetune.report import report
+from jax_dora.lm.finetune.settings import Settings
 from jax_dora.lm.finetune.stopping import DivergenceCheck, Interruption
 from jax_dora.lm.models import activations, load_model, read_config, save_model
 from jax_dora.lm.models.end_tokens import GENERATION
 from jax_dora.lm.models.sharding import to_host
 
-INTERRUPTED = 130  # exit status
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+      metrics: the metrics of all finished steps, as in metrics.jsonl.
+      adapter: the PEFT folder with the adapter; None if the run was interrupted before its end.
+      best: the PEFT folder with the adapter of the lowest evaluation loss, or None.
+      is_interrupted: whether Ctrl-C or SIGTERM has stopped the run. It can be resumed.
+    """
+
+    metrics: list[Line]
+    adapter: Path | None
+    best: Path | None
+    is_interrupted: bool
+
+
+def run(settings: Settings, *, console: Console | None = None) -> Result:
+    """Fine-tunes a model, as the command `jax-dora finetune` does.
+
+    Args:
+      settings: the settings.
+      console: where to print the progress; standard output by default.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError, ImportError, OSError: a setting, file or folder is
+        wrong, or another run uses the output folder.
+      DivergedError: the loss has diverged. The last checkpoint is kept.
+    """
+    console = console or Console(quiet=not processes.is_first())
+    with locked_output(settings.output):
+        plan = Plan(settings, console)
+        console.print(report(plan))
+        return Run(plan).train()
+
+
+@contextlib.contextmanager
+def locked_output(output: Path) -> Iterator[None]:
+    """Makes the folder of a run, and locks it against other runs.
+
+    Raises:
+      BlockingIOError: another run uses the folder.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def lock() -> None:
+            output.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(locked(output, wait=False))
+            except BlockingIOError:
+                raise BlockingIOError(
+                    f"output={output}: it is in use by another run; wait for it, or choose another "
+                    "folder"
+                ) from None
+
+        processes.run_on_first(lock)
+        yield
 
 
 class Run:
@@ -35,14 +100,20 @@ class Run:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.args, self.console = plan, plan.args, plan.console
+        """Loads the model and, if the run is resumed, the latest valid checkpoint.
+
+        Raises:
+          ValueError: all checkpoints are damaged, or the settings of the run have changed.
+        """
+        self.plan, self.settings, self.console = plan, plan.settings, plan.console
+        settings = plan.settings
         self.optimizer = training.make_optimizer(
-            plan.schedule, clip=plan.args.clip, weight_decay=plan.args.weight_decay
+            plan.schedule, clip=settings.clip, weight_decay=settings.weight_decay
         )
         options: dict[str, Any] = plan.load_options
         if jax.process_count() > 1:
             # All processes must compile the same program, whatever memory their devices have free.
-            sizes = plan.args.batch, plan.args.length
+            sizes = settings.batch, settings.length
             free = estimate.free_memory(plan.abstract_model, *sizes)
             options["memory"] = free / activations.GIB
         model = plan.adapt(load_model(plan.folder, **options))
@@ -56,19 +127,15 @@ class Run:
         self.best: float | None = None  # the lowest evaluation loss
         self.worse = 0  # evaluations since the lowest loss
         self.eval_data = plan.eval_digest  # of the data that `best` and `worse` refer to
+        if settings.resume:
+            self._restore()
 
-    def resume(self) -> None:
-        """Restores the latest valid checkpoint, if --resume is given and there is one.
-
-        Raises:
-          ValueError: all checkpoints are damaged, or the settings of the run have changed.
-        """
-        if not self.args.resume:
-            return
+    def _restore(self) -> None:
+        """Restores the latest valid checkpoint, if there is one."""
         checkpoints = self.plan.checkpoints
         step = self._last_valid_step()
         if step is None:
-            self._print(f"--resume: {self.args.output} has no checkpoint; starting at step 1")
+            self._print(f"{self.settings.output} has no checkpoint; starting at step 1")
             return
         facts = checkpoints.facts(step)
         self._check_settings(facts["settings"])
@@ -82,16 +149,26 @@ class Run:
             self.best, self.worse = facts["best"], facts["worse"]
             self.eval_data = facts["eval_data"]
         elif facts["best"] is not None:
-            self._print("--resume: --eval-data has changed; earlier evaluation losses are ignored")
-        self._print(f"--resume: continuing after step {step} of {self.plan.steps}")
+            self._print("The evaluation data have changed; earlier evaluation losses are ignored")
+        self._print(f"Continuing after step {step} of {self.plan.steps}")
 
-    def train(self) -> int:
-        """Trains, saves and exports; returns the exit status."""
-        args, plan = self.args, self.plan
-        folder = args.output if processes.is_first() else None  # only the first process writes
+    def train(self) -> Result:
+        """Trains, saves and exports.
+
+        An error gets a note on how to resume the run.
+        """
+        try:
+            return self._train()
+        except (Exception, KeyboardInterrupt) as error:
+            error.add_note(self.how_to_resume())
+            raise
+
+    def _train(self) -> Result:
+        settings, plan = self.settings, self.plan
+        folder = settings.output if processes.is_first() else None  # only the first process writes
         with (
             Interruption() as interruption,
-            Log(folder, self.done, tensorboard=args.tensorboard) as log,
+            Log(folder, self.done, tensorboard=settings.tensorboard) as log,
             self._progress() as progress,
         ):
             is_short = not log.lines or log.lines[-1]["step"] != self.done
@@ -103,7 +180,7 @@ class Run:
             while self.done < plan.steps and not self._is_out_of_patience():
                 step = self.done + 1
                 start = time.perf_counter()
-                rows = packing.batch(plan.rows, step - 1, plan.step_rows, args.seed)
+                rows = packing.batch(plan.rows, step - 1, plan.step_rows, settings.seed)
                 metrics = self._step(rows)
                 self.divergence.check(step, metrics, lambda rows=rows: self._base_loss(rows))
                 self.done = step
@@ -121,40 +198,46 @@ class Run:
                 interrupted = processes.any_process(interruption.requested)
                 last = step == plan.steps
                 # An interruption does not evaluate, so that it does not change the result.
-                if plan.eval_rows is not None and (last or step % (args.eval_every or 50) == 0):
+                if plan.eval_rows is not None and (last or step % (settings.eval_every or 50) == 0):
                     line["eval_loss"] = self._evaluate(step)
                     last = last or self._is_out_of_patience()
                 log.add(line)
-                if last or interrupted or step % args.checkpoint_every == 0:
+                if last or interrupted or step % settings.checkpoint_every == 0:
                     self._save()
                 if interrupted and step < plan.steps:
                     self._print(f"Interrupted after step {step}. {self.how_to_resume()}")
-                    return INTERRUPTED
+                    return self._result(log.lines, is_interrupted=True)
             if self.done < plan.steps:
-                self._print(f"--patience: {self.worse} evaluations without a lower loss; stopping")
+                self._print(f"Stopping after {self.worse} evaluations without a lower loss")
         self._export(log.lines)
-        return 0
+        return self._result(log.lines)
+
+    def _result(self, lines: list[Line], *, is_interrupted: bool = False) -> Result:
+        output = self.settings.output
+        adapter = None if is_interrupted else output / "adapter"
+        best = None if self.best is None else output / "best"
+        return Result(lines, adapter, best, is_interrupted)
 
     def how_to_resume(self) -> str:
         """Returns a sentence on how to continue the run after it has stopped."""
         if not self.saved:
-            return "Nothing is saved yet; run the same command to start again"
-        return f"Step {self.saved} is saved; run the same command with --resume to continue"
+            return "Nothing is saved yet; start the run again"
+        return f"Step {self.saved} is saved; start the run again with resume=True to continue"
 
     def _last_valid_step(self) -> int | None:
         """Returns the step of the latest valid checkpoint, and prints which ones are not valid."""
         checkpoints = self.plan.checkpoints
         for folder in checkpoints.unfinished():
-            self._print(f"--resume: {folder} is an incomplete checkpoint; ignoring it")
+            self._print(f"{folder} is an incomplete checkpoint; ignoring it")
         for step in reversed(checkpoints.steps()):
             damage = checkpoints.damage(step)
             if damage is None:
                 return step
-            self._print(f"--resume: {damage}; ignoring checkpoint {step}")
+            self._print(f"{damage}; ignoring checkpoint {step}")
         if checkpoints.steps():
             raise ValueError(
-                f"--resume: none of the checkpoints in {checkpoints.folder} is valid; start again "
-                "with another --output"
+                f"resume=True: expected a valid checkpoint, but none of the checkpoints in "
+                f"{checkpoints.folder} is valid; start again with another `output`"
             )
         return None
 
@@ -175,7 +258,7 @@ class Run:
 
     def _save(self) -> None:
         facts = {
-            "settings": self.plan.settings,
+            "settings": self.plan.fixed,
             "steps": self.plan.steps,
             "mean_loss": self.divergence.mean,
             "best": self.best,
@@ -188,7 +271,7 @@ class Run:
 
     def _evaluate(self, step: int) -> float:
         assert self.plan.eval_rows is not None
-        loss = training.evaluate(self.parts.model(), self.plan.eval_rows, self.args.batch)
+        loss = training.evaluate(self.parts.model(), self.plan.eval_rows, self.settings.batch)
         note = ""
         if self.best is None or loss < self.best:
             self.best, self.worse, note = loss, 0, " (best so far)"
@@ -199,36 +282,36 @@ class Run:
         return loss
 
     def _is_out_of_patience(self) -> bool:
-        return self.args.patience is not None and self.worse >= self.args.patience
+        return self.settings.patience is not None and self.worse >= self.settings.patience
 
     def _base_loss(self, rows: packing.Rows) -> float:
         rows = packing.Rows(*(np.reshape(array, (-1, array.shape[-1])) for array in rows))
         base = jax_dora.remove_dora(self.parts.model())
-        return training.evaluate(base, rows, self.args.batch)
+        return training.evaluate(base, rows, self.settings.batch)
 
     def _export(self, lines: list[Line]) -> None:
-        args, folder = self.args, self.plan.folder
-        adapter, model = args.output / "adapter", self.parts.model()
+        settings, folder = self.settings, self.plan.folder
+        adapter, model = settings.output / "adapter", self.parts.model()
         model.eval()
         self._save_adapter("adapter")
         samples = results.take_samples(self.plan, model)
         if lines and processes.is_first():
-            results.draw_losses(lines, args.output / "loss.svg")
+            results.draw_losses(lines, settings.output / "loss.svg")
             with replaced_file(adapter / "loss.svg") as file:
-                shutil.copy(args.output / "loss.svg", file)
+                shutil.copy(settings.output / "loss.svg", file)
             results.write_card(self.plan, lines, samples, adapter / "README.md")
         for one in samples:
             self._print(f"{one.prompt!r} -> {one.generated!r} (expected {one.expected!r})")
         self._print(f"Saved the adapter to {adapter}")
         if self.best is not None:
-            best = args.output / "best"
+            best = settings.output / "best"
             self._print(f"Saved the best adapter (evaluation loss {self.best:.4f}) to {best}")
-        if args.merge is not None:
+        if settings.merge is not None:
             merged, report = jax_dora.merge_dora(model, return_report=True)
             config = read_config(folder)
             files = self.plan.texts.files(config)
-            save_model(merged, args.merge, config, tokenizer_from=folder, files=files)
-            self._print(f"Saved the merged model to {args.merge}. Rounding errors of merging:")
+            save_model(merged, settings.merge, config, tokenizer_from=folder, files=files)
+            self._print(f"Saved the merged model to {settings.merge}. Rounding errors of merging:")
             self._print(str(report))
 
     def _save_adapter(self, name: str) -> None:
@@ -240,7 +323,7 @@ class Run:
             )
 
         def save() -> None:
-            folder = self.args.output / name
+            folder = self.settings.output / name
             folder.mkdir(parents=True, exist_ok=True)
             # Before the adapter, so that there is no adapter without its end tokens.
             text = self.plan.texts.files(read_config(self.plan.folder))[GENERATION]
@@ -258,26 +341,26 @@ class Run:
         processes.run_on_first(save)
 
     def _check_settings(self, saved: dict[str, Any]) -> None:
-        now = json.loads(json.dumps(self.plan.settings))
+        now = json.loads(json.dumps(self.plan.fixed))
         changed = {name for name in now | saved if now.get(name) != saved.get(name)}
         if changed:
             changes = [f"{n} was {saved.get(n)!r} and is {now.get(n)!r}" for n in sorted(changed)]
             raise ValueError(
-                f"--resume only continues the same run, but {', '.join(changes)}; use the same "
-                "settings, or another --output"
+                f"resume=True: expected the settings of the checkpoint, but {', '.join(changes)}; "
+                "use the same settings, or another `output`"
             )
 
     def _check_steps(self, done: int, before: int) -> None:
         now = self.plan.steps
         if now < done:
             raise ValueError(
-                f"--resume: the run is at step {done}, after the last of {now} steps; expected "
-                "more --steps or --epochs"
+                f"resume=True: expected more `steps` or `epochs`; the run is at step {done}, after "
+                f"the last of {now} steps"
             )
         if now != before:
             self._print(
-                f"--resume: the run had {before} steps and now has {now}; from step {done + 1} on, "
-                f"it uses the {self.args.schedule} schedule for {now} steps"
+                f"The run had {before} steps and now has {now}; from step {done + 1} on, "
+                f"it uses the {self.settings.schedule} schedule for {now} steps"
             )
 
     def _print(self, text: str) -> None:

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
@@ -47,7 +48,7 @@ class DivergenceCheck:
             base = base_loss()
             base_message = f"the base model's own loss on the same rows is {base:.4g}"
             if not math.isfinite(base):
-                base_message += ", not finite either: check its weights, or pass --dtype float32"
+                base_message += ", not finite either: check its weights, or pass dtype=float32"
             raise DivergedError(
                 f"step {step}: {subject} is not finite (loss {loss:.4g}, gradient norm "
                 f"{float(metrics.gradient_norm):.4g}); {base_message}"
@@ -74,7 +75,10 @@ class Interruption:
 
     def __enter__(self) -> Self:
         self.requested = False
-        self._handlers = {one: signal.signal(one, self._request) for one in self.SIGNALS}
+        # Only the main thread can set handlers.
+        is_main = threading.current_thread() is threading.main_thread()
+        signals = self.SIGNALS if is_main else ()
+        self._handlers = {one: signal.signal(one, self._request) for one in signals}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -26,7 +26,7 @@ DTYPES = {
 # The sliding window that transformers assumes if config.json does not give one.
 DEFAULT_WINDOW = 4096
 # What to do about a quantised folder that cannot be read.
-USE_16_BITS = "use the model's folder in 16 bits, with quantize= or --quantize"
+USE_16_BITS = "use the model's folder in 16 bits, with `quantize`"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,6 +150,6 @@ class DecoderSharding:
             parts = math.prod(self.mesh.shape[axis] for axis in axes)
             if size % parts:
                 raise ValueError(
-                    f"{name} is {size}, but {'×'.join(axes)} of the mesh is {parts}; expected a "
-                    f"multiple of {parts}"
+                    f"{name}={size}: expected a multiple of {parts}, since {'×'.join(axes)} of the "
+                    f"mesh is {parts}"
                 )

@@ -36,7 +36,7 @@ def read_arrays(bank: AdapterBank, folder: Path) -> HostAdapter:
     if ranks and max(ranks) > bank.max_rank:
         raise ValueError(
             f"{folder} has rank {max(ranks)}; expected at most {bank.max_rank}: start the server "
-            f"with --max-rank {max(ranks)} or more"
+            f"with max_rank={max(ranks)} or more"
         )
     return bank.read(folder)
 

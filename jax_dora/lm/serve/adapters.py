@@ -218,7 +218,7 @@ class Adapters:
             raise ValueError(
                 f"{found / TENSORS} has {size:,} bytes; expected at most {self._file_bytes:,}, "
                 "enough for the server's maximum rank on all projections in fp64: start the server "
-                "with a larger --max-rank, or leave out modules_to_save, which are not served"
+                "with a larger `max_rank`, or leave out modules_to_save, which are not served"
             )
         return found
 

@@ -2,17 +2,15 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import signal
 import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import uvicorn
@@ -27,6 +25,7 @@ from jax_dora.lm.serve.http import make_app
 from jax_dora.lm.serve.metrics import Metrics
 from jax_dora.lm.serve.runner import ModelRunner, largest_file, make_store, warm_up
 from jax_dora.lm.serve.service import Service
+from jax_dora.lm.serve.settings import Settings
 
 # A connection is closed if its next request does not arrive, or if its client reads none of the
 # output, within this time. It has to be longer than clients keep idle connections (OpenAI's client
@@ -36,82 +35,6 @@ KEEP_ALIVE_SECONDS = 30
 LAST_READ_SECONDS = 5
 # The part of the drain time that is reserved for sending errors to the remaining clients.
 LAST_SECONDS = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings of a server.
-
-    Attributes:
-      model: the Hugging Face folder of the base model.
-      adapters: a folder with one subfolder for each adapter; None for the base model only.
-      name: the name of the base model; the name of its folder by default.
-      end_tokens: the texts or ids of tokens that end a text, in addition to those that the folders
-        of the model and of an adapter name.
-      dtype: the dtype of the base model; the dtype in config.json by default.
-      mesh: the devices that compute every request together, such as {"tp": 2}, or "auto" for all
-        devices; None for a single device.
-      quantize, act_qtype: the formats of the base model's projections and of their inputs, as in
-        `load_model`.
-      host, port: the address of the server; port 0 for any free port.
-      slots, max_rank: the number of adapters in the bank at a time, and their largest rank.
-      host_bytes: the host memory for adapters that no request and no slot uses; None for no limit.
-        Beyond it, the least recently used are dropped, and read again when they are needed.
-      batch: the number of requests that are answered at a time.
-      max_length: the maximum number of tokens of a prompt and its answer together; 2048 by default,
-        or the model's maximum if that is smaller.
-      chunk: the number of prompt tokens that are processed between two decoding steps.
-      queue: the maximum number of waiting requests.
-      api_key: the key that clients have to send; None for no key.
-      body_bytes: the maximum size of a request's body.
-      scan_seconds: the time between two scans of the folder of adapters.
-      drain_seconds: the maximum time to finish running requests after the server is stopped.
-
-    Raises:
-      ValueError: name is empty, max_length is below 2, host_bytes is negative, or another size is
-        below 1.
-    """
-
-    model: Path
-    adapters: Path | None = None
-    name: str | None = None
-    end_tokens: Sequence[str] = ()
-    dtype: str | None = None
-    mesh: dict[str, int] | Literal["auto"] | None = None
-    quantize: str | None = None
-    act_qtype: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    slots: int = 8
-    max_rank: int = 64
-    host_bytes: int | None = None
-    batch: int = 32
-    max_length: int | None = None
-    chunk: int = 256
-    queue: int = 256
-    api_key: str | None = None
-    body_bytes: int = 1 << 20
-    scan_seconds: float = 1.0
-    drain_seconds: int = 60
-
-    def __post_init__(self) -> None:
-        if self.name == "":
-            raise ValueError("name is ''; expected a name, or None for that of the model's folder")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(
-                f"max_length is {self.max_length}; expected 2 or more, for a token of a prompt and "
-                "one of its answer, or None for the default"
-            )
-        if self.host_bytes is not None and self.host_bytes < 0:
-            raise ValueError(f"host_bytes is {self.host_bytes}; expected at least 0, or None")
-        for name in ("slots", "max_rank", "batch", "chunk", "queue", "body_bytes"):
-            if (size := getattr(self, name)) < 1:
-                raise ValueError(f"{name} is {size}; expected at least 1")
-
-    @property
-    def base_name(self) -> str:
-        """The name of the base model."""
-        return self.model.resolve().name if self.name is None else self.name
 
 
 class Connection(H11Protocol):
@@ -209,15 +132,13 @@ class Server:
         self.settings, self._tell = settings, tell
         folder = settings.model
         if settings.adapters is not None and not settings.adapters.is_dir():
-            raise FileNotFoundError(
-                f"{settings.adapters} is no folder; expected a folder of adapters"
-            )
+            raise FileNotFoundError(f"adapters={settings.adapters}: expected a folder of adapters")
         config = read_config(folder)
         texts = TextSettings.of(folder, config, end_tokens=settings.end_tokens)
         length = settings.max_length
         if length is None:
             length = min(2048, texts.max_tokens or 2048)
-        texts.check_length(length, f"max_length is {length}")
+        texts.check_length(length, f"max_length={length}")
         model = load_model(
             folder,
             sharding=_sharding(settings, config),
@@ -355,11 +276,11 @@ def _sharding(settings: Settings, config: dict[str, Any]) -> DecoderSharding | N
     mesh = settings.mesh
     if mesh is None:
         return None
-    sizes: dict[str, Any] = {"tp": jax.device_count()} if mesh == "auto" else mesh
-    if others := {name: size for name, size in sizes.items() if name != "tp"}:
+    sizes: Mapping[str, Any] = {"tp": jax.device_count()} if mesh == "auto" else mesh
+    if others := [name for name in sizes if name != "tp"]:
         raise ValueError(
-            f"--mesh has {others}; expected only tp, as in tp=2, since the devices of a server "
-            "compute every request together: for more requests, run more servers"
+            f"mesh={settings.mesh}: expected only tp, not {', '.join(others)}, since the devices "
+            "of a server compute every request together: for more requests, run more servers"
         )
     sharding = DecoderSharding.over(**sizes)
     DecoderConfig.from_hf(config, dtype=settings.dtype, sharding=sharding)  # checks the sizes

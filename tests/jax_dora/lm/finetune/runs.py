@@ -3,9 +3,13 @@
 import json
 
 import numpy as np
+from rich.console import Console
 from safetensors.numpy import load_file
 
-from jax_dora.lm.commands import main
+from jax_dora.lm.commands import main, parser
+from jax_dora.lm.commands.flags import make_settings
+from jax_dora.lm.finetune import Settings
+from jax_dora.lm.finetune.plan import Plan
 
 FP8 = "float8_e4m3fn"
 
@@ -22,6 +26,12 @@ OPTIONS = (
 
 def finetune(options):
     return main(["finetune", *last_of(options)])
+
+
+def plan_of(options, *, every=False):
+    """The plan of a run; with `every`, of options that are given several times."""
+    args = parser().parse_args(["finetune", *(options if every else last_of(options))])
+    return Plan(make_settings(Settings, args), Console(quiet=True))
 
 
 def last_of(options):

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 import jax_dora
 import jax_dora.peft
-from jax_dora.lm.commands import main
-from jax_dora.lm.commands.flags import UsageError, usage_errors
+from jax_dora.lm.commands import finetune, main
+from jax_dora.lm.commands.flags import Parser, flags_of, with_flag_names
 from jax_dora.lm.finetune.checkpoints import Checkpoints
 from jax_dora.lm.models import generate, load_model
 from jax_dora.lm.models.tokenizer import read_tokenizer
@@ -213,7 +213,7 @@ def test_merge_unties_an_embedding_that_is_the_head(model, tmp_path, capsys):
         ("generate --adapter nowhere --prompt x", "nowhere has no adapter_config.json"),
         ("merge --model MODEL --output x", "--adapter is missing"),
         (f"merge --adapter nowhere --output {__file__}", "exists already; expected a new folder"),
-        (f"merge --adapter nowhere --output {__file__}/x", f"{__file__}, which is a file"),
+        (f"merge --adapter nowhere --output {__file__}/x", f"{__file__} is a file"),
         ("merge --adapter x", "the following arguments are required: --output"),
         ("inspect MODEL", "has no adapter_config.json"),
         ("inspect", "the following arguments are required: FOLDER"),
@@ -298,5 +298,15 @@ def _another_adapter_s_name() -> None:
     ],
 )
 def test_errors_of_the_library_name_flags(fail, message):
-    with pytest.raises(UsageError, match=message), usage_errors():
+    finetune.add_flags(parser := Parser())
+    with pytest.raises((ValueError, NotImplementedError, TypeError)) as raised:
         fail()
+    assert message in with_flag_names(str(raised.value), flags_of(parser))
+
+
+def test_settings_become_flags_and_paths_stay_as_they_are():
+    message = "batch=4: expected `accumulate` (resume=True) in /data/batch=4/a, not rank=16 or `x`"
+    flags = {name: f"--{name}" for name in ("batch", "accumulate", "resume", "rank")}
+    assert with_flag_names(message, flags) == (
+        "--batch 4: expected --accumulate (--resume) in /data/batch=4/a, not --rank 16 or `x`"
+    )

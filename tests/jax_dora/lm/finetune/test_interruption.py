@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from dora_common.disk import locked
 from jax_dora.lm.finetune import packing, stopping, training
 from jax_dora.lm.finetune.checkpoints import Checkpoints
-from jax_dora.lm.finetune.run import Run
+from jax_dora.lm.finetune.run import Result, Run
 from tests.jax_dora.lm.finetune.runs import (
     OPTIONS,
     assert_one_line,
@@ -83,7 +83,7 @@ def test_nan_stops_and_leaves_the_last_checkpoint(command, monkeypatch, capsys, 
     )
     assert found, output
     assert 4 < float(found[1]) < 12
-    assert "Step 2 is saved; run the same command with --resume" in output
+    assert "Step 2 is saved; start the run again with --resume to continue" in output
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoints.steps() == [2]
@@ -138,8 +138,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, command
     largest.write_bytes(raw)
     assert finetune([*command, "--resume"]) == 0
     output = told(capsys)
-    assert f"--resume: {largest} is damaged" in output
-    assert "--resume: continuing after step 4 of 6" in output
+    assert f"{largest} is damaged" in output
+    assert "Continuing after step 4 of 6" in output
     assert without_speed(metrics(run)) == without_speed(metrics(finished))
     same_adapter(run, finished)
 
@@ -163,9 +163,9 @@ def test_nothing_to_resume_is_said_and_a_run_is_prolonged(finished, command, cap
     weights["model.layers.0.mlp.up_proj.weight"] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     assert finetune([*command, "--resume", "--model", str(other)]) == 2
-    assert "only continues the same run, but weights was " in told(capsys)
+    assert "expected the settings of the checkpoint, but weights was " in told(capsys)
     assert finetune([*command, "--resume"]) == 0
-    assert "the run had 4 steps and now has 6" in told(capsys)
+    assert "The run had 4 steps and now has 6" in told(capsys)
     assert finetune([*command, "--output", str(tmp_path / "whole")]) == 0
     assert without_speed(metrics(tmp_path / "run")) == without_speed(metrics(tmp_path / "whole"))
     same_adapter(tmp_path / "run", tmp_path / "whole")
@@ -209,7 +209,8 @@ def test_what_stops_a_run_is_told_in_one_line(reason, inputs, tmp_path, monkeypa
     assert finetune(command) == status
     assert_one_line(capsys, message)
     # The corrected command is accepted.
-    monkeypatch.setattr(Run, "train", lambda _: 0)
+    done = Result([], None, None, is_interrupted=False)
+    monkeypatch.setattr(Run, "train", lambda _: done)
     assert finetune(command) == 0
 
 

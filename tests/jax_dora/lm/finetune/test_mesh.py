@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rich.console import Console
 from safetensors.numpy import load_file
 
 import jax_dora
 import jax_dora.peft
-from jax_dora.lm.commands import main, parser
+from jax_dora.lm.commands import main
 from jax_dora.lm.finetune import estimate, packing, training
-from jax_dora.lm.finetune.plan import Plan
 from jax_dora.lm.finetune.run import Run
 from jax_dora.lm.models import DecoderSharding, load_model, read_config, save_model
 from parity import tolerances
+from tests.jax_dora.lm.finetune import runs
 from tests.jax_dora.lm.finetune.runs import assert_one_line, last_of, metrics
 
 OPTIONS = (
@@ -215,8 +214,11 @@ def test_a_run_goes_on_on_other_devices(inputs, four, tmp_path):
     ("options", "message"),
     [
         (["--mesh", "fsdp=3"], "the mesh dp=1,fsdp=3,tp=1 has 3 devices, but there are 4"),
-        (["--mesh", "tp=4"], "num_key_value_heads is 2, but tp of the mesh is 4"),
-        (["--mesh", "auto", "--batch", "2"], "--batch is 2, but dp×fsdp of the mesh is 4"),
+        (["--mesh", "tp=4"], "num_key_value_heads=2: expected a multiple of 4, since tp"),
+        (
+            ["--mesh", "auto", "--batch", "2"],
+            "--batch 2: expected a multiple of 4, since dp×fsdp of",
+        ),
         (
             ["--mesh", "ep=4"],
             "'ep=4' is not a mesh: expected auto, or sizes of dp, fsdp, tp of at least 1, as in "
@@ -243,8 +245,7 @@ def test_a_small_model_is_whole_on_every_device(inputs, four, tmp_path, monkeypa
 
 
 def plan_of(inputs, tmp_path, *options):
-    given = ["finetune", *inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")]
-    return Plan(parser().parse_args(last_of(given)), Console(quiet=True))
+    return runs.plan_of([*inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")])
 
 
 def test_the_estimate_knows_the_mesh(inputs, four, tmp_path):

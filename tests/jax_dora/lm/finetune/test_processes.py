@@ -135,7 +135,7 @@ def test_when_one_process_is_killed_the_other_says_so_and_the_run_goes_on(inputs
         saved = max(int(one.name) for one in (run / "checkpoints").glob("[0-9]*"))
         stopped = f"Stopped: process {victim} was killed or lost. Step {saved} "
         assert last.startswith(stopped), told
-        assert last.endswith("is saved; run the same command with --resume to continue")
+        assert last.endswith("is saved; start the run again with --resume to continue")
         command = [*flags, str(run), "--resume"]
     shutil.copytree(run, alone)
     for finished in (start(command, [ON_CPU] * 2), start([*flags, str(whole)], [ON_CPU] * 2)):
@@ -193,11 +193,11 @@ def test_slurm_says_who_takes_part():
         (["--coordinator", "auto", "--process", "0"], "is given without HOST:PORT"),
         (
             ["--coordinator", "localhost:1", "--process", "0"],
-            "--process is 0 and --processes is None",
+            "--process 0, --processes None: expected --coordinator HOST:PORT",
         ),
         (
             ["--coordinator", "localhost:1", "--processes", "2", "--process", "2"],
-            "--process is 2 and --processes is 2; expected --coordinator HOST:PORT",
+            "--process 2, --processes 2: expected --coordinator HOST:PORT",
         ),
     ],
 )

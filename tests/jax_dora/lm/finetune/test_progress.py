@@ -24,7 +24,7 @@ def test_a_line_tells_of_compiling_then_of_loss_speed_and_the_time_left(
 ) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(
-        finetune, "Console", lambda **_: Console(file=shown, force_terminal=True, width=120)
+        finetune, "_Console", lambda *_, **__: Console(file=shown, force_terminal=True, width=120)
     )
     losses = iter([9.5, 8.25, 7.125])
 

@@ -17,7 +17,6 @@ import jax_dora
 import jax_dora.lm.models as decoder
 import jax_dora.peft
 from jax_dora.lm.commands import main
-from jax_dora.lm.commands.flags import positive
 from jax_dora.lm.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
 from tests.jax_dora.lm.finetune.runs import FP8, OPTIONS, assert_one_line, finetune, told
@@ -25,19 +24,20 @@ from tests.jax_dora.lm.finetune.runs import FP8, OPTIONS, assert_one_line, finet
 ROOT = Path(__file__).parents[4]
 
 
+# As the error shows them.
 OUT_OF_RANGE = {
-    "--rank": "0 -1 1.5 99999999999",
-    "--alpha": "0 -1 nan inf 1e308 1e-300",
-    "--dropout": "1 -0.1 nan",
+    "--rank": "0 -1 99999999999",
+    "--alpha": "0.0 -1.0 nan inf 1e+308 1e-300",
+    "--dropout": "1.0 -0.1 nan",
     "--length": "0",
     "--steps": "0 -1",
-    "--epochs": "0 -1 inf nan 1e300",
+    "--epochs": "0.0 -1.0 inf nan 1e+300",
     "--batch": "0",
     "--accumulate": "0",
-    "--learning-rate": "0 -1 nan x 1e39",
+    "--learning-rate": "0.0 -1.0 nan 1e+39",
     "--warmup": "-1",
     "--weight-decay": "-0.1 inf",
-    "--clip": "0 -1 nan",
+    "--clip": "0.0 -1.0 nan",
     "--seed": "-1 4294967296",
     "--checkpoint-every": "0",
     "--eval-every": "0",
@@ -45,38 +45,33 @@ OUT_OF_RANGE = {
 }
 
 
-def test_a_flag_may_be_as_large_as_float32_holds():
-    """A scale may not, which float32 squares."""
-    assert positive("1e30") == 1e30
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "--model or --data is missing"),
         (["--tiny", "--model", "x"], "--model and --tiny are both given"),
-        (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl does not exist"),
+        (["--tiny", "--data", "missing.jsonl"], "--data missing.jsonl: expected a file"),
         (["--target", "nothing"], "--target 'nothing', matches no layer"),
         (
             ["--target", "model/embed_tokens", "--dropout", "0.1"],
-            "--dropout is 0.1, but --target 'model/embed_tokens' matches only the embedding",
+            "--dropout 0.1: expected 0, since --target 'model/embed_tokens' matches only the",
         ),
         (["--target", ".*"], "the rules match modules or weights that cannot be adapted"),
-        (["--tiny", "--target", "("], "'(' is not a regular expression"),
-        (["--steps", "5", "--epochs", "2"], "--epochs: not allowed with argument --steps"),
-        (["--steps", "5", "--warmup", "5"], "--warmup is 5, but the run has 5 steps"),
+        (["--tiny", "--target", "("], "--target '(': expected a regular expression"),
+        (["--steps", "5", "--epochs", "2"], "--epochs 2.0: expected --steps or --epochs, not both"),
+        (["--steps", "5", "--warmup", "5"], "--warmup 5: expected less than the run's 5 steps"),
         (["--model", "missing", "--data", str(ROOT / "README.md")], "config.json does not exist"),
         (["--activations", FP8], f"--activations is {FP8!r}, but the model is not quantised"),
-        (["--tiny", "--activations", FP8], "is not quantised; expected --quantize="),
+        (["--tiny", "--activations", FP8], "is not quantised; expected --quantize '"),
         (["--activations", FP8, "--quantize", "nf4"], f"{FP8!r} with --quantize 'nf4'"),
-        (["--tiny", "--patience", "2"], "--patience needs --eval-data"),
-        (["--tiny", "--eval-every", "2"], "--eval-every needs --eval-data"),
+        (["--tiny", "--patience", "2"], "--patience 2: expected --eval-data as well"),
+        (["--tiny", "--eval-every", "2"], "--eval-every 2: expected --eval-data as well"),
         (["--tiny", "--target", "nothing"], "matches no layer"),
-        (["--tiny", "--merge", str(ROOT / "README.md" / "x")], "README.md, which is a file"),
-        (["--tiny", "--merge="], "argument --merge: it is empty; expected a folder"),
+        (["--tiny", "--merge", str(ROOT / "README.md" / "x")], "README.md is a file"),
+        (["--tiny", "--merge="], "--merge '': expected a path"),
         (["--tiny", "--unknown"], "unrecognized arguments: --unknown"),
         *(
-            (["--tiny", flag, value], f"argument {flag}: '{value}' is out of range")
+            (["--tiny", flag, value], f"{flag} {value}: expected a")
             for flag, values in OUT_OF_RANGE.items()
             for value in values.split()
         ),
@@ -112,14 +107,14 @@ def test_a_flag_that_is_given_twice(command, flag, tmp_path, monkeypatch, capsys
 def test_one_of_several_files_that_is_missing(missing, inputs, tmp_path, capsys):
     command = [*inputs, missing, inputs[3], "missing.jsonl", "--output", str(tmp_path / "run")]
     assert finetune(command) == 2
-    assert_one_line(capsys, f"{missing} missing.jsonl does not exist")
+    assert_one_line(capsys, f"{missing} missing.jsonl: expected a file; it does not exist")
 
 
 @pytest.mark.parametrize("name", ["adapter", "best", "../run/checkpoints"])
 def test_a_merged_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, capsys):
     run = tmp_path / "run"
     assert finetune([*inputs, "--output", str(run), "--merge", str(run / name)]) == 2
-    assert "or is a folder of the run; expected a new folder" in told(capsys)
+    assert "it exists already, or is a folder of the run" in told(capsys)
 
 
 def test_a_merged_model_where_nothing_can_be_written(inputs, tmp_path, monkeypatch, capsys):
@@ -137,7 +132,7 @@ def test_a_merged_model_where_nothing_can_be_written(inputs, tmp_path, monkeypat
     assert not list(parent.iterdir())
     monkeypatch.setattr(os, "mkdir", refuse)
     assert finetune([*command, str(parent / "a" / "merged")]) == 2
-    assert f"cannot be created, since {parent} is not writable (Permission denied)" in told(capsys)
+    assert f"may write, but {parent} is not writable (Permission denied)" in told(capsys)
 
 
 @pytest.mark.parametrize("name", ["", "best"])
@@ -146,9 +141,7 @@ def test_a_model_in_a_folder_of_the_run_s_own(name, inputs, tmp_path, capsys):
     shutil.copytree(inputs[1], model)
     files = sorted(run.rglob("*"))
     assert finetune([*inputs, "--model", str(model), "--output", str(run)]) == 2
-    assert f"--output {run} would write into --model {model}; expected a separate folder" in told(
-        capsys
-    )
+    assert f"--output {run}: expected another folder than --model {model}" in told(capsys)
     assert sorted(run.rglob("*")) == files
 
 

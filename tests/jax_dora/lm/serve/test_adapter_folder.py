@@ -57,11 +57,11 @@ def bank(request):
         (["lm_head"], {}, "changes the embedding or the output head, which all adapters of a"),
         ([*Q_PROJ, "model.embed_tokens"], {}, "serve the model that jax-dora merge makes of it"),
         (Q_PROJ, {"whole": ["lm_head"]}, "They are:\n  base_model.model.lm_head.weight"),
-        (Q_PROJ, {"rank": 5}, "has rank 5; expected at most 4: start the server with --max-rank 5"),
+        (Q_PROJ, {"rank": 5}, "has rank 5; expected at most 4: start the server with max_rank=5"),
         (
             Q_PROJ,
             {"rank": 8, "rank_pattern": {"q_proj": 8}},
-            "has rank 8; expected at most 4: start the server with --max-rank 8 or more",
+            "has rank 8; expected at most 4: start the server with max_rank=8 or more",
         ),
     ],
 )

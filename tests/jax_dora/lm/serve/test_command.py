@@ -18,7 +18,7 @@ import pytest
 
 from jax_dora.lm.commands import main
 from jax_dora.lm.models import generate, load_model, read_config
-from jax_dora.lm.serve.server import Settings
+from jax_dora.lm.serve import Settings
 from jax_dora.peft import load_adapter
 from tests.jax_dora.lm.serve import serving
 from tests.jax_dora.lm.serve.test_http import until
@@ -127,27 +127,27 @@ def test_a_key_is_asked_for(model, settings):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--adapters nowhere", "nowhere is no folder; expected a folder of adapters"),
-        ("--max-length 600", "--max-length is 600; expected at most config.json"),
-        ("--port 70000", "'70000' is out of range"),
+        ("--adapters nowhere", "--adapters nowhere: expected a folder of adapters"),
+        ("--max-length 600", "--max-length 600; expected at most config.json"),
+        ("--port 70000", "--port 70000: expected an integer from 0 to 65,535"),
         ("--api-key @nowhere", "No such file"),
         ("--api-key @MODEL/model.safetensors", "model.safetensors' is not a text file"),
         ("--api-key=", "the key is empty"),
-        ("--name= --batch 0", "argument --name: it is empty; expected a name"),
-        ("--max-length 0", "'0' is out of range"),
-        ("--batch 0", "'0' is out of range"),
+        ("--name= --batch 0", "--name '': expected a name"),
+        ("--max-length 0", "--max-length 0: expected an integer from 2"),
+        ("--batch 0", "--batch 0: expected an integer from 1"),
         ("--quantize int3", "argument --quantize: invalid choice: 'int3'"),
-        ("--activations float8_e4m3fn", "the model is not quantised; expected --quantize="),
+        ("--activations float8_e4m3fn", "the model is not quantised; expected --quantize '"),
         ("--slots 2", "--slots needs --adapters"),
         ("--max-rank 8", "--max-rank needs --adapters"),
         ("--host-gib 1", "--host-gib needs --adapters"),
         ("--host-gib -1", "'-1' is out of range: expected a number of at least 0"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
         ("--mesh foo=2", "expected auto, or sizes of tp of at least 1, as in tp=2"),
-        ("--mesh dp=2", "--mesh has {'dp': 2}; expected only tp"),
-        ("--mesh dp=1,tp=2", "--mesh has {'dp': 1}; expected only tp"),
+        ("--mesh dp=2", "--mesh {'dp': 2}: expected only tp"),
+        ("--mesh dp=1,tp=2", "--mesh {'dp': 1, 'tp': 2}: expected only tp, not dp"),
         ("--mesh tp=3", "the mesh dp=1,fsdp=1,tp=3 has 3 devices"),
-        ("--mesh auto", "num_attention_heads is 4, but tp of the mesh is 8"),
+        ("--mesh auto", "num_attention_heads=4: expected a multiple of 8, since tp of the"),
     ],
 )
 def test_bad_flags(model, flags, message, capsys):
@@ -172,13 +172,13 @@ def test_how_many_models_are_served_is_told(model, monkeypatch, capsys, count, n
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_length": 0}, "max_length is 0; expected 2 or more"),
-        ({"name": ""}, "name is ''"),
-        ({"batch": 0}, "batch is 0; expected at least 1"),
-        ({"chunk": 0}, "chunk is 0; expected at least 1"),
-        ({"queue": 0}, "queue is 0; expected at least 1"),
-        ({"slots": -1}, "slots is -1; expected at least 1"),
-        ({"host_bytes": -1}, "host_bytes is -1; expected at least 0, or None"),
+        ({"max_length": 0}, "max_length=0: expected an integer from 2"),
+        ({"name": ""}, "name='': expected a name"),
+        ({"batch": 0}, "batch=0: expected an integer from 1"),
+        ({"chunk": 0}, "chunk=0: expected an integer from 1"),
+        ({"queue": 0}, "queue=0: expected an integer from 1"),
+        ({"slots": -1}, "slots=-1: expected an integer from 1"),
+        ({"host_bytes": -1}, "host_bytes=-1: expected an integer from 0"),
     ],
 )
 def test_settings_that_are_empty_are_no_defaults(model, fields, message):

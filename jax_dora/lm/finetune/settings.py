@@ -1,0 +1,162 @@
+"""The settings of a fine-tuning run."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+from jax_dora.lm import domains
+from jax_dora.lm.domains import Domain, integers, one_of
+from jax_dora.lm.models.sharding import AXES
+from jax_dora.ops.quantised import FORMATS
+from jax_dora.ops.row_scaled import QTYPE
+
+Split = Literal["text", "all", "none"]
+Dtype = Literal["bfloat16", "float32"]
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of a run.
+
+    Attributes:
+      model: the Hugging Face folder of the base model.
+      data: the files of examples to train on, read one after the other.
+      output: the folder of the run.
+      eval_data: the files of examples to evaluate on; none by default.
+      length: the number of tokens in a packed row.
+      split: which records continue in further rows if they are longer than a row: those with
+        "text", all, or none; others are truncated.
+      dtype: the dtype of the base model; config.json's by default.
+      quantize: the format to quantise the base model's projections to on loading; none by default.
+      act_qtype: the format to quantise the inputs of projections to; it needs weights in the same
+        format.
+      end_tokens: the text or id of each further token that ends an answer; learned completions end
+        with the first.
+      mesh: the devices to use, as sizes of the axes dp, fsdp and tp, or auto for all of them; one
+        device by default, and auto with several processes.
+      rank: the rank of the adapter.
+      alpha: the numerator of the scale alpha/rank; rank/2 by default.
+      use_rslora: use the scale alpha/sqrt(rank) instead.
+      dropout: the dropout rate of adapter inputs; an embedding's adapter has none.
+      target: the regular expression for the paths of layers to adapt.
+      steps: the number of optimizer steps; set by `epochs` by default.
+      epochs: the number of passes over the data; 1 by default.
+      batch: the number of rows in a micro-batch, on all devices together.
+      accumulate: the number of micro-batches in a step.
+      learning_rate: the peak learning rate.
+      schedule: the learning rate after warmup.
+      warmup: the number of warmup steps.
+      weight_decay: the weight decay of A and B; magnitudes have none.
+      clip: the maximum norm of the gradient.
+      unroll: unroll the layers: faster steps, longer compilation.
+      seed: the random seed of the adapter, data order and dropout.
+      resume: continue from the latest checkpoint in `output`.
+      checkpoint_every: the number of steps between checkpoints.
+      keep: the number of checkpoints to keep.
+      eval_every: the number of steps between evaluations; 50 by default.
+      patience: the number of evaluations without a lower loss after which the run stops.
+      samples: the number of prompts of the data to complete at the end.
+      tensorboard: also write TensorBoard files.
+      merge: the folder to write the merged model to; none by default.
+
+    Raises:
+      ValueError: a setting has no valid value, or needs another one. The message begins with
+        "name=value: ".
+    """
+
+    model: Path
+    data: Sequence[Path]
+    output: Path = Path("finetuned")
+    eval_data: Sequence[Path] = ()
+    length: int = 1024
+    split: Split = "text"
+    dtype: Dtype | None = None
+    quantize: str | None = None
+    act_qtype: str | None = None
+    end_tokens: Sequence[str] = ()
+    mesh: Mapping[str, int] | Literal["auto"] | None = None
+    rank: int = 64
+    alpha: float | None = None
+    use_rslora: bool = False
+    dropout: float = 0.0
+    target: str = "model/layers/.*_proj"
+    steps: int | None = None
+    epochs: float | None = None
+    batch: int = 1
+    accumulate: int = 8
+    learning_rate: float = 1e-4
+    schedule: Schedule = "cosine"
+    warmup: int = 0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    unroll: bool = False
+    seed: int = 0
+    resume: bool = False
+    checkpoint_every: int = 50
+    keep: int = 3
+    eval_every: int | None = None
+    patience: int | None = None
+    samples: int = 3
+    tensorboard: bool = False
+    merge: Path | None = None
+
+    DOMAINS: ClassVar[Mapping[str, Domain]] = {
+        "length": integers(1, 2**24),
+        "split": one_of(*get_args(Split)),
+        "dtype": one_of(*get_args(Dtype)),
+        "quantize": one_of(*FORMATS),
+        "act_qtype": one_of(QTYPE),
+        **dict.fromkeys(("rank", "batch", "accumulate"), integers(1, 2**20)),
+        **dict.fromkeys(("alpha", "epochs", "learning_rate", "clip"), domains.POSITIVE),
+        "dropout": domains.RATE,
+        **dict.fromkeys(("steps", "checkpoint_every", "keep"), integers(1)),
+        **dict.fromkeys(("eval_every", "patience"), integers(1)),
+        "schedule": one_of(*get_args(Schedule)),
+        **dict.fromkeys(("warmup", "samples"), integers(0)),
+        "weight_decay": domains.NOT_NEGATIVE,
+        "seed": integers(0, 2**32 - 1),
+    }
+
+    def __post_init__(self) -> None:
+        for name in ("model", "output", "merge"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _path(name, path))
+        for name in ("data", "eval_data"):
+            if isinstance(files := getattr(self, name), str | os.PathLike):
+                raise ValueError(f"{name}={str(files)!r}: expected a list of files")
+            object.__setattr__(self, name, tuple(_path(name, file) for file in files))
+        if not self.data:
+            raise ValueError("data=(): expected a file of examples, or several")
+        domains.check(self, self.DOMAINS)
+        try:
+            re.compile(self.target)
+        except re.error as error:
+            raise ValueError(
+                f"target={self.target!r}: expected a regular expression: {error}"
+            ) from error
+        if isinstance(self.mesh, Mapping):
+            is_valid = self.mesh and all(
+                axis in AXES and size >= 1 for axis, size in self.mesh.items()
+            )
+        else:
+            is_valid = self.mesh in (None, "auto")
+        if not is_valid:
+            raise ValueError(
+                f"mesh={self.mesh!r}: expected 'auto', or sizes of {', '.join(AXES)} of at least 1"
+            )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"epochs={self.epochs}: expected `steps` or `epochs`, not both")
+        for name in ("patience", "eval_every"):
+            if (value := getattr(self, name)) is not None and not self.eval_data:
+                raise ValueError(f"{name}={value}: expected `eval_data` as well")
+
+
+def _path(name: str, value: Any) -> Path:
+    """Returns a path. An empty one would mean the current folder."""
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ValueError(f"{name}={value!r}: expected a path, such as . for the current folder")
+    return Path(value)
