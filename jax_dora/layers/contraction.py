@@ -122,6 +122,28 @@ class Contraction:
         ellipsis = "".join(next(free) for _ in range(count))
         return cls.of_letters(x.replace("...", ellipsis), weight, y.replace("...", ellipsis))
 
+    @classmethod
+    def of_dot_general(
+        cls, dimension_numbers: Any, ndim: int, weight_ndim: int, *, weight_first: bool = False
+    ) -> "Contraction":
+        """Returns the contraction of `lax.dot_general(x, weight, dimension_numbers)`. Its labels
+        are the numbers of the weight's axes, and -1, -2, … for the other axes of x.
+
+        Args:
+          ndim, weight_ndim: the numbers of axes of x and of the weight.
+          weight_first: whether the weight is the left operand instead.
+        """
+        contracted, batch = (tuple(map(_labels_of, pair)) for pair in dimension_numbers)
+        if weight_first:
+            contracted, batch = contracted[::-1], batch[::-1]
+        shared = dict(zip((*contracted[0], *batch[0]), (*contracted[1], *batch[1]), strict=True))
+        x = tuple(shared.get(axis, ~axis) for axis in range(ndim))
+        rows, axes = [label for label in x if label < 0], tuple(range(weight_ndim))
+        known = dict.fromkeys(contracted[1], "i") | dict.fromkeys(batch[1], "b")
+        outer = [axis for axis in axes if axis not in known]
+        y = (*batch[1], *(outer + rows if weight_first else rows + outer))
+        return cls(axes, "".join(known.get(axis, "o") for axis in axes), x=x, y=y)
+
     def with_sizes(self, shape: Sequence[int], rank: int = 1) -> "Contraction":
         """Returns this contraction for a weight of this shape and an adapter of this rank."""
         return dataclasses.replace(self, sizes=tuple(shape), rank=rank)
@@ -338,6 +360,8 @@ def why_no_projection(equation: str | None) -> str | None:
         reason = "the ellipsis is not in both the input and the result"
     elif any(len(set(letters)) < len(letters) for letters in (x, kernel, y)):
         reason = "a letter occurs twice in one operand"
+    elif unknown := set(y) - set(x + kernel):
+        reason = f"{sorted(unknown)} occurs in the result alone"
     elif lone := (set(x) ^ set(kernel)) - set(y):
         reason = f"{sorted(lone)} occurs in one operand alone and is summed away"
     elif not set(kernel) - set(x):

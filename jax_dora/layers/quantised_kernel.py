@@ -9,6 +9,7 @@ A layer that quantises its activations too says so in its attribute `act_qtype`,
 `dot_general` is `row_scaled_dot_general`. Other layers have no such attribute.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jax_dora.layers.contraction import Contraction
+from jax_dora.layers.contraction import Contraction, why_no_projection
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised, row_scaled, weight_only
 from jax_dora.ops.dispatch import mesh as meshes
@@ -86,13 +87,11 @@ def dot_general(
     Up to `weight_only.MOST_ROWS` rows are multiplied without a dense copy of rhs, if that is
     supported.
     """
-    is_quantised, has_dtype = quantised.is_quantised(rhs), preferred_element_type is not None
-    if is_quantised and not has_dtype and _has_few_rows(lhs, rhs, dimension_numbers):
-
-        def multiply(operands: row_scaled.Product) -> jax.Array:
-            return weight_only.product(operands, precision)
-
-        return _by_matrix(multiply, lhs, rhs, dimension_numbers, out_sharding)
+    if quantised.is_quantised(rhs) and preferred_element_type is None:
+        contraction = Contraction.of_dot_general(dimension_numbers, lhs.ndim, rhs.ndim)
+        if _has_few_rows(lhs, contraction):
+            multiply = functools.partial(weight_only.product, precision=precision)
+            return _by_matrix(multiply, lhs, rhs, contraction, out_sharding)
 
     def multiply_dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return lax.dot_general(
@@ -107,27 +106,20 @@ def dot_general(
     return quantised.apply_dense(multiply_dense, lhs, rhs)
 
 
-def _axes(dimension_numbers: Any) -> list[list[tuple[int, ...]]]:
-    """Returns the contracted and the batch axes of both operands."""
-    return [
-        [(axes,) if isinstance(axes, int) else tuple(axes) for axes in pair]
-        for pair in dimension_numbers
-    ]
-
-
-def _has_few_rows(lhs: jax.Array, rhs: Any, dimension_numbers: Any) -> bool:
+def _has_few_rows(lhs: jax.Array, contraction: Contraction) -> bool:
     """Returns whether at most `weight_only.MOST_ROWS` rows are multiplied by the matrix that a
-    quantised rhs stands for.
+    quantised kernel stands for.
 
-    rhs's contracted axes come first: other orders would require a transposed copy.
+    The kernel's contracted axes come first: other orders would require a transposed copy.
     """
-    (x_axes, kernel_axes), (batched, _) = _axes(dimension_numbers)
-    sizes = [size for axis, size in enumerate(lhs.shape) if axis not in x_axes]
+    pairs = zip(contraction.x, lhs.shape, strict=True)
+    sizes = [size for label, size in pairs if label in contraction.rows]
     # The number of rows is unknown in some exports.
     is_few = (
         all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= weight_only.MOST_ROWS
     )
-    return is_few and not batched and [*kernel_axes] == [*range(len(kernel_axes))]
+    roles = contraction.roles
+    return is_few and roles.rstrip("o") == "i" * roles.count("i")
 
 
 def row_scaled_dot_general(
@@ -147,52 +139,53 @@ def row_scaled_dot_general(
         product = meshes.differentiable(row_scaled.linear)
         return product(static_precision(precision), meshes.vary_alike(operands))
 
-    return _by_matrix(multiply, lhs, rhs, dimension_numbers, out_sharding)
+    contraction = Contraction.of_dot_general(dimension_numbers, lhs.ndim, rhs.ndim)
+    return _by_matrix(multiply, lhs, rhs, contraction, out_sharding)
 
 
 def _by_matrix(
     multiply: Callable[[row_scaled.Product], jax.Array],
     lhs: Any,
     rhs: Any,
-    dimension_numbers: Any,
-    out_sharding: Any,
+    contraction: Contraction,
+    out_sharding: Any = None,
 ) -> jax.Array:
-    """Returns `dot_general` without batch axes of a quantised rhs, by a product with a matrix.
+    """Returns a contraction without batch axes by a product with a matrix.
 
     Args:
       multiply: returns the product of x [..., in] and a quantised kernel [in, out].
+      rhs: the kernel, which is quantised.
     """
-    (x_contracted, kernel_contracted), _ = _axes(dimension_numbers)
+    inner, weight = contraction.labels("i"), contraction.weight
     shapes = [
-        [operand.shape[axis] for axis in axes]
-        for operand, axes in ((lhs, x_contracted), (rhs, kernel_contracted))
+        [operand.shape[labels.index(label)] for label in inner]
+        for operand, labels in ((lhs, contraction.x), (rhs, weight))
     ]
     if shapes[0] != shapes[1]:
         raise TypeError(
             f"the contracted axes of the inputs have the sizes {shapes[0]}, and those of the "
             f"kernel {shapes[1]}; expected the same"
         )
-    rows = [axis for axis in range(lhs.ndim) if axis not in x_contracted]
-    columns = [axis for axis in range(rhs.ndim) if axis not in kernel_contracted]
-    groups = tuple(kernel_contracted), tuple(columns)
+    groups = tuple(tuple(map(weight.index, labels)) for labels in (inner, contraction.labels("o")))
 
     def multiply_matrix(operands: row_scaled.Product) -> jax.Array:
         x, kernel = operands
         if isinstance(x, RowScaled):
             return multiply(operands)
-        x = x.transpose(*rows, *x_contracted)
-        lead, out = x.shape[: len(rows)], [kernel.shape[axis] for axis in columns]
+        x = contraction.arrange_input(x)
+        lead = x.shape[: len(contraction.rows)]
         matrix = quantised.as_matrices(kernel, kernel.shape, groups)
         y = multiply(row_scaled.Product(x.reshape(*lead, matrix.shape[0]), matrix))
-        return y.reshape(*lead, *out)
+        return contraction.result(y.reshape(*lead, *(kernel.shape[axis] for axis in groups[1])))
 
     x = dtype_carrier(lhs)
 
     def spec() -> jax.sharding.PartitionSpec:
         if out_sharding is not None:
             return getattr(out_sharding, "spec", out_sharding)
-        of_x, of_kernel = meshes.spec(x), meshes.spec(rhs.qvalue)
-        return jax.P(*(of_x[axis] for axis in rows), *(of_kernel[axis] for axis in columns))
+        names = dict(zip(contraction.x, meshes.spec(x), strict=True))
+        names |= zip(weight, meshes.spec(rhs.qvalue), strict=True)
+        return jax.P(*(names[label] for label in contraction.y))
 
     multiply_on_mesh = meshes.on_explicit_axes(multiply_matrix, spec, x, rhs.qvalue)
     return multiply_on_mesh(row_scaled.Product(lhs, rhs))
@@ -215,35 +208,33 @@ def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
 def _few_rows_einsum(equation: str, x: jax.Array, kernel: Any, precision: Any) -> jax.Array | None:
     """Returns an einsum that is a product of few rows with a matrix, or with a stack of matrices;
     None for any other einsum."""
-    contraction = Contraction.of_einsum(equation, x.ndim)
-    of_x, of_kernel, out = letters = contraction.x, contraction.weight, contraction.y
-    inner = contraction.labels("i")
+    if why_no_projection(equation):
+        return None
+    whole = Contraction.of_einsum(equation, x.ndim)
+    of_x, of_kernel, y = map("".join, (whole.x, whole.weight, whole.y))
+    stacked = whole.roles.index("i")
+    stack, sizes = of_kernel[:stacked], dict(zip(of_kernel, kernel.shape, strict=False))
     is_product = (
-        "".join((*of_x, *of_kernel, *out)).isalpha()
+        "b" not in whole.roles
         and (len(of_x), len(of_kernel)) == (x.ndim, kernel.ndim)
-        and all(len(set(own)) == len(own) for own in letters)
-        and {*out} == {*of_x} ^ {*of_kernel}
-        and inner
-        and "i" * len(inner) in contraction.roles
+        and all(sizes.get(label, size) == size for label, size in zip(of_x, x.shape, strict=True))
+        and (not stack or meshes.explicit(x, kernel.qvalue) is None)
     )
     if not is_product:
         return None
-    x_axes, stacked = [of_x.index(one) for one in inner], contraction.roles.index("i")
-    end = stacked + len(inner)
-    numbers: Any = (x_axes, range(len(inner))), ((), ())
-    can_stack = not stacked or meshes.explicit(x, kernel.qvalue) is None
-    has_same_sizes = [x.shape[axis] for axis in x_axes] == [*kernel.shape[stacked:end]]
-    if not (can_stack and has_same_sizes and _has_few_rows(x, kernel, numbers)):
+    of_result = "".join(label for label in y if label not in stack)
+    contraction = Contraction.of_letters(of_x, of_kernel[stacked:], of_result)
+    if not _has_few_rows(x, contraction):
         return None
+    product = functools.partial(weight_only.product, precision=precision)
 
     def multiply(kernel: Any) -> jax.Array:
-        return dot_general(x, kernel, numbers, precision)
+        return _by_matrix(product, x, kernel, contraction)
 
-    for _ in range(stacked):
+    for _ in stack:
         multiply = jax.vmap(multiply)
-    order = [*of_kernel[:stacked], *contraction.rows, *of_kernel[end:]]
-    y = multiply(quantised.with_own_scales(kernel, stacked))
-    return y.transpose([order.index(one) for one in out])
+    result = multiply(quantised.with_own_scales(kernel, stacked))
+    return result.transpose([(stack + of_result).index(label) for label in y])
 
 
 def convolve(lhs: jax.Array, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:

@@ -155,18 +155,12 @@ def _contraction_of(weight: Weight, product: Product, ndim: int) -> tuple[Contra
 
     Its labels are the numbers of the weight's parts, and -1, -2, … for the row axes of x.
     """
-    used = (*product.contracted, *product.batch)
-    free = [axis for axis in range(len(weight.view)) if axis not in used]
-    b, i, o = (set(weight.nontrivial_parts(role)) for role in "bio")
-    roles = set(weight.parts_of_axes(product.contracted)) - b, set(weight.parts_of_axes(free)) - b
-    if not b.issuperset(weight.parts_of_axes(product.batch)) or roles not in ((i, o), (o, i)):
+    view = product.contraction(ndim, len(weight.view))
+    batch, inner, outer = ({*weight.parts_of_axes(view.labels(role))} for role in "bio")
+    b, i, o = ({*weight.nontrivial_parts(role)} for role in "bio")
+    contracted = inner - b, outer - b
+    if not batch <= b or contracted not in ((i, o), (o, i)):
         return None
-    of_weight = dict(zip((*product.x_contracted, *product.x_batch), used, strict=True))
-    x = [of_weight.get(axis, ~axis) for axis in range(ndim)]
-    rows = [axis for axis in x if axis < 0]
-    y = [*free, *rows] if product.weight_first else [*rows, *free]
-    x_labels, y_labels = (
-        tuple(axis if axis < 0 else tuple(weight.parts_of_axes([axis])) for axis in axes)
-        for axes in (x, (*product.batch, *y))
-    )
-    return weight.contraction(x_labels, y_labels), roles != (i, o)
+    parts = {axis: tuple(weight.parts_of_axes([axis])) for axis in view.weight}
+    x, y = (tuple(parts.get(label, label) for label in axes) for axes in (view.x, view.y))
+    return weight.contraction(x, y), contracted != (i, o)

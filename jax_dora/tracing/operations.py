@@ -6,24 +6,22 @@ from typing import Any
 import jax
 from jax import lax
 
+from jax_dora.layers.contraction import Contraction
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A product of an array x and a weight, as in `jax.lax.dot_general`.
 
     Attributes:
-      contracted, batch: the contracted axes and the batch axes of the weight's array.
-      x_contracted, x_batch: the corresponding axes of x.
+      dimension_numbers: the contracted and the batch axes of the operands.
       weight_first: whether the weight is the left operand.
       precision: the precision of the product.
       dtype: the dtype of the result.
       out_sharding: the sharding of the result, or None.
     """
 
-    contracted: tuple[int, ...]
-    batch: tuple[int, ...]
-    x_contracted: tuple[int, ...]
-    x_batch: tuple[int, ...]
+    dimension_numbers: Any
     weight_first: bool
     precision: Any
     dtype: Any
@@ -31,10 +29,14 @@ class Product:
 
     def __call__(self, x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
         """Returns the product; `options` are passed to `jax.lax.dot_general`."""
-        numbers: Any = (self.x_contracted, self.contracted), (self.x_batch, self.batch)
-        if self.weight_first:
-            x, weight, numbers = weight, x, tuple(pair[::-1] for pair in numbers)
-        return lax.dot_general(x, weight, numbers, **options)
+        operands = (weight, x) if self.weight_first else (x, weight)
+        return lax.dot_general(*operands, self.dimension_numbers, **options)
+
+    def contraction(self, ndim: int, weight_ndim: int) -> Contraction:
+        """Returns the contraction of an x and a weight's array with these numbers of axes."""
+        return Contraction.of_dot_general(
+            self.dimension_numbers, ndim, weight_ndim, weight_first=self.weight_first
+        )
 
 
 @dataclasses.dataclass(frozen=True)

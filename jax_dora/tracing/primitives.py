@@ -162,17 +162,11 @@ def apply_reader(
 def _dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array | None:
     first = operands[0] is weight
     x = operands[1 if first else 0]
-    contracted, batch = params["dimension_numbers"]
-    if first:
-        contracted, batch = contracted[::-1], batch[::-1]
     dtype = params["preferred_element_type"]
     if dtype is None:
         dtype = jnp.promote_types(x.dtype, weight.kernel.dtype)
     product = Product(
-        tuple(contracted[1]),
-        tuple(batch[1]),
-        tuple(contracted[0]),
-        tuple(batch[0]),
+        params["dimension_numbers"],
         first,
         params["precision"],
         jnp.dtype(dtype),

@@ -152,7 +152,9 @@ class Recorder:
         self.is_recorded = False
 
     def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array:
-        self._record_operation("dot_general", "product", weight, product.contracted, product.batch)
+        contraction = product.contraction(x.ndim, len(weight.view))
+        axes = contraction.labels("i"), contraction.labels("b")
+        self._record_operation("dot_general", "product", weight, *axes)
         return product(
             x,
             weight.base(),

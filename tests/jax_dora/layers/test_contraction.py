@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from jax import lax
 
 from jax_dora.layers.contraction import Contraction
 
@@ -43,6 +44,29 @@ def test_einsum(equation, roles):
     contraction = Contraction.of_einsum(equation, x.ndim)
     assert contraction.roles == roles
     np.testing.assert_array_equal(product(contraction, x, weight), np.einsum(whole, x, weight))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "numbers", "roles"),
+    [
+        ("abc", "cd", ((2,), (0,)), "io"),
+        ("abc", "dbc", ((2, 1), (2, 1)), "oii"),
+        ("dabc", "edcf", ((3,), (2,), (0,), (1,)), "obio"),
+    ],
+)
+@pytest.mark.parametrize("weight_first", [False, True])
+def test_dot_general(x, weight, numbers, roles, weight_first):
+    x, weight = drawn(x, 0), drawn(weight, 1)
+    numbers = numbers[:2], numbers[2:] or ((), ())
+    operands = x, weight
+    if weight_first:
+        operands, numbers = (weight, x), tuple(pair[::-1] for pair in numbers)
+    contraction = Contraction.of_dot_general(
+        numbers, x.ndim, weight.ndim, weight_first=weight_first
+    )
+    assert contraction.roles == roles
+    expected = lax.dot_general(*operands, numbers)
+    np.testing.assert_array_equal(product(contraction, x, weight), expected)
 
 
 @pytest.mark.parametrize(
