@@ -1,5 +1,7 @@
 """DoRA, weight-decomposed low-rank adaptation, for Flax."""
 
+import importlib as _importlib
+
 from dora_common.version import __version__ as __version__
 from jax_dora import linen as linen
 from jax_dora import ops as ops
@@ -33,3 +35,10 @@ from jax_dora.norms import reset_magnitudes as reset_magnitudes
 from jax_dora.norms import with_norms as with_norms
 from jax_dora.tracing.registry import einsum_axes as einsum_axes
 from jax_dora.tracing.registry import register as register
+
+
+def __getattr__(name: str) -> object:
+    # It imports qwix, which is optional.
+    if name == "provider":
+        return _importlib.import_module("jax_dora.provider")
+    raise AttributeError(f"module 'jax_dora' has no attribute {name!r}")

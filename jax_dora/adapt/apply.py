@@ -85,7 +85,22 @@ def apply_dora[Model: nnx.Module](
     dora_layers_of(modules)  # raises for adapters that would not belong to the others
     weights = find_weights(modules, reads)
     _check_linen(weights, rules)
-    matched = assign_rules(weights, rules)
+    return adapt_weights(copy, weights, assign_rules(weights, rules), rngs)
+
+
+def adapt_weights(
+    model: Any, weights: list[AdaptableWeight], matched: list[AdaptableWeight], rngs: nnx.Rngs
+) -> Any:
+    """Adapts weights of `model`, in place, each by its rule. Returns `model`, or the DoRA layer
+    that replaces `model` itself.
+
+    Args:
+      weights: all weights of `model`.
+      matched: those of them that have a rule.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: see `apply_dora`.
+    """
     _check_adaptable(matched)
     replacements = {}
     for weight in matched:
@@ -94,7 +109,7 @@ def apply_dora[Model: nnx.Module](
             replacements[id(weight.module)] = adapted
     paths = {weight.paths for weight in matched}
     log_summary(one.replace(is_adapted=one.is_adapted or one.paths in paths) for one in weights)
-    return replace_modules(copy, replacements)
+    return replace_modules(model, replacements)
 
 
 def adapt_weight(weight: AdaptableWeight, rngs: nnx.Rngs) -> Any:

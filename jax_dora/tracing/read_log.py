@@ -54,11 +54,13 @@ class Example:
     Attributes:
       args, kwargs: the arguments: arrays, `jax.ShapeDtypeStruct`s, modules or any other values.
       function: a function that takes the model and calls it, used instead of arguments; or None.
+      method: the name of the method that takes the arguments.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     function: Callable[[Any], Any] | None = None
+    method: str = "__call__"
 
     @classmethod
     def of(cls, example: Any) -> "Example":
@@ -83,10 +85,14 @@ class Example:
 
     def call(self, model: Any) -> Any:
         """Calls the model with these inputs."""
-        return self.function(model) if self.function else model(*self.args, **self.kwargs)
+        if self.function is not None:
+            return self.function(model)
+        return getattr(model, self.method)(*self.args, **self.kwargs)
 
 
-jax.tree_util.register_dataclass(Example, data_fields=["args", "kwargs"], meta_fields=["function"])
+jax.tree_util.register_dataclass(
+    Example, data_fields=["args", "kwargs"], meta_fields=["function", "method"]
+)
 
 
 class ReadLog:

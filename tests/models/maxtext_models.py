@@ -100,8 +100,20 @@ def _mesh(config: Any) -> Any:
 
 def made(name: str) -> nnx.Module:
     """Returns a whole model."""
-    models, config = importlib.import_module("maxtext.models.models"), _config(**MODELS[name])
+    return _model(_config(**MODELS[name]))
+
+
+def _model(config: Any) -> nnx.Module:
+    models = importlib.import_module("maxtext.models.models")
     return models.Transformer(config, _mesh(config), None, rngs=nnx.Rngs(0))
+
+
+def by_provider(**lora: Any) -> tuple[nnx.Module, nnx.Module]:
+    """Returns a decoder, and what MaxText's trainer makes of it with this `lora` in its
+    configuration."""
+    config = _config(lora={"enable_lora": True, "lora_rank": 4, "lora_alpha": 8.0, **lora})
+    base, utils = _model(config), importlib.import_module("maxtext.utils.lora_utils")
+    return base, utils.apply_lora_to_model(base, _mesh(config), config)
 
 
 def call(model: Any) -> jax.Array:

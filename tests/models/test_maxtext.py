@@ -13,7 +13,16 @@ from flax import nnx
 import jax_dora
 from jax_dora import DoRARule
 from jax_dora.linen import apply_dora, coverage, join_adapters, merge_dora, split_adapters
-from tests.models.maxtext_models import MODELS, TOKENS, WIDTH, Decoder, call, experts, made
+from tests.models.maxtext_models import (
+    MODELS,
+    TOKENS,
+    WIDTH,
+    Decoder,
+    by_provider,
+    call,
+    experts,
+    made,
+)
 from tests.whole_models import check_nnx, difference
 
 pytestmark = [
@@ -62,6 +71,20 @@ def test_a_whole_model_trains_and_merges(name, tmp_path):
         loaded = jax_dora.peft.load_adapter(base, tmp_path)
         arrays = [jax_dora.get_adapter(one).arrays for one in (linear, loaded)]
         assert jax.tree.all(jax.tree.map(np.array_equal, *arrays))
+
+
+def test_maxtexts_own_call_gives_dora_by_our_provider(monkeypatch):
+    """`_build_lora_provider` takes the provider from qwix."""
+    qwix = importlib.import_module("qwix")
+    owners = []
+    for provider in (qwix.LoraProvider, jax_dora.provider.DoRAProvider):
+        monkeypatch.setattr(qwix, "LoraProvider", provider)
+        base, model = by_provider()
+        state = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
+        owners.append({path[:-1] for path, _ in state})
+    assert owners[0] == owners[1]
+    assert len(state) == 3 * 7
+    check_nnx(model, base, call, TOKENS, 2e-5)
 
 
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["every expert", "ragged"])

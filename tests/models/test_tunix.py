@@ -135,6 +135,46 @@ def test_peft_trainer_trains_beside_qwixs_lora(tmp_path):
     assert all(after < before for before, after in losses.values())
 
 
+def test_the_recipes_for_qwixs_provider_run(monkeypatch):
+    qwix = importlib.import_module("qwix")
+    monkeypatch.setattr(qwix, "LoraProvider", qwix.LoraProvider)
+    page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
+    [text] = re.findall(r"^## qwix's provider\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    names = {"nnx": nnx}
+    for recipe in re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile(recipe, "your_model.md", "exec"), names)
+    assert qwix.LoraProvider is jax_dora.provider.DoRAProvider
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Llama3", "Gemma3", "Gemma4"])
+def test_qwixs_call_with_our_provider_adapts_what_lora_adapts(name, tmp_path):
+    qwix = importlib.import_module("qwix")
+    base, options = made(name), {"module_path": ".*(attn|mlp)/.*", "rank": 4, "alpha": 8}
+    adapted = {
+        provider: qwix.apply_lora_to_model(
+            base, provider(**options), *EXAMPLE, rngs=nnx.Rngs(params=1)
+        )
+        for provider in (qwix.LoraProvider, jax_dora.provider.DoRAProvider)
+    }
+    lora, model = adapted.values()
+    owners = [
+        {path[:-1] for path, _ in nnx.to_flat_state(nnx.state(one, nnx.LoRAParam))}
+        for one in (lora, model)
+    ]
+    assert owners[0] == owners[1]
+    if name == "Qwen3":
+        trainer, batch = _trainer(model, 20, tmp_path)
+        before = float(_loss(trainer.model))
+        trainer.train([batch] * 20)
+        trainer.close()
+        assert float(_loss(trainer.model)) < before
+        jax_dora.peft.save_adapter(trainer.model, tmp_path / "adapter")
+        loaded = jax_dora.peft.load_adapter(base, tmp_path / "adapter")
+        assert jnp.array_equal(_logits(loaded), _logits(trainer.model))
+    else:
+        check_nnx(model, base, lambda model: model(*EXAMPLE)[0], TOKENS, 0.03)
+
+
 def test_the_page_has_the_table():
     page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
     found = re.search(r"<!-- coverage.*?\| --- \|\n(.*?)\n<!-- end -->", page, re.DOTALL)
