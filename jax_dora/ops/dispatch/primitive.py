@@ -30,6 +30,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jax_dora.ops.dispatch import choose, partitions
 from jax_dora.ops.dispatch.choose import PLAIN, interpreted
 from jax_dora.ops.dispatch.mesh import differentiable, to_unvarying, vary, vary_alike, varying
 from jax_dora.ops.dispatch.op import UNSHARDED, Names, Op
@@ -221,7 +222,12 @@ def _lower(ctx: Any, *operands: Any, op: Op, settings: Any, tree: Any, cuda: boo
             "and others; pass implementation=None, or use jax.shard_map over the whole mesh"
         )
     flat = mlir.lower_fun(lambda *leaves: jax.tree.leaves(function(*leaves)), multiple_results=True)
-    return flat(ctx.replace(avals_in=avals), *operands)
+    results = flat(ctx.replace(avals_in=avals), *operands)
+    if mesh is not None and op.operands:
+        platforms = ctx.module_context.platforms
+        identity = (tuple(op), settings, tree, avals, mesh.shape_tuple, platforms, choose.target())
+        partitions.share(results[0].owner, *identity)
+    return results
 
 
 mlir.register_lowering(_op_p, _lower)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
-from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.dispatch import choose, partitions, primitive
 from jax_dora.ops.dispatch.choose import Target
 from jax_dora.ops.mosaic.projection import project, project_back
 from jax_dora.ops.norm import NORM
@@ -51,7 +51,7 @@ def test_a_program_for_several_devices_is_partitioned(on_hopper):
     rows, *others = LAYER
     rows = jax.ShapeDtypeStruct(rows.shape, BF16, sharding=NamedSharding(mesh, P("data")))
     text = for_cuda(layer, rows, *others)
-    assert text.count("CustomSPMDPartitioning") == 3
+    assert text.count(f"@{partitions.TARGET}(") == 3
     assert "mosaic_gpu" not in text
 
 
@@ -66,7 +66,7 @@ def test_the_scheduler_knows_how_long_a_projection_takes(on_hopper):
 
     with jax.set_mesh(automatic(data=4)):
         text = for_cuda(jax.grad(loss, (0, 2, 3, 4)), rows, *others)
-    found = re.findall(r'CustomSPMD.*latency_metadata = "(\d+)"', text)
+    found = re.findall(rf'{partitions.TARGET}.*latency_metadata = "(\d+)"', text)
     product, other = 2 * ROWS * IN * OUT / primitive.FLOP_RATE, primitive.SECONDS
     assert found == [str(round(1e9 * one)) for one in (other, other, product, other, product)]
 
@@ -309,7 +309,7 @@ def test_exports_for_several_devices_are_left_to_xla():
     operands = drawn()
     operands[0] = jax.device_put(operands[0], NamedSharding(mesh, P("data")))
     exported = jax.export.export(jax.jit(layer))(*operands)
-    assert "CustomSPMDPartitioning" not in exported.mlir_module()
+    assert partitions.TARGET not in exported.mlir_module()
     found = jax.jit(exported.call)(*operands)
     np.testing.assert_allclose(found, layer(*drawn()), rtol=1e-4, atol=1e-4)
 
