@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from jax_dora.ops.mosaic.hopper import kernel_files
 from jax_dora.tracing.registry import _BY_CLASS
 
 
@@ -10,6 +11,14 @@ from jax_dora.tracing.registry import _BY_CLASS
 def strict_jax() -> Iterator[None]:
     """Makes implicit promotion of dtypes or ranks an error in everything that a test traces."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_kernel_files() -> Iterator[None]:
+    """Lowers every kernel anew with --keep-programs, too: a test may have changed a kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_files, "path", lambda name: None)
         yield
 
 

@@ -4,12 +4,14 @@ JAX would trace and lower a kernel anew for every program, and on a mesh for eve
 a second each time, with bytes that differ in a counter, so that XLA would compile it anew, too.
 Here a process traces and lowers each kernel once, for its settings and the types of its operands,
 and every program contains the same bytes. XLA compiles them in a thread, while JAX lowers the next
-kernel and XLA compiles the program around it.
+kernel and XLA compiles the program around it. With a compilation cache, a second process neither
+traces nor lowers a kernel of the first one (`kernel_files`).
 """
 
 import contextlib
 import functools
 import io
+import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,6 +22,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
+
+from jax_dora.ops.identity import digest
+from jax_dora.ops.mosaic.hopper import kernel_files
 
 
 def launcher[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -43,7 +48,7 @@ def launch_shared(launch: Any, *args: Any, **kwargs: Any) -> Any:
     settings = tuple((name, kwargs.pop(name)) for name in sorted(launch.static & kwargs.keys()))
     leaves, tree = jax.tree.flatten((args, kwargs))
     kernel = _Kernel(launch.__wrapped__, settings, tree)
-    results = jax.tree.structure(_traced(kernel, _types(leaves)).out_info)
+    results = jax.tree.structure(_results(kernel, _types(leaves)))
     return results.unflatten(_kernel_p.bind(*leaves, kernel=kernel))
 
 
@@ -107,21 +112,66 @@ def _traced(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
+def _stored(kernel: _Kernel, types: tuple[Any, ...]) -> kernel_files.Stored | None:
+    """Returns the kernel as another process has lowered it, or None."""
+    file = _file(kernel, types)
+    return file and kernel_files.read(file)
+
+
+def _file(kernel: _Kernel, types: tuple[Any, ...]) -> pathlib.Path | None:
+    """Returns the file of the kernel, or None without a compilation cache."""
+
+    def find(file: Future[pathlib.Path | None]) -> None:
+        file.set_result(kernel_files.path(digest("kernel", tuple(kernel), types)))
+
+    return _in_thread(find)
+
+
+def _results(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
+    """Returns the types of the kernel's results."""
+    stored = _stored(kernel, types)
+    return _traced(kernel, types).out_info if stored is None else stored.results
+
+
+@functools.cache
 def _code(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
-    """Returns the kernel as a StableHLO module, and starts to compile it if there is a GPU."""
+    """Returns the kernel as a StableHLO module."""
+    stored = _stored(kernel, types)
+    return _lowered(kernel, types) if stored is None else stored.code
+
+
+def _lowered(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
+    """Lowers the kernel to a StableHLO module, which it stores and returns."""
+    traced = _traced(kernel, types)
 
     def lower(code: Future[bytes]) -> None:
-        lowered = _traced(kernel, types).lower(lowering_platforms=("cuda",))
+        lowered = traced.lower(lowering_platforms=("cuda",))
         buffer = io.BytesIO()
         lowered.compiler_ir().operation.write_bytecode(buffer)
         code.set_result(buffer.getvalue())
-        # jaxlib keeps the kernel, by its bytes, for the programs that contain it. They report what
-        # fails.
-        if jax.default_backend() == "gpu":
-            with contextlib.suppress(Exception):
-                lowered.compile()
 
-    return _in_thread(lower)
+    code = _in_thread(lower)
+    if file := _file(kernel, types):
+        kernel_files.write(file, kernel_files.Stored(traced.out_info, code))
+    return code
+
+
+_compiled: set[tuple[_Kernel, tuple[Any, ...]]] = set()
+
+
+def _compile_ahead(kernel: _Kernel, types: tuple[Any, ...]) -> None:
+    """Starts to compile the kernel, once, if there is a GPU. jaxlib keeps it, by its bytes, for the
+    programs that contain it."""
+    if jax.default_backend() != "gpu" or (kernel, types) in _compiled:
+        return
+    _compiled.add((kernel, types))  # before the kernel's own program is lowered in the thread
+
+    def compile_kernel(started: Future[None]) -> None:
+        started.set_result(None)
+        with contextlib.suppress(Exception):  # the programs that contain the kernel report it
+            _bound.lower(kernel, *types).compile()
+
+    _in_thread(compile_kernel)
 
 
 _kernel_p = Primitive("dora_kernel")
@@ -141,7 +191,7 @@ def _execute(*operands: Any, kernel: _Kernel) -> Any:
 
 @_kernel_p.def_abstract_eval
 def _result_types(*avals: Any, kernel: _Kernel) -> list[Any]:
-    results = jax.tree.leaves(_traced(kernel, _types(avals)).out_info)
+    results = jax.tree.leaves(_results(kernel, _types(avals)))
     return [avals[0].update(shape=one.shape, dtype=one.dtype, weak_type=False) for one in results]
 
 
@@ -155,7 +205,9 @@ batching.primitive_batchers[_kernel_p] = _batch
 
 
 def _lower(ctx: Any, *operands: Any, kernel: _Kernel) -> Any:
-    module = ir.Module.parse(_code(kernel, _types(ctx.avals_in)))
+    types = _types(ctx.avals_in)
+    module = ir.Module.parse(_code(kernel, types))
+    _compile_ahead(kernel, types)
     main: Any = ir.SymbolTable(module.operation)["main"]
     program, symbols = ctx.module_context.module, ctx.module_context.symbol_table
     result_types = main.type.results  # before `main` is moved

@@ -1,0 +1,115 @@
+"""A second process with a compilation cache lowers no kernel, and XLA compiles nothing anew."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_dora.ops.identity import digest
+from jax_dora.ops.mosaic.hopper import kernel_files
+
+# Prints how many kernels were traced and lowered for one device, their program, and how often JAX
+# found a program for two devices in its cache.
+PROCESS = """
+import collections, hashlib, json
+import jax
+import jax.numpy as jnp
+from jax_dora import ops
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.mosaic.hopper import launch
+
+def loss(*operands):
+    return ops.dora_linear(*operands, 0.7).astype(jnp.float32).sum()
+
+def avals(sharding=None):
+    shapes = (2048, 1024), (1024, 1024), (1024, 16), (16, 1024), (1024,)
+    rows, *others = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    return jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=sharding), *others
+
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name]))
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+gradient = jax.grad(loss, (0, 2, 3, 4))
+with jax.set_mesh(mesh):
+    jax.jit(gradient).lower(*avals(jax.NamedSharding(mesh, jax.P("data")))).compile()
+choose.target = lambda: choose.Target("gpu", "9.0")
+traced = jax.jit(gradient).trace(*avals())
+program = traced.lower(lowering_platforms=("cuda",)).as_text()
+row = {"kernels": launch._code.cache_info().misses, "traced": launch._traced.cache_info().misses}
+row |= {"hits": events["/jax/compilation_cache/cache_hits"]}
+print(json.dumps(row | {"program": hashlib.sha256(program.encode()).hexdigest()}))
+"""
+
+
+def in_process(folder):
+    """Returns what a new process with a compilation cache prints."""
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_NUM_CPU_DEVICES": "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS], env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_second_process_lowers_and_compiles_nothing(tmp_path):
+    first, second = in_process(tmp_path), in_process(tmp_path)
+    assert first["traced"] == first["kernels"] == second["kernels"] >= 3
+    assert second["traced"] == 0
+    assert second["program"] == first["program"]
+    assert (first["hits"], second["hits"]) == (0, 1)
+
+
+KERNEL = kernel_files.Stored(
+    (jax.ShapeDtypeStruct((4, 8), jnp.bfloat16), None, [jax.ShapeDtypeStruct((), jnp.int8)]),
+    b"a module\n",
+)
+
+
+def test_a_kernel_is_read_as_it_was_written(tmp_path):
+    file = tmp_path / "folder" / "kernel"
+    assert kernel_files.read(file) is None
+    kernel_files.write(file, KERNEL)
+    assert kernel_files.read(file) == KERNEL
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: b""])
+def test_a_damaged_file_is_replaced(tmp_path, damage):
+    file = tmp_path / "kernel"
+    kernel_files.write(file, KERNEL)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.warns(UserWarning, match="kernel is damaged"):
+        assert kernel_files.read(file) is None
+    kernel_files.write(file, KERNEL)
+    assert kernel_files.read(file) == KERNEL
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="cannot store a kernel"):
+        kernel_files.write(tmp_path / "file" / "kernel", KERNEL)
+
+
+def module_function():
+    """Has a name that other processes know."""
+
+
+def test_a_hash_depends_on_values_and_configuration_only():
+    assert digest(module_function, (1, 2.5)) == digest(module_function, (1, 2.5))
+    assert digest(module_function, (1, 2.5)) != digest(module_function, (1, 2.25))
+    with jax.default_matmul_precision("highest"):
+        highest = digest(module_function)
+    assert highest != digest(module_function)
+
+
+@pytest.mark.parametrize("unnamed", [lambda: None, object(), (object(),)])
+def test_what_only_one_process_knows_has_no_hash(unnamed):
+    assert digest(unnamed) is None
