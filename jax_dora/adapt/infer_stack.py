@@ -67,7 +67,7 @@ def infer_stack(layer: Any, axes: tuple[int, ...] | None = None) -> Stack:
             "pass inputs for the model as example= of apply_dora, or set param_scan_axis in the "
             f"metadata of the {cls.kernel_name}"
         )
-    return Stack.of_kernel(shape, found[0], len(cls.layout_of(layer, 1).magnitude.stored))
+    return Stack.of_kernel(shape, found[0], len(cls.contraction_of(layer).magnitude.stored))
 
 
 def _fits(shape: tuple[int, ...], axes: tuple[int, ...], bias_shape: tuple[int, ...]) -> bool:

@@ -148,7 +148,7 @@ class AdaptableWeight:
     def layout(self, rank: int) -> Contraction:
         """Returns how to view a single layer's weight, and an adapter of this rank, as matrices."""
         if self.is_layer:
-            return kind_of(self.module).layout_of(self.module, rank)
+            return kind_of(self.module).contraction_of(self.module, rank)
         return layout_of_weight(self.shape, self.axes, rank)
 
     @property

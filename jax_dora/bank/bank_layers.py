@@ -131,8 +131,7 @@ class BankLayer(nnx.Module):
         x, _, bias = self._promoted(inputs)
         base = self._unbiased()(inputs, **settings)
         ids, held = self._slots()
-        contraction = self.adapted_type.contraction(self, inputs.ndim)
-        contraction = contraction.with_sizes(self.kernel.shape)
+        contraction = self.adapted_type.contraction_of(self, ndim=inputs.ndim)
         _check_rows(contraction, x.shape, ids)
         if bias is not None:
             bias = contraction.bias_matrices(bias)[0]
@@ -172,7 +171,7 @@ def _apply_together(layers: Sequence[Any], x: Any) -> list[jax.Array] | None:
     if all(layer._takes_whole_projection(x) for layer in layers):
         return _apply_to_prompts(layers, x)
     first = layers[0]
-    _check_rows(first.adapted_type.contraction(first, 3), x.shape, first.bank_ids[...])
+    _check_rows(first.adapted_type.contraction_of(first, ndim=3), x.shape, first.bank_ids[...])
     return list(
         bank_linears(
             first._promoted(x)[0],
@@ -244,7 +243,7 @@ class BankLinear(BankLayer, nnx.Linear):
     def _whole_projection(self, inputs: jax.Array) -> SlotProjection:
         x, kernel, bias = self._promoted(inputs)
         ids, projection = self._slots()
-        _check_rows(self.adapted_type.contraction(self, 3), x.shape, ids)
+        _check_rows(self.adapted_type.contraction_of(self, ndim=3), x.shape, ids)
         stack, layer = self.bank_kernel.get_value(), None
         if stack is not None and stack.ndim > 2 and stack.dtype == kernel.dtype:
             kernel, layer = stack.reshape(-1, *stack.shape[-2:]), self.bank_layer[...]

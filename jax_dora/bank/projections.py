@@ -60,7 +60,7 @@ class BankProjection:
 
     def layout(self, rank: int) -> Contraction:
         """Returns how one layer's kernel and adapter are viewed as matrices."""
-        return self.kind.layout_of(self.layer, rank)
+        return self.kind.contraction_of(self.layer, rank)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int]:
@@ -133,7 +133,7 @@ def rejection_reason(weight: AdaptableWeight) -> str | None:
         return f"an nnx.{kind.base_type.__name__} is no projection"
     if not kind.is_linear(weight.module):
         return "its equation is no projection"
-    if kind.layout_of(weight.module, 1).kernel.matrices[0] > 1:
+    if kind.contraction_of(weight.module).kernel.matrices[0] > 1:
         return "it has batch axes, with an adapter for each"
     return None
 
@@ -149,7 +149,7 @@ def _projection(weight: AdaptableWeight) -> tuple[BankProjection, nnx.Variable]:
     dtype = getattr(module, "dtype", None) or kernel.dtype
     with named_in_errors(weight.path, "given a place in a bank"):
         stack = weight.stack
-        check_kernel(kernel.get_value(), kind.layout_of(layer, 1), stack)
+        check_kernel(kernel.get_value(), kind.contraction_of(layer), stack)
     value = jax.tree.leaves(kernel.get_value())[0]
     sharding = value.sharding if isinstance(value, jax.Array) else None
     if not isinstance(sharding, NamedSharding):

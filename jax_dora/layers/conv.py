@@ -56,7 +56,7 @@ class DoRAConvolution(DoRAProduct):
         return "i" * (len(module.kernel_shape) - 1) + "o"
 
     @classmethod
-    def layout_of(cls, module: Any, rank: int) -> Contraction:
+    def contraction_of(cls, module: Any, rank: int = 1, ndim: int = 0) -> Contraction:
         return Contraction.of_convolution(module.kernel_shape, _groups(module), rank)
 
     @property

@@ -195,14 +195,19 @@ class DoRALayer(nnx.Module):
         return "io"
 
     @classmethod
-    def layout_of(cls, module: Any, rank: int) -> Contraction:
-        """Returns how to view the kernel of `module`, and an adapter of `rank`, as matrices."""
+    def contraction_of(cls, module: Any, rank: int = 1, ndim: int = 0) -> Contraction:
+        """Returns the contraction of a base or DoRA layer with an adapter of `rank`.
+
+        Args:
+          ndim: the number of axes of the input; 0 for the smallest possible number. Only
+            projections have the axes of input and result.
+        """
         return Contraction.of_weight(cls.unstacked_shape(module), cls.kernel_axes(module), rank)
 
     @property
     def layout(self) -> Contraction:
         """Returns how to view kernel, lora_a, lora_b and magnitude as matrices."""
-        return self.layout_of(self, self.rank)
+        return self.contraction_of(self, self.rank)
 
     @property
     def kernel_param(self) -> nnx.Param:

@@ -30,14 +30,8 @@ class DoRAProjection(DoRAProduct):
     takes = frozenset({"keep_inner"})
 
     @classmethod
-    def contraction(cls, module: Any, ndim: int = 0) -> Contraction:
-        """Returns the contraction of an input of `ndim` axes; 0 means the smallest possible
-        number."""
-        raise NotImplementedError
-
-    @classmethod
     def kernel_axes(cls, module: Any) -> str:
-        return cls.contraction(module).roles
+        return cls.contraction_of(module).roles
 
     @property
     def _function(self) -> Callable[..., jax.Array]:
@@ -45,7 +39,7 @@ class DoRAProjection(DoRAProduct):
 
     def _on_any_mesh(self, **operands: Any) -> jax.Array:
         x, kernel = operands["x"], stored(operands["kernel"])
-        contraction = self.contraction(self, x.ndim).with_sizes(kernel.shape, self.rank)
+        contraction = self.contraction_of(self, self.rank, x.ndim)
 
         def base_result(x: jax.Array, kernel: jax.Array) -> jax.Array:
             einsum = f"{contraction.x},{contraction.weight}->{contraction.y}"
@@ -81,7 +75,7 @@ class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
         return (*module.batch_axis.values(), *module.in_features, *module.out_features)
 
     @classmethod
-    def contraction(cls, module: Any, ndim: int = 0) -> Contraction:
+    def contraction_of(cls, module: Any, rank: int = 1, ndim: int = 0) -> Contraction:
         batch, contracted = len(module.batch_axis), module.axis
         if not ndim:
             ndim = max(
@@ -93,7 +87,8 @@ class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
         out = [next(letters) for _ in module.out_features]
         kernel = [*x[:batch], *inputs, *out]
         y = [*(letter for letter in x if letter not in inputs), *out]
-        return Contraction.of_letters("".join(x), "".join(kernel), "".join(y))
+        contraction = Contraction.of_letters("".join(x), "".join(kernel), "".join(y))
+        return contraction.with_sizes(cls.unstacked_shape(module), rank)
 
 
 class DoRAEinsum(DoRAProjection, nnx.Einsum):
@@ -122,8 +117,9 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
         return tuple(module.kernel_shape)
 
     @classmethod
-    def contraction(cls, module: Any, ndim: int = 0) -> Contraction:
-        return Contraction.of_einsum(module.einsum_str, ndim)
+    def contraction_of(cls, module: Any, rank: int = 1, ndim: int = 0) -> Contraction:
+        contraction = Contraction.of_einsum(module.einsum_str, ndim)
+        return contraction.with_sizes(cls.unstacked_shape(module), rank)
 
     def __call__(
         self,

@@ -97,6 +97,6 @@ class DoRALinear(DoRAProduct, nnx.Linear):
         return module.in_features, module.out_features
 
     @classmethod
-    def contraction(cls, module: Any, ndim: int = 0) -> Contraction:
-        """Returns the contraction of an input of `ndim` axes."""
-        return Contraction.of_einsum("...i,io->...o", ndim)
+    def contraction_of(cls, module: Any, rank: int = 1, ndim: int = 0) -> Contraction:
+        contraction = Contraction.of_einsum("...i,io->...o", ndim)
+        return contraction.with_sizes(cls.unstacked_shape(module), rank)

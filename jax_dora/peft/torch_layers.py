@@ -60,7 +60,7 @@ def _layer(name: str, module: Any, kind: type[DoRALayer]) -> Layer | None:
     # PEFT does not support transposed convolutions.
     if kind.base_type is nnx.ConvTranspose or not _is_linear(module, kind):
         return None
-    _, features, width = kind.layout_of(module, 1).kernel.matrices
+    _, features, width = kind.contraction_of(module).kernel.matrices
     return Layer(name, "linear", features, width)
 
 
@@ -84,11 +84,9 @@ def _is_linear(module: Any, kind: type[DoRALayer]) -> bool:
 
     It does if the kernel has no batch axes, and the output has its axes in the kernel's order.
     """
-    if kind.base_type is nnx.Linear:
-        return True
     if kind.base_type is nnx.Einsum and not module.einsum_str:
         return False
-    contraction = kind.contraction(module)  # pyright: ignore[reportAttributeAccessIssue]
+    contraction = kind.contraction_of(module)
     out, axes = contraction.labels("o"), len(kind.unstacked_shape(module))
     has_matrix = set(contraction.roles) == {"i", "o"} and len(set(contraction.weight)) == axes
-    return has_matrix and out == tuple(one for one in contraction.y if one in out)
+    return has_matrix and out == tuple(label for label in contraction.y if label in out)
