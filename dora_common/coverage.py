@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
+from typing import Protocol
 
 
-@dataclasses.dataclass(frozen=True)
-class CoveredWeight:
-    """One weight of a model.
+class CoveredWeight(Protocol):
+    """One weight of a model, as each package describes it.
 
     Attributes:
       path: the weight's path, as rules match it.
@@ -19,17 +19,18 @@ class CoveredWeight:
         neither products nor lookups; 0 if that is not known.
     """
 
-    path: str
-    shape: tuple[int, ...]
-    status: str
-    how: str
-    is_linear: bool
-    merged_bytes: int = 0
-
     @property
-    def elements(self) -> int:
-        """The number of the weight's elements."""
-        return math.prod(self.shape)
+    def path(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def how(self) -> str: ...
+    @property
+    def is_linear(self) -> bool: ...
+    @property
+    def merged_bytes(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Coverage:
     def share(self, *statuses: str) -> float:
         """Returns the share of all elements, 0 to 1, that belong to weights with one of these
         statuses."""
-        total = sum(weight.elements for weight in self.weights)
-        part = sum(weight.elements for weight in self.weights if weight.status in statuses)
+        total = sum(math.prod(weight.shape) for weight in self.weights)
+        part = sum(math.prod(one.shape) for one in self.weights if one.status in statuses)
         return part / total if total else 0.0
 
     def summary(self) -> str:
@@ -62,15 +63,16 @@ class Coverage:
         return f"{len(self.weights)} weights: {', '.join(parts)}"
 
     def __str__(self) -> str:
-        total = sum(weight.elements for weight in self.weights) or 1
+        total = sum(math.prod(weight.shape) for weight in self.weights) or 1
         rows = [("path", "shape", "elements", "share", "status", "how")]
         for weight in self.weights:
             shape = "×".join(map(str, weight.shape))
             how = weight.how
             if weight.merged_bytes:
                 how += f"; W' as an array, {_size(weight.merged_bytes)}"
-            share = f"{weight.elements / total:.1%}"
-            rows.append((weight.path, shape, f"{weight.elements:,}", share, weight.status, how))
+            elements = math.prod(weight.shape)
+            share = f"{elements / total:.1%}"
+            rows.append((weight.path, shape, f"{elements:,}", share, weight.status, how))
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = [
             "  ".join(

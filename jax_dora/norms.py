@@ -30,6 +30,7 @@ from jax.core import Tracer
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
 from jax_dora.adapt.tree import Modules, by_path, check_model, find_dora_layers, named_in_errors
+from jax_dora.adapt.weight_adapter import WeightAdapter
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.dora_layer import Constant
@@ -38,7 +39,6 @@ from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import ratio
 from jax_dora.ops.projection import INNER_NAME
-from jax_dora.tracing.weight_adapter import WeightAdapter
 
 
 class StackedConstant(Constant, nnx.Param):

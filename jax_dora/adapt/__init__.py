@@ -8,7 +8,7 @@ them.
    `record_reads` calls the model abstractly for that.
 2. `assign_rules` finds the rule of each weight.
 3. `adapt_weight` creates the DoRA layer that replaces a layer, or the adapter of a weight that is
-   not in such a layer (`jax_dora.tracing`).
+   not in such a layer (`WeightAdapter`).
 4. `replace_modules` puts the DoRA layers into a copy of the model.
 
 | file | content |
@@ -19,6 +19,8 @@ them.
 | quantize.py | `quantize` |
 | coverage.py | `coverage`: the table of a model's weights |
 | weight.py | `AdaptableWeight`: a weight and how it can be adapted |
+| weight_adapter.py | `WeightAdapter`: the adapter of a weight whose module keeps its class |
+| adapted_class.py | the subclass of such a module, whose methods trace adapted weights |
 | inventory.py | lists the weights of a model |
 | reads.py | finds the operations that read each weight in an abstract call |
 | infer_stack.py | finds the axis along which `nnx.vmap` has stacked layers |

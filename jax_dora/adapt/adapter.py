@@ -19,6 +19,7 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.replaced_parameters import described, replaced_parameters, warn_of
 from dora_common.rules import listing
+from jax_dora.adapt.adapted_class import adapter_of
 from jax_dora.adapt.apply import adapt_weight
 from jax_dora.adapt.inventory import find_weights
 from jax_dora.adapt.reads import record_reads
@@ -101,7 +102,7 @@ def adapted_weights(model: nnx.Module | Modules) -> tuple[AdaptableWeight, ...]:
       model: the model, or its modules from `find_modules`.
     """
     found = (one for one in find_weights(model) if one.is_adapted)
-    return tuple(one.replace(modules={}) for one in found if one.adapter is not None)
+    return tuple(one.replace(modules={}) for one in found if adapter_of(one) is not None)
 
 
 def weights_in_code(model: nnx.Module, example: Any) -> tuple[AdaptableWeight, ...]:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import ALL_LINEAR, as_rules
+from jax_dora.adapt.adapted_class import add_adapter
 from jax_dora.adapt.coverage import log_summary
 from jax_dora.adapt.inventory import LINEN_REFUSAL, REMEDY, find_weights
 from jax_dora.adapt.reads import record_reads
@@ -24,9 +25,7 @@ from jax_dora.adapt.weight import AdaptableWeight, assign_rules, raise_for
 from jax_dora.layers import DORA_CLASSES, dora_class_of
 from jax_dora.layers.base_layer import check_has_values, mesh_sharding, pad_axes
 from jax_dora.layers.rule import DoRARule, Rules
-from jax_dora.tracing.adapted_class import add_adapter
 from jax_dora.tracing.read_log import Example
-from jax_dora.tracing.weight_adapter import AdapterSpec
 
 
 def apply_dora[Model: nnx.Module](
@@ -134,8 +133,14 @@ def adapt_weight(weight: AdaptableWeight, rngs: nnx.Rngs) -> Any:
             name = "" if weight.path in weight.module_paths else weight.param
             # These are not stored, so that models with and without them have the same structure.
             unstored = dict.fromkeys(("exclude", "lora_a_init", "lora_b_init"))
-            settings = dataclasses.replace(rule, path="", **unstored)
-            spec = AdapterSpec(weight.param, weight.axes, name, settings, weight.is_lookup)
+            spec = AdaptableWeight(
+                paths=(name,),
+                module_paths=("",),
+                param=weight.param,
+                axes=weight.axes,
+                is_lookup=weight.is_lookup,
+                rule=dataclasses.replace(rule, path="", **unstored),
+            )
             adapted = add_adapter(module, spec, weight.modules[reader], inside)
             adapted.create_arrays(rule, rngs)
         else:

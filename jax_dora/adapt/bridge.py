@@ -4,8 +4,8 @@ from typing import Any
 
 from flax import nnx
 
+from jax_dora.adapt.adapted_class import added_attributes
 from jax_dora.layers.base_layer import new_instance
-from jax_dora.tracing.adapted_class import added_attributes
 
 
 class LinenModule(nnx.bridge.ToNNX):

@@ -1,13 +1,12 @@
 """`coverage`: a table of a model's weights, which tells what is adapted and what can be adapted."""
 
 import logging
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from flax import nnx
 
-from dora_common.coverage import Coverage, CoveredWeight
+from dora_common.coverage import Coverage
 from jax_dora.adapt.inventory import find_weights
 from jax_dora.adapt.reads import record_reads
 from jax_dora.adapt.tree import check_model, find_modules
@@ -52,23 +51,16 @@ def table(weights: Iterable[AdaptableWeight]) -> Coverage:
     return Coverage(tuple(_row(weight) for weight in weights if weight.param))
 
 
-def _row(weight: AdaptableWeight) -> CoveredWeight:
+def _row(weight: AdaptableWeight) -> AdaptableWeight:
+    """Returns a weight without its model, with all that is known in `how`."""
     refusal = "" if weight.is_adapted else _refusal(weight)
-    status = "adapted" if weight.is_adapted else "not adaptable" if refusal else "adaptable"
     how = refusal or weight.how
     value = weight.parameter.get_value() if weight.is_parameter else None
     if quantised.is_quantised(value):
         how += f"; {quantised.describe(value)}"
         if act_qtype := act_qtype_of(weight.module):
             how += f", activations {act_qtype}"
-    return CoveredWeight(
-        weight.path,
-        weight.shape,
-        status,
-        how,
-        weight.is_linear,
-        4 * math.prod(weight.shape) * weight.merged,
-    )
+    return weight.replace(refusal=refusal, how=how, modules={}, nested=None)
 
 
 def _refusal(weight: AdaptableWeight) -> str:

@@ -7,13 +7,12 @@ from typing import Any
 from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.stack import Stack, innermost, stacked_axes
 from jax_dora.tracing.registry import scan_axis
-from jax_dora.tracing.weight_adapter import WeightAdapter
 
 _LOG = logging.getLogger("jax_dora")
 
 
 def infer_stack(layer: Any, axes: tuple[int, ...] | None = None) -> Stack:
-    """Returns how the parameters of a base layer, a DoRA layer or an adapted weight are stacked.
+    """Returns how the parameters of a base layer or a DoRA layer are stacked.
 
     Args:
       axes: the known `Stack.axes`; () to assume leading axes, with a warning, if the shapes allow
@@ -24,7 +23,7 @@ def infer_stack(layer: Any, axes: tuple[int, ...] | None = None) -> Stack:
       NotImplementedError: the kernel's shape is not a stack of such layers.
       ValueError: the layers may be stacked along one axis or another.
     """
-    if isinstance(layer, DoRALayer | WeightAdapter):
+    if isinstance(layer, DoRALayer):
         return layer.stack
     cls = dora_class_of(layer)
     assert cls is not None

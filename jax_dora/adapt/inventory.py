@@ -10,6 +10,7 @@ from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import OUTPUT_HEADS
+from jax_dora.adapt.adapted_class import adapter_of, at_path, has_dora_type, own_methods
 from jax_dora.adapt.bridge import LinenModule
 from jax_dora.adapt.reads import (
     find_output_heads,
@@ -20,14 +21,13 @@ from jax_dora.adapt.reads import (
 )
 from jax_dora.adapt.tree import Modules, by_path, find_modules, nested_leaves
 from jax_dora.adapt.weight import AdaptableWeight
+from jax_dora.adapt.weight_adapter import WeightAdapter
 from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import adaptation_hint, computes_like, is_node
 from jax_dora.layers.stack import STACK_LETTERS, stack_axes_of
 from jax_dora.ops import quantised
-from jax_dora.tracing.adapted_class import at_path, has_dora_type, own_methods
 from jax_dora.tracing.read_log import Read, ReadLog
 from jax_dora.tracing.registry import Registration, class_name, registrations, why_unknown
-from jax_dora.tracing.weight_adapter import WeightAdapter
 
 LINEN_REFUSAL = "a linen module's, known only by a call with inputs"
 REMEDY = "name the contracted axes by jax_dora.register, or pass inputs for the model as example="
@@ -169,7 +169,7 @@ def _described(
     is_kernel = kind is not None and weight.param == kind.kernel_name
     # A subclass with its own __call__ may compute something else, so "all-linear" skips it.
     is_plain = kind is not None and computes_like(module_type, kind.base_type)
-    hint = adaptation_hint(module)
+    hint, adapter = adaptation_hint(module), adapter_of(weight)
     is_read_outside = any(not read.scopes.intersection(weight.module_paths) for read in reads or ())
     # A DoRA layer has neither the class nor the own methods of a subclass; a weight's module does.
     base_type = kind.base_type if kind else module_type
@@ -185,19 +185,18 @@ def _described(
             is_linear=module.is_linear(module),
             how=class_name(module.plain_type) + (note if is_read_outside else ""),
         )
-    if isinstance(weight.adapter, WeightAdapter):
+    if isinstance(adapter, WeightAdapter):
         readers = _readers(weight, found) or {weight.module_paths: ()}
         paths, inside = next(iter(readers.items()))
         reader_paths = {*weight.module_paths}.union(*readers)
         note = ", read without its adapter by others: call these too in example="
         is_read_by_others = any(not read.scopes & reader_paths for read in reads or ())
-        spec = weight.adapter.spec
         return weight.replace(
-            axes=spec.axes,
+            axes=adapter.weight.axes,
             reader=(paths[0], inside),
             is_adapted=True,
             is_linear=True,
-            is_lookup=spec.is_lookup,
+            is_lookup=adapter.weight.is_lookup,
             how="read by its module's methods" + (note if is_read_by_others else ""),
         )
     if kind and is_kernel and (hint or not (keeps_class or is_read_outside)):

@@ -28,6 +28,7 @@ from jax_dora.adapt.tree import (
     shared_variables,
     without_adapters,
 )
+from jax_dora.adapt.weight_adapter import WeightAdapter
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, set_and_verify
 from jax_dora.layers.contraction import Contraction
@@ -37,7 +38,6 @@ from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.rounding import round_to
-from jax_dora.tracing.weight_adapter import WeightAdapter
 
 _LOG = logging.getLogger("jax_dora")
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jax_dora.adapt.adapted_class import own_methods
 from jax_dora.adapt.bridge import LinenModule
 from jax_dora.adapt.tree import Modules, find_modules, shared_variables, without_adapters
 from jax_dora.adapt.weight import AdaptableWeight
@@ -18,7 +19,6 @@ from jax_dora.layers.classes import kind_of
 from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.stack import STACK_LETTERS, stacked_axes, without_stack_axes
 from jax_dora.ops import quantised
-from jax_dora.tracing.adapted_class import own_methods
 from jax_dora.tracing.read_log import Example, Key, Read, ReadLog, split_arrays
 from jax_dora.tracing.registry import registrations
 from jax_dora.tracing.trace import weight_trace

@@ -11,10 +11,10 @@ from flax import linen, nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.replaced_parameters import replaced_parameters, warn_of
 from dora_common.rules import listing
+from jax_dora.adapt.adapted_class import adapters_of, has_dora_type, restore_plain_class
 from jax_dora.adapt.bridge import LinenModule, close_linen_module, open_linen_module
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
-from jax_dora.tracing.adapted_class import adapters_of, has_dora_type, restore_plain_class
 
 type Modules = dict[tuple[str, ...], Any]
 """Modules by all their paths, since a shared module has several."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -9,16 +10,13 @@ from flax import nnx
 
 from dora_common.rules import assign, listing
 from jax_dora.adapt.infer_stack import infer_stack
-from jax_dora.layers import DoRALayer
 from jax_dora.layers.classes import kind_of
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule
-from jax_dora.layers.stack import Stack, stack_axes_of
+from jax_dora.layers.stack import Stack, innermost, stack_axes_of, without_stack_axes
 from jax_dora.ops import quantised
-from jax_dora.tracing.adapted_class import adapters_of
 from jax_dora.tracing.registry import class_name
-from jax_dora.tracing.weight_adapter import WeightAdapter, layout_of_weight, stack_of_weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +89,18 @@ class AdaptableWeight:
         return self.paths[0]
 
     @property
+    def status(self) -> str:
+        """The weight's status in `jax_dora.coverage`."""
+        if self.is_adapted:
+            return "adapted"
+        return "not adaptable" if self.refusal else "adaptable"
+
+    @property
+    def merged_bytes(self) -> int:
+        """The size of all temporaries W' of one call, in fp32."""
+        return 4 * math.prod(self.shape) * self.merged
+
+    @property
     def module(self) -> Any:
         """The module that owns the weight."""
         return self.modules[self.module_paths[0]]
@@ -111,11 +121,13 @@ class AdaptableWeight:
         Raises:
           TypeError: it is no parameter, is not of floats, or is quantised and its module does not
             compute with a quantised array.
+          ValueError: see `check_rule`.
           TypeError, ValueError, NotImplementedError: see `DoRALayer.check`, `check_kernel` and
             `infer_stack`.
         """
         if not self.is_parameter:
             raise TypeError(self.why_no_parameter())
+        self.check_rule()
         module, value = self.module, self.parameter.get_value()
         if self.is_layer:
             if (kind := kind_of(module)) is None:
@@ -129,6 +141,14 @@ class AdaptableWeight:
                 "own code reads it; expected a float array: dequantise it with qwix.dequantize"
             )
         check_kernel(value, self.layout(1), self.stack)
+
+    def check_rule(self) -> None:
+        """Raises ValueError if the weight's rule has an option that only layers have."""
+        if not self.is_layer and self.rule and self.rule.adapt_attend is not None:
+            raise ValueError(
+                f"adapt_attend is {self.rule.adapt_attend!r} for a weight that its module's own "
+                "code reads; expected None, since this adapter applies wherever the weight is read"
+            )
 
     def why_no_parameter(self) -> str:
         """Returns what a weight is that is no parameter, and what to do, for an error message."""
@@ -151,13 +171,10 @@ class AdaptableWeight:
             return kind_of(self.module).contraction_of(self.module, rank)
         return layout_of_weight(self.shape, self.axes, rank)
 
-    @property
-    def adapter(self) -> DoRALayer | WeightAdapter | None:
-        """The DoRA layer or `WeightAdapter` with the weight's adapter; None if there is none."""
-        if isinstance(self.module, DoRALayer):
-            return self.module
-        adapters = adapters_of(self.module)
-        return next((adapter for adapter in adapters if adapter.spec.param == self.param), None)
+    def attribute(self, name: str) -> str:
+        """Returns the name of the attribute that stores the adapter's `name`, such as "lora_a", in
+        the weight's module."""
+        return name if self.is_layer or self.param == "kernel" else f"{self.param}_{name}"
 
     def described(self) -> str:
         """Returns the path, the class and the refusal, for an error message."""
@@ -165,6 +182,24 @@ class AdaptableWeight:
         if self.is_adapted:
             kind = type(self.module).__name__
         return f"{self.path} ({kind}){': ' if self.refusal else ''}{self.refusal}"
+
+
+def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
+    """Returns how layers are stacked in a weight with these axes.
+
+    `nnx.vmap` may have stacked whole models after they were adapted. Their axes come first.
+    """
+    count = len(shape) - len(without_stack_axes(axes))
+    return Stack.of_kernel(
+        shape, innermost(stack_axes_of(axes), count), sum(role in "bo" for role in axes)
+    )
+
+
+def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Contraction:
+    """Returns how to view a single layer of a weight, and an adapter of `rank`, as matrices."""
+    return Contraction.of_weight(
+        stack_of_weight(shape, axes).layer_part(shape), without_stack_axes(axes), rank
+    )
 
 
 def assign_rules(

@@ -91,6 +91,7 @@ def _assign_weights(
         "that they do not match these",
     )
     for weight in matched:
+        weight.check_rule()
         _check_names(weight)
     paths = {weight.paths for weight in matched}
     log_summary(one.replace(is_adapted=one.is_adapted or one.paths in paths) for one in found)

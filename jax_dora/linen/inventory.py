@@ -147,8 +147,7 @@ def params_path_of(weight: AdaptableWeight, name: str) -> tuple[str, ...]:
 
 def adapter_paths(weight: AdaptableWeight) -> dict[str, tuple[str, ...]]:
     """Returns the path in params of each array of a weight's adapter."""
-    prefix = "" if weight.is_layer or weight.param == "kernel" else f"{weight.param}_"
-    return {name: params_path_of(weight, prefix + name) for name in ADAPTER_NAMES}
+    return {name: params_path_of(weight, weight.attribute(name)) for name in ADAPTER_NAMES}
 
 
 class _Params(nnx.Module):

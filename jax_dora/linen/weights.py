@@ -13,10 +13,10 @@ from flax import nnx, traverse_util
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.weight import AdaptableWeight
+from jax_dora.adapt.weight_adapter import WeightAdapter
 from jax_dora.linen.inventory import adapter_paths, params_path_of
 from jax_dora.linen.layer import boxed_like
 from jax_dora.tracing.trace import WeightTrace
-from jax_dora.tracing.weight_adapter import AdapterSpec, WeightAdapter
 
 Params = dict[tuple[str, ...], Any]
 """The leaves of a collection, by their paths."""
@@ -57,7 +57,7 @@ def _adapter(
 ) -> WeightAdapter:
     rule = weight.rule
     assert rule is not None
-    adapter = WeightAdapter(_Holder(), AdapterSpec(weight.param, weight.axes, "", rule))
+    adapter = WeightAdapter(_Holder(), weight)
     parameter = nnx.Param(nn.unbox(params[weight_path(weight)]))
     setattr(adapter.module, weight.param, parameter)
     adapter.create_arrays(rule, rngs, arrays)

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
+from jax_dora.adapt.adapted_class import adapter_of
 from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.base_layer import check_has_values
@@ -166,7 +167,7 @@ def _adapters_by_name(
             "packed experts: merge the adapter with merge_dora, or store the arrays of get_adapter"
         )
     return {
-        name: layer.weight.adapter
+        name: adapter_of(layer.weight)
         for name, layer in view.layers.items()
         if layer.path in set(paths) and not _is_padding(layer, is_lora)
     }
@@ -178,7 +179,7 @@ def _is_padding(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
     Such a layer has lora_a and lora_b zero, which training does not lead to, and the norm as its
     magnitude.
     """
-    holder: Any = layer.weight.adapter
+    holder: Any = adapter_of(layer.weight)
     if not layer.index or any(
         bool(jnp.any(part[...][layer.at])) for part in (holder.lora_a, holder.lora_b)
     ):
@@ -196,7 +197,7 @@ def _lora_test(view: TorchView) -> Callable[[str], bool]:
 
     @functools.cache
     def are_norms(weight: AdaptableWeight) -> np.ndarray:
-        holder: Any = weight.adapter
+        holder: Any = adapter_of(weight)
         return np.asarray(fresh_magnitude(holder) == holder.magnitude[...])
 
     def is_lora(name: str) -> bool:

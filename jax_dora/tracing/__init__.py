@@ -1,31 +1,29 @@
 """Adapts weights that a module's own code reads, in the products that read them.
 
-A module keeps its class and its code. While one of its methods runs, a JAX trace propagates the
-adapted weight through casts, transposes, reshapes and indexing to the operations that read it.
-Products and lookups become adapted ones; any other operation gets the effective weight W'.
+While the code runs, a JAX trace propagates the adapted weight through casts, transposes, reshapes
+and indexing to the operations that read it. Products and lookups become adapted ones; any other
+operation gets the effective weight W'.
 
 A call takes these steps:
 
-1. The module's subclass (module.py) starts a `WeightTrace` (trace.py) and replaces the array of
-   each adapted parameter by a tracer of a `Weight` (weight.py).
+1. The caller (`jax_dora.adapt` for nnx, `jax_dora.linen`) starts a `WeightTrace` (trace.py) and
+   replaces the array of each adapted parameter by a tracer of a `Weight` (weight.py).
 2. The trace handles each operation on such a tracer by `evaluate_primitive` (jaxpr_interpreter.py),
    which also evaluates the jaxprs inside jit, checkpoint, scan, while and cond.
 3. `propagate` (primitives.py) handles an operation whose result is a view of the weight, such as a
    transpose. `apply_reader` passes a product or a lookup to the weight's `Reader`.
-4. `AdaptedReader` (products.py) computes the adapted product or lookup. `Recorder` (read_log.py),
-   which `apply_dora` and `coverage` use to find what reads each weight, records the operation and
-   computes the base result.
+4. `AdaptedReader` (adapted_products.py) computes the adapted product or lookup. `Recorder`
+   (read_log.py), which `apply_dora` and `coverage` use to find what reads each weight, records the
+   operation and computes the base result.
 
 | file | content |
 | --- | --- |
-| weight_adapter.py | `WeightAdapter`: the adapter of one weight; `AdapterSpec`: its description |
-| module.py | the subclass whose methods trace adapted weights |
 | trace.py | `WeightTrace`: the JAX trace |
 | weight.py | `Weight`: a view of a weight; `Reader`: the interface for operations that read it |
 | jaxpr_interpreter.py | operations and jaxprs with weights among their operands |
 | primitives.py | the result of each primitive on a weight |
 | operations.py | `Product`, `Ragged`, `Lookup`: descriptions of the operations that read weights |
-| products.py | `AdaptedReader` |
+| adapted_products.py | `AdaptedReader` |
 | read_log.py | `ReadLog`: the reads of an abstract call; `Example`: the inputs of that call |
 | registry.py | `register` and the parameters of public model libraries |
 """

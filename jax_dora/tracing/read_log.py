@@ -31,7 +31,7 @@ class Read:
     Attributes:
       name: the name of the primitive.
       kind: "product", "lookup" or "other".
-      axes: one letter for each axis of the weight, as in `AdapterSpec.axes`; "" for kind "other".
+      axes: one letter for each axis of the weight, as in `jax_dora.register`; "" for kind "other".
       features: for a product, the number of its output features; for a lookup, the number of rows.
       width: for a lookup, the number of features of a row; else 0.
       scopes: the paths of the modules whose methods contain the operation.

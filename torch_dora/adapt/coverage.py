@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from dora_common.coverage import Coverage, CoveredWeight
+from dora_common.coverage import Coverage
 from dora_common.rules import OUTPUT_HEADS
 from torch_dora.adapt.projections import is_linear, output_head, projection_shape
 from torch_dora.layers import (
@@ -20,6 +20,18 @@ from torch_dora.layers import (
 )
 from torch_dora.ops import check
 from torch_dora.ops.quantised import is_quantised
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight of a model; the attributes are those of `dora_common.coverage.CoveredWeight`."""
+
+    path: str
+    shape: tuple[int, ...]
+    status: str
+    how: str
+    is_linear: bool
+    merged_bytes: int = 0
 
 
 def coverage(model: nn.Module) -> Coverage:
@@ -49,7 +61,7 @@ def coverage(model: nn.Module) -> Coverage:
     return Coverage(tuple(found))
 
 
-def _rows(name: str, module: Any) -> Iterator[tuple[Any, CoveredWeight]]:
+def _rows(name: str, module: Any) -> Iterator[tuple[Any, Weight]]:
     """Yields the weights of one module: what holds each, by which a shared one is known, and its
     row."""
 
@@ -57,7 +69,7 @@ def _rows(name: str, module: Any) -> Iterator[tuple[Any, CoveredWeight]]:
         parameter: str, shape: Sequence[int], status: str, how: str, linear: bool = False
     ) -> Any:
         path = ".".join(filter(None, (name, parameter)))
-        return CoveredWeight(path, tuple(shape), status, how, linear)
+        return Weight(path, tuple(shape), status, how, linear)
 
     packed = packed_experts(module)
     for parameter, experts in packed.items():

@@ -272,8 +272,9 @@ def test_all_metadata_of_the_kernels_axes_are_carried_on():
     kernel.set_metadata(kernel_axes=metadata["out_sharding"], about="not its axes")
     own = Own(1, nnx.Rngs(0))
     own.w = kernel
-    spec = jax_dora.tracing.weight_adapter.AdapterSpec("w", "iso", "", DoRARule("", 3, 3))
-    adapter = jax_dora.tracing.adapted_class.add_adapter(own, spec, own, ())
+    rule = DoRARule("", 3, 3)
+    spec = jax_dora.adapt.weight.AdaptableWeight(("",), ("",), "w", axes="iso", rule=rule)
+    adapter = jax_dora.adapt.adapted_class.add_adapter(own, spec, own, ())
     init = nnx.with_partitioning(nnx.initializers.zeros, ("mine", None))
     adapter.create_arrays(DoRARule("", 3, 3, lora_b_init=init), nnx.Rngs(0))
     for name, axes in [("lora_a", ("rows", "out", None)), ("magnitude", ("columns", "out"))]:

@@ -14,9 +14,11 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
+from jax_dora.adapt.weight import AdaptableWeight
+from jax_dora.adapt.weight_adapter import ATTRIBUTES, WeightAdapter
+from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
 from jax_dora.tracing.trace import is_weight_tracer, weight_trace
-from jax_dora.tracing.weight_adapter import ATTRIBUTES, AdapterSpec, WeightAdapter
 
 
 def has_dora_type(module: Any) -> bool:
@@ -31,7 +33,7 @@ def dora_type(base: type[nnx.Module]) -> type[Any]:
 
     Attributes:
       plain_type: `base`; an attribute of the class.
-      dora_specs: the specs of the adapted weights that the module owns.
+      dora_weights: the adapted weights that the module owns, with paths from the module.
       dora_reads: the adapted weights that the module's methods read, as (path from the module to
         the owner, the parameter's name).
     """
@@ -59,9 +61,9 @@ def _own_keys(self: Any) -> Iterator[str]:
 def added_attributes(module: Any) -> set[str]:
     """Returns the names of attributes that this library adds to a module: those of its adapters,
     and those that note what its methods read."""
-    specs = vars(module).get("dora_specs", ())
-    added = {spec.attribute(name) for spec in specs for name in ATTRIBUTES}
-    return added | {"dora_specs", "dora_reads", "dora_scope", "dora_log"}
+    weights = vars(module).get("dora_weights", ())
+    added = {weight.attribute(name) for weight in weights for name in ATTRIBUTES}
+    return added | {"dora_weights", "dora_reads", "dora_scope", "dora_log"}
 
 
 @functools.cache
@@ -118,12 +120,12 @@ def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
 
     Yields a function that replaces the traced weights in a method's result by arrays.
     """
-    own = (((), spec.param) for spec in module.dora_specs)
+    own = (((), weight.param) for weight in module.dora_weights)
     adapters = [
         adapter
         for path, param in dict.fromkeys((*module.dora_reads, *own))
         for adapter in adapters_of(at_path(module, path))
-        if adapter.spec.param == param
+        if adapter.weight.param == param
         and not is_weight_tracer(adapter.kernel_param.get_raw_value())
     ]
     if not adapters:
@@ -136,7 +138,7 @@ def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
             value: Any = adapter.traced(trace, variable.get_raw_value())
             traced_variable = type(variable).from_metadata(value, variable.get_metadata())
             traced_variables.append(traced_variable)
-            vars(adapter.module)[adapter.spec.param] = traced_variable
+            vars(adapter.module)[adapter.weight.param] = traced_variable
 
         def to_arrays(result: Any) -> Any:
             leaves = jax.tree.leaves(result, is_leaf=is_node)
@@ -150,7 +152,7 @@ def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
             triples = zip(adapters, variables, traced_variables, strict=True)
             for adapter, variable, traced_variable in triples:
                 if adapter.kernel_param is traced_variable:
-                    vars(adapter.module)[adapter.spec.param] = variable
+                    vars(adapter.module)[adapter.weight.param] = variable
 
 
 def at_path(module: Any, path: tuple[str, ...]) -> Any:
@@ -169,18 +171,26 @@ def adapters_of(module: Any) -> list[WeightAdapter]:
     """Returns the adapted weights that `module` owns, other than the kernel of a `DoRALayer`."""
     if not has_dora_type(module):
         return []
-    return [WeightAdapter(module, spec) for spec in module.dora_specs]
+    return [WeightAdapter(module, weight) for weight in module.dora_weights]
+
+
+def adapter_of(weight: AdaptableWeight) -> DoRALayer | WeightAdapter | None:
+    """Returns the DoRA layer or `WeightAdapter` with a weight's adapter; None if there is none."""
+    if isinstance(weight.module, DoRALayer):
+        return weight.module
+    adapters = adapters_of(weight.module)
+    return next((one for one in adapters if one.weight.param == weight.param), None)
 
 
 def set_dora_class(module: Any) -> None:
     """Changes the class of `module`, in place, to its subclass that traces adapted weights."""
     if not has_dora_type(module):
-        module.dora_specs, module.dora_reads = (), ()
+        module.dora_weights, module.dora_reads = (), ()
         module.__class__ = dora_type(type(module))
 
 
 def add_adapter(
-    module: Any, spec: AdapterSpec, reader: Any, path: tuple[str, ...]
+    module: Any, weight: AdaptableWeight, reader: Any, path: tuple[str, ...]
 ) -> WeightAdapter:
     """Returns a new adapter for a weight of `module`, without arrays yet.
 
@@ -190,14 +200,14 @@ def add_adapter(
     """
     set_dora_class(module)
     set_dora_class(reader)
-    module.dora_specs = (*module.dora_specs, spec)
-    reader.dora_reads = (*reader.dora_reads, (path, spec.param))
-    return WeightAdapter(module, spec)
+    module.dora_weights = (*module.dora_weights, weight)
+    reader.dora_reads = (*reader.dora_reads, (path, weight.param))
+    return WeightAdapter(module, weight)
 
 
 def restore_plain_class(module: Any) -> None:
     """Restores the original class of `module`, in place, and removes the adapters' attributes."""
     for adapter in adapters_of(module):
         adapter.delete_arrays()
-    del module.dora_specs, module.dora_reads
+    del module.dora_weights, module.dora_reads
     module.__class__ = module.plain_type

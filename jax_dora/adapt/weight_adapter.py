@@ -9,58 +9,22 @@ import jax
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
+from jax_dora.adapt.weight import AdaptableWeight, layout_of_weight, stack_of_weight
 from jax_dora.layers.adapter_arrays import make_adapter
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.dora_layer import DoRALayer
 from jax_dora.layers.magnitude import g_of_call
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.seeds import dropout_of_call
-from jax_dora.layers.stack import (
-    STACK_LETTERS,
-    Stack,
-    innermost,
-    stack_axes_of,
-    without_stack_axes,
-)
+from jax_dora.layers.stack import STACK_LETTERS, Stack, without_stack_axes
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.tracing.adapted_products import AdaptedReader
 from jax_dora.tracing.jaxpr_interpreter import mark_adapted
 from jax_dora.tracing.trace import WeightTrace
 from jax_dora.tracing.weight import Weight
 
+# The attributes of an adapter in the module that owns the weight.
 ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterSpec:
-    """Describes an adapted weight and its adapter.
-
-    Attributes:
-      param: the name of the parameter in its module.
-      axes: one letter for each axis, as in `jax_dora.register`.
-      name: the weight's name in its path: `param`, or "" if the module has no other weight and the
-        path is the module's.
-      rule: the adapter's settings.
-      is_lookup: whether the weight is an embedding.
-    """
-
-    param: str
-    axes: str
-    name: str
-    rule: DoRARule
-    is_lookup: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rule.adapt_attend is not None:
-            raise ValueError(
-                f"adapt_attend is {self.rule.adapt_attend!r} for a weight that its module's own "
-                "code reads; expected None, since this adapter applies wherever the weight is read"
-            )
-
-    def attribute(self, name: str) -> str:
-        """Returns the attribute of the module that stores the adapter's `name`, such as
-        "lora_a"."""
-        return name if self.param == "kernel" else f"{self.param}_{name}"
 
 
 class WeightAdapter:
@@ -68,7 +32,7 @@ class WeightAdapter:
 
     Attributes:
       module: the module that owns the weight.
-      spec: the weight and the adapter's settings.
+      weight: the weight, its paths from the module, and its rule.
       lora_a: [*stack, *b, *i, rank].
       lora_b: [*stack, *b, rank, *o].
       magnitude: [*stack, *b, *o].
@@ -79,38 +43,43 @@ class WeightAdapter:
 
     norm: Any = DoRALayer.norm
 
-    def __init__(self, module: Any, spec: AdapterSpec) -> None:
+    def __init__(self, module: Any, weight: AdaptableWeight) -> None:
         self.module = module
-        self.spec = spec
+        self.weight = weight
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the adapter, or else of the rule: rank, alpha, scale and so
         on."""
         if name in ATTRIBUTES:
-            return getattr(self.module, self.spec.attribute(name))
-        return getattr(self.spec.rule, name)
+            return getattr(self.module, self.weight.attribute(name))
+        return getattr(self._rule, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ATTRIBUTES:
-            setattr(self.module, self.spec.attribute(name), value)
+            setattr(self.module, self.weight.attribute(name), value)
         else:
             object.__setattr__(self, name, value)
 
     @property
+    def _rule(self) -> DoRARule:
+        assert self.weight.rule is not None
+        return self.weight.rule
+
+    @property
     def kernel_name(self) -> str:
-        return self.spec.param
+        return self.weight.param
 
     def path(self, module: str) -> str:
         """Returns the weight's path, given its module's path."""
-        return "/".join(filter(None, (module, self.spec.name)))
+        return "/".join(filter(None, (module, self.weight.path)))
 
     def module_path(self, path: str) -> str:
         """Returns the module's path, given the weight's path."""
-        return path.removesuffix(self.spec.name).removesuffix("/")
+        return path.removesuffix(self.weight.path).removesuffix("/")
 
     @property
     def kernel_param(self) -> nnx.Param:
-        return getattr(self.module, self.spec.param)
+        return getattr(self.module, self.weight.param)
 
     @property
     def result_dtype(self) -> Any:
@@ -118,16 +87,16 @@ class WeightAdapter:
         return self.kernel_param.dtype
 
     def rule(self, path: str = "") -> DoRARule:
-        return dataclasses.replace(self.spec.rule, path=path)
+        return dataclasses.replace(self._rule, path=path)
 
     @property
     def layout(self) -> Contraction:
         """How to view the arrays of a single layer as matrices."""
-        return layout_of_weight(self.kernel_param.shape, self.spec.axes, self.rank)
+        return layout_of_weight(self.kernel_param.shape, self.weight.axes, self.rank)
 
     @property
     def stack(self) -> Stack:
-        return stack_of_weight(self.kernel_param.shape, self.spec.axes)
+        return stack_of_weight(self.kernel_param.shape, self.weight.axes)
 
     def eval(self) -> None:
         if self.dropout is not None:
@@ -149,7 +118,7 @@ class WeightAdapter:
         with meshes.context_of(kernel):
             kernel = mark_adapted(kernel)
             # A scan removes the stack axis of the kernel; `nnx.vmap` may remove batch axes too.
-            axes = self.spec.axes
+            axes = self.weight.axes
             for role in (*STACK_LETTERS, "b"):
                 axes = axes.replace(role, "", max(0, len(axes) - kernel.ndim))
             order = functools.partial(self._stack_to_batch, axes)
@@ -158,7 +127,7 @@ class WeightAdapter:
             arrays |= {name: order(getattr(self, name)[...]) for name in ("lora_a", "lora_b")}
             layout = Contraction.of_weight(kernel.shape, axes, self.rank)
             arrays["g"] = g_of_call(self, self.result_dtype, [*arrays.values()], layout, order)
-            reader = AdaptedReader(self.spec.rule, dropout_of_call(self, None, None))
+            reader = AdaptedReader(self._rule, dropout_of_call(self, None, None))
             return Weight.of(axes, arrays, reader)
 
     def _stack_to_batch(self, axes: str, array: jax.Array) -> jax.Array:
@@ -185,7 +154,7 @@ class WeightAdapter:
         Raises:
           ValueError: the module already has an attribute with one of these names.
         """
-        taken = [n for n in map(self.spec.attribute, ATTRIBUTES) if hasattr(self.module, n)]
+        taken = [n for n in map(self.weight.attribute, ATTRIBUTES) if hasattr(self.module, n)]
         if taken:
             raise ValueError(
                 f"the module has an attribute {taken[0]!r}, a name that the adapter needs; "
@@ -198,26 +167,4 @@ class WeightAdapter:
 
     def delete_arrays(self) -> None:
         for name in ATTRIBUTES:
-            delattr(self.module, self.spec.attribute(name))
-
-
-def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
-    """Returns how layers are stacked in a weight.
-
-    `nnx.vmap` may have stacked whole models after they were adapted. Their axes come first.
-
-    Args:
-      shape: the weight's shape.
-      axes: see `AdapterSpec.axes`.
-    """
-    count = len(shape) - len(without_stack_axes(axes))
-    return Stack.of_kernel(
-        shape, innermost(stack_axes_of(axes), count), sum(role in "bo" for role in axes)
-    )
-
-
-def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Contraction:
-    """Returns how to view a single layer of a weight, and an adapter of `rank`, as matrices."""
-    return Contraction.of_weight(
-        stack_of_weight(shape, axes).layer_part(shape), without_stack_axes(axes), rank
-    )
+            delattr(self.module, self.weight.attribute(name))
