@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+import jax
 from flax import nnx
 
 from dora_common.rules import assign, listing
@@ -14,7 +15,7 @@ from jax_dora.layers.classes import kind_of
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule
-from jax_dora.layers.stack import Stack, innermost, stack_axes_of, without_stack_axes
+from jax_dora.layers.stack import STACK_LETTERS, Stack, innermost, stack_axes_of, without_stack_axes
 from jax_dora.ops import quantised
 from jax_dora.tracing.registry import class_name
 
@@ -171,6 +172,26 @@ class AdaptableWeight:
             return kind_of(self.module).contraction_of(self.module, rank)
         return layout_of_weight(self.shape, self.axes, rank)
 
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int]:
+        """The sizes (in, out) of a single layer's weight as a matrix."""
+        _, in_features, out = self.layout(1).kernel.matrices
+        return in_features, out
+
+    @property
+    def result_dtype(self) -> Any:
+        """The dtype of the result for an input of the weight's dtype."""
+        return getattr(self.module, "dtype", None) or self.parameter.dtype
+
+    def abstract(self) -> Self:
+        """Returns the kernel of a layer without the model: in a copy of the layer whose arrays are
+        `jax.ShapeDtypeStruct`s, with the axes that `stack` has found."""
+        graphdef, state = nnx.split(self.module)
+        arrays = jax.tree.map(_abstract_array, state)
+        axes = self.stack.combine(STACK_LETTERS, kind_of(self.module).kernel_axes(self.module))
+        layer = nnx.merge(graphdef, arrays)
+        return self.replace(axes="".join(axes), modules=dict.fromkeys(self.module_paths, layer))
+
     def attribute(self, name: str) -> str:
         """Returns the name of the attribute that stores the adapter's `name`, such as "lora_a", in
         the weight's module."""
@@ -182,6 +203,11 @@ class AdaptableWeight:
         if self.is_adapted:
             kind = type(self.module).__name__
         return f"{self.path} ({kind}){': ' if self.refusal else ''}{self.refusal}"
+
+
+def _abstract_array(array: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(array, "sharding", None)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:

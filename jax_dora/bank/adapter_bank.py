@@ -15,9 +15,10 @@ from dora_common.rules import ALL_LINEAR
 from dora_common.slots import check_ids, check_ids_array, check_room, check_sizes, check_slot
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.adapt.tree import check_model
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.bank.host import HostAdapter, block_shape, read_adapter, read_folder
 from jax_dora.bank.programs import Arrays, BankPrograms, BaseModel
-from jax_dora.bank.projections import BankProjection, projections
+from jax_dora.bank.projections import projections
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.ops.bank_slots import checked_ids
 from jax_dora.peft.names import Names
@@ -120,7 +121,7 @@ class AdapterBank:
         return tuple(self._programs.projections)
 
     @property
-    def projections(self) -> Mapping[str, BankProjection]:
+    def projections(self) -> Mapping[str, AdaptableWeight]:
         """The projections by path."""
         return self._programs.projections
 

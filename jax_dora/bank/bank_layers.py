@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from dora_common.slots import check_rows
-from jax_dora.bank.projections import BankProjection
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers import DoRALinear
 from jax_dora.layers.base_layer import copy_attributes, new_instance
 from jax_dora.layers.contraction import Contraction
@@ -67,7 +67,7 @@ class BankLayer(nnx.Module):
     def __init__(
         self,
         base: Any,
-        projection: BankProjection,
+        projection: AdaptableWeight,
         slots: Slots,
         ids: jax.Array,
         step: jax.Array | None,
@@ -213,7 +213,7 @@ class BankLinear(BankLayer, nnx.Linear):
     can_take_codes = True
     apply_together = staticmethod(_apply_together)  # see `jax_dora.apply_layers`
 
-    def __init__(self, base: Any, projection: BankProjection, *others: Any) -> None:
+    def __init__(self, base: Any, projection: AdaptableWeight, *others: Any) -> None:
         super().__init__(base, projection, *others)
         kernel = base.kernel.get_value()
         is_kept = isinstance(kernel, jax.Array) and projection.stack.is_leading

@@ -18,7 +18,8 @@ from dora_common.peft.folder import open_folder
 from dora_common.rules import listing
 from jax_dora.adapt.adapter import Adapter, rules_by_path
 from jax_dora.adapt.inventory import find_weights
-from jax_dora.bank.projections import BankProjection, rejection_reason
+from jax_dora.adapt.weight import AdaptableWeight
+from jax_dora.bank.projections import rejection_reason
 from jax_dora.layers.stack import Stack, stack_axes_of
 from jax_dora.ops.bank_slots import RANKS
 from jax_dora.ops.dtypes import accumulation_dtype
@@ -162,11 +163,11 @@ class Scaling(NamedTuple):
 
 
 def read_adapter(
-    model: nnx.Module, projections: Sequence[BankProjection], adapter: Adapter
+    model: nnx.Module, projections: Sequence[AdaptableWeight], adapter: Adapter
 ) -> HostAdapter:
     """Converts an `Adapter` of the model; raises the same errors as `AdapterBank.load`."""
     rules = rules_by_path(adapter)
-    by_path = {path: projection for projection in projections for path in projection.paths}
+    by_path = {path: projection for projection in projections for path in projection.module_paths}
     for path in adapter.arrays:
         if path not in by_path:
             raise _unknown_projection(model, projections, path)
@@ -204,7 +205,7 @@ def read_adapter(
 
 def read_folder(
     model: nnx.Module,
-    projections: Sequence[BankProjection],
+    projections: Sequence[AdaptableWeight],
     folder: str | os.PathLike[str],
     adapter: str | None = None,
     names: Names | None = None,
@@ -234,7 +235,7 @@ def read_folder(
 
 def _unknown_projection(
     model: nnx.Module,
-    projections: Sequence[BankProjection],
+    projections: Sequence[AdaptableWeight],
     path: str,
     reason: str = "the model has no layer of that path",
 ) -> ValueError:
@@ -248,7 +249,7 @@ def _unknown_projection(
 
 
 def _pack(
-    projections: Sequence[BankProjection], layers: Mapping[str, Mapping[Any, LayerAdapter]]
+    projections: Sequence[AdaptableWeight], layers: Mapping[str, Mapping[Any, LayerAdapter]]
 ) -> HostAdapter:
     """Returns a `HostAdapter` made of the adapters at each path, by their index in its stack."""
     rank = max(layer.lora_a.shape[0] for found in layers.values() for layer in found.values())
@@ -264,15 +265,15 @@ def _pack(
     return HostAdapter(tuple(blocks), scalings, rank)
 
 
-def block_shape(projection: BankProjection) -> tuple[int, ...]:
+def block_shape(projection: AdaptableWeight) -> tuple[int, ...]:
     """Returns the shape of the array of a projection in a block of ranks."""
     return (*projection.stack.shape, RANKS, sum(projection.sizes))
 
 
 def _rank_block(
-    projection: BankProjection, found: Mapping[Any, LayerAdapter], start: int
+    projection: AdaptableWeight, found: Mapping[Any, LayerAdapter], start: int
 ) -> np.ndarray:
-    block = np.zeros(block_shape(projection), projection.dtype)
+    block = np.zeros(block_shape(projection), projection.result_dtype)
     lora_a, lora_b = np.split(block, [projection.sizes[0]], axis=-1)
     for index, layer in found.items():
         for name, target, source in (("a", lora_a, layer.lora_a), ("b", lora_b, layer.lora_b)):
@@ -282,10 +283,10 @@ def _rank_block(
     return block
 
 
-def _scaling_of(projection: BankProjection, found: Mapping[Any, LayerAdapter]) -> Scaling:
+def _scaling_of(projection: AdaptableWeight, found: Mapping[Any, LayerAdapter]) -> Scaling:
     (_, out), wide, stack = (
         projection.sizes,
-        accumulation_dtype(projection.dtype),
+        accumulation_dtype(projection.result_dtype),
         projection.stack.shape,
     )
     scaling = Scaling(
@@ -302,7 +303,7 @@ def _scaling_of(projection: BankProjection, found: Mapping[Any, LayerAdapter]) -
     return scaling
 
 
-def _check_finite(name: str, projection: BankProjection, array: np.ndarray) -> None:
+def _check_finite(name: str, projection: AdaptableWeight, array: np.ndarray) -> None:
     if not np.isfinite(array).all():
         raise ValueError(
             f"adapter has NaN or infinity in {name} of {projection.path!r}, in the bank's dtype "

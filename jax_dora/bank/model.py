@@ -18,6 +18,7 @@ from jax_dora.adapt.tree import (
 from jax_dora.bank.adapter_bank import AdapterBank
 from jax_dora.bank.bank_layers import LAYER_CLASSES
 from jax_dora.layers import dora_class_of
+from jax_dora.layers.classes import kind_of
 from jax_dora.ops.bank_linear import step_of
 from jax_dora.ops.dispatch import choose
 
@@ -69,7 +70,7 @@ def with_bank[Model: nnx.Module](
     check_plain([path for path, *_ in find_dora_layers(model)], "jax_dora")
     ids = bank.checked(adapter_ids)
     sizes = {
-        (*projection.sizes, bank.arrays[path].lora_a.shape[-2], projection.dtype)
+        (*projection.sizes, bank.arrays[path].lora_a.shape[-2], projection.result_dtype)
         for path, projection in bank.projections.items()
     }
     step = step_of(ids, bank.slots, sizes, implementation)
@@ -78,14 +79,15 @@ def with_bank[Model: nnx.Module](
     replacements: dict[int, Any] = {}
     for path, projection in bank.projections.items():
         module: Any = modules.get(path)
-        if dora_class_of(module) is not projection.kind or (
-            getattr(module, projection.kind.kernel_name).shape != projection.shape
+        kind = kind_of(projection.module)
+        if dora_class_of(module) is not kind or (
+            getattr(module, projection.param).shape != projection.shape
         ):
             raise ValueError(
-                f"model has no {projection.kind.base_type.__name__} {projection.shape} at {path!r}"
+                f"model has no {kind.base_type.__name__} {projection.shape} at {path!r}"
                 ", for which the bank holds adapters; expected the model that the bank was made for"
             )
-        layer = LAYER_CLASSES[projection.kind](
+        layer = LAYER_CLASSES[kind](
             module, projection, bank.arrays[path], ids, step, implementation
         )
         replacements[id(module)] = layer

@@ -14,8 +14,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.bank.host import CachedG, HostAdapter, Scaling, block_shape
-from jax_dora.bank.projections import BankProjection, groups
+from jax_dora.bank.projections import groups, shardings_of
 from jax_dora.bank.slot_updates import Arrays, RankBlock, clear, g_of, with_scalings, write
 from jax_dora.ops.bank_slots import RANKS, Slots
 from jax_dora.ops.dtypes import accumulation_dtype
@@ -60,14 +61,14 @@ class BankPrograms:
     """
 
     def __init__(
-        self, base: BaseModel, slots: int, max_rank: int, projections: Iterable[BankProjection]
+        self, base: BaseModel, slots: int, max_rank: int, projections: Iterable[AdaptableWeight]
     ) -> None:
         self.base = weakref.ref(base)
         self.slots = slots
         self.max_rank = max_rank
         self._held_rank = -(-max_rank // RANKS) * RANKS
         self.projections = {projection.path: projection for projection in projections}
-        shardings = {path: projection.shardings() for path, projection in self.projections.items()}
+        shardings = {path: shardings_of(one) for path, one in self.projections.items()}
         self.shardings = shardings
 
         # Device arrays that are transferred once: blocks of zeros for projections that an adapter
@@ -128,12 +129,12 @@ class BankPrograms:
     def _make(self) -> Arrays:
         return {path: self._empty(projection) for path, projection in self.projections.items()}
 
-    def _empty(self, projection: BankProjection) -> Slots:
-        in_features, out = projection.sizes
-        lead, wide = (*projection.stack.shape, self.slots), accumulation_dtype(projection.dtype)
+    def _empty(self, projection: AdaptableWeight) -> Slots:
+        (in_features, out), dtype = projection.sizes, projection.result_dtype
+        lead, wide = (*projection.stack.shape, self.slots), accumulation_dtype(dtype)
         return Slots(
-            lora_a=jnp.zeros((*lead, self._held_rank, in_features), projection.dtype),
-            lora_b=jnp.zeros((*lead, self._held_rank, out), projection.dtype),
+            lora_a=jnp.zeros((*lead, self._held_rank, in_features), dtype),
+            lora_b=jnp.zeros((*lead, self._held_rank, out), dtype),
             g=jnp.full((*lead, out), jnp.nan, wide),
             scale=jnp.zeros(lead, wide),
             rank=jnp.zeros(lead, jnp.int32),
@@ -215,7 +216,7 @@ class BankPrograms:
         projection, sharding = self.projections[path], self.shardings[path]
         if block is None:
             if path not in self._zeros:
-                zeros = np.zeros(block_shape(projection), projection.dtype)
+                zeros = np.zeros(block_shape(projection), projection.result_dtype)
                 self._zeros[path] = self._transfer(path, zeros)
             return self._zeros[path]
         if sharding.lora_a is None:
@@ -273,7 +274,7 @@ class BankPrograms:
             projection = self.projections[path]
             stack = projection.stack.shape
             numerator = take(*stack, projection.sizes[1]).astype(
-                accumulation_dtype(projection.dtype)
+                accumulation_dtype(projection.result_dtype)
             )
             scalings[path] = Scaling(numerator, take(*stack) != 0, take(*stack), take(*stack))
         return scalings

@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 
 from jax_dora import ops
+from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.bank.host import Scaling
-from jax_dora.bank.projections import BankProjection
 from jax_dora.layers.magnitude import bounded_norm
 from jax_dora.ops.bank_slots import Slots
 
@@ -71,7 +71,7 @@ def with_scalings(
 
 
 def g_of(
-    projection: BankProjection, kernel: Any, adapter: tuple[jax.Array, jax.Array, Scaling]
+    projection: AdaptableWeight, kernel: Any, adapter: tuple[jax.Array, jax.Array, Scaling]
 ) -> jax.Array:
     """Returns g [*stack, out] of an adapter: lora_a, lora_b and its scaling."""
 
@@ -81,8 +81,8 @@ def g_of(
         if not layout.is_one_matrix:
             kernel = layout.kernel.to_matrices(kernel)[0]
         norm = ops.factored_norm(kernel, lora_a.T, lora_b, scaling.scale)
-        norm = bounded_norm(norm, projection.dtype)
-        g = ops.magnitude_scale(scaling.numerator, norm, projection.dtype)
+        norm = bounded_norm(norm, projection.result_dtype)
+        g = ops.magnitude_scale(scaling.numerator, norm, projection.result_dtype)
         # If the norm's squares overflow, as in diverged adapters, no result must be finite. NaN is
         # the g of empty slots.
         most = jnp.finfo(norm.dtype).max
