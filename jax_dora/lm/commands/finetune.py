@@ -100,14 +100,7 @@ def run(args: argparse.Namespace) -> int:
         settings = _settings(args)
         processes.join(args.coordinator, args.processes, args.process)
     console = _Console(args, quiet=not processes.is_first())
-    monitor, is_connected = processes.monitor_peers(args.coordinator)
-    if not is_connected:
-        console.print(
-            "Warning: some processes cannot reach a free port of the first process. If a process "
-            "is killed, the others will notice only after a minute or more.",
-            soft_wrap=True,
-        )
-    with monitor.reporting(), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         with usage_errors():
             stack.enter_context(locked_output(settings.output))
             processes.check_equal({"tiny": args.tiny, "dry_run": args.dry_run})
@@ -117,7 +110,6 @@ def run(args: argparse.Namespace) -> int:
                 if args.dry_run:
                     return 0
                 finetuning = Run(plan)
-                monitor.advice = finetuning.how_to_resume
         return INTERRUPTED if finetuning.train().is_interrupted else 0
 
 

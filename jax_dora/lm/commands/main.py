@@ -3,7 +3,9 @@
 import argparse
 import errno
 import io
+import re
 import sys
+import traceback
 from collections.abc import Sequence
 
 import jax
@@ -18,11 +20,14 @@ from jax_dora.lm.commands.flags import (
     flags_of,
     with_flag_names,
 )
+from jax_dora.lm.finetune import processes
 from jax_dora.lm.finetune.processes import FirstStoppedError
 from jax_dora.lm.finetune.stopping import DivergedError
 from jax_dora.lm.models import NotFiniteError
 
 FAILED, USAGE = 1, 2
+# Of JAX's errors when another process does not answer. Their types are general.
+_LOST = re.compile(r"\b([Gg]loo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED)\b")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = (finetune, generate, merge, inspect, serve)
 
@@ -66,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = " ".join(f"{message}{'. ' if notes else ''}{notes}".split())
         line = with_flag_names(line, flags)
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if jax.distributed.is_initialized():
+            processes.leave(status)
         return status
 
 
@@ -83,8 +90,14 @@ def _explain(error: BaseException) -> tuple[int, str]:
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
             first = str(error).partition("\n")[0]
             return FAILED, f"Out of memory on the device: {first}"
+        case RuntimeError() | ValueError() if _LOST.search(str(error)):
+            first = str(error).partition("\n")[0]
+            return FAILED, f"Stopped: another process has ended or is lost ({first})"
         case OSError():
             is_full = error.errno in FULL
             what = "The disk is full" if is_full else "A file could not be read or written"
             return FAILED, f"{what}: {error}"
+    if jax.distributed.is_initialized():
+        traceback.print_exception(error)
+        return FAILED, "Stopped: this process has failed"
     raise error

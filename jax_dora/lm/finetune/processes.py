@@ -3,19 +3,19 @@
 All processes run the same steps with the same settings. Only the first process prints and writes.
 """
 
-import contextlib
 import json
-import socket
+import os
+import sys
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_dora.lm.finetune.peers import PeerMonitor, connect, listen_for_peers
-
-_CONNECT_TIMEOUT = 10.0  # seconds
+_HEARTBEAT_SECONDS = 20  # after which JAX ends a process that another one does not answer
+_LEAVE_SECONDS = 2
 
 
 class FirstStoppedError(RuntimeError):
@@ -49,33 +49,23 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         address = None if coordinator == "auto" else coordinator
-        jax.distributed.initialize(address, processes, process)
+        jax.distributed.initialize(
+            address, processes, process, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
+        )
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"the processes cannot connect: {error}; {expected}") from error
 
 
-def monitor_peers(coordinator: str | None) -> tuple[PeerMonitor, bool]:
-    """Connects the processes that have joined, so that each notices when another one ends.
+def leave(status: int) -> NoReturn:
+    """Ends this process, but not before other processes have printed the same error.
 
-    Returns:
-      The monitor, and whether all processes could connect. If not, the monitor has no connections.
+    A normal exit would wait for the others, and they would wait for this process in a collective
+    operation.
     """
-    count, index = jax.process_count(), jax.process_index()
-    if count == 1:
-        return PeerMonitor(index, {}), True
-    host = (coordinator or "").rpartition(":")[0].strip("[]") or socket.gethostname()
-    address, accept = "", None
-    if index == 0:
-        with contextlib.suppress(OSError):  # Without connections, JAX notices after a while.
-            address, accept = listen_for_peers(count, host)
-    address = _broadcast_json(address)
-    others = accept(2 * _CONNECT_TIMEOUT) if accept else connect(address, index, _CONNECT_TIMEOUT)
-    is_complete = not any_process(len(others) < (count - 1 if index == 0 else 1))
-    if not is_complete:
-        for connection in others.values():
-            connection.close()
-        others = {}
-    return PeerMonitor(index, others), is_complete
+    sys.stdout.flush()
+    # JAX aborts the other processes when the first one ends, so that one waits longer.
+    time.sleep(_LEAVE_SECONDS + is_first())
+    os._exit(status)
 
 
 def is_first() -> bool:

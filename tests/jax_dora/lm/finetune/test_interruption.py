@@ -187,6 +187,11 @@ STOPS = {
         1,
         "Out of memory on the device: RESOURCE_EXHAUSTED: Out of memory. Nothing is saved",
     ),
+    "process": (
+        jax.errors.JaxRuntimeError("INTERNAL: Gloo failed: closed\nlong trace"),
+        1,
+        "Stopped: another process has ended or is lost (INTERNAL: Gloo failed: closed). ",
+    ),
     "disk": (
         OSError(28, "No space left", "x"),
         1,
