@@ -1,9 +1,8 @@
 """The valid values of settings, for dataclasses that check and commands that parse them."""
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 from dora_common.hyperparameters import LARGEST, LEAST, is_integer
@@ -38,25 +37,24 @@ def one_of(*choices: str) -> Domain:
     return Domain(str, " or ".join(map(repr, choices)), lambda value: value in choices, choices)
 
 
-def _numbers(expected: str, is_valid: Callable[[float], bool]) -> Domain:
+def numbers(expected: str, is_valid: Callable[[float], bool]) -> Domain:
     """Returns the numbers for which `is_valid` is true and that float32 holds."""
 
     def contains(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if isinstance(value, bool) or not isinstance(value, Real):
             return False
-        number = float(value)
-        is_held = number == 0 or LEAST <= abs(number) <= LARGEST
-        return not math.isnan(number) and is_held and is_valid(number)
+        size: Any = abs(value)
+        return (size == 0 or LEAST <= size <= LARGEST) and is_valid(float(value))
 
     words = f"a number {expected} that is 0 or has a magnitude from {LEAST:.1e} to {LARGEST:.1e}"
     return Domain(float, f"{words}, the range of float32", contains)
 
 
-POSITIVE = _numbers("above 0", lambda value: value > 0)
-NOT_NEGATIVE = _numbers("of at least 0", lambda value: value >= 0)
-RATE = _numbers("from 0 to below 1", lambda value: 0 <= value < 1)
-SHARE = _numbers("above 0 and at most 1", lambda value: 0 < value <= 1)
-PROBABILITY = _numbers("from 0 to 1", lambda value: 0 <= value <= 1)
+POSITIVE = numbers("above 0", lambda value: value > 0)
+NOT_NEGATIVE = numbers("of at least 0", lambda value: value >= 0)
+RATE = numbers("from 0 to below 1", lambda value: 0 <= value < 1)
+SHARE = numbers("above 0 and at most 1", lambda value: 0 < value <= 1)
+PROBABILITY = numbers("from 0 to 1", lambda value: 0 <= value <= 1)
 
 
 def check(settings: Any, domains: Mapping[str, Domain]) -> None:

@@ -13,9 +13,15 @@ import json
 import sys
 
 import jax_dora
-from jax_dora.lm.commands.flags import add_end_token, in_domain, usage_errors
+from jax_dora.lm.commands.flags import (
+    add_end_token,
+    add_setting,
+    in_domain,
+    make_settings,
+    usage_errors,
+)
 from jax_dora.lm.commands.folders import adapted_model, add_model_flags, base_folder, text_settings
-from jax_dora.lm.domains import NOT_NEGATIVE, PROBABILITY, SHARE, integers
+from jax_dora.lm.domains import integers
 from jax_dora.lm.models import Sampling, generate, generate_steps
 from jax_dora.lm.models.text import TextStream
 from jax_dora.lm.models.tokenizer import TextSettings, prompt_tokens
@@ -33,41 +39,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_end_token(add)
 
     add = parser.add_argument_group("sampling").add_argument
-    add(
-        "--temperature",
-        type=in_domain(NOT_NEGATIVE),
-        default=0.0,
-        metavar="X",
-        help="sampling temperature; 0 chooses the most likely token",
-    )
-    add(
-        "--top-k",
-        type=in_domain(integers(0)),
-        default=0,
-        metavar="N",
-        help="sample from the N most likely tokens only; 0 for all",
-    )
-    add(
-        "--top-p",
-        type=in_domain(SHARE),
-        default=1.0,
-        metavar="X",
-        help="sample from the most likely tokens with this total probability only",
-    )
-    add(
-        "--min-p",
-        type=in_domain(PROBABILITY),
-        default=0.0,
-        metavar="X",
-        help="sample from tokens at least this many times as likely as the most likely one only",
-    )
-    add(
-        "--seed",
-        type=in_domain(integers(0, 2**64 - 1)),
-        default=0,
-        metavar="N",
-        help="random seed; equal prompts get equal completions",
-    )
+    for name in Sampling.DOMAINS:
+        add_setting(add, Sampling, name)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors():
         if args.system is not None and not args.chat:
             raise ValueError("--system is given without --chat; expected both")
+        sampling = make_settings(Sampling, args)
         given = {"top-k": args.top_k, "top-p": args.top_p != 1, "min-p": args.min_p}
         for flag, is_given in given.items():
             if is_given and args.temperature == 0:
@@ -106,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.adapter is not None:
             model = jax_dora.freeze(model)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     # A reply in a chat is a separate text. Otherwise, the completion continues the prompt.
     streams = [TextStream(texts.tokenizer, before=() if args.chat else ids) for ids in tokens]
     if len(prompts) == 1:

@@ -10,16 +10,15 @@ with the lowest ids, so that the greedy choice is always among them.
 """
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dora_common.hyperparameters import is_integer
+from jax_dora.lm.domains import NOT_NEGATIVE, PROBABILITY, SHARE, Domain, check, integers
 
 TOP_LOGPROBS = 20  # the number of most likely tokens that are reported, as in OpenAI's interface
 
@@ -30,16 +29,15 @@ class Sampling:
 
     Attributes:
       temperature: the number that logits are divided by; 0 chooses the most likely token.
-      top_k: draws only from the `top_k` most likely tokens; 0 draws from all tokens.
-      top_p: draws only from the smallest set of most likely tokens with at least this total
-        probability (arXiv 1904.09751).
-      min_p: draws only from tokens that are at least this many times as likely as the most likely
-        one (arXiv 2407.01082).
+      top_k: the number of most likely tokens to draw from; 0 draws from all.
+      top_p: the total probability of the most likely tokens to draw from (arXiv 1904.09751).
+      min_p: the probability of the least likely token to draw from, relative to that of the most
+        likely one (arXiv 2407.01082).
       seed: the random seed, with up to 64 bits. A draw depends only on the logits, these settings
         and the position in the text.
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: a number is out of range. The message begins with "name=value: ".
     """
 
     temperature: float = 0.0
@@ -48,19 +46,16 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
 
+    DOMAINS: ClassVar[Mapping[str, Domain]] = {
+        "temperature": NOT_NEGATIVE,
+        "top_k": integers(0),
+        "top_p": SHARE,
+        "min_p": PROBABILITY,
+        "seed": integers(0, 2**64 - 1),
+    }
+
     def __post_init__(self) -> None:
-        top_k, seed = self.top_k, self.seed
-        ranges = {
-            "temperature": (self.temperature >= 0, "a number at least 0"),
-            "top_k": (is_integer(top_k) and 0 <= top_k < 2**31, "a whole number at least 0"),
-            "top_p": (0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
-            "seed": (is_integer(seed) and 0 <= seed < 2**64, "a whole number from 0 to 2**64 - 1"),
-        }
-        for name, (is_valid, expected) in ranges.items():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and is_valid):
-                raise ValueError(f"{name} is {value}; expected {expected}")
+        check(self, self.DOMAINS)
 
 
 GREEDY = Sampling()

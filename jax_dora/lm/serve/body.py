@@ -8,11 +8,14 @@ import dataclasses
 import secrets
 from typing import Any
 
+from jax_dora.lm.domains import Domain, integers, numbers
 from jax_dora.lm.models.chat import CONTENT, text_of
-from jax_dora.lm.models.sampling import TOP_LOGPROBS, Sampling
+from jax_dora.lm.models.sampling import GREEDY, TOP_LOGPROBS, Sampling
 from jax_dora.lm.serve.errors import ApiError, invalid_field
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
+COUNT, LOGPROBS = integers(1), integers(0, TOP_LOGPROBS)
+TEMPERATURE = numbers("from 0 to 2", lambda value: 0 <= value <= 2)  # OpenAI's range
 # Fields of unsupported features, with the values that have no effect.
 type Values = dict[str, tuple[Any, ...]]
 NO_EFFECT: Values = {
@@ -65,9 +68,9 @@ def completion(body: Any) -> tuple[Fields, str | list[int]]:
         raise invalid_field(
             "prompt", prompt, "one string or one list of tokens; several are not supported"
         )
-    logprobs = _integer(body, "logprobs", 0, TOP_LOGPROBS)
+    logprobs = _value(body, "logprobs", LOGPROBS)
     # 16 is OpenAI's default. It is surprisingly low, but a different default would surprise too.
-    max_tokens = _integer(body, "max_tokens", 1, 2**31 - 1) or 16
+    max_tokens = _value(body, "max_tokens", COUNT) or 16
     return _fields(body, max_tokens, logprobs, NO_EFFECT_COMPLETION), prompt
 
 
@@ -78,12 +81,10 @@ def chat(body: Any) -> tuple[Fields, list[dict[str, Any]]]:
     if not isinstance(messages, list) or not messages:
         raise invalid_field("messages", messages, "a list of one or more messages")
     has_logprobs = _boolean(body, "logprobs")
-    logprobs = _integer(body, "top_logprobs", 0, TOP_LOGPROBS)
+    logprobs = _value(body, "top_logprobs", LOGPROBS)
     if logprobs is not None and not has_logprobs:
         raise invalid_field("logprobs", has_logprobs, "true, since top_logprobs is given")
-    limits = [
-        _integer(body, name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")
-    ]
+    limits = [_value(body, name, COUNT) for name in ("max_completion_tokens", "max_tokens")]
     max_tokens = min(filter(None, limits), default=None)
     fields = _fields(body, max_tokens, (logprobs or 0) if has_logprobs else None, NO_EFFECT_CHAT)
     return fields, [_message(one) for one in messages]
@@ -103,16 +104,18 @@ def _fields(
     if options and not stream:
         raise invalid_field("stream_options", options, "no such field unless stream is true")
     _boolean(options, "include_obfuscation")  # which has no effect
-    seed = _integer(body, "seed", -(2**63), 2**63 - 1)
+    seed = _value(body, "seed", integers(-(2**63), 2**63 - 1))
+    drawing = {
+        name: _value(body, name, Sampling.DOMAINS[name], getattr(GREEDY, name))
+        for name in ("top_k", "top_p", "min_p")
+    }
     fields = Fields(
         model=model,
         max_tokens=max_tokens,
         sampling=Sampling(
-            temperature=_number(body, "temperature", 0.0, 2.0, 1.0),
-            top_k=_integer(body, "top_k", 0, 2**31 - 1) or 0,
-            top_p=_number(body, "top_p", 0.0, 1.0, 1.0, above=True),
-            min_p=_number(body, "min_p", 0.0, 1.0, 0.0),
+            temperature=_value(body, "temperature", TEMPERATURE, 1.0),
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
+            **drawing,
         ),
         stop=_stops(body.pop("stop", None)),
         stop_token_ids=_tokens(body, "stop_token_ids"),
@@ -198,25 +201,14 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _integer(body: dict[str, Any], name: str, minimum: int, maximum: int) -> int | None:
-    value = body.pop(name, None)
-    if value is None:
-        return None
-    if not _is_int(value) or not minimum <= value <= maximum:
-        raise invalid_field(name, value, f"a whole number from {minimum} to {maximum}")
-    return value
-
-
-def _number(
-    body: dict[str, Any], name: str, minimum: float, maximum: float, default: float, above=False
-) -> float:
-    value = body.pop(name, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not minimum <= value <= maximum or (above and value == minimum):
-        raise invalid_field(
-            name, value, f"a number {'above' if above else 'from'} {minimum} to {maximum}"
-        )
-    return float(value)
+def _value(body: dict[str, Any], name: str, domain: Domain, default: Any = None) -> Any:
+    """Removes a field, and returns its value, or the default if there is no such field."""
+    if name not in body:
+        return default
+    value = body.pop(name)
+    if not domain.contains(value):
+        raise invalid_field(name, value, domain.expected)
+    return domain.kind(value)
 
 
 def _boolean(body: dict[str, Any], name: str) -> bool:

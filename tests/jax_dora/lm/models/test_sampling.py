@@ -146,13 +146,13 @@ def test_what_is_not_finite_is_told():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperature": -1}, "temperature is -1; expected a number at least 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0}, "top_p is 0; expected a number above 0 and at most 1"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"top_k": 2.5}, "top_k is 2.5; expected a whole number at least 0"),
-        ({"min_p": 1.5}, "min_p is 1.5; expected a number from 0 to 1"),
-        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"temperature": -1}, "temperature=-1: expected a number of at least 0"),
+        ({"temperature": float("nan")}, "temperature=nan: expected"),
+        ({"top_p": 0}, "top_p=0: expected a number above 0 and at most 1"),
+        ({"top_k": -1}, "top_k=-1: expected an integer from 0"),
+        ({"top_k": 2.5}, "top_k=2.5: expected an integer from 0"),
+        ({"min_p": 1.5}, "min_p=1.5: expected a number from 0 to 1"),
+        ({"seed": 2**64}, "seed=18446744073709551616: expected"),
     ],
 )
 def test_bad_settings(changes, message):
