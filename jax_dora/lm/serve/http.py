@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import CONTENT_TYPE_LATEST, Counter
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dora_common.fields import reject_duplicate_fields
 from jax_dora.lm.models.tokenizer import TextSettings
 from jax_dora.lm.serve import body as bodies
-from jax_dora.lm.serve import metrics
 from jax_dora.lm.serve.answers import DONE, Chat, Completion, Writer, event
 from jax_dora.lm.serve.body import Fields
 from jax_dora.lm.serve.errors import ApiError
@@ -118,7 +117,7 @@ class _Handlers:
         return _json({"status": "ok" if is_ready else "failed"}, 200 if is_ready else 503)
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._service.engine.metrics.text(), media_type=metrics.CONTENT_TYPE)
+        return Response(self._service.engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, _: Request) -> Response:
         data = [_model(name, self._service.name) for name in self._service.models()]
