@@ -18,7 +18,8 @@ class TextStream:
     The texts returned by `add` and `end` together are the text that the tokenizer decodes from all
     tokens, up to the first stop string. The stream never returns a part of a character or of a stop
     string. There is one exception: SentencePiece's decoder replaces characters it has decoded
-    before if invalid bytes follow. Characters that were returned already stay as they are.
+    before if invalid bytes follow. Characters that were returned already stay as they are, where
+    `tokenizers.decoders.DecodeStream` raises an error; it also returns no incomplete rest.
 
     Attributes:
       stopped: whether a stop string was found; `add` then returns nothing more.
