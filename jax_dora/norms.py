@@ -64,7 +64,7 @@ def norms(model: nnx.Module) -> dict[str, jax.Array]:
     values = {}
     for paths, layer in layers.items():
         with named_in_errors(paths[0], "given a norm"):
-            check_kernel(layer.kernel_param[...], layer.layout, layer.stack)
+            check_kernel(layer.kernel_param[...], layer.contraction, layer.stack)
             values[paths[0]] = layer.norm()
     return values
 

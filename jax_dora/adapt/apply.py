@@ -162,7 +162,7 @@ def _current_mesh(sharding: NamedSharding) -> contextlib.AbstractContextManager[
 
 def _shard_like_kernel(adapted: Any, sharding: NamedSharding) -> None:
     stack, spec = adapted.stack, pad_axes(sharding.spec, adapted.kernel_param.ndim)
-    for name, names in adapted.layout.adapter_axes(stack.layer_part(spec)).items():
+    for name, names in adapted.contraction.adapter_axes(stack.layer_part(spec)).items():
         variable = getattr(adapted, name)
         all_names = stack.combine(stack.stack_part(spec), names)
         target = NamedSharding(sharding.mesh, PartitionSpec(*all_names))

@@ -204,7 +204,7 @@ def _merge_layer(
     parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
     with named_in_errors(path, "merged"):
-        check_kernel(kernel, sources[0].layout, sources[0].stack)
+        check_kernel(kernel, sources[0].contraction, sources[0].stack)
     change: Any = functools.reduce(_change, sources, None)
     merged = add_change(kernel, change)
     if quantised.is_quantised(kernel) and requantize:
@@ -254,16 +254,16 @@ def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.A
 
 
 class Setting(NamedTuple):
-    """The settings that determine the change of a kernel: `layout`, `scale` and `result_dtype` of a
-    single DoRA layer, without stack axes."""
+    """The settings that determine the change of a kernel: `contraction`, `scale` and
+    `result_dtype` of a single DoRA layer, without stack axes."""
 
-    layout: Contraction
+    contraction: Contraction
     scale: float
     dtype: Any
 
     @classmethod
     def of(cls, layer: Any) -> Self:
-        return cls(layer.layout, layer.scale, layer.result_dtype)
+        return cls(layer.contraction, layer.scale, layer.result_dtype)
 
 
 def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
@@ -275,7 +275,7 @@ def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
         before, in the kernel's shape: W' - W of the adapters merged before this one.
     """
     kernel = parameters["kernel"]
-    stack = Stack(kernel.shape[: kernel.ndim - len(setting.layout.kernel.stored)])
+    stack = Stack(kernel.shape[: kernel.ndim - len(setting.contraction.kernel.stored)])
     return _change_by_layer(stack, setting, parameters)
 
 
@@ -296,10 +296,10 @@ def _layer_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
 
 
 def _change_of_matrices(setting: Setting, parameters: Mapping[str, jax.Array]) -> jax.Array:
-    layout = setting.layout
+    contraction = setting.contraction
     # [n, in, out], [n, in, r], [n, r, out] and [n, 1, out]
     names = ("kernel", "lora_a", "lora_b", "magnitude")
-    kernel, lora_a, lora_b, magnitude = layout.matrices(
+    kernel, lora_a, lora_b, magnitude = contraction.matrices(
         **{name: parameters[name] for name in names}
     ).values()
     norm = bounded_norm(matrix_norm(kernel, lora_a, lora_b, setting.scale), setting.dtype)
@@ -310,6 +310,6 @@ def _change_of_matrices(setting: Setting, parameters: Mapping[str, jax.Array]) -
         lora_a.astype(dtype), lora_b.astype(dtype), precision=lax.Precision.HIGHEST
     )
     if "before" in parameters:
-        change = change + layout.kernel.to_matrices(parameters["before"])
+        change = change + contraction.kernel.to_matrices(parameters["before"])
     change = (g - 1) * quantised.dense(kernel, dtype) + g * change
-    return layout.kernel.from_matrices(change)
+    return contraction.kernel.from_matrices(change)

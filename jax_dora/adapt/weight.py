@@ -141,7 +141,7 @@ class AdaptableWeight:
                 f"its {self.param} is quantised as {quantised.describe(value)}, but its module's "
                 "own code reads it; expected a float array: dequantise it with qwix.dequantize"
             )
-        check_kernel(value, self.layout(1), self.stack)
+        check_kernel(value, self.contraction(1), self.stack)
 
     def check_rule(self) -> None:
         """Raises ValueError if the weight's rule has an option that only layers have."""
@@ -166,16 +166,16 @@ class AdaptableWeight:
             return infer_stack(self.module, known or (() if self.is_leading else None))
         return stack_of_weight(self.shape, self.axes)
 
-    def layout(self, rank: int) -> Contraction:
+    def contraction(self, rank: int) -> Contraction:
         """Returns how to view a single layer's weight, and an adapter of this rank, as matrices."""
         if self.is_layer:
             return kind_of(self.module).contraction_of(self.module, rank)
-        return layout_of_weight(self.shape, self.axes, rank)
+        return contraction_of_weight(self.shape, self.axes, rank)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int]:
         """The sizes (in, out) of a single layer's weight as a matrix."""
-        _, in_features, out = self.layout(1).kernel.matrices
+        _, in_features, out = self.contraction(1).kernel.matrices
         return in_features, out
 
     @property
@@ -221,7 +221,7 @@ def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
     )
 
 
-def layout_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Contraction:
+def contraction_of_weight(shape: tuple[int, ...], axes: str, rank: int) -> Contraction:
     """Returns how to view a single layer of a weight, and an adapter of `rank`, as matrices."""
     return Contraction.of_weight(
         stack_of_weight(shape, axes).layer_part(shape), without_stack_axes(axes), rank

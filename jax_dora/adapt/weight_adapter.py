@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from jax_dora.adapt.weight import AdaptableWeight, layout_of_weight, stack_of_weight
+from jax_dora.adapt.weight import AdaptableWeight, contraction_of_weight, stack_of_weight
 from jax_dora.layers.adapter_arrays import make_adapter
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.dora_layer import DoRALayer
@@ -90,9 +90,9 @@ class WeightAdapter:
         return dataclasses.replace(self._rule, path=path)
 
     @property
-    def layout(self) -> Contraction:
+    def contraction(self) -> Contraction:
         """How to view the arrays of a single layer as matrices."""
-        return layout_of_weight(self.kernel_param.shape, self.weight.axes, self.rank)
+        return contraction_of_weight(self.kernel_param.shape, self.weight.axes, self.rank)
 
     @property
     def stack(self) -> Stack:
@@ -125,8 +125,8 @@ class WeightAdapter:
             axes = without_stack_axes(axes, "b")
             arrays = {"kernel": kernel}
             arrays |= {name: order(getattr(self, name)[...]) for name in ("lora_a", "lora_b")}
-            layout = Contraction.of_weight(kernel.shape, axes, self.rank)
-            arrays["g"] = g_of_call(self, self.result_dtype, [*arrays.values()], layout, order)
+            contraction = Contraction.of_weight(kernel.shape, axes, self.rank)
+            arrays["g"] = g_of_call(self, self.result_dtype, [*arrays.values()], contraction, order)
             reader = AdaptedReader(self._rule, dropout_of_call(self, None, None))
             return Weight.of(axes, arrays, reader)
 

@@ -175,7 +175,7 @@ def read_adapter(
     axes = {weight.path: stack_axes_of(weight.axes) for weight in adapter.weights}
     for path, arrays in adapter.arrays.items():
         projection, rule = by_path[path], rules[path]
-        layout, stack = projection.layout(rule.rank), projection.stack
+        contraction, stack = projection.contraction(rule.rank), projection.stack
         given = Stack(stack.shape, axes.get(path, stack.axes))
         found, expected = (one.stack_part(range(len(projection.shape))) for one in (given, stack))
         if found != expected:
@@ -187,7 +187,7 @@ def read_adapter(
             )
         host = {name: np.asarray(value) for name, value in arrays.items()}
         for name, value in host.items():
-            expected = stack.combine(stack.shape, getattr(layout, name).stored)
+            expected = stack.combine(stack.shape, getattr(contraction, name).stored)
             if value.shape != expected:
                 raise ValueError(
                     f"adapter has {name} {value.shape} for {path!r}; expected {expected}, for rank "
@@ -196,7 +196,7 @@ def read_adapter(
         by_index = layers.setdefault(projection.path, {})
         for index in stack.indices():
             lora_a, lora_b, magnitude = (
-                getattr(layout, name).to_matrices(host[name][stack.at(index)])[0]
+                getattr(contraction, name).to_matrices(host[name][stack.at(index)])[0]
                 for name in ("lora_a", "lora_b", "magnitude")
             )
             by_index[index] = LayerAdapter(lora_a.T, lora_b, magnitude.reshape(-1), rule.scale)

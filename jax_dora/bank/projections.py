@@ -80,7 +80,7 @@ def shardings_of(projection: AdaptableWeight) -> Slots:
     sharding = jax.tree.leaves(projection.parameter.get_value())[0].sharding
     if not isinstance(sharding, NamedSharding):
         return Slots(None, None, None, None, None)
-    kernel, stack = projection.layout(1).kernel, projection.stack
+    kernel, stack = projection.contraction(1).kernel, projection.stack
     spec = pad_axes(sharding.spec, len(projection.shape))
     lead, names = stack.stack_part(spec), stack.layer_part(spec)
     # If several kernel axes form the feature axis, only the outermost of them may be sharded.
@@ -102,5 +102,5 @@ def _projection(weight: AdaptableWeight) -> tuple[AdaptableWeight, nnx.Variable]
     kernel = weight.parameter
     with named_in_errors(weight.path, "given a place in a bank"):
         abstract = weight.abstract()
-        check_kernel(kernel.get_value(), weight.layout(1), weight.stack)
+        check_kernel(kernel.get_value(), weight.contraction(1), weight.stack)
     return abstract, kernel

@@ -77,9 +77,9 @@ def g_of(
 
     def g_of_layer(kernel: Any, adapter: Any) -> jax.Array:
         lora_a, lora_b, scaling = adapter
-        layout = projection.layout(lora_a.shape[0])
-        if not layout.is_one_matrix:
-            kernel = layout.kernel.to_matrices(kernel)[0]
+        contraction = projection.contraction(lora_a.shape[0])
+        if not contraction.is_one_matrix:
+            kernel = contraction.kernel.to_matrices(kernel)[0]
         norm = ops.factored_norm(kernel, lora_a.T, lora_b, scaling.scale)
         norm = bounded_norm(norm, projection.result_dtype)
         g = ops.magnitude_scale(scaling.numerator, norm, projection.result_dtype)

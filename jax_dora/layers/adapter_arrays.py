@@ -49,11 +49,11 @@ def make_adapter(
       One dropout for each layer of the stack; [] if the rule has no dropout or `by_layer` is False.
     """
     _check_streams(rngs, params=arrays is None, dropout=bool(rule.dropout))
-    layout, kernel, stack = layer.layout, layer.kernel_param, layer.stack
+    contraction, kernel, stack = layer.contraction, layer.kernel_param, layer.stack
     count, values, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
     order = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
     for number, name in order if by_layer else sorted(order, key=lambda pair: pair[1]):
-        parameter = getattr(layout, name)
+        parameter = getattr(contraction, name)
         if arrays is None:
             init = getattr(rule, f"{name}_init") or inits[name]
             value = initialize(init, rngs.params(), parameter, rule.adapter_dtype)
@@ -73,7 +73,7 @@ def make_adapter(
 
     def set_parameter(name: str, kind: type[nnx.LoRAParam], value: Any) -> None:
         def own(names: tuple[Any, ...]) -> tuple[Any, ...]:
-            of_layer = layout.adapter_axes(stack.layer_part(names))[name]
+            of_layer = contraction.adapter_axes(stack.layer_part(names))[name]
             return stack.combine(stack.stack_part(names), of_layer)
 
         ndim = len(own((None,) * kernel.ndim))
@@ -93,7 +93,7 @@ def make_adapter(
         magnitude = fresh_magnitude(layer)
         check.quantised_norm("its kernel", kernel.get_value(), magnitude)
     else:
-        magnitude = _check_shape("magnitude", arrays["magnitude"], layout.magnitude.stored)
+        magnitude = _check_shape("magnitude", arrays["magnitude"], contraction.magnitude.stored)
     set_parameter("magnitude", DoRAParam, magnitude)
     return dropouts
 

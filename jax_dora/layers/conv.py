@@ -96,8 +96,8 @@ class DoRAConvolution(DoRAProduct):
 
     def _expand(self, z: jax.Array, lora_b: jax.Array) -> jax.Array:
         """Multiplies z [..., rank] by lora_b, group by group; returns [..., out]."""
-        layout, groups = self.layout, _groups(self)
-        lora_b = layout.lora_b.to_matrices(lora_b).astype(z.dtype)
+        contraction, groups = self.contraction, _groups(self)
+        lora_b = contraction.lora_b.to_matrices(lora_b).astype(z.dtype)
         if groups == 1:
             return jnp.matmul(z, lora_b[0], precision=self.precision)
         z = z.reshape(*z.shape[:-1], groups, lora_b.shape[1])

@@ -205,7 +205,7 @@ class DoRALayer(nnx.Module):
         return Contraction.of_weight(cls.unstacked_shape(module), cls.kernel_axes(module), rank)
 
     @property
-    def layout(self) -> Contraction:
+    def contraction(self) -> Contraction:
         """Returns how to view kernel, lora_a, lora_b and magnitude as matrices."""
         return self.contraction_of(self, self.rank)
 

@@ -21,7 +21,7 @@ def g_of_call(
     layer: Any,
     dtype: Any,
     arrays: Sequence[jax.Array] = (),
-    layout: Contraction | None = None,
+    contraction: Contraction | None = None,
     order: Callable[[jax.Array], jax.Array] = lambda array: array,
 ) -> jax.Array:
     """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape.
@@ -30,8 +30,8 @@ def g_of_call(
     computed here and tagged so that `jax_dora.remat_policy` keeps it.
 
     Args:
-      arrays, layout: kernel, lora_a and lora_b, and how to view them as matrices; the layer's own
-        by default.
+      arrays, contraction: kernel, lora_a and lora_b, and how to view them as matrices; the
+        layer's own by default.
       order: permutes the axes of the stored magnitude, norm and g to those of `arrays`.
     """
     if layer.given_g is not None:
@@ -41,32 +41,32 @@ def g_of_call(
         norm = order(layer.given_norm[...])
     else:
         arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
-        norm = checkpoint_name(layer_norm(layer, arrays, layout), NORM_NAME)
+        norm = checkpoint_name(layer_norm(layer, arrays, contraction), NORM_NAME)
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
     return ratio(magnitude, bounded_norm(norm, layer.result_dtype), dtype)
 
 
 def layer_norm(
-    layer: Any, arrays: Sequence[jax.Array], layout: Contraction | None = None
+    layer: Any, arrays: Sequence[jax.Array], contraction: Contraction | None = None
 ) -> jax.Array:
     """Returns ‖kernel + s·lora_a lora_b‖ of one layer's kernel, lora_a and lora_b, in its
     magnitude's shape."""
-    layer_layout: Contraction = layout or layer.layout
+    contraction = contraction or layer.contraction
     implementation = norm_implementation(layer.implementation)
-    if layer_layout.is_one_matrix:
+    if contraction.is_one_matrix:
         return ops.factored_norm(*arrays, scale=layer.scale, implementation=implementation)
 
     def compute(arrays: Sequence[jax.Array]) -> jax.Array:
         named = dict(zip(("kernel", "lora_a", "lora_b"), arrays, strict=True))
-        matrices = layer_layout.matrices(**named)
+        matrices = contraction.matrices(**named)
         norm = matrix_norm(**matrices, scale=layer.scale, implementation=implementation)
-        return layer_layout.magnitude.from_matrices(norm[:, None])
+        return contraction.magnitude.from_matrices(norm[:, None])
 
     kernel = stored(arrays[0])
 
     def spec() -> jax.sharding.PartitionSpec:
-        return jax.P(*layer_layout.adapter_axes([*meshes.spec(kernel)])["magnitude"])
+        return jax.P(*contraction.adapter_axes([*meshes.spec(kernel)])["magnitude"])
 
     return meshes.on_explicit_axes(compute, spec, kernel)(tuple(arrays))
 

@@ -31,7 +31,7 @@ from jax_dora.ops.row_scaled import RowScaled
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
-def check_kernel(kernel: Any, layout: Contraction, stack: Stack) -> None:
+def check_kernel(kernel: Any, contraction: Contraction, stack: Stack) -> None:
     """Checks the kernel of a layer, or of a stack of layers.
 
     The op checks the matrix [in, out] itself, but cannot see the scales of a stack, which are
@@ -50,7 +50,7 @@ def check_kernel(kernel: Any, layout: Contraction, stack: Stack) -> None:
     )
     matrix = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype),
-        jax.eval_shape(layout.kernel.to_matrices, layer),
+        jax.eval_shape(contraction.kernel.to_matrices, layer),
     )
     check.quantised_matrix("its kernel", matrix)
 

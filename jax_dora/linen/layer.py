@@ -165,7 +165,7 @@ def boxed_like(kernel: Any, adapter: Any, boxes: Mapping[str, Any] | None = None
     """
     all_boxes: dict[str, Any] = {}
     if isinstance(kernel, nn.Partitioned):
-        axes = adapter.layout.adapter_axes(pad_axes(kernel.names, nn.unbox(kernel).ndim))
+        axes = adapter.contraction.adapter_axes(pad_axes(kernel.names, nn.unbox(kernel).ndim))
         all_boxes = {name: kernel.replace(names=axes[name]) for name in ADAPTER_NAMES}
     all_boxes |= boxes or {}
     values = {name: getattr(adapter, name)[...] for name in ADAPTER_NAMES}

@@ -101,7 +101,7 @@ class TorchLayer:
             # Both layouts order the groups alike, so that only the window axes have to move.
             axes = Contraction.of_convolution(tuple(module.kernel_shape), 1, 1).kernel
         else:
-            axes = self.weight.layout(1).kernel
+            axes = self.weight.contraction(1).kernel
         window = self.layer.kernel_size
         shape = (self.layer.out_features, axes.matrices[1] // math.prod(window), *window)
         path, param = self.weight.module_paths[0], self.weight.param
@@ -109,14 +109,14 @@ class TorchLayer:
 
     def adapter_parameters(self, rank: int) -> dict[str, TorchParameter]:
         """Returns lora_a, lora_b and magnitude of an adapter of rank `rank`, by name."""
-        layout = self.weight.layout(rank)
+        contraction = self.weight.contraction(rank)
         return {
             name: TorchParameter(
                 self.path,
                 name,
                 self.at,
                 shape,
-                getattr(layout, name),
+                getattr(contraction, name),
                 is_transposed=name != "magnitude",
             )
             for role, shape in self.layer.shapes(rank).items()

@@ -27,7 +27,7 @@ def torch_layer(
     """
     if weight.is_layer:
         return _layer(name_of(weight.path), weight.module, kind_of(weight.module))
-    kernel = weight.layout(1).kernel
+    kernel = weight.contraction(1).kernel
     experts, features, width = kernel.matrices
     if not kernel.batch:
         return Layer(name_of(weight.path), "linear", features, width)

@@ -24,10 +24,10 @@ def drawn(
     rng, arrays = np.random.default_rng(seed), {}
     for path, rank in ranks.items():
         projection = bank.projections[path]
-        layout = projection.layout(rank)
+        contraction, stack = projection.contraction(rank), projection.stack
         arrays[path] = {
             name: (
-                mean + rng.normal(size=(*projection.stack.shape, *getattr(layout, name).stored)) / 4
+                mean + rng.normal(size=(*stack.shape, *getattr(contraction, name).stored)) / 4
             ).astype(np.float32)
             for name, mean in (("lora_a", 0), ("lora_b", 0), ("magnitude", 1))
         }
@@ -46,14 +46,14 @@ def merged(model: Any, bank: jax_dora.AdapterBank, adapter: jax_dora.Adapter) ->
             adapter.arrays[path],
             modules[path].kernel,
         )
-        layout, value = projection.layout(rule.rank), np.array(kernel[...], np.float64)
+        contraction, value = projection.contraction(rule.rank), np.array(kernel[...], np.float64)
         for index in projection.stack.indices():
             w, a, b, m = (
-                getattr(layout, name).to_matrices(array[index])[0].astype(np.float64)
+                getattr(contraction, name).to_matrices(array[index])[0].astype(np.float64)
                 for name, array in (("kernel", value), *arrays.items())
             )
             w = oracle.merged_weight(*oracle.from_flax(w, a, b), m.reshape(-1), rule.scale).T
-            value[index] = layout.kernel.from_matrices(w[None])
+            value[index] = contraction.kernel.from_matrices(w[None])
         kernel.set_value(jnp.asarray(value, kernel.dtype))
     return model
 
