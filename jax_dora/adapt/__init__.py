@@ -22,6 +22,7 @@ them.
 | weight_adapter.py | `WeightAdapter`: the adapter of a weight whose module keeps its class |
 | adapted_class.py | the subclass of such a module, whose methods trace adapted weights |
 | inventory.py | lists the weights of a model |
+| nested_weights.py | weights that cannot be adapted where they are |
 | reads.py | finds the operations that read each weight in an abstract call |
 | infer_stack.py | finds the axis along which `nnx.vmap` has stacked layers |
 | bridge.py | linen modules inside an nnx model |

@@ -1,9 +1,11 @@
 """Linen modules inside an nnx model, which `nnx.bridge.ToNNX` holds."""
 
+from collections.abc import Container
 from typing import Any
 
 from flax import nnx
 
+from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.adapted_class import added_attributes
 from jax_dora.layers.base_layer import new_instance
 
@@ -66,3 +68,19 @@ def _update(held: Any, new: dict[str, Any]) -> None:
             _update(child, value)
         elif value is not child and not key.startswith("_pytree__"):
             setattr(held, key, nnx.data(_opened(value)))
+
+
+def is_adapter(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> bool:
+    """Returns whether a leaf of params belongs to an adapter: lora_a, lora_b and magnitude side by
+    side, or w_lora_a, w_lora_b and w_magnitude. A model's own LoRA has no magnitude, and
+    `apply_dora` refuses to put an adapter next to parameters with the names of its arrays.
+
+    Args:
+      path: the path of the leaf.
+      paths: the paths of all leaves.
+    """
+    for name in ADAPTER_NAMES:
+        prefix = path[-1].removesuffix(name)
+        if prefix != path[-1] and (not prefix or prefix.endswith("_")):
+            return all((*path[:-1], prefix + other) in paths for other in ADAPTER_NAMES)
+    return False

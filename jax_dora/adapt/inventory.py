@@ -8,21 +8,20 @@ from typing import Any
 import jax
 from flax import nnx
 
-from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import OUTPUT_HEADS
 from jax_dora.adapt.adapted_class import adapter_of, at_path, has_dora_type, own_methods
 from jax_dora.adapt.bridge import LinenModule
+from jax_dora.adapt.nested_weights import nested_weights, paths_within, with_linen_refusals
 from jax_dora.adapt.reads import (
     find_output_heads,
     has_adapted_form,
-    is_weight,
     reader_of,
     weights_of,
 )
-from jax_dora.adapt.tree import Modules, by_path, find_modules, nested_leaves
+from jax_dora.adapt.tree import Modules, by_path, find_modules
 from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.adapt.weight_adapter import WeightAdapter
-from jax_dora.layers import DORA_CLASSES, DoRALayer, dora_class_of
+from jax_dora.layers import DoRALayer, dora_class_of
 from jax_dora.layers.base_layer import adaptation_hint, computes_like, is_node
 from jax_dora.layers.stack import STACK_LETTERS, stack_axes_of
 from jax_dora.ops import quantised
@@ -84,7 +83,7 @@ def _reject_overwritten(weights: list[AdaptableWeight], found: Modules) -> None:
     call."""
     for paths, writer in found.items():
         if isinstance(writer, _PARAMETER_WRITERS):
-            prefixes = _paths_within(paths, "layer_instance/")
+            prefixes = paths_within(paths, "layer_instance/")
             refusal = f"{class_name(type(writer))} overwrites it in every call"
             for number, one in enumerate(weights):
                 if any(f"{path}/".startswith(prefixes) for path in one.module_paths):
@@ -97,7 +96,7 @@ def _reject_linen(weights: list[AdaptableWeight], found: Modules) -> None:
     reads them."""
     for paths, module in found.items():
         if isinstance(module, LinenModule):
-            prefixes = _paths_within(paths, "")
+            prefixes = paths_within(paths, "")
             for number, one in enumerate(weights):
                 is_inside = any(f"{path}/".lstrip("/").startswith(prefixes) for path in one.paths)
                 if is_inside and one.param and not one.is_adapted:
@@ -118,7 +117,7 @@ def _weights_of_module(
     main = [kind.kernel_name] if kind else list(registered) or params
     weights = []
     for param in dict.fromkeys([*main, *params]):
-        paths, own_paths = one.module_paths, _paths_within(one.module_paths, param)
+        paths, own_paths = one.module_paths, paths_within(one.module_paths, param)
         if param not in main:
             paths = own_paths
         elif kind is None and (len(main) > 1 or "" in paths):
@@ -141,9 +140,9 @@ def _weights_of_module(
                 is_matched=param in main or not weight.refusal or is_unread,
             )
         )
-    weights += _nested_weights(one, module)
+    weights += nested_weights(one, module)
     if isinstance(module, nnx.bridge.ToNNX):
-        weights = _with_linen_refusals(module, weights)
+        weights = with_linen_refusals(module, weights)
     leaves = jax.tree.leaves(vars(module), is_leaf=is_node)
     if not weights and any(isinstance(leaf, nnx.Param) for leaf in leaves):
         weights.append(one.replace(refusal="it has no weight of two axes"))
@@ -231,98 +230,6 @@ def _readers(weight: AdaptableWeight, found: Modules) -> dict[tuple[str, ...], t
         for inside, param in module.dora_reads
         if param == weight.param and at_path(module, inside) is weight.module
     }
-
-
-def _paths_within(paths: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Returns the paths of the attribute `name` of a module with these paths."""
-    return tuple(f"{path}/{name}".lstrip("/") for path in paths)
-
-
-def _with_linen_refusals(
-    module: nnx.Module, weights: list[AdaptableWeight]
-) -> list[AdaptableWeight]:
-    """Marks the weights of a linen module that are in plain dicts as not adaptable. Returns the
-    weights without the arrays of the linen module's own adapters.
-
-    They are in plain dicts if it has such adapters, if its `ToNNX` is of a subclass, or if one of
-    its modules has a name that `nnx.Dict` needs.
-    """
-    if isinstance(module, LinenModule):
-        refusal = "a linen module's, inside a module whose name nnx.Dict needs: rename it"
-        return [one if one.nested is None else one.replace(refusal=refusal) for one in weights]
-    names = {
-        "/".join((name, *keys))
-        for name, value in vars(module).items()
-        for keys, _ in [((), value), *nested_leaves(value)]
-    }
-    kernels = {cls.kernel_name for cls in DORA_CLASSES.values()}
-    adapters: set[str] = set()
-    marked = []
-    for one in weights:
-        changes: dict[str, Any] = {"refusal": "a linen module's, which nothing adapts inside nnx"}
-        prefixes = [f"{one.param}_"]
-        if one.param.rpartition("/")[2] in kernels:
-            prefixes.append(one.param.removesuffix(one.param.rpartition("/")[2]))
-        for prefix in prefixes:
-            adapter = {f"{prefix}{name}" for name in ADAPTER_NAMES}
-            if adapter <= names:
-                adapters |= adapter
-                how = "a linen module's, by jax_dora.linen.apply_dora"
-                changes = {"is_adapted": True, "refusal": how, "how": how}
-        marked.append(one.replace(is_linear=False, **changes))
-    return [one for one in marked if one.param not in adapters]
-
-
-def _nested_weights(one: AdaptableWeight, module: Any) -> list[AdaptableWeight]:
-    """Returns the weights in plain lists, tuples and dicts of a module or of its parameters. They
-    cannot be adapted."""
-    weights = []
-    for name, value in vars(module).items():
-        refusal = "it is inside a list, tuple or dict: make it an attribute of a module"
-        leaves = nested_leaves(value)
-        if isinstance(value, nnx.Param) and not hasattr(value, "ndim"):
-            refusal = "its parameter holds several arrays: make each a separate parameter"
-            leaves = ((keys, type(value)(leaf)) for keys, leaf in nested_leaves(value.get_value()))
-        elif isinstance(value, nnx.Variable) and _framework(value) == "keras":
-            refusal = "it is a variable of Keras, no nnx.Param: write the module in nnx"
-            leaves = [((), nnx.Param(value.get_value()))]
-        elif arrays := _foreign_arrays(value):
-            kind = class_name(type(value))
-            refusal = f"it is inside a {kind}, which is no nnx module: write the module in nnx"
-            leaves = ((keys, nnx.Param(array)) for keys, array in arrays)
-        weights += [
-            one.replace(
-                paths=_paths_within(one.module_paths, param),
-                param=param,
-                shape=tuple(leaf.shape),
-                refusal=refusal,
-                nested=leaf,
-            )
-            for keys, leaf in leaves
-            if is_weight(leaf)
-            for param in ["/".join((name, *keys))]
-        ]
-    return weights
-
-
-def _framework(value: Any) -> str:
-    return type(value).__module__.partition(".")[0]
-
-
-def _foreign_arrays(value: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns (keys, array) for every array in a module of another framework: Equinox's modules are
-    pytrees, and Keras' layers list their `weights`."""
-    framework = _framework(value)
-    if is_node(value) or isinstance(value, list | tuple | dict | jax.Array) or framework == "qwix":
-        return []
-    if framework == "keras":
-        weights = enumerate(getattr(value, "weights", ()))
-        arrays = [((getattr(w, "name", str(n)),), w) for n, w in weights]
-    else:
-        leaves = jax.tree_util.tree_leaves_with_path(value)
-        arrays = [((jax.tree_util.keystr(path).strip("."),), leaf) for path, leaf in leaves if path]
-    found = ((keys, getattr(leaf, "value", leaf)) for keys, leaf in arrays)
-    return [(keys, array) for keys, array in found if isinstance(array, jax.Array)]
 
 
 def _reads_of(reads: ReadLog | None, weight: AdaptableWeight) -> tuple[Read, ...] | None:

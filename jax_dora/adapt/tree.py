@@ -8,11 +8,10 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.replaced_parameters import replaced_parameters, warn_of
 from dora_common.rules import listing
 from jax_dora.adapt.adapted_class import adapters_of, has_dora_type, restore_plain_class
-from jax_dora.adapt.bridge import LinenModule, close_linen_module, open_linen_module
+from jax_dora.adapt.bridge import LinenModule, close_linen_module, is_adapter, open_linen_module
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
 
@@ -87,13 +86,17 @@ def _has_linen_adapters(module: Any) -> bool:
     """Returns whether `module` is a linen module in `ToNNX` with adapters by `jax_dora.linen`."""
     if not isinstance(module, nnx.bridge.ToNNX) or isinstance(module, LinenModule):
         return False
-    names = {
-        "/".join((name, *keys))
+    return bool(linen_adapters(module))
+
+
+def linen_adapters(module: Any) -> set[str]:
+    """Returns the paths of the arrays of adapters by `jax_dora.linen` in a `ToNNX`."""
+    paths = {
+        (name, *keys)
         for name, value in vars(module).items()
         for keys, _ in [((), value), *nested_leaves(value)]
     }
-    ends = {name.removesuffix("lora_a") for name in names if name.endswith("lora_a")}
-    return any({f"{end}{name}" for name in ADAPTER_NAMES} <= names for end in ends)
+    return {"/".join(path) for path in paths if is_adapter(path, paths)}
 
 
 def find_modules(model: nnx.Module, *, opens_linen: bool = False) -> Modules:

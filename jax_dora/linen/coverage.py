@@ -6,10 +6,10 @@ import jax
 from flax import linen as nn
 from flax import traverse_util
 
+from jax_dora.adapt.bridge import is_adapter
 from jax_dora.adapt.coverage import Coverage, table
 from jax_dora.linen.inventory import adapter_paths, find_linen_weights
 from jax_dora.linen.module import DoRA
-from jax_dora.linen.params import is_adapter
 from jax_dora.tracing.read_log import Example, split_arrays
 
 

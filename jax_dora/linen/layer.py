@@ -16,9 +16,9 @@ from flax import nnx
 from flax.linen.dtypes import promote_dtype
 
 from dora_common.hyperparameters import ADAPTER_NAMES
+from jax_dora.adapt.bridge import is_adapter
 from jax_dora.layers import DORA_CLASSES, DoRALayer, DoRARule
 from jax_dora.layers.base_layer import pad_axes
-from jax_dora.linen.params import is_adapter
 
 # The nnx counterpart of each linen layer, and linen's names for settings that nnx names otherwise.
 COUNTERPARTS: dict[type[nn.Module], tuple[type[nnx.Module], Mapping[str, str]]] = {

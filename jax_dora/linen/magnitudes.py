@@ -8,8 +8,8 @@ from flax import linen as nn
 from flax import traverse_util
 from flax.errors import ModifyScopeVariableError
 
+from jax_dora.adapt.bridge import is_adapter
 from jax_dora.linen.module import DoRA
-from jax_dora.linen.params import is_adapter
 
 
 def reset_magnitudes(

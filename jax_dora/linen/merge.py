@@ -12,12 +12,12 @@ from flax.errors import ModifyScopeVariableError
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
 from dora_common.rules import listing
+from jax_dora.adapt.bridge import is_adapter
 from jax_dora.adapt.merge import Setting, add_change, kernel_change, report_entry
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.linen.call_log import CallLog, record_axes, stack_back, stack_first
 from jax_dora.linen.inventory import adapter_paths
 from jax_dora.linen.module import DoRA
-from jax_dora.linen.params import is_adapter
 from jax_dora.linen.weights import adapter_of, weight_path
 
 _TOKENS = itertools.count(1)

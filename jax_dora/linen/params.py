@@ -1,30 +1,14 @@
 """Finds adapters in a linen model's params, splits them from the base parameters, and joins the
 two."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flax import traverse_util
 
-from dora_common.hyperparameters import ADAPTER_NAMES
+from jax_dora.adapt.bridge import is_adapter
 
 Params = Mapping[str, Any]
-
-
-def is_adapter(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> bool:
-    """Returns whether a leaf of params belongs to an adapter: lora_a, lora_b and magnitude side by
-    side, or w_lora_a, w_lora_b and w_magnitude. A model's own LoRA has no magnitude, and
-    `apply_dora` refuses to put an adapter next to parameters with the names of its arrays.
-
-    Args:
-      path: the path of the leaf.
-      paths: the paths of all leaves.
-    """
-    for name in ADAPTER_NAMES:
-        prefix = path[-1].removesuffix(name)
-        if prefix != path[-1] and (not prefix or prefix.endswith("_")):
-            return all((*path[:-1], prefix + other) in paths for other in ADAPTER_NAMES)
-    return False
 
 
 def adapted_modules(params: Params) -> list[str]:
