@@ -175,7 +175,7 @@ def _check_linen(weights: list[AdaptableWeight], rules: Sequence[DoRARule]) -> N
         one
         for one in weights
         if one.refusal == LINEN_REFUSAL
-        or (one.nested is not None and isinstance(one.module, nnx.bridge.ToNNX))
+        or (one.variable is not None and isinstance(one.module, nnx.bridge.ToNNX))
     ]
     raise_for(
         [

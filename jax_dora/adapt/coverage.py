@@ -60,7 +60,7 @@ def _row(weight: AdaptableWeight) -> AdaptableWeight:
         how += f"; {quantised.describe(value)}"
         if act_qtype := act_qtype_of(weight.module):
             how += f", activations {act_qtype}"
-    return weight.replace(refusal=refusal, how=how, modules={}, nested=None)
+    return weight.replace(refusal=refusal, how=how, modules={}, variable=None)
 
 
 def _refusal(weight: AdaptableWeight) -> str:

@@ -54,28 +54,31 @@ def find_weights(
         # What a description of each weight of the module has in common.
         one = AdaptableWeight(paths, paths, "", is_leading=is_leading, modules=modules)
         weights += _weights_of_module(one, module, found, reads)
-    _mark_expert_axes(weights)
+    mark_experts_and_heads(weights, reads)
     _reject_overwritten(weights, found)
     if reads is None:
         _reject_linen(weights, found)
-    for path, param in find_output_heads(reads):
-        for number, one in enumerate(weights):
-            if one.param == param and path in one.module_paths:
-                head = one.replace(is_linear=False, how=f"{one.how}, the output head")
-                weights[number] = head
     return weights
 
 
-def _mark_expert_axes(weights: list[AdaptableWeight]) -> None:
-    """Makes the first axis of a weight that a call has shown a batch axis ("b"), in `weights`, if
-    another weight of the same module has a batch axis of that size there. An einsum over all
-    experts, `td,edf->etf`, looks like an einsum over heads."""
+def mark_experts_and_heads(weights: list[AdaptableWeight], reads: ReadLog | None) -> None:
+    """Changes in `weights` what the reads of all of them show together.
+
+    The first axis of a weight that a call has shown is a batch axis ("b") if another weight of the
+    same module has a batch axis of that size there: an einsum over all experts, `td,edf->etf`,
+    looks like an einsum over heads. And "all-linear" does not select the output head.
+    """
     experts = {(one.module_paths, one.shape[0]) for one in weights if one.axes[:1] == "b"}
     for number, one in enumerate(weights):
         has_experts = one.shape and (one.module_paths, one.shape[0]) in experts
         axes = f"b{one.axes[1:]}"
         if has_experts and one.how.startswith("read by a product") and {"i", "o"} <= {*axes}:
             weights[number] = one.replace(axes=axes, how=f"read by a product, {axes}")
+    for path, param in find_output_heads(reads):
+        for number, one in enumerate(weights):
+            if one.param == param and path in one.module_paths:
+                head = one.replace(is_linear=False, how=f"{one.how}, the output head")
+                weights[number] = head
 
 
 def _reject_overwritten(weights: list[AdaptableWeight], found: Modules) -> None:
@@ -214,7 +217,7 @@ def _described(
             how=class_name(plain_type),
         )
     if registration is not None or reads is not None:
-        return _described_by_reads(weight, registration, reads)
+        return described_by_reads(weight, registration, reads)
     if kind is None:
         return weight.replace(refusal=why_unknown(module))
     return weight.replace(refusal=f"only the {kind.kernel_name} of its layer can be adapted")
@@ -240,7 +243,7 @@ def _reads_of(reads: ReadLog | None, weight: AdaptableWeight) -> tuple[Read, ...
     return next((reads.reads[key] for key in keys if key in reads.reads), ())
 
 
-def _described_by_reads(
+def described_by_reads(
     weight: AdaptableWeight, registration: Registration | None, reads: tuple[Read, ...] | None
 ) -> AdaptableWeight:
     """Returns the weight as its registration, its reads, or both describe it."""

@@ -31,7 +31,7 @@ def with_linen_refusals(
     """
     if isinstance(module, LinenModule):
         refusal = "a linen module's, inside a module whose name nnx.Dict needs: rename it"
-        return [one if one.nested is None else one.replace(refusal=refusal) for one in weights]
+        return [one if one.variable is None else one.replace(refusal=refusal) for one in weights]
     adapters = linen_adapters(module)
     kernels = {cls.kernel_name for cls in DORA_CLASSES.values()}
     marked = []
@@ -69,7 +69,7 @@ def nested_weights(one: AdaptableWeight, module: Any) -> list[AdaptableWeight]:
                 param=param,
                 shape=tuple(leaf.shape),
                 refusal=refusal,
-                nested=leaf,
+                variable=leaf,
             )
             for keys, leaf in leaves
             if is_weight(leaf)

@@ -48,8 +48,9 @@ class AdaptableWeight:
       is_leading: whether unknown stack axes are assumed to be the leading ones; see `infer_stack`.
       rule: the rule that matches the weight, if rules were assigned.
       modules: the modules of the model by all their paths; empty in a description without a model.
-      nested: the parameter, if it is inside a list, tuple or dict. The container is an attribute
-        of the module or the value of one of its parameters.
+      variable: the parameter, if it is no attribute of the module: that of a linen module, or one
+        inside a list, tuple or dict, which is an attribute of the module or the value of one of its
+        parameters.
     """
 
     paths: tuple[str, ...]
@@ -69,7 +70,7 @@ class AdaptableWeight:
     is_leading: bool = False
     rule: DoRARule | None = None
     modules: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    nested: nnx.Param | None = dataclasses.field(default=None, compare=False, repr=False)
+    variable: nnx.Param | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def replace(self, **changes: Any) -> Self:
         """Returns the weight with some attributes replaced."""
@@ -109,7 +110,7 @@ class AdaptableWeight:
     @property
     def parameter(self) -> nnx.Param:
         """The weight's parameter."""
-        return getattr(self.module, self.param) if self.nested is None else self.nested
+        return getattr(self.module, self.param) if self.variable is None else self.variable
 
     @property
     def is_parameter(self) -> bool:

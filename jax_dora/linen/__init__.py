@@ -10,6 +10,13 @@
 3. `CallLog` (call_log.py) records the layers that were called, for `merge_dora` and for the check
    that every rule adapts something.
 
+Tracing alone, without the interceptor, would have to call the model abstractly before every call: a
+linen module has its parameters only while it is called, so without `example=` only the call shows
+what a rule matches. A trace also sees the reads of a weight and no layers, but some options of a
+rule belong to a layer's call: adapt_attend tells `attend` from a lookup of the same embedding, and
+the dropout of a convolution is that of its input. So the layers' own adapted forms are called,
+which compute convolutions too, rather than written a second time for the trace.
+
 | file | content |
 | --- | --- |
 | apply.py | `apply_dora` |

@@ -1,5 +1,6 @@
 """`apply_dora`: adds adapters to an existing Flax linen module."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from flax import linen as nn
@@ -82,7 +83,8 @@ def _assign_weights(
 ) -> tuple[tuple[AdaptableWeight, ...], tuple[str, ...]]:
     """Returns the parameters that rules adapt outside layers with a DoRA class, and the paths that
     :attr:`DoRA.left_out` holds."""
-    found = [one for one in find_linen_weights(model, example) if one.is_matched]
+    every, params = find_linen_weights(model, example)
+    found = [one for one in every if one.is_matched]
     matched = assign_rules(found, rules)
     raise_for(
         [one for one in matched if one.refusal],
@@ -92,7 +94,7 @@ def _assign_weights(
     )
     for weight in matched:
         weight.check_rule()
-        _check_names(weight)
+        _check_names(weight, params)
     paths = {weight.paths for weight in matched}
     log_summary(one.replace(is_adapted=one.is_adapted or one.paths in paths) for one in found)
     left_out = [one.path for one in found if one.is_layer and not one.is_linear]
@@ -103,14 +105,13 @@ def _assign_weights(
         for path in one.paths
         if any(rule.excludes(path) for rule in rules)
     ]
-    traced = tuple(one.replace(modules={}) for one in matched if not one.is_layer)
+    traced = tuple(one.replace(modules={}, variable=None) for one in matched if not one.is_layer)
     return traced, tuple(left_out)
 
 
-def _check_names(weight: AdaptableWeight) -> None:
+def _check_names(weight: AdaptableWeight, params: Mapping[tuple[str, ...], Any]) -> None:
     """Raises ValueError if the module has parameters with the names of the adapter's."""
-    names = [path[-1] for path in adapter_paths(weight).values()]
-    taken = [name for name in names if hasattr(weight.module, name)]
+    taken = [path[-1] for path in adapter_paths(weight).values() if path in params]
     if taken and not weight.is_adapted:
         raise ValueError(
             f"{weight.path!r} cannot be adapted: its module has a parameter {taken[0]!r} of its "

@@ -33,7 +33,7 @@ def coverage(model: nn.Module, *example: Any, **kwargs: Any) -> Coverage:
         )
     inputs = Example.of_arguments(*example, **kwargs)
     plain = model.model if isinstance(model, DoRA) else model
-    weights = find_linen_weights(plain, inputs)
+    weights, _ = find_linen_weights(plain, inputs)
     if isinstance(model, DoRA):
         arrays, rebuild = split_arrays(inputs)
         variables = jax.eval_shape(lambda arrays: _init(model, rebuild(arrays)), arrays)

@@ -5,7 +5,7 @@ One abstract call of the model finds the operations that read each weight.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ from flax import linen as nn
 from flax import nnx, traverse_util
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from jax_dora.adapt.inventory import find_weights
+from dora_common.rules import OUTPUT_HEADS
+from jax_dora.adapt.inventory import described_by_reads, mark_experts_and_heads
 from jax_dora.adapt.reads import mark_mapped_axes
 from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.stack import without_stack_axes
@@ -55,10 +56,12 @@ class _ObservedModel(nn.Module):
             return example.call(self.bound.module)
 
 
-def find_linen_weights(model: nn.Module, example: Example) -> list[AdaptableWeight]:
+def find_linen_weights(
+    model: nn.Module, example: Example
+) -> tuple[list[AdaptableWeight], Mapping[tuple[str, ...], Any]]:
     """Returns every parameter of two axes or more of a linen model, and every other module that
-    holds parameters, in the order of their paths. For the kernel of a layer with a counterpart in
-    `jax_dora.layers`, `is_layer` is True.
+    holds parameters, in the order of their paths; and all leaves of params by their paths. For the
+    kernel of a layer with a counterpart in `jax_dora.layers`, `is_layer` is True.
 
     Raises:
       Exception: any error of the call.
@@ -114,14 +117,64 @@ def find_linen_weights(model: nn.Module, example: Example) -> list[AdaptableWeig
         log.reads[key] = tuple(
             dataclasses.replace(read, axes=without_stack_axes(read.axes, "b")) for read in reads
         )
-    classes = {path: type(module) for path, module in modules.items()}
-    found = find_weights(_mirror(flat, classes), log)
-    return [_as_layer(one, modules.get(one.module_paths[0]), log) for one in found]
+    params: dict[str, dict[str, Any]] = {}
+    for path, leaf in flat.items():
+        owner, name = params_path(path)
+        params.setdefault(owner, {})[name] = nnx.Param(nn.unbox(leaf))
+        # A parameter may be a dict, whose module is the one that holds the dict.
+        above = next(one for one in _paths_above(owner) if one in modules)
+        modules.setdefault(owner, modules[above])
+    found = []
+    for path in sorted(params, key=lambda path: path.split("/")):
+        one = AdaptableWeight((path,), (path,), "", modules=modules)
+        found += _weights_of_module(one, params[path], log)
+    mark_experts_and_heads(found, log)
+    return [_as_layer(one, log) for one in found], flat
 
 
-def _as_layer(weight: AdaptableWeight, module: Any, log: ReadLog) -> AdaptableWeight:
-    """Returns a weight of the linen module `module`, with `is_layer` if only the module's own call
-    reads it and a DoRA class adapts the module."""
+def _paths_above(path: str) -> Iterator[str]:
+    """Yields a path and those of the modules around it, innermost first."""
+    parts = path.split("/") if path else []
+    for length in range(len(parts), -1, -1):
+        yield "/".join(parts[:length])
+
+
+def _weights_of_module(
+    one: AdaptableWeight, params: Mapping[str, nnx.Param], log: ReadLog
+) -> list[AdaptableWeight]:
+    """Returns the weights of one module, or the module itself if it has parameters but no weights.
+
+    Args:
+      one: the module without weights.
+      params: its parameters.
+    """
+    weights = []
+    for param, variable in params.items():
+        if variable.ndim > 1:
+            own = params_path_of(one, param)
+            weight = one.replace(
+                paths=("/".join(own), one.path),
+                param=param,
+                shape=variable.shape,
+                variable=variable,
+            )
+            weight = described_by_reads(weight, None, log.reads[one.path, param])
+            weights.append(weight)
+    if len(weights) == 1 and one.path:
+        weights = [weight.replace(paths=one.paths) for weight in weights]
+    weights = [
+        weight.replace(is_linear=False)
+        if weight.path.rpartition("/")[2] in OUTPUT_HEADS
+        else weight
+        for weight in weights
+    ]
+    return weights or [one.replace(refusal="it has no weight of two axes")]
+
+
+def _as_layer(weight: AdaptableWeight, log: ReadLog) -> AdaptableWeight:
+    """Returns a weight with `is_layer` if only its module's own call reads it and a DoRA class
+    adapts the module."""
+    module: Any = weight.modules.get(weight.module_paths[0])
     cls = dora_class_of(module)
     if cls is None:
         return weight
@@ -148,26 +201,3 @@ def params_path_of(weight: AdaptableWeight, name: str) -> tuple[str, ...]:
 def adapter_paths(weight: AdaptableWeight) -> dict[str, tuple[str, ...]]:
     """Returns the path in params of each array of a weight's adapter."""
     return {name: params_path_of(weight, weight.attribute(name)) for name in ADAPTER_NAMES}
-
-
-class _Params(nnx.Module):
-    """The parameters of a linen module, and its submodules."""
-
-
-def _mirror(flat: Mapping[tuple[str, ...], Any], classes: Mapping[str, type[Any]]) -> Any:
-    """Returns an nnx module with the parameters of a linen model."""
-    modules: dict[tuple[str, ...], Any] = {}
-
-    def module(path: tuple[str, ...]) -> Any:
-        if path not in modules:
-            kind = classes.get("/".join(path), _Params)
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            modules[path] = type(kind.__name__, (_Params,), names)()
-            if path:
-                setattr(module(path[:-1]), path[-1], modules[path])
-        return modules[path]
-
-    root = module(())
-    for path, leaf in flat.items():
-        setattr(module(path[:-1]), path[-1], nnx.Param(nn.unbox(leaf)))
-    return root

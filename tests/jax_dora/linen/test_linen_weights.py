@@ -494,3 +494,23 @@ def test_lora_of_the_models_own_stays_its_own(rank):
     labels = adapter_labels(params)
     assert labels["w_lora_a"] == "frozen"
     assert labels["Dense_0"]["lora_a"] == "adapter"
+
+
+def test_a_parameter_that_is_a_dict_is_adapted_and_refused_by_its_modules_name():
+    class Tree(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            tree = self.param("tree", lambda _: {"w": jnp.ones((4, 4)), "unread": jnp.ones((3, 3))})
+            return x @ tree["w"]
+
+    x = jnp.ones((2, 4))
+    assert {one.path: one.how for one in coverage(Tree(), x).weights} == {
+        "tree/unread": "no operation of this call reads it",
+        "tree/w": "read by a product, io",
+    }
+    adapted = apply_dora(Tree(), DoRARule("tree/w", 2, 2), example=(x,))
+    assert {"w_lora_a", "w_lora_b", "w_magnitude"} <= {
+        *adapted.init(jax.random.key(0), x)["params"]["tree"]
+    }
+    with pytest.raises(TypeError, match=r"tree/unread \(.*Tree\): no operation"):
+        apply_dora(Tree(), DoRARule("tree/unread", 2, 2), example=(x,))
