@@ -36,9 +36,9 @@ from jax_dora.layers.base_layer import check_has_values, on_devices_of
 from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.magnitude import bounded_norm, g_of_call
 from jax_dora.layers.quantised_kernel import check_kernel
-from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import ratio
 from jax_dora.ops.projection import INNER_NAME
+from jax_dora.ops.saved_norm import NORM_NAME
 
 
 class StackedConstant(Constant, nnx.Param):
@@ -190,8 +190,7 @@ def remat_policy(*names: str) -> Callable[..., bool]:
 
     The policy keeps these arrays:
 
-    - The norm of every layer, f32[out]. It depends on no activation, so keeping it costs next to
-      nothing and saves the backward pass one read of every kernel.
+    - The norm of every layer, f32[out], which rematerialisation keeps without a policy too.
     - For layers with `keep_inner=True`, the result or, with a bias and in fp16, x (kernel +
       s·lora_a lora_b), which has the same size.
 

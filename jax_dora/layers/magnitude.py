@@ -6,15 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora import ops
 from jax_dora.layers.contraction import Contraction
 from jax_dora.ops import check
 from jax_dora.ops.dispatch import mesh as meshes
-from jax_dora.ops.linear import NORM_NAME
 from jax_dora.ops.norm import epsilon, norm_implementation, ratio
 from jax_dora.ops.quantised import stored
+from jax_dora.ops.saved_norm import save_norm
 
 
 def g_of_call(
@@ -27,7 +26,7 @@ def g_of_call(
     """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape.
 
     A frozen layer returns its stored g. Otherwise the norm is the given norm or, without one,
-    computed here and tagged so that `jax_dora.remat_policy` keeps it.
+    computed here, once also under rematerialisation.
 
     Args:
       arrays, contraction: kernel, lora_a and lora_b, and how to view them as matrices; the
@@ -41,7 +40,7 @@ def g_of_call(
         norm = order(layer.given_norm[...])
     else:
         arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
-        norm = checkpoint_name(layer_norm(layer, arrays, contraction), NORM_NAME)
+        norm = save_norm(layer_norm(layer, arrays, contraction))
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
     return ratio(magnitude, bounded_norm(norm, layer.result_dtype), dtype)

@@ -24,8 +24,7 @@ from jax_dora.ops.norm import factored_norm, magnitude_scale, norm_implementatio
 from jax_dora.ops.operands import Projection, ProjectionSettings
 from jax_dora.ops.projection import INNER_NAME, RESULT_NAME, define, projection
 from jax_dora.ops.projection_products import FORWARD
-
-NORM_NAME = "dora_norm"
+from jax_dora.ops.saved_norm import save_norm
 
 
 def dora_linear(
@@ -93,10 +92,11 @@ def dora_linear(
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, kernel.shape[1:], "[out]")
     if norm is None:
-        norm = factored_norm(
-            kernel, lora_a, lora_b, scale, implementation=norm_implementation(implementation)
+        norm = save_norm(
+            factored_norm(
+                kernel, lora_a, lora_b, scale, implementation=norm_implementation(implementation)
+            )
         )
-        norm = jnp.asarray(checkpoint_name(norm, NORM_NAME))
     g = magnitude_scale(magnitude, norm, _dtype(x, kernel))
     return scaled_linear(
         x,

@@ -13,6 +13,7 @@ from flax import nnx
 import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, get_adapter
 from jax_dora.linen import split_adapters
+from tests.jax_dora.programs import equations
 from tests.models import gemma_models
 from tests.models.tunix_models import EXAMPLE, MODELS, TOKENS, made, qwen3
 from tests.whole_models import check_nnx, difference
@@ -105,6 +106,26 @@ def test_peft_trainer_trains_checkpoints_and_resumes(tmp_path):
     second.train([batch] * 8)
     assert float(_loss(second.model)) < float(_loss(first.model))
     assert jax_dora.coverage(second.model).count("adapted") == 7
+
+
+@pytest.mark.parametrize("remat", ["NONE", "BLOCK", "DECODER"])
+def test_peft_trainers_step_computes_each_norm_once(remat, tmp_path):
+    """Tunix rematerialises its blocks without a policy."""
+    config = importlib.import_module("tunix.models.qwen3.model").RematConfig
+    base = qwen3(remat_config=config[remat])
+    model = apply_dora(base, DoRARule("all-linear", 4, 8), rngs=nnx.Rngs(1))
+    trainer, batch = _trainer(model, 1, tmp_path)
+    step, _ = trainer.jit_train_and_eval_step(skip_jit=True)
+    graphdef, state = nnx.split((trainer.model, trainer.optimizer))
+
+    def run(state):
+        parts = nnx.merge(graphdef, state)
+        loss = step(*parts, batch)
+        return loss, nnx.state(parts)
+
+    operators = [str(one.params.get("op")) for one in equations(run, state)]
+    assert operators.count("norm") == 7
+    trainer.close()
 
 
 def test_peft_trainer_trains_beside_qwixs_lora(tmp_path):

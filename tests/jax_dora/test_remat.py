@@ -1,0 +1,156 @@
+"""Rematerialisation computes no norm twice."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import print_saved_residuals
+from jax.sharding import NamedSharding
+
+import jax_dora
+from jax_dora import DoRARule
+from tests.jax_dora.meshes import automatic
+from tests.jax_dora.programs import equations
+
+WIDTH = 16
+
+
+def count_norms(function, *args) -> int:
+    """How many norms the program of `function` takes."""
+    return sum(str(one.params.get("op")) == "norm" for one in equations(function, *args))
+
+
+def assert_close(one: Any, other: Any) -> None:
+    for found, wanted in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * float(np.abs(wanted).max()))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.mix = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / 4)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x))) @ self.mix[...]
+
+
+class Blocks(nnx.Module):
+    """A list of rematerialised blocks, without anything of this library."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array, remat=nnx.remat) -> jax.Array:
+        for block in self.blocks:
+            x = remat(Block.__call__)(block, x)
+        return x
+
+
+def adapted_blocks() -> tuple[Blocks, jax.Array]:
+    init = nnx.initializers.normal(0.1)
+    rule = DoRARule(".*", 4, 8, lora_a_init=init, lora_b_init=init)
+    x = jax.random.normal(jax.random.key(2), (3, WIDTH))
+    model = jax_dora.apply_dora(Blocks(nnx.Rngs(0)), rule, rngs=nnx.Rngs(1), example=(x,))
+    return model, x
+
+
+REMATS = {
+    "none": lambda block: block,
+    "no policy": nnx.remat,
+    "nothing": functools.partial(nnx.remat, policy=jax.checkpoint_policies.nothing_saveable),
+    "dots": functools.partial(nnx.remat, policy=jax.checkpoint_policies.dots_saveable),
+    "ours": functools.partial(nnx.remat, policy=jax_dora.remat_policy()),
+    "nested": lambda block: nnx.remat(lambda self, x: nnx.remat(block)(self, x)),
+    "jitted": lambda block: nnx.remat(nnx.jit(block)),
+    "no barrier": functools.partial(nnx.remat, prevent_cse=False),
+}
+
+
+class TestRematerialisedNorms:
+    """A norm is computed once, whatever is rematerialised."""
+
+    @staticmethod
+    def gradient(model, x, remat, transform=lambda function: function):
+        graphdef, state = nnx.split(model)
+
+        def run(state, x):
+            wrt = nnx.DiffState(0, nnx.LoRAParam)
+            loss = nnx.grad(lambda model, x: jnp.sum(jnp.sin(model(x, remat))), argnums=wrt)
+            return nnx.to_pure_dict(loss(nnx.merge(graphdef, state), x))
+
+        return transform(run), state, x
+
+    @pytest.mark.parametrize("remat", REMATS)
+    def test_blocks_of_a_list(self, remat):
+        model, x = adapted_blocks()
+        function, *args = self.gradient(model, x, REMATS[remat])
+        assert count_norms(function, *args) == 2 * 3
+        found = jax.jit(function)
+        plain = jax.jit(self.gradient(model, x, REMATS["none"])[0])
+        assert_close(found(*args), plain(*args))
+        # Nothing is kept for the next call.
+        for _, one in nnx.to_flat_state(args[0]):
+            if jnp.issubdtype(one.dtype, jnp.floating):
+                one[...] *= 1.5
+        assert_close(found(*args), plain(*args))
+
+    def test_batches_of_models(self):
+        model, x = adapted_blocks()
+        function, state, x = self.gradient(model, x, nnx.remat)
+        batch = jax.tree.map(lambda one: jnp.stack([one, 1.25 * one]), state)
+        found = jax.jit(jax.vmap(function, (0, None)))(batch, x)
+        second = jax.tree.map(lambda one: one[1], batch)
+        assert_close(jax.tree.map(lambda one: one[1], found), jax.jit(function)(second, x))
+
+    @pytest.mark.parametrize("policy", [None, jax_dora.remat_policy()], ids=["none", "ours"])
+    def test_a_scan_over_layers(self, policy):
+        stack = nnx.split_rngs(splits=3)(nnx.vmap(Block))(nnx.Rngs(0))
+        rule = DoRARule("up|down", 4, 8, lora_b_init=nnx.initializers.normal(0.1))
+        stack = jax_dora.apply_dora(stack, rule, rngs=nnx.Rngs(1))
+        scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+
+        def run(remat):
+            def forward(stack, x):
+                return scan(lambda x, block: remat(Block.__call__)(block, x))(x, stack)
+
+            def loss(state, x):
+                wrt = nnx.DiffState(0, nnx.LoRAParam)
+                grads = nnx.grad(lambda one, x: jnp.sum(jnp.sin(forward(one, x))), argnums=wrt)
+                return nnx.to_pure_dict(grads(nnx.merge(graphdef, state), x))
+
+            return loss
+
+        graphdef, state = nnx.split(stack)
+        x = jax.random.normal(jax.random.key(2), (3, WIDTH))
+        found = run(functools.partial(nnx.remat, policy=policy))
+        assert count_norms(found, state, x) == 2
+        assert_close(jax.jit(found)(state, x), jax.jit(run(lambda block: block))(state, x))
+
+    def test_the_norms_are_all_that_is_kept(self, capsys):
+        """Beside the inputs of a rematerialised function."""
+        model, x = adapted_blocks()
+        graphdef, adapter, rest = nnx.split(model.blocks[0], nnx.LoRAParam, ...)
+
+        @jax.checkpoint
+        def run(adapter, rest, x):
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, adapter, rest)(x)))
+
+        print_saved_residuals(run, adapter, rest, x)
+        lines = [one for one in capsys.readouterr().out.splitlines() if "argument" not in one]
+        assert sorted(one.split()[0] for one in lines) == ["f32[16]", "f32[16]", "f32[32]"]
+
+    def test_a_mesh(self):
+        mesh = automatic(model=2)
+        model, x = adapted_blocks()
+        function, state, x = self.gradient(model, x, nnx.remat)
+        wanted = jax.jit(function)(state, x)
+        for path, one in nnx.to_flat_state(state):
+            if path[-1] == "kernel":
+                sharding = NamedSharding(mesh, jax.P(None, "model"))
+                one.set_value(jax.device_put(one.get_value(), sharding))
+        assert_close(jax.jit(function)(state, x), wanted)
