@@ -23,7 +23,6 @@ from rich.table import Column, Table
 import jax_dora
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import TENSORS, named_in_errors, open_tensors
-from jax_dora.adapt.tree import find_dora_layers
 from jax_dora.lm.commands.flags import add_formats, usage_errors
 from jax_dora.lm.commands.folders import adapted_model, adapter_config, adapter_folder, base_folder
 from jax_dora.lm.models import read_config
@@ -91,11 +90,12 @@ def _layers(model: nnx.Module) -> Table:
     first = Column("projection", overflow="fold")
     rest = ("rank", "scale", "‖sAB‖ / ‖W‖", "magnitude / norm")
     table = Table(first, *rest, show_edge=False)
-    norms = jax_dora.norms(model)
-    for (path, *_), layer in find_dora_layers(model).items():
+    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+    for path, layer_norm in jax_dora.norms(model).items():
+        layer: Any = modules[path]
         update = layer.scale * _product_norm(layer.lora_a[...], layer.lora_b[...])
         norm = jnp.linalg.norm(dense(layer.kernel_param[...], jnp.float32).ravel())
-        ratio = layer.magnitude[...] / norms[path]
+        ratio = layer.magnitude[...] / layer_norm
         limits = f"{float(jnp.min(ratio)):.4f} to {float(jnp.max(ratio)):.4f}"
         table.add_row(path, str(layer.rank), f"{layer.scale:.4g}", f"{update / norm:.2%}", limits)
     return table

@@ -11,7 +11,6 @@ from jax_dora.lm.finetune import processes
 from jax_dora.lm.finetune.training import Parts
 from jax_dora.lm.models import CausalLM, DecoderSharding, activations
 from jax_dora.ops import is_quantised
-from jax_dora.ops.quantised import bits
 
 # The weights are replicated on every device if each has room for this many copies of them. The rest
 # is for activations, gradients and the optimizer.
@@ -97,5 +96,5 @@ def _nbytes(state: nnx.State, sharding: DecoderSharding | None = None) -> int:
             shape = leaf.shape
             if sharding is not None:
                 shape = sharding("/".join(map(str, path)), shape).shard_shape(shape)
-            total += math.prod(shape) * bits(leaf.dtype)
+            total += math.prod(shape) * jax.dtypes.itemsize_bits(leaf.dtype)
     return math.ceil(total / 8)

@@ -4,9 +4,10 @@ import math
 from typing import Any
 
 import jax
+from flax import nnx
 from rich.table import Table
 
-from jax_dora.adapt.tree import find_dora_layers
+import jax_dora
 from jax_dora.lm.finetune import estimate
 from jax_dora.lm.finetune.plan import Plan
 from jax_dora.lm.finetune.training import Parts
@@ -17,7 +18,8 @@ def report(plan: Plan) -> Table:
     """Returns a table of the run's parameters, data, steps and memory."""
     parts = Parts.of(plan.abstract_model)
     trained, frozen = _size(parts.adapters), _size(parts.frozen)
-    layers = find_dora_layers(plan.abstract_model).values()
+    modules = (module for _, module in nnx.iter_modules(plan.abstract_model))
+    layers = (module for module in modules if isinstance(module, jax_dora.DoRALayer))
     covered = sum(math.prod(layer.kernel_param.shape) for layer in layers)
     rows = plan.rows
     step = math.prod(plan.step_rows)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_dora.ops.dispatch import mesh as meshes
-from jax_dora.ops.quantised import bits
 
 
 def scan(function: Callable[..., tuple[Any, Any]], x: Any, layers: Any) -> tuple[Any, Any]:
@@ -73,7 +72,8 @@ def _as_bytes(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def _is_packed(array: jax.Array) -> bool:
     """Returns whether bytes hold two elements of the array each, in the same row."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or bits(array.dtype) != 4:
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or jax.dtypes.itemsize_bits(dtype) != 4:
         return False
     # On explicit axes, JAX would require the sharding of the bytes.
     return array.ndim > 1 and array.shape[-1] % 2 == 0 and meshes.explicit(array) is None
