@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from dora_common.hyperparameters import DropoutMode, adapter_scale
 from dora_common.peft import checks, formats
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.fit import Adapter, Fit, fit
+from dora_common.peft.destinations import Adapter, Destinations, find_destinations
 from dora_common.peft.keys import adapter_in, parse
-from dora_common.peft.layers import Outline, Shape
+from dora_common.peft.layers import Architecture, Shape
 from dora_common.peft.vocabulary import new_vocabulary
 from dora_common.rules import listing
 
@@ -52,12 +52,13 @@ class Folder:
     adapter: str
     _file: Any
 
-    def fit(self, outline: Outline) -> Fit:
-        """Calls `dora_common.peft.fit.fit`, and puts the folder's path in front of its errors."""
+    def destinations(self, architecture: Architecture) -> Destinations:
+        """Returns where the folder's tensors belong; the errors of `find_destinations` begin with
+        the folder's path."""
         with named_in_errors(self.path):
-            return fit(self.config, self.tensors, outline, adapter=self.adapter)
+            return find_destinations(self.config, self.tensors, architecture, adapter=self.adapter)
 
-    def new_vocabulary(self, model: Any, outline: Outline) -> int | None:
+    def new_vocabulary(self, model: Any, architecture: Architecture) -> int | None:
         """Returns the number of tokens to which `model` has to be resized, as
         `dora_common.peft.vocabulary.new_vocabulary` does, and logs a warning if it has to be.
 
@@ -65,7 +66,7 @@ class Folder:
           ValueError: the model cannot be resized, or the folder does not store what it takes.
         """
         with named_in_errors(self.path):
-            sizes = new_vocabulary(self.config, self.tensors, outline, adapter=self.adapter)
+            sizes = new_vocabulary(self.config, self.tensors, architecture, adapter=self.adapter)
             if sizes is None:
                 return None
             old, new = sizes
@@ -83,9 +84,10 @@ class Folder:
         )
         return new
 
-    def fit_to_bank(self, outline: Outline) -> Fit:
-        """Like `fit`, but raises NotImplementedError if the folder has more than an adapter."""
-        found = self.fit(outline)
+    def bank_destinations(self, architecture: Architecture) -> Destinations:
+        """Like `destinations`; raises NotImplementedError if the folder has more than an
+        adapter."""
+        found = self.destinations(architecture)
         if whole := [*found.parameters, *found.tokens]:
             raise NotImplementedError(
                 f"{self.path} replaces parameters of the base model (modules_to_save, biases or "
@@ -94,7 +96,7 @@ class Folder:
             )
         return found
 
-    def warn_about_replaced(self, fit: Fit, outline: Outline) -> None:
+    def warn_about_replaced(self, destinations: Destinations, architecture: Architecture) -> None:
         """Logs a warning if the folder replaces parameters of the base model.
 
         The warning names the arguments with which `save_adapter` stores them again. Modules that
@@ -104,19 +106,21 @@ class Folder:
         config, rows = self.config, self.config.trainable_token_indices
         modules = [*(config.modules_to_save or ())]
         if config.keeps_ties:
-            replaced = fit.replaced_rows(outline)
-            tied = [name for names in outline.tied() for name in names if name in replaced]
+            replaced = destinations.replaced_rows(architecture)
+            tied = [name for names in architecture.tied() for name in names if name in replaced]
             modules += [name.removesuffix(".weight") for name in tied if not config.saves(name)]
-        embeddings = sum(layer.kind == "embedding" for layer in outline.layers)
+        embeddings = sum(layer.kind == "embedding" for layer in architecture.layers)
         if not isinstance(rows, Mapping) and embeddings != 1:
-            rows = {name.removesuffix(".weight"): at for name, (_, at) in fit.tokens.items()}
+            rows = {
+                name.removesuffix(".weight"): at for name, (_, at) in destinations.tokens.items()
+            }
         options = {
             "modules_to_save": modules,
             "trainable_token_indices": rows,
             "bias": None if config.bias == "none" else config.bias,
         }
         arguments = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
-        if arguments and (fit.parameters or fit.tokens):
+        if arguments and (destinations.parameters or destinations.tokens):
             _LOG.warning(
                 "%s replaces parameters of the base model, which save_adapter stores again only "
                 "where it is given %s",

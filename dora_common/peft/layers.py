@@ -12,7 +12,8 @@ Kind = Literal["linear", "embedding", "conv", "experts"]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that can be adapted, described as in PyTorch.
+    """A layer that can be adapted, as a PEFT folder stores it: with PyTorch's name and shapes, for
+    models of both packages.
 
     Attributes:
       name: the module's name; for packed experts, the parameter's name.
@@ -78,7 +79,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Outline:
+class Architecture:
     """The layers and parameters of a model, under PyTorch's names.
 
     Attributes:

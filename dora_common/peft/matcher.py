@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dora_common.peft import checks
 from dora_common.peft.config import TOKEN_EMBEDDINGS, AdapterConfig
 from dora_common.peft.keys import Key, Role, key_of
-from dora_common.peft.layers import Outline, Shape, key_modules
+from dora_common.peft.layers import Architecture, Shape, key_modules
 from dora_common.peft.names import matches
 from dora_common.rules import OUTPUT_HEADS
 
@@ -28,11 +28,11 @@ class Matcher:
       problems: descriptions of the problems.
     """
 
-    def __init__(self, config: AdapterConfig, outline: Outline) -> None:
-        self.config, self.parameters = config, outline.parameters
-        self.refusals = outline.refusals
-        self.layers = layers = {layer.name: layer for layer in outline.layers}
-        self.tied, self.row_owners = outline.tied(), outline.row_owners()
+    def __init__(self, config: AdapterConfig, architecture: Architecture) -> None:
+        self.config, self.parameters = config, architecture.parameters
+        self.refusals = architecture.refusals
+        self.layers = layers = {layer.name: layer for layer in architecture.layers}
+        self.tied, self.row_owners = architecture.tied(), architecture.row_owners()
         self.ties = {name: names for names in self.tied for name in names}
         self.selected = {
             name

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from dora_common.peft import checks
 from dora_common.peft.config import EXPERTS_VERSION, AdapterConfig
-from dora_common.peft.fit import fit
+from dora_common.peft.destinations import find_destinations
 from dora_common.peft.folder import check_finite
 from dora_common.peft.keys import key_of, parameter_key
-from dora_common.peft.layers import Layer, Outline, check_layers, key_modules
+from dora_common.peft.layers import Architecture, Layer, check_layers, key_modules
 from dora_common.peft.names import first_match, parameters_for, patterns_for, targets_for
 from dora_common.peft.writing import check_writable, write
 
@@ -38,7 +38,7 @@ class Source:
     """An adapted model under PyTorch's names.
 
     Attributes:
-      outline: the layers and parameters of the model.
+      architecture: the layers and parameters of the model.
       adapted: the adapted layers by name; at least one.
       modules: the names of all modules.
       read: returns the tensor to store for a parameter, given its name.
@@ -47,7 +47,7 @@ class Source:
       is_lora: returns whether a layer's magnitude equals its norm, given the layer's name.
     """
 
-    outline: Outline
+    architecture: Architecture
     adapted: Mapping[str, Adapted]
     modules: Collection[str]
     read: Callable[[str], Any]
@@ -97,7 +97,7 @@ class Source:
             modules = [name for name in self.adapted if name not in experts]
             if experts:
                 fields |= {
-                    "target_parameters": parameters_for(experts, self.outline.parameters),
+                    "target_parameters": parameters_for(experts, self.architecture.parameters),
                     "peft_version": EXPERTS_VERSION,
                 }
             config = AdapterConfig(
@@ -181,7 +181,7 @@ class Source:
         tensors = self._tensors(config)
         # Checks that the folder can be read, with the same function as a reader.
         shapes = {key: ("F32", tuple(tensor.shape)) for key, tensor in tensors.items()}
-        fit(config, shapes, self.outline)
+        find_destinations(config, shapes, self.architecture)
         for key, tensor in tensors.items():
             reason = f"{tensor.dtype} cannot hold the numbers, or training diverged"
             check_finite(key, tensor, reason)
@@ -193,7 +193,7 @@ class Source:
 
     def _tensors(self, config: AdapterConfig) -> dict[str, Any]:
         tensors = {}
-        keys = key_modules(one for one in self.outline.layers if one.name in self.adapted)
+        keys = key_modules(one for one in self.architecture.layers if one.name in self.adapted)
         for name, one in self.adapted.items():
             for role, shape in one.layer.shapes(one.rank).items():
                 if role != "magnitude" or config.use_dora:
@@ -201,7 +201,7 @@ class Source:
                     tensors[key_of(keys[name], role)] = tensor.reshape(shape)
         for name, rows in self._token_rows(config.trainable_token_indices).items():
             tensors[key_of(name, "tokens")] = self.read(f"{name}.weight")[list(rows)]
-        for name in self.outline.parameters:
+        for name in self.architecture.parameters:
             is_adapted = name.rpartition(".")[0] in self.adapted
             if config.stores(name, of_adapted_layer=is_adapted):
                 tensors[parameter_key(name, of_adapted_layer=is_adapted)] = self.read(name)
@@ -214,7 +214,7 @@ class Source:
         """
         expected = "rows of an embedding, or a dict of rows by the ends of names"
         checks.check_type("trainable_token_indices", tokens, Iterable | None, expected)
-        layers = self.outline.layers
+        layers = self.architecture.layers
         if tokens and not isinstance(tokens, Mapping):
             embeddings = [layer.name for layer in layers if layer.kind == "embedding"]
             if len(embeddings) != 1:
@@ -223,7 +223,7 @@ class Source:
                     f"{embeddings}; expected one embedding: pass {{name: indices}}"
                 )
             tokens = {embeddings[0]: tokens}
-        owners = self.outline.row_owners()
+        owners = self.architecture.row_owners()
         # A head that is None in Flax has a weight, but is no layer.
         modules = {*(one.name for one in layers if one.kind != "conv"), *owners}
         found = {}
@@ -260,7 +260,7 @@ class Source:
     def _check_modules_to_save(self, config: AdapterConfig) -> None:
         modules = {
             ".".join(parts[:length])
-            for parts in (name.split(".") for name in self.outline.parameters)
+            for parts in (name.split(".") for name in self.architecture.parameters)
             for length in range(1, len(parts))
         }
         saved = config.modules_to_save or ()
@@ -276,7 +276,7 @@ class Source:
         Adapted layers do not count, since their own weights are frozen.
         """
         frozen = {f"{name}.weight" for name in self.adapted}
-        for names in self.outline.tied():
+        for names in self.architecture.tied():
             saved = [name for name in names if config.saves(name)]
             others = sorted(set(names) - set(saved) - frozen)
             if saved and others and not config.keeps_ties:

@@ -5,27 +5,27 @@ from dataclasses import replace
 
 from dora_common.peft.config import TOKEN_EMBEDDINGS, AdapterConfig
 from dora_common.peft.keys import Key, parse
-from dora_common.peft.layers import Layer, Outline, Shape
+from dora_common.peft.layers import Architecture, Layer, Shape
 from dora_common.rules import OUTPUT_HEADS
 
 
 def new_vocabulary(
     config: AdapterConfig,
     tensors: Mapping[str, tuple[str, Shape]],
-    outline: Outline,
+    architecture: Architecture,
     *,
     adapter: str = "default",
 ) -> tuple[int, int] | None:
     """Returns the model's number of tokens, and the one to which it has to be resized; None if it
     need not be.
 
-    The arguments are those of `dora_common.peft.fit.fit`.
+    The arguments are those of `dora_common.peft.destinations.find_destinations`.
 
     Raises:
       ValueError: the folder is of a model with another number of tokens, but does not store the
         embedding and the output head, so that the weights of new tokens are not known.
     """
-    tables, sizes, stored = _tables(outline), dict[str, int](), set[str]()
+    tables, sizes, stored = _tables(architecture), dict[str, int](), set[str]()
     for key, (_, shape) in sorted(tensors.items()):
         parsed = parse(key, adapter)
         layer = tables.get(parsed.module)
@@ -39,7 +39,7 @@ def new_vocabulary(
     key, size = next(iter(sizes.items()))
     old = _size(tables[parse(key, adapter).module])
     names = {f"{name}.weight" for name, layer in tables.items() if _size(layer) == old}
-    ties = {name: tied for tied in outline.tied() for name in tied}
+    ties = {name: tied for tied in architecture.tied() for name in tied}
     follow = {
         name
         for name in names
@@ -56,22 +56,23 @@ def new_vocabulary(
     return old, size
 
 
-def resized(outline: Outline, size: int) -> Outline:
-    """Returns the outline of the model after its vocabulary is resized to `size` tokens."""
+def resized(architecture: Architecture, size: int) -> Architecture:
+    """Returns the architecture of the model after its vocabulary is resized to `size` tokens."""
     tables = {
-        name: replace(layer, **{_side(layer): size}) for name, layer in _tables(outline).items()
+        name: replace(layer, **{_side(layer): size})
+        for name, layer in _tables(architecture).items()
     }
     parameters = {
         name: (size, *shape[1:]) if name.rpartition(".")[0] in tables else shape
-        for name, shape in outline.parameters.items()
+        for name, shape in architecture.parameters.items()
     }
-    layers = [tables.get(layer.name, layer) for layer in outline.layers]
-    return replace(outline, layers=layers, parameters=parameters)
+    layers = [tables.get(layer.name, layer) for layer in architecture.layers]
+    return replace(architecture, layers=layers, parameters=parameters)
 
 
-def _tables(outline: Outline) -> dict[str, Layer]:
+def _tables(architecture: Architecture) -> dict[str, Layer]:
     """Returns the embeddings and the output heads with a row for each token, by name."""
-    layers = {layer.name: layer for layer in outline.layers}
+    layers = {layer.name: layer for layer in architecture.layers}
     embeddings = {name: one for name, one in layers.items() if one.kind == "embedding"}
     heads = {
         name: layer

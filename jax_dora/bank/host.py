@@ -23,8 +23,8 @@ from jax_dora.bank.projections import rejection_reason
 from jax_dora.layers.stack import Stack, stack_axes_of
 from jax_dora.ops.bank_slots import RANKS
 from jax_dora.ops.dtypes import accumulation_dtype
+from jax_dora.peft.named_model import named_model
 from jax_dora.peft.names import Names
-from jax_dora.peft.torch_view import torch_view
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,14 +212,14 @@ def read_folder(
 ) -> HostAdapter:
     """Reads the adapter of a PEFT folder; raises the same errors as `AdapterBank.load`."""
     by_path = {projection.path: projection for projection in projections}
-    view = torch_view(model, names or Names())
+    named = named_model(model, names or Names())
     with open_folder(folder, "np", adapter) as source:
-        fit = source.fit_to_bank(view.outline())
+        destinations = source.bank_destinations(named.architecture())
         layers: dict[str, dict[Any, LayerAdapter]] = {}
-        for name, found in fit.adapters.items():
-            where = view.layers.get(name)
+        for name, found in destinations.adapters.items():
+            where = named.layers.get(name)
             if where is None:
-                path = view.tied_heads[f"{name}.weight"]
+                path = named.tied_heads[f"{name}.weight"]
                 raise _unknown_projection(model, projections, path, "it is tied to the embedding")
             if where.path not in by_path:
                 raise _unknown_projection(model, projections, where.path)

@@ -15,7 +15,7 @@ from flax import nnx
 from flax.typing import Dtype
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale
-from dora_common.peft.fit import Adapter, Fit
+from dora_common.peft.destinations import Adapter, Destinations
 from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.layers import Shape
 from dora_common.peft.replaced_parameters import replace
@@ -27,9 +27,9 @@ from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check
+from jax_dora.peft.named_model import NamedModel, named_model
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import Index
-from jax_dora.peft.torch_view import TorchView, torch_view
 from jax_dora.peft.untie import untie, untie_adapted_heads
 
 _CACHE_LINE = 64
@@ -110,30 +110,30 @@ def load_adapter[Model: nnx.Module](
         loaded, _ = without_adapters(model)
         if example is not None:
             known = (*(one for one in known if one.is_layer), *weights_in_code(loaded, example))
-        view = torch_view(loaded, names, known)
-        outline = view.outline()
-        if (size := source.new_vocabulary(loaded, outline)) is not None:
+        named = named_model(loaded, names, known)
+        architecture = named.architecture()
+        if (size := source.new_vocabulary(loaded, architecture)) is not None:
             resizable: Any = loaded
             resizable.resize_token_embeddings(size)
-            view = torch_view(loaded, names, known)
-            outline = view.outline()
-        fit = source.fit(outline)
-        view.check_not_quantised((*fit.parameters, *fit.tokens))
-        loaded = untie(loaded, view, fit, source.config)
-        view = torch_view(loaded, names, known)
+            named = named_model(loaded, names, known)
+            architecture = named.architecture()
+        destinations = source.destinations(architecture)
+        named.check_not_quantised((*destinations.parameters, *destinations.tokens))
+        loaded = untie(loaded, named, destinations, source.config)
+        named = named_model(loaded, names, known)
         # Before the adapters, since the layers of a stack that have none keep the kernels' norms.
-        _set_parameters(source, view, fit)
-        untie_adapted_heads(view, fit)
-        view = torch_view(loaded, names, known)
-        stacks = _by_weight(view, fit)
+        _set_parameters(source, named, destinations)
+        untie_adapted_heads(named, destinations)
+        named = named_model(loaded, names, known)
+        stacks = _by_weight(named, destinations)
         rules = {
             weight: DoRARule(
                 re.escape(weight.path),
                 **source.options(_largest(source, adapters.values()), dropout_mode),
                 adapter_dtype=adapter_dtype or _dtype(source, weight.path, adapters.values()),
                 adapt_attend=False if one.layer.kind == "embedding" else None,
-                lora_a_init=_FolderInit("lora_a", source, view, weight, adapters),
-                lora_b_init=_FolderInit("lora_b", source, view, weight, adapters),
+                lora_a_init=_FolderInit("lora_a", source, named, weight, adapters),
+                lora_b_init=_FolderInit("lora_b", source, named, weight, adapters),
                 implementation=implementation,
             )
             for weight, adapters in stacks.items()
@@ -149,16 +149,18 @@ def load_adapter[Model: nnx.Module](
             is_exact = adapter_dtype is None
             _set_magnitude(source, layer.magnitude, weight.stack, stacks[weight], is_exact)
         loaded = replace_modules(loaded, replacements)
-        source.warn_about_replaced(fit, outline)
-        replace(loaded, folder, fit.replaced_rows(outline))
+        source.warn_about_replaced(destinations, architecture)
+        replace(loaded, folder, destinations.replaced_rows(architecture))
     return loaded
 
 
-def _by_weight(view: TorchView, fit: Fit) -> dict[AdaptableWeight, dict[Index, Adapter]]:
+def _by_weight(
+    named: NamedModel, destinations: Destinations
+) -> dict[AdaptableWeight, dict[Index, Adapter]]:
     """Returns the adapters of each weight, by their index in the weight's stack."""
     stacks: dict[AdaptableWeight, dict[Index, Adapter]] = {}
-    for name, adapter in fit.adapters.items():
-        layer = view.layers[name]
+    for name, adapter in destinations.adapters.items():
+        layer = named.layers[name]
         stacks.setdefault(layer.weight, {})[layer.index] = adapter
     return stacks
 
@@ -204,18 +206,18 @@ class _FolderInit:
         self,
         name: str,
         source: Folder,
-        view: TorchView,
+        named: NamedModel,
         weight: AdaptableWeight,
         adapters: Mapping[Index, Adapter],
     ) -> None:
-        self.name, self.source, self.view = name, source, view
+        self.name, self.source, self.named = name, source, named
         self.scale = max(map(source.scale, adapters.values()), key=abs)
         self.adapters = iter([adapters.get(at) for at in weight.stack.indices()])
 
     def __call__(self, _: Any, shape: Shape, dtype: Any = jnp.float32, *__: Any) -> jax.Array:
         value, adapter = _zeros(shape, dtype), next(self.adapters)
         if adapter is not None:
-            key, layer = adapter.keys[self.name], self.view.layers[adapter.layer.name]
+            key, layer = adapter.keys[self.name], self.named.layers[adapter.layer.name]
             part = layer.adapter_parameters(adapter.rank)[self.name]
             array = part.from_torch(self.source.read(key))
             if self.name == "lora_b" and (scale := self.source.scale(adapter)) != self.scale:
@@ -257,23 +259,23 @@ def _set_magnitude(
     magnitude.set_value(jax.device_put(value, old.sharding))
 
 
-def _set_parameters(source: Folder, view: TorchView, fit: Fit) -> None:
+def _set_parameters(source: Folder, named: NamedModel, destinations: Destinations) -> None:
     """Replaces the base model's parameters that the folder stores whole or in part."""
-    replaced = [(name, keys, None) for name, keys in fit.parameters.items()]
-    replaced += [(name, (key,), list(rows)) for name, (key, rows) in fit.tokens.items()]
+    replaced = [(name, keys, None) for name, keys in destinations.parameters.items()]
+    replaced += [(name, (key,), list(rows)) for name, (key, rows) in destinations.tokens.items()]
     by_array: dict[tuple[str, str], list[tuple[str, tuple[str, ...], Any]]] = {}
     for name, keys, rows in replaced:
-        one = view.parameters[name]
+        one = named.parameters[name]
         by_array.setdefault((one.path, one.attribute), []).append((name, keys, rows))
     for (path, attribute), parts in by_array.items():
-        variable = getattr(view.modules[path], attribute)
+        variable = getattr(named.modules[path], attribute)
         old = variable.get_value()
         value = _zeros(old.shape, old.dtype)
-        whole = {view.parameters[name].at for name, _, rows in parts if rows is None}
-        if len(whole) < math.prod(view.stacks[path].shape):
+        whole = {named.parameters[name].at for name, _, rows in parts if rows is None}
+        if len(whole) < math.prod(named.stacks[path].shape):
             value[...] = jax.device_get(old)
         for name, keys, rows in parts:
-            one, matrix = view.parameters[name], source.read_parameter(name, keys)
+            one, matrix = named.parameters[name], source.read_parameter(name, keys)
             with np.errstate(over="ignore"):
                 if rows is not None:
                     matrix, stored = np.array(one.to_torch(value[one.at])), matrix

@@ -79,7 +79,11 @@ class TorchParameter:
 
 @dataclass(frozen=True)
 class TorchLayer:
-    """One layer that is or can be adapted: the part of a weight with index `index`."""
+    """The part of a weight with index `index`, with PEFT's record of it.
+
+    It describes nothing that the two do not: a PEFT folder stores each layer of a stack apart, and
+    this is what finds the layer's place in the stack's arrays.
+    """
 
     weight: AdaptableWeight
     index: Index

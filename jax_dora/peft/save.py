@@ -21,9 +21,9 @@ from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.ops import check
+from jax_dora.peft.named_model import NamedModel, named_model
 from jax_dora.peft.names import Names
 from jax_dora.peft.parameters import TorchLayer, TorchParameter
-from jax_dora.peft.torch_view import TorchView, torch_view
 from jax_dora.peft.untie import check_no_possible_heads
 
 _LOG = logging.getLogger(__name__)
@@ -88,9 +88,9 @@ def save_adapter(
         check.is_float_dtype("dtype", dtype)
     check_model(model)
     check_has_values(model, "jax_dora.peft.save_adapter", can_trace=False)
-    view = torch_view(model, names or Names())
-    is_lora = _lora_test(view)
-    modules = _adapters_by_name(model, view, is_lora)
+    named = named_model(model, names or Names())
+    is_lora = _lora_test(named)
+    modules = _adapters_by_name(model, named, is_lora)
     if tied := [name for name, one in modules.items() if getattr(one, "adapt_attend", False)]:
         _LOG.warning(
             "%s: adapt_attend is True, so that an output head that is tied to the embedding is "
@@ -108,20 +108,20 @@ def save_adapter(
             return np.ascontiguousarray(part.to_torch(array), dtype=kind)
 
     def read(name: str) -> np.ndarray:
-        view.check_not_quantised([name])
-        one = view.parameters[name]
-        return stored(view.modules[one.path], one)
+        named.check_not_quantised([name])
+        one = named.parameters[name]
+        return stored(named.modules[one.path], one)
 
     def read_adapter(name: str, attribute: str) -> np.ndarray:
         module = modules[name]
-        parts = view.layers[name].adapter_parameters(module.rank)
+        parts = named.layers[name].adapter_parameters(module.rank)
         return stored(module, parts[attribute], dtype)
 
     source = Source(
-        outline=view.outline(),
+        architecture=named.architecture(),
         adapted={
             name: Adapted(
-                view.layers[name].layer,
+                named.layers[name].layer,
                 _as_python(one.rank),
                 _as_python(one.alpha),
                 one.use_rslora,
@@ -129,7 +129,10 @@ def save_adapter(
             )
             for name, one in modules.items()
         },
-        modules={*view.names, *(n for n, one in view.layers.items() if one.layer.kind == "linear")},
+        modules={
+            *named.names,
+            *(n for n, one in named.layers.items() if one.layer.kind == "linear"),
+        },
         read=read,
         read_adapter=read_adapter,
         is_lora=is_lora,
@@ -145,12 +148,12 @@ def save_adapter(
         base_model_name_or_path=base_model_name_or_path,
         task_type=task_type,
     )
-    check_no_possible_heads(view, config)
+    check_no_possible_heads(named, config)
     source.write(folder, config, save_file, overwrite=overwrite)
 
 
 def _adapters_by_name(
-    model: nnx.Module, view: TorchView, is_lora: Callable[[str], bool]
+    model: nnx.Module, named: NamedModel, is_lora: Callable[[str], bool]
 ) -> dict[str, Any]:
     """Returns the objects that hold the adapters, by PyTorch's names of the adapted layers."""
     paths = [path for path, *_ in find_dora_layers(model)]
@@ -158,7 +161,7 @@ def _adapters_by_name(
         raise ValueError(
             "model has no adapter; expected a model with DoRA layers, from jax_dora.apply_dora"
         )
-    reachable = {layer.path for layer in view.layers.values()}
+    reachable = {layer.path for layer in named.layers.values()}
     if unsupported := [path for path in paths if path not in reachable]:
         raise NotImplementedError(
             f"{', '.join(unsupported)}: projections with batch axes or another order of output "
@@ -168,7 +171,7 @@ def _adapters_by_name(
         )
     return {
         name: adapter_of(layer.weight)
-        for name, layer in view.layers.items()
+        for name, layer in named.layers.items()
         if layer.path in set(paths) and not _is_padding(layer, is_lora)
     }
 
@@ -192,7 +195,7 @@ def _as_python(number: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number
 
 
-def _lora_test(view: TorchView) -> Callable[[str], bool]:
+def _lora_test(named: NamedModel) -> Callable[[str], bool]:
     """Returns a function from a layer's name to whether the layer's magnitude equals its norm."""
 
     @functools.cache
@@ -201,7 +204,7 @@ def _lora_test(view: TorchView) -> Callable[[str], bool]:
         return np.asarray(fresh_magnitude(holder) == holder.magnitude[...])
 
     def is_lora(name: str) -> bool:
-        layer = view.layers[name]
+        layer = named.layers[name]
         return bool(are_norms(layer.weight)[layer.at].all())
 
     return is_lora

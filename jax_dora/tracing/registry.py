@@ -17,7 +17,7 @@ type Axes = str | Callable[[Any], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """A parameter that `register` has named.
+    """A parameter that `register` has named: a claim about a class, before there is any model.
 
     Attributes:
       param: the parameter's name in its module.

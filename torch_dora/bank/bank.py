@@ -21,7 +21,7 @@ from torch_dora.ops.bank import Slots
 from torch_dora.ops.dtypes import accumulation_dtype
 from torch_dora.ops.quantised import as_matrix
 from torch_dora.ops.shards import full_tensor
-from torch_dora.peft.layers import layers_of, outline, parameters_of
+from torch_dora.peft.layers import architecture, layers_of, parameters_of
 
 
 class LayerAdapter(NamedTuple):
@@ -160,10 +160,10 @@ class AdapterBank:
     ) -> dict[str, LayerAdapter]:
         parameters = parameters_of(self.model)
         with open_folder(folder, "pt", name) as source:
-            fit = source.fit_to_bank(outline(layers_of(self.model), parameters))
-            self._check_paths(fit.adapters)
+            destinations = source.bank_destinations(architecture(layers_of(self.model), parameters))
+            self._check_paths(destinations.adapters)
             entries = {}
-            for path, adapter in fit.adapters.items():
+            for path, adapter in destinations.adapters.items():
                 key = adapter.keys.get("magnitude")
                 entries[path] = LayerAdapter(
                     source.read(adapter.keys["lora_a"]),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dora_common.hyperparameters import ADAPTER_NAMES
-from dora_common.peft.layers import Layer, Outline, convolution_refusals
+from dora_common.peft.layers import Architecture, Layer, convolution_refusals
 from dora_common.rules import listing
 from torch_dora.adapt.apply import WRAPPERS, check_model, modules_with_names, refuse_peft
 from torch_dora.layers import (
@@ -80,12 +80,12 @@ def from_peft(layer: DoRALayer, name: str, tensor: Tensor) -> Tensor:
     return tensor.reshape(shape)
 
 
-def outline(layers: Mapping[str, Layer], parameters: Mapping[str, Tensor]) -> Outline:
-    """Returns the outline that a folder is matched against, from the results of `layers_of` and
+def architecture(layers: Mapping[str, Layer], parameters: Mapping[str, Tensor]) -> Architecture:
+    """Returns what a folder is matched against, from the results of `layers_of` and
     `parameters_of`."""
     shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     ids = {name: id(tensor) for name, tensor in parameters.items()}
-    return Outline(list(layers.values()), shapes, ids)
+    return Architecture(list(layers.values()), shapes, ids)
 
 
 def warn_of_shared(model: nn.Module, adapted: Set[str]) -> None:

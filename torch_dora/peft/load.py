@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
-from dora_common.peft.fit import Adapter, Fit
+from dora_common.peft.destinations import Adapter, Destinations
 from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.replaced_parameters import replace
 from dora_common.peft.vocabulary import resized
@@ -35,9 +35,9 @@ from torch_dora.layers import (
 )
 from torch_dora.ops import check, shards
 from torch_dora.peft.layers import (
+    architecture,
     from_peft,
     layers_of,
-    outline,
     parameters_of,
     warn_of_shared,
     weight_name,
@@ -107,16 +107,16 @@ def load_adapter(
     layers = layers_of(model)
     with open_folder(folder, "pt", adapter) as source, contextlib.ExitStack() as undo:
         parameters = parameters_of(model)
-        model_outline = outline(layers, parameters)
-        if (size := source.new_vocabulary(model, model_outline)) is not None:
-            source.fit(resized(model_outline, size))
+        model_architecture = architecture(layers, parameters)
+        if (size := source.new_vocabulary(model, model_architecture)) is not None:
+            source.destinations(resized(model_architecture, size))
             undo.enter_context(_resized(model, size))
             parameters = parameters_of(model)
-            model_outline = outline(layers_of(model), parameters)
-        fit = source.fit(model_outline)
-        weights = [weight_name(adapter.layer) for adapter in fit.adapters.values()]
+            model_architecture = architecture(layers_of(model), parameters)
+        places = source.destinations(model_architecture)
+        weights = [weight_name(adapter.layer) for adapter in places.adapters.values()]
         placement.refuse_meta(
-            [(name, parameters[name]) for name in [*weights, *fit.parameters, *fit.tokens]]
+            [(name, parameters[name]) for name in [*weights, *places.parameters, *places.tokens]]
         )
         trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
@@ -124,33 +124,36 @@ def load_adapter(
                 name: source.checked(
                     name, source.read_parameter(name, keys).to(parameters[name].dtype)
                 )
-                for name, keys in fit.parameters.items()
+                for name, keys in places.parameters.items()
             }
             rows = {
                 name: (list(at), source.checked(key, source.read(key).to(parameters[name].dtype)))
-                for name, (key, at) in fit.tokens.items()
+                for name, (key, at) in places.tokens.items()
             }
-            new = _make_layers(model, source, fit, adapter_dtype, dropout_mode, implementation)
+            new = _make_layers(model, source, places, adapter_dtype, dropout_mode, implementation)
             unchanged = [
                 (name, layer) for name, layer in dora_layers(model) if id(layer) not in new
             ]
             values = [
-                (layer, _read_values(layer, source, fit.adapters[name], adapter_dtype is None))
+                (
+                    layer,
+                    _read_values(layer, source, places.adapters[name], adapter_dtype is None),
+                )
                 for name, layer in unchanged
             ]
         except BaseException:
             for parameter, was in trainable.items():
                 parameter.requires_grad_(was)
             raise
-    source.warn_about_replaced(fit, model_outline)
-    replace(model, folder, fit.replaced_rows(model_outline))
-    warn_of_shared(model, fit.adapters.keys())
+    source.warn_about_replaced(places, model_architecture)
+    replace(model, folder, places.replaced_rows(model_architecture))
+    warn_of_shared(model, places.adapters.keys())
     replace_modules(model, new)
     for layer, tensors in values:
         _set_values(layer, tensors)
-    for name in fit.untied:
+    for name in places.untied:
         _untie(model, name)
-    if fit.untied:
+    if places.untied:
         record_untied(model)
     parameters = parameters_of(model)
     for name, value in full_values.items():
@@ -162,7 +165,7 @@ def load_adapter(
     stored = {
         id(parameters[name])
         for name in full_values
-        if source.config.stores(name, of_adapted_layer=name.rpartition(".")[0] in fit.adapters)
+        if source.config.stores(name, of_adapted_layer=name.rpartition(".")[0] in places.adapters)
     }
     for _, layer in dora_layers(model):
         stored |= {id(getattr(layer, name)) for name in ADAPTER_NAMES}
@@ -199,7 +202,7 @@ def _resized(model: Any, size: int) -> Iterator[None]:
 def _make_layers(
     model: nn.Module,
     source: Folder,
-    fit: Fit,
+    places: Destinations,
     adapter_dtype: torch.dtype | None,
     dropout_mode: DropoutMode | None,
     implementation: str | None,
@@ -215,7 +218,7 @@ def _make_layers(
         for parameter, experts in packed_experts(module).items():
             modules[f"{name}.{parameter}".lstrip(".")] = experts
     rules = {}
-    for name, adapter in fit.adapters.items():
+    for name, adapter in places.adapters.items():
         dtypes = (getattr(torch, dtype) for dtype in source.dtypes(adapter))
         rules[name] = DoRARule(
             re.escape(name),
@@ -224,16 +227,16 @@ def _make_layers(
             implementation=implementation,
         )
     unchanged = {name for name, rule in rules.items() if _is_unchanged(modules[name], rule)}
-    bases = {name: modules[name] for name in fit.adapters}
+    bases = {name: modules[name] for name in places.adapters}
     bases |= {name: layer.base.train(layer.training) for name, layer in dora_layers(model)}
     placement.refuse_fsdp(
         [(name, modules[name]) for name in bases if name not in unchanged]
-        + [(name, modules[name.rpartition(".")[0]]) for name in fit.untied],
+        + [(name, modules[name.rpartition(".")[0]]) for name in places.untied],
         "load_adapter before fully_shard, or call apply_dora before it with the folder's layers, "
         "rank, alpha and dropout",
     )
     check_adaptable(
-        model, [(bases[name], (name,)) for name in fit.adapters if name not in unchanged]
+        model, [(bases[name], (name,)) for name in places.adapters if name not in unchanged]
     )
     replaced = {name: replaced_id(modules[name]) for name in bases if name not in unchanged}
     new = {replaced[name]: base for name, base in bases.items() if name in replaced}
@@ -241,7 +244,8 @@ def _make_layers(
         if name not in unchanged:
             layer = new[replaced[name]] = adapt(bases[name], name, rule)
             _set_values(
-                layer, _read_values(layer, source, fit.adapters[name], adapter_dtype is None)
+                layer,
+                _read_values(layer, source, places.adapters[name], adapter_dtype is None),
             )
             norm = layer.norm() if source.config.use_dora else layer.magnitude
             source.check_norm(name, shards.full_tensor(norm))

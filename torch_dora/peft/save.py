@@ -14,7 +14,7 @@ from dora_common.peft.save import Adapted, Source
 from dora_common.rules import listing
 from torch_dora.layers import DoRAConv1D, DoRAExperts, dora_layers, named_modules, placement
 from torch_dora.ops import check, shards
-from torch_dora.peft.layers import layers_of, outline, parameters_of, to_peft, warn_of_shared
+from torch_dora.peft.layers import architecture, layers_of, parameters_of, to_peft, warn_of_shared
 
 
 @torch.no_grad()
@@ -133,7 +133,7 @@ def prepare(
         return to_peft(layer, attribute, stored(getattr(layer, attribute), dtype)).contiguous()
 
     source = Source(
-        outline=outline(layers, parameters),
+        architecture=architecture(layers, parameters),
         adapted={
             name: Adapted(layers[name], layer.rank, layer.alpha, layer.use_rslora, layer.dropout)
             for name, layer in modules.items()

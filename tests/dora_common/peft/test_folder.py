@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from dora_common.peft import writing
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import CONFIG, TENSORS, open_folder
-from dora_common.peft.layers import Layer, Outline
+from dora_common.peft.layers import Architecture, Layer
 from dora_common.peft.writing import write
 
 
@@ -435,7 +435,7 @@ def test_keys_of_another_adapter_ask_for_its_name(tmp_path: Path) -> None:
         open_folder(tmp_path / "a", "np") as source,
         pytest.raises(ValueError, match="of the adapter 'third'; pass adapter='third'"),
     ):
-        source.fit(Outline([Layer("a", "linear", 3, 3)], {}, {}))
+        source.destinations(Architecture([Layer("a", "linear", 3, 3)], {}, {}))
 
 
 FOREIGN = {

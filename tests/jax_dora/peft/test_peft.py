@@ -17,7 +17,7 @@ from torch import nn
 
 import jax_dora
 from jax_dora.peft import Names, load_adapter, save_adapter
-from jax_dora.peft.torch_view import torch_view
+from jax_dora.peft.named_model import named_model
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.peft.peft_folders import assert_same, rewritten, tensors_of
 from tests.tables import thinned
@@ -145,7 +145,7 @@ def flax_model(*, stacked: bool = False, dtype: Any = None) -> Model:
     """`base()` in Flax, loaded by the same rules as an adapter's whole modules."""
     model = Model(stacked=stacked)
     state = {name: value.numpy() for name, value in base().state_dict().items()}
-    places = torch_view(model, Names())
+    places = named_model(model, Names())
     assert set(places.parameters) == set(state)
     for name, place in places.parameters.items():
         variable = getattr(places.modules[place.path], place.attribute)
@@ -595,7 +595,7 @@ def test_projections_over_several_axes_are_linear_layers(tmp_path: Path) -> None
             return self.out(jnp.tanh(self.query(x)) * self.key(x))
 
     model = Heads()
-    places = torch_view(model, Names(rules=[("query", "q_proj")]))
+    places = named_model(model, Names(rules=[("query", "q_proj")]))
     theirs = nn.ModuleDict(
         {"q_proj": nn.Linear(12, 20), "key": nn.Linear(12, 20), "out": nn.Linear(20, 12)}
     )

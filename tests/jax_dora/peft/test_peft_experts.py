@@ -15,7 +15,7 @@ import jax_dora
 import torch_dora
 from jax_dora import DoRARule, apply_dora, get_adapter, remove_dora
 from jax_dora.peft import Names, load_adapter, save_adapter
-from jax_dora.peft.torch_view import torch_view
+from jax_dora.peft.named_model import named_model
 from tests.jax_dora.small_models import train
 from tests.tables import thinned
 
@@ -198,7 +198,7 @@ def test_what_lies_beside_a_stacked_weight_is_told_apart_by_layers(tmp_path):
     assert not found
     again = load_adapter(base, tmp_path)
     assert jnp.array_equal(again(X), ours(X))
-    view = torch_view(base, Names())
+    view = named_model(base, Names())
     assert {name: one.shape for name, one in view.parameters.items()} == {
         f"layers.{index}.{name}": shape
         for index in range(3)

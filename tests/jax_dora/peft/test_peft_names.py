@@ -8,7 +8,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.peft import Names, load_adapter, save_adapter
-from jax_dora.peft.torch_view import torch_view
+from jax_dora.peft.named_model import named_model
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ class Pair(nnx.Module):
 
 
 def test_the_members_of_a_sequential_are_its_own() -> None:
-    assert set(torch_view(Pair(), Names()).layers) == {"mlp.0", "mlp.1"}
+    assert set(named_model(Pair(), Names()).layers) == {"mlp.0", "mlp.1"}
 
 
 def test_a_weight_is_named_as_a_layer_in_its_place(registrations) -> None:
@@ -61,11 +61,11 @@ def test_a_weight_is_named_as_a_layer_in_its_place(registrations) -> None:
             self.w = nnx.Param(jnp.ones((3, 4)))
 
     jax_dora.register(Projection, axes="io")
-    view = torch_view(nnx.Sequential(Projection(), nnx.Linear(4, 3, rngs=nnx.Rngs(0))), Names())
+    view = named_model(nnx.Sequential(Projection(), nnx.Linear(4, 3, rngs=nnx.Rngs(0))), Names())
     assert set(view.layers) == {"0", "1"}
     assert set(view.parameters) == {"0.weight", "1.weight", "1.bias"}
     shared = Projection()
-    view = torch_view(nnx.Dict(one=shared, other=shared), Names())
+    view = named_model(nnx.Dict(one=shared, other=shared), Names())
     assert set(view.layers) == {"one"}
     assert {name: one.shape for name, one in view.parameters.items()} == {
         "one.weight": (4, 3),
@@ -75,7 +75,7 @@ def test_a_weight_is_named_as_a_layer_in_its_place(registrations) -> None:
 
 def test_two_modules_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"two modules 'mlp'"):
-        torch_view(Pair(), Names(rules=[(r"mlp/\d", "mlp")]))
+        named_model(Pair(), Names(rules=[(r"mlp/\d", "mlp")]))
 
 
 def test_names_may_be_computed(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Views a Flax model with PyTorch's names and layouts."""
+"""A Flax model under PyTorch's names."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flax import nnx
 
-from dora_common.peft.layers import Layer, Outline
+from dora_common.peft.layers import Architecture, Layer
 from jax_dora.adapt.inventory import LINEN_REFUSAL, find_weights
 from jax_dora.adapt.tied_heads import tied_heads
 from jax_dora.adapt.tree import by_path, check_model, find_modules, named_in_errors
@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class TorchView:
+class NamedModel:
     """A model under PyTorch's names.
 
     Attributes:
@@ -70,15 +70,15 @@ class TorchView:
                     "or use the base in 16 bits"
                 )
 
-    def outline(self) -> Outline:
-        """Returns the outline that a folder is matched to. Its layers include heads that are None,
+    def architecture(self) -> Architecture:
+        """Returns what a folder is matched to. Its layers include heads that are None,
         which `jax_dora.peft.untie` makes layers of the model."""
         heads = [
             Layer(name.removesuffix(".weight"), "linear", features, vocabulary)
             for name in self.tied_heads
             for vocabulary, features in [self.parameters[name].shape]
         ]
-        return Outline(
+        return Architecture(
             [*(one.layer for one in self.layers.values()), *heads],
             {name: one.shape for name, one in self.parameters.items()},
             {name: (id(self.variable(one)), one.at) for name, one in self.parameters.items()},
@@ -86,8 +86,10 @@ class TorchView:
         )
 
 
-def torch_view(model: nnx.Module, names: Names, known: Iterable[AdaptableWeight] = ()) -> TorchView:
-    """Returns a view of the model with PyTorch's names and layouts.
+def named_model(
+    model: nnx.Module, names: Names, known: Iterable[AdaptableWeight] = ()
+) -> NamedModel:
+    """Returns the model under PyTorch's names.
 
     Args:
       model: the model.
@@ -164,7 +166,7 @@ def torch_view(model: nnx.Module, names: Names, known: Iterable[AdaptableWeight]
         for weight in every
         if weight.param and weight.refusal in (why_unknown(weight.module), LINEN_REFUSAL)
     }
-    return TorchView(modules, stacks, layers, parameters, paths_by_name, heads, refusals)
+    return NamedModel(modules, stacks, layers, parameters, paths_by_name, heads, refusals)
 
 
 def _layers(

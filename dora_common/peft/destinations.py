@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.keys import adapter_in, parse
-from dora_common.peft.layers import Layer, Outline, Shape, check_layers
+from dora_common.peft.layers import Architecture, Layer, Shape, check_layers
 from dora_common.peft.matcher import MAX_LISTED, Matcher
 
 
@@ -21,7 +21,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Destinations:
     """The destination of every tensor of a folder.
 
     Attributes:
@@ -39,13 +39,13 @@ class Fit:
     tokens: Mapping[str, tuple[str, tuple[int, ...]]]
     untied: Sequence[str]
 
-    def replaced_rows(self, outline: Outline) -> dict[str, tuple[int, ...] | None]:
+    def replaced_rows(self, architecture: Architecture) -> dict[str, tuple[int, ...] | None]:
         """Returns the rows that the folder replaces, or None for all, by the names of the
         parameters of which it replaces any, also because they stay tied to a stored one."""
         new = dict.fromkeys(self.parameters) | {name: at for name, (_, at) in self.tokens.items()}
         tied = {
             other: new[name]
-            for names in outline.tied()
+            for names in architecture.tied()
             for name in names
             if name in new and name not in self.untied
             for other in names
@@ -54,19 +54,19 @@ class Fit:
         return new | tied
 
 
-def fit(
+def find_destinations(
     config: AdapterConfig,
     tensors: Mapping[str, tuple[str, Shape]],
-    outline: Outline,
+    architecture: Architecture,
     *,
     adapter: str = "default",
-) -> Fit:
+) -> Destinations:
     """Finds the destination of every tensor.
 
     Args:
       config: the folder's configuration.
       tensors: dtype and shape of every tensor of the folder, by key.
-      outline: the model's outline.
+      architecture: the model's architecture.
       adapter: the adapter's name, which the keys may include.
 
     Raises:
@@ -75,7 +75,7 @@ def fit(
       ValueError: a tensor has no destination, a wrong shape or two keys, or is missing. The error
         lists all such problems.
     """
-    matcher = Matcher(config, outline)
+    matcher = Matcher(config, architecture)
     check_layers((matcher.layers[name] for name in matcher.selected), use_dora=config.use_dora)
     matcher.check_tied_adapters()
     # This problem comes first, since it explains the tensors without a destination that follow.
@@ -94,7 +94,7 @@ def fit(
             "the adapter does not fit the model:\n" + "\n".join(f"- {p}" for p in listed)
         )
     untied = matcher.untied()
-    return Fit(
+    return Destinations(
         {
             name: Adapter(
                 matcher.layers[name],
