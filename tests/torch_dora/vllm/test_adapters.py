@@ -1,0 +1,251 @@
+"""Adapters that are loaded, replaced and removed while an engine runs, and those that are refused.
+
+All tests share an engine with two slots. It gets no rows without an adapter: when all slots are
+full, vLLM's CPU build gives them the last slot's LoRA."""
+
+import copy
+import json
+import math
+import shutil
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.torch_dora.vllm.engines import (
+    ADAPTERS,
+    DORA,
+    PROMPTS,
+    Zoo,
+    check,
+    engine,
+    generate,
+    request,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+PROMPT = PROMPTS[0]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    return Zoo("Llama", tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def made(zoo):
+    with engine(zoo.folder, max_loras=2, max_cpu_loras=4, enable_prefix_caching=True) as one:
+        yield one
+
+
+numbers = iter(range(1, 1000))
+
+
+def asked(zoo, name, prompts=(PROMPT,)):
+    return [zoo.expected(name, tuple(prompt)) for prompt in prompts]
+
+
+def test_adapters_come_and_go_in_two_slots(zoo, made):
+    """Five adapters in turns; two of them in slots, and four in memory."""
+    names = [*DORA, "lora"]
+    requests = {name: request(name, zoo.path(name), next(numbers)) for name in names}
+    for i in range(9):
+        pair = [names[i % 5], names[(i + 1) % 5]]
+        found = generate(made, [PROMPT] * 2, [requests[name] for name in pair])
+        check(found, [zoo.expected(name, tuple(PROMPT)) for name in pair])
+
+
+def test_an_adapter_is_replaced_in_place_removed_and_pinned(zoo, made):
+    number, llm = next(numbers), made.llm_engine
+    zoo.add("first", ADAPTERS["dora"], 50)
+    zoo.add("second", ADAPTERS["some"], 51)
+    assert llm.add_lora(request("changing", zoo.root / "first", number))
+    before = request("changing", zoo.root / "first", number)
+    check(generate(made, [PROMPT], [before]), asked(zoo, "first"))
+    changed = request("changing", zoo.root / "second", number, load_inplace=True)
+    assert llm.add_lora(changed)
+    after = request("changing", zoo.root / "second", number)
+    check(generate(made, [PROMPT], [after]), asked(zoo, "second"))
+    assert llm.pin_lora(number)
+    for name in DORA:
+        other = request(name, zoo.path(name), next(numbers))
+        check(generate(made, [PROMPT], [other]), asked(zoo, name))
+    check(generate(made, [PROMPT], [after]), asked(zoo, "second"))
+    assert llm.remove_lora(number)
+    assert number not in llm.list_loras()
+
+
+def test_a_lora_in_the_slot_of_a_dora_has_no_g(zoo, made):
+    for name in ("dora", "lora", "some", "lora, some", "dora"):
+        made.llm_engine.add_lora(request(name, zoo.path(name), number := next(numbers)))
+        check(generate(made, [PROMPT], [request(name, zoo.path(name), number)]), asked(zoo, name))
+        made.llm_engine.remove_lora(number)
+
+
+def test_adapters_share_no_blocks_of_the_prefix_cache(zoo, made):
+    """The prompt's first block, of 16 tokens or more, is in the cache for the adapter before."""
+    prompt = [*range(2, 42)]
+    for _ in range(2):
+        for number, name in enumerate((*DORA, "lora"), 900):
+            one = request(name, zoo.path(name), number)
+            check(generate(made, [prompt], [one]), [zoo.expected(name, tuple(prompt))])
+
+
+def damaged(zoo, name, change):
+    """Returns a copy of the folder of adapter `dora` that `change` has changed."""
+    folder = zoo.root / "damaged" / name
+    shutil.copytree(zoo.path("dora"), folder, dirs_exist_ok=True)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = change(config, tensors) or tensors
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {key: one.contiguous() for key, one in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
+    return folder
+
+
+def field(**values):
+    return lambda config, tensors: config.update(values)
+
+
+UP = "base_model.model.model.layers.1.mlp.up_proj"
+
+
+def tensor(key, value):
+    def change(config, tensors):
+        tensors[f"{UP}.{key}"] = value(tensors[f"{UP}.{key}"])
+
+    return change
+
+
+def spoilt(number):
+    def value(given):
+        given[0] = number
+        return given
+
+    return value
+
+
+def only(end):
+    return lambda config, tensors: {key: one for key, one in tensors.items() if end not in key}
+
+
+def more(key, shape):
+    def change(config, tensors):
+        tensors[f"base_model.model.{key}"] = torch.ones(shape)
+
+    return change
+
+
+def too_large(config, tensors):
+    config["r"] = 32
+    config["lora_alpha"] = 32
+    return {
+        key: one.repeat_interleave(2, 0 if "lora_A" in key else 1) if one.ndim == 2 else one
+        for key, one in tensors.items()
+    }
+
+
+def other_model(config, tensors):
+    return {
+        key: torch.cat([one, one], 1) if "down_proj.lora_A" in key else one
+        for key, one in tensors.items()
+    }
+
+
+def of_layer(name):
+    def change(config, tensors):
+        return {key.replace("layers.1.", name): one for key, one in tensors.items()}
+
+    return change
+
+
+def without_norm(zoo):
+    """An adapter that makes a row of the weight zero."""
+
+    def change(config, tensors):
+        weight = zoo.base.model.layers[1].mlp.up_proj.weight.detach()
+        a, b = torch.zeros(16, 64), torch.zeros(96, 16)
+        a[0], b[3, 0] = weight[3] / weight[3].norm(), -weight[3].norm()
+        config.update(lora_alpha=16)
+        return tensors | {f"{UP}.lora_A.weight": a, f"{UP}.lora_B.weight": b}
+
+    return change
+
+
+REFUSED = {
+    "magnitudes without use_dora": (field(use_dora=False), "no use_dora"),
+    "use_dora without magnitudes": (only("magnitude"), "has no magnitude"),
+    "a magnitude is missing": (only("1.mlp.up_proj.lora_magnitude"), "up_proj has no magnitude"),
+    "a short magnitude": (
+        tensor("lora_magnitude_vector", lambda one: one[:-1]),
+        "up_proj.lora_magnitude_vector is",
+    ),
+    "NaN in a magnitude": (
+        tensor("lora_magnitude_vector", spoilt(math.nan)),
+        "up_proj.lora_magnitude_vector holds NaN",
+    ),
+    "NaN in lora_A": (tensor("lora_A.weight", spoilt(math.nan)), "lora_A of .*up_proj holds NaN"),
+    "infinity in lora_B": (
+        tensor("lora_B.weight", spoilt(math.inf)),
+        "lora_B of .*up_proj holds NaN",
+    ),
+    "a zero norm": (without_norm, "norm of .*up_proj with its adapter is 0.* at output 3"),
+    "modules_to_save": (field(modules_to_save=["lm_head"]), "modules_to_save"),
+    "trainable tokens": (field(trainable_token_indices=[1, 2]), "trainable_token_indices"),
+    "biases": (field(bias="all"), "bias is 'all'"),
+    "lora_bias": (field(lora_bias=True), "lora_bias"),
+    "PiSSA": (field(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
+    "aLoRA": (field(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens"),
+    "experts": (field(target_parameters=["mlp.experts.up"]), "target_parameters"),
+    "an embedding": (more("model.embed_tokens.lora_embedding_A", (16, 128)), "embed"),
+    "the head": (
+        lambda config, tensors: (
+            tensors
+            | {
+                f"base_model.model.lm_head.{key}": torch.ones(shape)
+                for key, shape in {
+                    "lora_A.weight": (16, 64),
+                    "lora_B.weight": (128, 16),
+                    "lora_magnitude_vector": (128,),
+                }.items()
+            }
+        ),
+        "lm_head",
+    ),
+    "another model": (other_model, "down_proj is of a layer with 192 inputs"),
+    "more layers": (of_layer("layers.7."), "layers.7.*the model has no such layer"),
+    "a large rank": (too_large, "max-lora-rank|max_lora_rank"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_and_the_engine_lives_on(zoo, made, name):
+    change, named = REFUSED[name]
+    change = change(zoo) if change is without_norm else change
+    folder, number = damaged(zoo, name, change), next(numbers)
+    before = made.llm_engine.list_loras()
+    with pytest.raises(Exception, match=f"(?s){named}"):
+        made.llm_engine.add_lora(request("damaged", folder, number))
+    assert made.llm_engine.list_loras() == before
+    good = request("dora", zoo.path("dora"), number)
+    check(generate(made, [PROMPT], [good]), asked(zoo, "dora"))
+
+
+def test_norms_follow_the_base_weights(zoo, made, tmp_path):
+    """Last, since the engine has other weights afterwards."""
+    other = Zoo("Llama", tmp_path, seed=99)
+    for name in DORA:
+        base = copy.deepcopy(other.base)
+        other.models[name] = peft.PeftModel.from_pretrained(base, zoo.path(name)).eval()
+    requests = {name: request(name, zoo.path(name), next(numbers)) for name in DORA[:2]}
+    for name, one in requests.items():
+        check(generate(made, [PROMPT], [one]), asked(zoo, name))
+    made.collective_rpc("reload_weights", kwargs={"weights_path": str(other.folder)})
+    made.reset_prefix_cache()
+    for name, one in requests.items():
+        check(generate(made, [PROMPT], [one]), [other.expected(name, tuple(PROMPT))])
