@@ -92,7 +92,7 @@ class Stack:
     def at(self, index: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the index that selects one layer in a parameter's array."""
         order = self.order(max(0, 0, *self.axes))
-        parts = [index[~one] if one < 0 else slice(None) for one in order]
+        parts = [index[~axis] if axis < 0 else slice(None) for axis in order]
         count = len(parts) - sum(axis < 0 for axis in self.axes)
         return (*parts[:count], *([...] if parts[count:] else []), *parts[count:])
 
@@ -100,7 +100,7 @@ class Stack:
         """Returns the entries of `names`, one for each axis of a parameter, that belong to a single
         layer's axes."""
         order = self.order(len(names) - self.count)
-        return tuple(name for name, one in zip(names, order, strict=True) if one >= 0)
+        return tuple(name for name, axis in zip(names, order, strict=True) if axis >= 0)
 
     def stack_part(self, names: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the entries of `names`, one for each axis of a parameter, that belong to the
@@ -111,7 +111,7 @@ class Stack:
     def combine(self, stack_names: Sequence[Any], names: Sequence[Any]) -> tuple[Any, ...]:
         """Reverses `stack_part` and `layer_part`."""
         order = self.order(len(names))
-        return tuple(stack_names[~one] if one < 0 else names[one] for one in order)
+        return tuple(stack_names[~axis] if axis < 0 else names[axis] for axis in order)
 
     def move_stack_axes(self, array: jax.Array) -> jax.Array:
         """Moves the stack axes from the front of an array to their positions."""
@@ -213,7 +213,7 @@ def stack_axes_of(axes: str) -> tuple[int, ...]:
 
 def without_stack_axes(axes: str, letter: str = "") -> str:
     """Returns a weight's axes without its stack axes, or with `letter` in place of each."""
-    return "".join(letter if one in STACK_LETTERS else one for one in axes)
+    return "".join(letter if axis in STACK_LETTERS else axis for axis in axes)
 
 
 def allocate_stack(count: int, layer: jax.Array) -> jax.Array:

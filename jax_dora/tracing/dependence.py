@@ -21,7 +21,7 @@ def dependent_names(
       has_constant_inputs: whether constant arrays of integers are inputs, as those of a function
         that the program calls and that holds its inputs.
     """
-    constants = [has_constant_inputs and is_integer(one) for one in getattr(jaxpr, "consts", ())]
+    constants = [has_constant_inputs and is_integer(x) for x in getattr(jaxpr, "consts", ())]
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     pairs = [*zip(jaxpr.constvars, constants, strict=False)]
     pairs += zip(jaxpr.invars, arguments, strict=True)
@@ -50,15 +50,15 @@ def dependent_names(
             names |= found
             if eqn.primitive.name in ("jit", "remat2", "checkpoint"):
                 results = of_inner
-        dependent |= {one for one, is_one in zip(eqn.outvars, results, strict=True) if is_one}
+        dependent |= {var for var, flag in zip(eqn.outvars, results, strict=True) if flag}
     return names, depends(jaxpr.outvars)
 
 
 def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(one, "jaxpr", one), "eqns"):
-                yield one
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(part, "jaxpr", part), "eqns"):
+                yield part
 
 
 def is_integer(array: Any) -> bool:

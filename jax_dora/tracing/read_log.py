@@ -128,7 +128,7 @@ class ReadLog:
         """
         jaxpr = jax.make_jaxpr(call)(model, inputs)
         flags = [False] * len(jax.tree.leaves(model))
-        flags += [is_integer(one) for one in jax.tree.leaves(inputs)]
+        flags += [is_integer(leaf) for leaf in jax.tree.leaves(inputs)]
         names, _ = dependent_names(jaxpr, flags, has_constant_inputs=example.function is not None)
         numbers = (re.fullmatch(r"dora_lookup\[(\d+)\]", name) for name in names)
         self.input_lookups = frozenset(int(number[1]) for number in numbers if number)

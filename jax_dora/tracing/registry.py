@@ -148,7 +148,7 @@ def einsum_axes(equation: str) -> str | None:
 
 
 def _check_axes(axes: str) -> None:
-    stacked = sorted(one for one in str(axes) if one in STACK_LETTERS)
+    stacked = sorted(letter for letter in str(axes) if letter in STACK_LETTERS)
     if (
         not isinstance(axes, str)
         or set(axes) - {*"bio", *stacked}
