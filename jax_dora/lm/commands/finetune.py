@@ -39,9 +39,10 @@ from jax_dora.lm.commands.flags import (
 )
 from jax_dora.lm.domains import integers
 from jax_dora.lm.finetune import Settings, processes, tiny
+from jax_dora.lm.finetune.output import locked_output
 from jax_dora.lm.finetune.plan import Plan
 from jax_dora.lm.finetune.report import report
-from jax_dora.lm.finetune.run import Run, locked_output
+from jax_dora.lm.finetune.run import Run
 from jax_dora.lm.models.sharding import AXES
 
 

@@ -20,10 +20,10 @@ from flax import nnx
 from rich.console import Console
 
 import jax_dora
-from dora_common.disk import check_can_create
 from jax_dora.lm.finetune import estimate, packing, processes
 from jax_dora.lm.finetune.checkpoints import Checkpoints
 from jax_dora.lm.finetune.encoding import Encoder
+from jax_dora.lm.finetune.output import check_merge, check_output
 from jax_dora.lm.finetune.records import read_records
 from jax_dora.lm.finetune.reply_ends import learned_ends
 from jax_dora.lm.finetune.settings import Settings
@@ -78,7 +78,7 @@ class Plan:
                 "continue it, or choose another `output`"
             )
         if (merge := settings.merge) is not None:
-            processes.run_on_first(lambda: _check_merge(merge, settings.output))
+            processes.run_on_first(lambda: check_merge(merge, settings.output))
         for name, extra in {"matplotlib": "finetune", "tensorboardX": "tensorboard"}.items():
             is_needed = extra == "finetune" or settings.tensorboard
             if is_needed and find_spec(name) is None:
@@ -87,7 +87,7 @@ class Plan:
             if missing := [file for file in getattr(settings, name) if not file.exists()]:
                 raise FileNotFoundError(f"{name}={missing[0]}: expected a file; it does not exist")
         self.folder = settings.model
-        _check_output(settings.output, self.folder)
+        check_output(settings.output, self.folder)
         config = read_config(self.folder)
         self.texts = TextSettings.of(self.folder, config, end_tokens=settings.end_tokens)
         self.encoder = Encoder(self.texts.tokenizer, self.texts.end_tokens, self.texts.template)
@@ -271,30 +271,6 @@ class Plan:
                 "out `dropout`"
             )
         return [embedding]
-
-
-def _check_output(output: Path, folder: Path) -> None:
-    """Raises an error if the run would write into the model's folder."""
-    if folder.resolve() in _own_folders(output):
-        raise ValueError(
-            f"output={output}: expected another folder than model={folder}, which the run would "
-            "write into"
-        )
-
-
-def _own_folders(output: Path) -> list[Path]:
-    """Returns the folders that a run writes to."""
-    names = (".", "adapter", "best", "checkpoints", "tensorboard")
-    return [(output / name).resolve() for name in names]
-
-
-def _check_merge(folder: Path, output: Path) -> None:
-    """Raises an error if the merged model could not be written to `folder` after training."""
-    if folder.exists() or folder.resolve() in _own_folders(output):
-        raise FileExistsError(
-            f"merge={folder}: expected a new folder; it exists already, or is a folder of the run"
-        )
-    check_can_create(folder, "merge")
 
 
 def _digest(rows: packing.Rows) -> str:

@@ -1,5 +1,6 @@
-"""Writes the results of a run: a figure of the losses, samples, and a model card."""
+"""The results of a run: what it returns, a figure of the losses, samples, and a model card."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,23 @@ from jax_dora.lm.finetune.plan import FIXED, Plan
 from jax_dora.lm.models import CausalLM, generate
 
 SAMPLE_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+      metrics: the metrics of all finished steps, as in metrics.jsonl.
+      adapter: the PEFT folder with the adapter; None if the run was interrupted before its end.
+      best: the PEFT folder with the adapter of the lowest evaluation loss, or None.
+      is_interrupted: whether Ctrl-C or SIGTERM has stopped the run. It can be resumed.
+    """
+
+    metrics: list[Line]
+    adapter: Path | None
+    best: Path | None
+    is_interrupted: bool
 
 
 class Sample(NamedTuple):

@@ -1,12 +1,8 @@
 """Runs fine-tuning: steps, evaluation, checkpoints, and the export of the adapter."""
 
-import contextlib
-import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,34 +15,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import jax_dora
 import jax_dora.peft
-from dora_common.disk import locked
 from dora_common.replacement import replace_text, replaced_file
 from jax_dora.lm.finetune import estimate, packing, processes, results, training
 from jax_dora.lm.finetune.log import Line, Log
-from jax_dora.lm.finetune.plan import Plan
+from jax_dora.lm.finetune.output import locked_output
+from jax_dora.lm.finetune.plan import FIXED, Plan
 from jax_dora.lm.finetune.report import report
+from jax_dora.lm.finetune.results import Result
 from jax_dora.lm.finetune.settings import Settings
 from jax_dora.lm.finetune.stopping import DivergenceCheck, Interruption
 from jax_dora.lm.models import activations, load_model, read_config, save_model
 from jax_dora.lm.models.end_tokens import GENERATION
 from jax_dora.lm.models.sharding import to_host
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result of a run.
-
-    Attributes:
-      metrics: the metrics of all finished steps, as in metrics.jsonl.
-      adapter: the PEFT folder with the adapter; None if the run was interrupted before its end.
-      best: the PEFT folder with the adapter of the lowest evaluation loss, or None.
-      is_interrupted: whether Ctrl-C or SIGTERM has stopped the run. It can be resumed.
-    """
-
-    metrics: list[Line]
-    adapter: Path | None
-    best: Path | None
-    is_interrupted: bool
 
 
 def run(settings: Settings, *, console: Console | None = None) -> Result:
@@ -66,29 +46,6 @@ def run(settings: Settings, *, console: Console | None = None) -> Result:
         plan = Plan(settings, console)
         console.print(report(plan))
         return Run(plan).train()
-
-
-@contextlib.contextmanager
-def locked_output(output: Path) -> Iterator[None]:
-    """Makes the folder of a run, and locks it against other runs.
-
-    Raises:
-      BlockingIOError: another run uses the folder.
-    """
-    with contextlib.ExitStack() as stack:
-
-        def lock() -> None:
-            output.mkdir(parents=True, exist_ok=True)
-            try:
-                stack.enter_context(locked(output, wait=False))
-            except BlockingIOError:
-                raise BlockingIOError(
-                    f"output={output}: it is in use by another run; wait for it, or choose another "
-                    "folder"
-                ) from None
-
-        processes.run_on_first(lock)
-        yield
 
 
 class Run:
@@ -344,7 +301,11 @@ class Run:
         now = json.loads(json.dumps(self.plan.fixed))
         changed = {name for name in now | saved if now.get(name) != saved.get(name)}
         if changed:
-            changes = [f"{n} was {saved.get(n)!r} and is {now.get(n)!r}" for n in sorted(changed)]
+            changes = [
+                f"{f'`{name}`' if name in FIXED else name} was {saved.get(name)!r} and is "
+                f"{now.get(name)!r}"
+                for name in sorted(changed)
+            ]
             raise ValueError(
                 f"resume=True: expected the settings of the checkpoint, but {', '.join(changes)}; "
                 "use the same settings, or another `output`"

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from dora_common.disk import locked
 from jax_dora.lm.finetune import packing, stopping, training
 from jax_dora.lm.finetune.checkpoints import Checkpoints
-from jax_dora.lm.finetune.run import Result, Run
+from jax_dora.lm.finetune.results import Result
+from jax_dora.lm.finetune.run import Run
 from tests.jax_dora.lm.finetune.runs import (
     OPTIONS,
     assert_one_line,
@@ -52,7 +53,7 @@ def test_ctrl_c_and_resume_are_bitwise_the_same_run(
     assert finetune(command) == 2
     assert "already contains a run; pass --resume" in told(capsys)
     assert finetune([*command, "--resume", "--rank", "5"]) == 2
-    assert "rank was 4 and is 5" in told(capsys)
+    assert "--rank was 4 and is 5" in told(capsys)
 
     # What a killed process may have written after its last checkpoint.
     with (tmp_path / "run" / "metrics.jsonl").open("a") as log:

@@ -190,7 +190,7 @@ def test_dry_run(inputs, tmp_path, capsys):
         (
             ["--quantize", FP8, "--activations", FP8],
             ["--quantize", FP8],
-            "act_qtype was 'float8_e4m3fn' and is None",
+            "--activations was 'float8_e4m3fn' and is None",
         ),
     ],
 )
