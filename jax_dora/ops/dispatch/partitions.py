@@ -44,7 +44,8 @@ def share(call: Any, *identity: Any) -> None:
         known.module_context = types.SimpleNamespace(
             platforms=context.platforms, backend=context.backend
         )
-        _calls[key] = jax_partitioning._sharding_callbacks[key] = known
+        # Two threads may come here at once; both must write the object that is kept.
+        jax_partitioning._sharding_callbacks[key] = _calls.setdefault(key, known)
     call.attributes["backend_config"] = ir.StringAttr.get(name)
     call.attributes["call_target_name"] = ir.StringAttr.get(TARGET)
 
