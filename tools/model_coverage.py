@@ -4,6 +4,7 @@ make setup-models
 PYTHONPATH=.models python tools/model_coverage.py
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,8 @@ def rows() -> Iterator[str]:
     for name, table in tables():
         adaptable = [weight for weight in table.weights if weight.status == "adaptable"]
         linear = [weight for weight in adaptable if weight.is_linear]
-        share = sum(w.elements for w in linear) / sum(w.elements for w in table.weights)
+        sizes = {w.path: math.prod(w.shape) for w in table.weights}
+        share = sum(sizes[w.path] for w in linear) / sum(sizes.values())
         others = len(adaptable) - len(linear)
         cells = (name, len(table.weights), len(linear), others, f"{share:.0%}")
         yield f"| {' | '.join(map(str, cells))} |"

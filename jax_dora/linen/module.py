@@ -139,8 +139,8 @@ class DoRA(nn.Module):
         if absent and self.is_mutable_collection("params"):
             # If all adapters are fresh and lora_b is zero, the model computes what the base does.
             are_fresh = len(absent) == len(self.weights) and not any(
-                weight.rule.lora_b_init or adapter_paths(weight)["lora_b"] in params
-                for weight in self.weights
+                (one.rule and one.rule.lora_b_init) or adapter_paths(one)["lora_b"] in params
+                for one in self.weights
             )
             result, has_weights = None, {*map(weight_path, absent)} <= params.keys()
             lacks_magnitudes = any(adapter_paths(one)["lora_b"] in params for one in absent)
@@ -163,7 +163,9 @@ class DoRA(nn.Module):
                 'init, or by apply(…, rngs={"params": key}, mutable=["params"]). The weights are:'
                 f"{listing([weight.path for weight in absent])}"
             )
-        drops = not self.deterministic and any(weight.rule.dropout for weight in self.weights)
+        drops = not self.deterministic and any(
+            one.rule and one.rule.dropout for one in self.weights
+        )
         key = self.make_rng("dropout") if drops else None
         calls.traces_weights = True
         with weight_trace() as trace:
