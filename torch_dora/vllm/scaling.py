@@ -44,8 +44,9 @@ class _Scaled:
     """Makes a linear method of vLLM multiply its result by the layer's g."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        method: Any = super()
-        return layer.row_scales(method.apply(layer, x, bias), bias)
+        # Called in this form, which torch.compile traces.
+        y = super().apply(layer, x, bias)  # pyright: ignore[reportAttributeAccessIssue]
+        return layer.row_scales(y, bias)
 
 
 def attach(base_layer: Any, slots: int, features: int, rows: Tensor) -> None:

@@ -75,3 +75,17 @@ def test_the_buffers_are_no_part_of_the_checkpoint():
     layer, plain, _ = scaled()
     assert layer.state_dict().keys() == plain.state_dict().keys()
     assert {"row_scales.g", "row_scales.slots"} <= dict(layer.named_buffers()).keys()
+
+
+def test_it_is_traced_whole_and_reads_g_and_the_slots_at_every_call():
+    """vLLM compiles the model in one graph."""
+    layer, _, rows = scaled()
+    layer.row_scales.g[:3] = torch.rand(3, 6) + 0.5
+    rows[:7] = torch.tensor([2, -1, 0, 1, 2, 2, 0])
+    compiled = torch.compile(apply, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (5, 7):
+        x = torch.randn(tokens, 4)
+        torch.testing.assert_close(compiled(layer, x, layer.bias), apply(layer, x, layer.bias))
+    layer.row_scales.g[0] = 7
+    rows[1] = 0
+    torch.testing.assert_close(compiled(layer, x), apply(layer, x))
