@@ -268,6 +268,8 @@ def _difference(hook: Hook) -> str | None:
     where = f"{hook.owner.replace(':', '.')}.{hook.name}"
     if (function := getattr(owner, hook.name, None)) is None:
         return f"there is no {where}"
+    if hasattr(function, _MARK):
+        return None
     there = list(inspect.signature(function).parameters)
     if there[: len(parameters)] != parameters:
         return f"{where} takes {', '.join(there)}; expected {', '.join(parameters)}"

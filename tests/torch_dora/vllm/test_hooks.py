@@ -1,0 +1,82 @@
+"""What the plugin replaces, and that it changes nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.torch_dora.vllm.engines import PROMPTS, Zoo, engine, generate, request
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+NAMES = [None, "lora", "lora, some"]
+
+
+def answers(folder, paths):
+    """Returns the answers of the base and of LoRA adapters."""
+    requests = [request(name, name and paths[name], number) for number, name in enumerate(paths)]
+    with engine(folder) as made:
+        return generate(
+            made, [prompt for prompt in PROMPTS for _ in requests], requests * len(PROMPTS)
+        )
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_rows_of_the_base_and_of_lora_have_the_same_bits_without_the_plugin(kind, tmp_path):
+    zoo = Zoo(kind, tmp_path)
+    paths = {"": "", **{name: str(zoo.path(name)) for name in NAMES if name}}
+    command = [sys.executable, __file__, str(zoo.folder), json.dumps(paths)]
+    found = {}
+    for plugins in ("torch_dora", ""):
+        environment = os.environ | {"VLLM_PLUGINS": plugins, "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found[plugins] = json.loads(done.stdout.splitlines()[-1])
+    # The first engine has the plugin, the second has not.
+    assert [found[plugins]["has_plugin"] for plugins in ("torch_dora", "")] == [True, False]
+    assert found["torch_dora"]["answers"] == found[""]["answers"]
+
+
+def test_another_vllm_is_refused_by_its_version(monkeypatch):
+    from vllm.lora.model_manager import (  # pyright: ignore[reportMissingImports]
+        LoRAModelManager,
+    )
+
+    from torch_dora.vllm import hooks
+
+    hooks.install()
+    hooks.install()  # changes nothing
+    monkeypatch.setattr(LoRAModelManager, "activate_adapter", lambda self, lora: None)
+    monkeypatch.delattr("vllm.lora.lora_model.LoRAModel.from_lora_tensors")
+    with pytest.raises(RuntimeError) as error:
+        hooks.install()
+    text = str(error.value)
+    assert "does not know vLLM 0.32.0+cpu; it works with 0.25.0, 0.32.0 and 0.33.0" in text
+    assert "there is no vllm.lora.lora_model.LoRAModel.from_lora_tensors" in text
+    assert "activate_adapter takes self, lora; expected self, lora_id" in text
+
+
+def test_graphs_that_were_compiled_without_the_plugin_are_not_used():
+    from vllm.config.lora import LoRAConfig  # pyright: ignore[reportMissingImports]
+
+    from torch_dora.vllm import hooks
+
+    hooks.install()
+    assert LoRAConfig().compute_hash() != LoRAConfig.compute_hash.__wrapped__(LoRAConfig())
+
+
+def main(folder, paths):
+    made = answers(folder, {name or None: path for name, path in json.loads(paths).items()})
+    from vllm.lora.model_manager import (  # pyright: ignore[reportMissingImports]
+        LoRAModelManager,
+    )
+
+    has_plugin = hasattr(LoRAModelManager.activate_adapter, "__wrapped__")
+    bits = [[tokens, [one.hex() for one in chosen]] for tokens, chosen in made]
+    print()
+    print(json.dumps({"has_plugin": has_plugin, "answers": bits}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
