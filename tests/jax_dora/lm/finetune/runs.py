@@ -28,10 +28,10 @@ def finetune(options):
     return main(["finetune", *last_of(options)])
 
 
-def plan_of(options, *, every=False):
+def plan_of(options, *, every=False, quiet=True):
     """The plan of a run; with `every`, of options that are given several times."""
     args = parser().parse_args(["finetune", *(options if every else last_of(options))])
-    return Plan(make_settings(Settings, args), Console(quiet=True))
+    return Plan(make_settings(Settings, args), Console(quiet=quiet))
 
 
 def last_of(options):

@@ -5,14 +5,12 @@ import json
 import pytest
 import torch
 import transformers
-from rich.console import Console
 
-from jax_dora.lm.commands import main, parser
+from jax_dora.lm.commands import main
 from jax_dora.lm.finetune import results
-from jax_dora.lm.finetune.plan import Plan
 from tests.jax_dora.lm import chatml
 from tests.jax_dora.lm.chatml import BEGIN, REPLY_END, TEXT_END
-from tests.jax_dora.lm.finetune.runs import finetune, told
+from tests.jax_dora.lm.finetune.runs import finetune, plan_of, told
 
 # It writes no end of a reply unless the conversation has tools.
 WITH_TOOLS = (
@@ -36,8 +34,8 @@ def chats(file, **more):
 
 
 def planned(base, tmp_path, *flags):
-    command = ["finetune", "--model", str(base), *flags, "--output", str(tmp_path / "run")]
-    return Plan(parser().parse_args([*command, "--length", "64"]), Console())
+    command = ["--model", str(base), *flags, "--output", str(tmp_path / "run")]
+    return plan_of([*command, "--length", "64"], quiet=False)
 
 
 def test_ends_of_what_is_learned_end_answers(base, tmp_path, capsys):
