@@ -107,7 +107,8 @@ class DoRAProvider(LoraProvider):
         """Adapts `model`, in place; qwix calls this when it calls the model for the first time.
 
         Returns:
-          A copy of the adapted model, whose state this first call may change, and the inputs.
+          A copy of the model without adapters, for this call, and the inputs. The call may change
+          the copy's state.
 
         Raises:
           TypeError, ValueError, NotImplementedError: the errors of `apply_dora` and `quantize`; or
@@ -125,11 +126,12 @@ class DoRAProvider(LoraProvider):
                 "and inputs of the model to qwix.apply_lora_to_model, and not skip_nnx_init=True"
             )
         example = Example(tuple(model_args), model_kwargs, method=_restore_plain(model))
+        base = nnx.clone(model)
         _become(model, self._adapt(model, example, rngs))
         # qwix sets these attributes once more, and expects to find them.
         root: Any = model
         root.qwix_rngs, root.disable_quant_stats_update = nnx.data(None), False
-        return nnx.clone(model), model_args, model_kwargs
+        return base, model_args, model_kwargs
 
     def _adapt(self, model: nnx.Module, example: Example, rngs: nnx.Rngs) -> nnx.Module:
         """Returns `model` with adapters and quantised kernels where the rules match."""

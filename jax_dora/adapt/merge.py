@@ -208,6 +208,11 @@ def _merge_layer(
     change: Any = functools.reduce(_change, sources, None)
     merged = add_change(kernel, change)
     if quantised.is_quantised(kernel) and requantize:
+        if not isinstance(sources[0], DoRALayer):
+            raise ValueError(
+                f"{path!r} cannot be merged: requantize is True, and the code of its module reads "
+                "the kernel, which must be an array without an adapter; expected False"
+            )
         exact = quantised.dense(kernel, change.dtype) + change
         tile = tuple(n // m for n, m in zip(kernel.shape, kernel.scale.shape, strict=True))
         merged = round_to(exact, quantised.qtype_name(kernel), tile, kernel.scale.dtype)

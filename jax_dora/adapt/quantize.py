@@ -12,15 +12,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dora_common.hyperparameters import is_integer
 from dora_common.rules import ALL_LINEAR, Rule, listing
+from jax_dora.adapt.adapted_class import adapter_of
 from jax_dora.adapt.inventory import find_weights
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.adapt.weight import AdaptableWeight, raise_for, raise_for_no_parameters
-from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, pad_axes, set_and_verify
 from jax_dora.layers.classes import kind_of
 from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.layers.quantised_kernel import LAYERS, compute_quantised
 from jax_dora.layers.rule import DoRARule
+from jax_dora.layers.stack import without_stack_axes
 from jax_dora.ops import check, quantised
 from jax_dora.ops.rounding import make, round_to
 from jax_dora.ops.row_scaled import QTYPE, check_format, with_contiguous_columns
@@ -47,6 +48,10 @@ def quantize[Model: nnx.Module](
     keeps its class and dequantises the kernel for every product. Adapters and biases stay as they
     are, with one exception: a fresh adapter, whose magnitude equals its norm, gets the norm of the
     quantised kernel. So quantising first and adapting first give the same model.
+
+    Weights that the code of their modules reads can be quantised once they are adapted, and
+    "all-linear" then selects them too. Their products dequantise them, and the backward pass keeps
+    these arrays unless the module is rematerialised.
 
     The scales have the kernel's dtype, or fp32 for an fp16 kernel, because the range of fp16 is too
     small. A tile whose numbers are below about 1e-18 becomes zeros, because the squares of its
@@ -123,7 +128,8 @@ def quantize[Model: nnx.Module](
                 _quantize_layer(weight, qtype, tile_size)
                 if act_qtype is not None:
                     parameter.set_value(with_contiguous_columns(parameter.get_value()))
-        compute_quantised(weight.module, act_qtype)
+        if weight.is_layer:
+            compute_quantised(weight.module, act_qtype)
     for weight in found:
         name = done.get(id(weight.parameter)) if weight.param else None
         if name is not None and not any(weight is other for other in matched):
@@ -178,11 +184,12 @@ def _matched(found: list[AdaptableWeight], path: str) -> list[AdaptableWeight]:
         )
     raise_for_no_parameters(matched, "path matches layers that cannot be quantised")
     raise_for(
-        [one for one in matched if not (one.is_layer and isinstance(one.module, LAYERS))],
+        [one for one in matched if not _computes_quantised(one)],
         TypeError,
         "path matches modules that cannot be quantised; expected nnx.Linear, nnx.LinearGeneral, "
-        "nnx.Einsum and nnx.Conv themselves, which can compute with a quantised kernel: narrow "
-        "path so that it does not match these",
+        "nnx.Einsum and nnx.Conv themselves, which can compute with a quantised kernel, or adapted "
+        "weights of other modules: adapt these first, or narrow path so that it does not match "
+        "them",
     )
     raise_for(
         [weight for weight in matched if quantised.is_quantised(weight.parameter.get_value())],
@@ -193,12 +200,18 @@ def _matched(found: list[AdaptableWeight], path: str) -> list[AdaptableWeight]:
     return matched
 
 
+def _computes_quantised(weight: AdaptableWeight) -> bool:
+    if weight.is_layer:
+        return isinstance(weight.module, LAYERS)
+    return weight.is_adapted and not weight.is_lookup
+
+
 def _quantize_layer(weight: AdaptableWeight, qtype: str, tile_size: int | None) -> None:
-    module, kernel = weight.module, weight.parameter.get_value()
-    adapted, cls = isinstance(module, DoRALayer), kind_of(module)
-    if not adapted:
-        cls.check(module, DoRARule("", getattr(module, "feature_group_count", 1), 1.0))
-    if adapted and (module.given_norm is not None or module.given_g is not None):
+    module, kernel, adapter = weight.module, weight.parameter.get_value(), adapter_of(weight)
+    if adapter is None:
+        rule = DoRARule("", getattr(module, "feature_group_count", 1), 1.0)
+        kind_of(module).check(module, rule)
+    elif adapter.given_norm is not None or adapter.given_g is not None:
         raise ValueError(
             "it has a given norm, which belongs to the kernel before quantisation; expected none: "
             "quantise first, then call with_norms or freeze"
@@ -211,23 +224,31 @@ def _quantize_layer(weight: AdaptableWeight, qtype: str, tile_size: int | None) 
             "path so that it does not match this layer"
         )
     stack = weight.stack
-    tile = _tile(stack.layer_part(kernel.shape), cls.kernel_axes(module), tile_size)
+    axes = kind_of(module).kernel_axes(module) if weight.is_layer else None
+    axes = without_stack_axes(weight.axes) if axes is None else axes
+    tile = _tile(stack.layer_part(kernel.shape), axes, tile_size)
     tile = stack.combine((1,) * stack.count, tile)
     half = kernel.dtype == jnp.float16
     rounded = round_to(kernel, qtype, tile, jnp.float32 if half else kernel.dtype)
     check.rounded("its kernel", rounded)
+    if half and not weight.is_layer:
+        raise ValueError(
+            f"its {weight.param} has dtype float16, and the code of its module would get fp32 "
+            "results, since the range of fp16 is too small for scales; expected bf16 or fp32"
+        )
     if half and getattr(module, "dtype", None) is None:
         module.dtype = jnp.float16
     sharding = None if isinstance(kernel, Tracer) else kernel.sharding
     on_mesh = isinstance(sharding, NamedSharding)
-    before = fresh_magnitude(module) if adapted else None
+    before = None if adapter is None else fresh_magnitude(adapter)
     set_and_verify(weight.parameter, shard_kernel(rounded, sharding if on_mesh else None))
-    compute_quantised(module)
-    if before is not None:
-        magnitude = module.magnitude.get_value()
+    if weight.is_layer:
+        compute_quantised(module)
+    if adapter is not None and before is not None:
+        magnitude = adapter.magnitude.get_value()
         is_fresh = magnitude.astype(before.dtype) == before
-        after = fresh_magnitude(module).astype(magnitude.dtype)
-        module.magnitude.set_value(jnp.where(is_fresh, after, magnitude))
+        after = fresh_magnitude(adapter).astype(magnitude.dtype)
+        adapter.magnitude.set_value(jnp.where(is_fresh, after, magnitude))
 
 
 def _tile(sizes: tuple[int, ...], axes: str, tile_size: int | None) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from jax_dora.adapt.adapted_class import adapters_of, has_dora_type, restore_pla
 from jax_dora.adapt.bridge import LinenModule, close_linen_module, is_adapter, open_linen_module
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import is_node
+from jax_dora.ops import quantised
 
 type Modules = dict[tuple[str, ...], Any]
 """Modules by all their paths, since a shared module has several."""
@@ -178,14 +179,21 @@ def close_linen_modules[Model: nnx.Module](model: Model) -> Model:
 def remove_dora[Model: nnx.Module](model: Model) -> Model:
     """Returns a copy of `model` without adapters: exactly the base model, on the same arrays.
 
-    A model without adapters is copied unchanged. Other parameters that a PEFT folder has replaced
+    A model without adapters is copied unchanged. A quantised weight that the code of its module
+    reads is dequantised, since that code cannot. Other parameters that a PEFT folder has replaced
     stay; a warning lists them.
 
     Raises:
       TypeError: `model` is not an nnx module.
       NotImplementedError: `model` holds a linen module with adapters.
     """
-    base, _ = without_adapters(model)
+    base, modules = without_adapters(model)
+    owners = by_path(modules)
+    for paths, layer in find_dora_layers(model).items():
+        kernel = layer.kernel_param.get_value()
+        if quantised.is_quantised(kernel) and not isinstance(layer, DoRALayer):
+            parameter = getattr(owners[layer.module_path(paths[0])], layer.kernel_name)
+            parameter.set_value(quantised.dense(kernel, kernel.scale.dtype))
     warn_of(replaced_parameters(model), "without its adapters, ")
     return close_linen_modules(base)
 

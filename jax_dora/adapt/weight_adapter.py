@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from dora_common.hyperparameters import ADAPTER_NAMES
@@ -17,6 +18,7 @@ from jax_dora.layers.magnitude import g_of_call
 from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.layers.stack import STACK_LETTERS, Stack, without_stack_axes
+from jax_dora.ops import quantised
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.tracing.adapted_products import AdaptedReader
 from jax_dora.tracing.jaxpr_interpreter import mark_adapted
@@ -108,15 +110,18 @@ class WeightAdapter:
 
         Args:
           kernel: the parameter's current array: a whole stack's, or a single layer's inside a scan
-            or `nnx.vmap`.
+            or `nnx.vmap`. A quantised one is dequantised where it is read.
         """
         weight = functools.cache(functools.partial(self._make_weight, kernel))
-        return trace.lift(jax.typeof(kernel), weight)
+        aval = jax.typeof(quantised.stored(kernel))
+        if quantised.is_quantised(kernel):
+            aval = aval.update(dtype=jnp.dtype(self.result_dtype), weak_type=False)
+        return trace.lift(aval, weight)
 
-    def _make_weight(self, kernel: jax.Array) -> Weight:
+    def _make_weight(self, parameter: Any) -> Weight:
         # The program may read the weight inside a region that leaves part of the mesh to XLA.
-        with meshes.context_of(kernel):
-            kernel = mark_adapted(kernel)
+        with meshes.context_of(quantised.stored(parameter)):
+            kernel = mark_adapted(quantised.dense(parameter, self.result_dtype))
             # A scan removes the stack axis of the kernel; `nnx.vmap` may remove batch axes too.
             axes = self.weight.axes
             for role in (*STACK_LETTERS, "b"):
@@ -126,7 +131,12 @@ class WeightAdapter:
             arrays = {"kernel": kernel}
             arrays |= {name: order(getattr(self, name)[...]) for name in ("lora_a", "lora_b")}
             contraction = Contraction.of_weight(kernel.shape, axes, self.rank)
-            arrays["g"] = g_of_call(self, self.result_dtype, [*arrays.values()], contraction, order)
+            # The norm of a quantised kernel is that of its exact values.
+            of_norm = [
+                parameter if quantised.is_quantised(parameter) else kernel,
+                *(arrays[name] for name in ("lora_a", "lora_b")),
+            ]
+            arrays["g"] = g_of_call(self, self.result_dtype, of_norm, contraction, order)
             reader = AdaptedReader(self._rule, dropout_of_call(self, None, None))
             return Weight.of(axes, arrays, reader)
 

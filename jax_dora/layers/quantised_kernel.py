@@ -298,7 +298,9 @@ def takes_codes(layer: Any) -> bool:
 
 
 def compute_plain(layer: Any) -> None:
-    """Reverses `compute_quantised`."""
+    """Reverses `compute_quantised`, in a layer of any class."""
+    if not isinstance(layer, LAYERS):
+        return
     _forget_act_qtype(layer)
     for name, default in _plain_arithmetic(layer).items():
         setattr(layer, name, default)

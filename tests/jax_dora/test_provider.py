@@ -47,6 +47,14 @@ class Model(nnx.Module):
         return self.head(self.encode(self.table(ids)))
 
 
+class Reader(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (16, 2, 4)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("td,dnh->tnh", x, self.weight[...])
+
+
 IDS = jnp.array([[1, 4, 2]])
 
 
@@ -113,7 +121,9 @@ def check_equation(model, base):
         x = x @ merged_weight(kernel, block.up) + wide(block.up.bias)
         x = x / (1 + np.exp(-x))
         is_adapted = hasattr(block, "down_lora_a")
-        x = x @ (merged_weight(block.down, block, "down_") if is_adapted else wide(block.down))
+        down = block.down.get_value()
+        down = qwix.dequantize(down) if isinstance(down, qwix.QArray) else down
+        x = x @ (merged_weight(down, block, "down_") if is_adapted else wide(down))
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + base.norm.epsilon)
     wanted = x @ wide(base.head.kernel)
     assert np.abs(found - wanted).max() <= 2e-5 * np.abs(wanted).max()
@@ -182,6 +192,33 @@ def test_a_weight_qtype_gives_qdora(qtype):
     difference = np.abs(qwix.dequantize(ours) - qwix.dequantize(theirs))
     assert np.all(difference <= 1.01 * ours.scale)
     assert np.mean(difference > 0) <= 0.05
+
+
+def test_a_weight_qtype_quantises_what_a_modules_code_reads():
+    base = Model(nnx.Rngs(0))
+    model = adapted(base, weight_qtype="nf4", tile_size=4)
+    assert isinstance(model.blocks[0].down.get_value(), qwix.QArray)
+    dense = jax_dora.remove_dora(model)
+    assert dense.blocks[0].down.dtype == jnp.float32
+    # A fresh adapter scales nothing: g is exactly 1.
+    x = jax.random.normal(jax.random.key(3), (3, 16))
+    alone = adapted(Reader(nnx.Rngs(0)), x, module_path="", weight_qtype="int8")
+    plain = jax_dora.remove_dora(alone)
+    np.testing.assert_allclose(alone(x), plain(x), rtol=2e-6, atol=2e-6)
+    [norm] = jax_dora.norms(alone).values()
+    np.testing.assert_array_equal(norm, alone.weight_magnitude[...])
+    check_equation(moved(model), base)
+    jax_dora.reset_magnitudes(model)
+    merged = jax_dora.merge_dora(model)
+    assert type(merged) is Model
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_allclose(merged(IDS), model(IDS), atol=0.1)
+    with pytest.raises(ValueError, match="cannot be merged: requantize is True"):
+        jax_dora.merge_dora(model, requantize=True, return_report=True)
+    half = Reader(nnx.Rngs(0))
+    half.weight.set_value(half.weight[...].astype(jnp.float16))
+    with pytest.raises(ValueError, match="its weight has dtype float16"):
+        adapted(half, x.astype(jnp.float16), module_path="", weight_qtype="int8")
 
 
 def test_weights_loaded_later_need_reset_magnitudes():

@@ -196,6 +196,25 @@ def test_qwixs_call_with_our_provider_adapts_what_lora_adapts(name, tmp_path):
         check_nnx(model, base, lambda model: model(*EXAMPLE)[0], TOKENS, 0.03)
 
 
+def test_tunixs_command_gives_qdora_by_our_provider(monkeypatch):
+    qwix = importlib.import_module("qwix")
+    monkeypatch.setattr(qwix, "LoraProvider", jax_dora.provider.DoRAProvider)
+    command = importlib.import_module("tunix.cli.utils.model")
+    layers = r".*(attn/[qkvo]_proj|mlp/(gate|up|down)_proj)"
+    config = {"module_path": layers, "rank": 4, "alpha": 8.0, "weight_qtype": "nf4", "tile_size": 2}
+    model = command.apply_lora_to_model(made("Qwen3"), None, config)
+    kernels = [model.layers[0].attn.q_proj.w, model.layers[0].mlp.up_proj.kernel]
+    assert all(one.get_value().qtype == "nf4" for one in kernels)
+    plain = jax_dora.remove_dora(model).layers[0].attn.q_proj.w
+    assert jnp.array_equal(plain[...], qwix.dequantize(kernels[0].get_value()))
+    # Merged kernels are rounded to bf16.
+    assert difference(_logits(model), _logits(jax_dora.merge_dora(model))) <= 0.03
+    grads = nnx.jit(nnx.grad(_loss, argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
+    magnitudes = [one for path, one in nnx.to_flat_state(grads) if "magnitude" in path[-1]]
+    assert len(magnitudes) == 7
+    assert all(bool(jnp.any(one[...] != 0)) for one in magnitudes)
+
+
 def test_the_page_has_the_table():
     page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
     found = re.search(r"<!-- coverage.*?\| --- \|\n(.*?)\n<!-- end -->", page, re.DOTALL)
