@@ -30,6 +30,12 @@ def norm(weight, lora_a, lora_b, scale: float, *, weight_roundings: int = 0) -> 
     c·u32·(‖W‖ + s‖BA‖)²` with `c = 2·(SIGMAS·sqrt(K) + K)`, `K = in/16 + r/16`. Cancellation in the
     sum does not reduce δ: that is the price of the factored form.
 
+    Beside a W of fewer bits than fp32, fp32 adapters may be multiplied as two float16 pieces each,
+    whose three largest products are added. Each of the `r` terms then has three independent errors
+    of at most `2⁻²²·|B|max·|A|max`, with the largest numbers of B's row and A's column (here their
+    16-norms, which are no smaller): `ΔBA ≤ SIGMAS·sqrt(3r)` of these. By the triangle inequality
+    the norm changes by no more than the norm of that.
+
     From `|n̂² - n²| ≤ δ` follows `|n̂ - n| = |n̂² - n²| / (n̂ + n) ≤ min(δ/n, sqrt(δ))`. The root
     adds one more u32·n.
     """
@@ -44,7 +50,12 @@ def norm(weight, lora_a, lora_b, scale: float, *, weight_roundings: int = 0) -> 
     root = delta**0.5
     smaller = (ratio + root - abs(ratio - root)) / 2
     dequantised = weight_roundings * U32 * (w**2).sum(1) ** 0.5
-    return smaller + dequantised + 2 * U32 * exact + tiny
+    in_pieces = 0.0 * exact
+    if dtype_name(lora_a.dtype) == "float32" != dtype_name(weight.dtype) or weight_roundings:
+        largest_b, largest_a = (b**16).sum(1) ** (1 / 16), (a**16).sum(0) ** (1 / 16)
+        terms = SIGMAS * (3 * a.shape[0]) ** 0.5 * 2.0**-22
+        in_pieces = terms * abs(scale) * largest_b * (largest_a**2).sum() ** 0.5
+    return smaller + dequantised + in_pieces + 2 * U32 * exact + tiny
 
 
 def magnitude_scale(magnitude, row_norm, dtype, norm_error=0.0) -> Array:

@@ -315,15 +315,23 @@ class DoRALayer(nn.Module):
         Raises:
             TypeError: FSDP has cast the magnitude to 16 bits.
         """
+        constant = self.begin_call()
+        if constant is None:
+            return self.norm(*index)
+        return constant[index] if index else constant
+
+    def begin_call(self) -> Tensor | None:
+        """Checks that the layer can be called, and returns its constant norm or None.
+
+        Raises:
+            TypeError: FSDP has cast the magnitude to 16 bits.
+        """
         placement.check_magnitude(self)
         placement.refuse_offloaded_gradients(self)
         base_weight = self.settings.weight
         if base_weight is not None and base_weight is not self.weight:
             self._release_base()
-        constant = self.constant_norm
-        if constant is None:
-            return self.norm(*index)
-        return constant[index] if index else constant
+        return self.constant_norm
 
     def g(self, dtype: torch.dtype) -> Tensor:
         """Returns magnitude / norm, for a result of ``dtype``: f32[out]."""

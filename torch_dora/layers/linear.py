@@ -9,7 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_dora.layers import fast_path
 from torch_dora.layers.base import DoRALayer
-from torch_dora.ops import dora_linear, magnitude_scale
+from torch_dora.ops import dora_linear, factored_norm, magnitude_scale
 from torch_dora.ops.linear import Operands, corrected_linear, result_dtype
 
 
@@ -20,10 +20,11 @@ def adapted_linear(
     lora_a: Tensor,
     lora_b: Tensor,
     magnitude: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Returns x W'ᵀ + bias for one matrix of ``layer``, [out, in], after the layer's dropout."""
+    """Returns x W'ᵀ + bias for one matrix of ``layer``, [out, in], after the layer's dropout.
+    Without a norm it is computed."""
     dropped = layer.drop(x)
     if dropped is None or layer.dropout_mode == "adapter":
         return dora_linear(
@@ -37,6 +38,10 @@ def adapted_linear(
             norm=norm,
             adapter_x=dropped,
             implementation=layer.implementation,
+        )
+    if norm is None:
+        norm = factored_norm(
+            weight, lora_a, lora_b, layer.scale, implementation=layer.implementation
         )
     g = magnitude_scale(magnitude, norm, result_dtype(x, weight))
     operands = Operands(x, dropped, weight, bias, lora_a, lora_b, g)
@@ -56,7 +61,7 @@ class _LinearBase(DoRALayer):
         x = input
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.call_on_nested(self, x)
-        weight, norm = self.weight_matrix(), self.current_norm()
+        weight, norm = self.weight_matrix(), self.begin_call()
         return adapted_linear(
             self, x, weight, self.lora_a, self.lora_b, self.magnitude, norm, self.bias
         )

@@ -132,11 +132,17 @@ def backward(
     want_base: bool,
     want_lora: bool,
     implementation: str,
+    *,
+    divisor: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns (d_base, d_lora, d_g): the first two in dy's dtype if wanted, d_g [out] in fp32 if
-    ``inner`` is given."""
+    ``inner`` is given. "triton" divides d_g by ``divisor``."""
     if implementation == "triton":
-        d = iter(triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora))
+        d = iter(
+            triton_backward.compose_backward(
+                dy, inner, g, scale, delta, want_base, want_lora, divisor
+            )
+        )
         d_base, d_lora, d_g = (
             next(d) if wanted else None for wanted in (want_base, want_lora, inner is not None)
         )

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_dora.ops import check, choose, sharded
+from torch_dora.ops import check, choose, direct, sharded
 from torch_dora.ops.compose import (
     backward,
     choose_compose,
@@ -29,7 +29,7 @@ from torch_dora.ops.compose import (
     forward,
 )
 from torch_dora.ops.dtypes import accumulation_dtype, cast, no_autocast
-from torch_dora.ops.norm import factored_norm, magnitude_scale
+from torch_dora.ops.norm import eps_of, factored_norm, magnitude_scale
 from torch_dora.ops.quantised import Bits4, as_matrix, dense, is_quantised
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
@@ -83,6 +83,13 @@ def dora_linear(
         NotImplementedError: the named implementation cannot run the call; a DTensor is a pending
             sum.
     """
+    direct_operands = (x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm)
+    if type(weight) in direct.PLAIN and type(x) in direct.PLAIN:
+        dtype = result_dtype(x, weight)
+        if direct.takes(direct_operands, scale, dtype, implementation):
+            want_inner = torch.is_grad_enabled() and magnitude.requires_grad
+            static = Static(scale, dtype, want_inner, "triton", is_direct=True)
+            return _DoRALinear.apply(static, norm, *direct_operands[:-1])
     choose.check_name(implementation)
     check.is_float("x", x)
     weight = as_matrix(weight)
@@ -131,12 +138,14 @@ class Operands(NamedTuple):
 
 
 class Static(NamedTuple):
-    """The arguments of a call that are not tensors; `implementation` is the chosen one."""
+    """The arguments of a call that are not tensors; `implementation` is the chosen one. If
+    `is_direct`, the operand g is the magnitude, and g is computed together with the norm."""
 
     scale: float
     dtype: torch.dtype
     want_inner: bool
     implementation: str
+    is_direct: bool = False
 
 
 def _local_linear(
@@ -150,7 +159,7 @@ def _local_linear(
     chosen = choose_compose(like, like, g, implementation, want_inner)
     if choose.in_transform():
         return _forward(Static(scale, dtype, False, chosen), operands)[0]
-    return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), *operands)
+    return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), None, *operands)
 
 
 def corrected_linear(operands: Operands, scale: float, implementation: str | None) -> Tensor:
@@ -170,7 +179,7 @@ def corrected_linear(operands: Operands, scale: float, implementation: str | Non
 def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (y, z, inner or None)."""
     x, adapter_x, weight, bias, lora_a, lora_b, g = operands
-    scale, dtype, want_inner, implementation = static
+    scale, dtype, want_inner, implementation, _ = static
     with no_autocast(x):
         adapter_x = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
@@ -184,11 +193,17 @@ def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor
 
 class _DoRALinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, static, *tensors):
-        operands = Operands(*tensors)
-        y, z, inner = _forward(static, operands)
+    def forward(ctx, static, norm, *tensors):
+        operands, floor = Operands(*tensors), None
         x, adapter_x, weight, bias, lora_a, lora_b, g = operands
-        _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[1:]
+        if static.is_direct:
+            eps = eps_of(static.dtype)
+            cast_a, cast_b, floor, g = direct.scales(
+                weight, lora_a, lora_b, g, norm, static.scale, static.dtype, eps
+            )
+            operands = operands._replace(lora_a=cast_a, lora_b=cast_b, g=g)
+        y, z, inner = _forward(static, operands)
+        _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[2:]
         # save_for_backward accepts only tensors, and a Bits4 is none.
         ctx.bits4 = weight if isinstance(weight, Bits4) else None
         ctx.save_for_backward(
@@ -200,6 +215,7 @@ class _DoRALinear(torch.autograd.Function):
             z if d_b else None,
             inner,
             g,
+            floor,
         )
         ctx.dtypes = tuple(
             None if t is None else t.dtype for t in (x, adapter_x, weight, bias, lora_a, lora_b)
@@ -210,17 +226,19 @@ class _DoRALinear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, adapter_x, weight, lora_a, lora_b, z, inner, g = ctx.saved_tensors
+        x, adapter_x, weight, lora_a, lora_b, z, inner, g, floor = ctx.saved_tensors
         weight = weight if ctx.bits4 is None else ctx.bits4
         want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g = (
-            ctx.needs_input_grad[1:]
+            ctx.needs_input_grad[2:]
         )
         x_dtype, adapter_x_dtype, weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.dtypes
         shared = adapter_x_dtype is None
         with no_autocast(dy):
             inner = inner if want_g else None
             want_d = any((want_x, want_adapter_x, want_weight, want_a, want_b))
-            d, _, d_g = backward(dy, inner, g, ctx.scale, False, want_d, False, ctx.implementation)
+            d, _, d_g = backward(
+                dy, inner, g, ctx.scale, False, want_d, False, ctx.implementation, divisor=floor
+            )
             dx = d_adapter_x = d_weight = d_bias = d_a = d_b = None
             if d is not None:
                 d = _rows(d)
@@ -247,7 +265,7 @@ class _DoRALinear(torch.autograd.Function):
                 d_adapter_x = d_adapter_x.reshape(x_shape).to(adapter_x_dtype)
         if d_g is not None:
             d_g = d_g.to(g.dtype)
-        return None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g
+        return None, None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g
 
 
 def _plain_linear(x: Tensor, weight: Tensor | Bits4, bias: Tensor | None) -> Tensor:
@@ -323,4 +341,4 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor
     if dtype == a.dtype:
         # With beta = 0, addmm ignores its first argument.
         return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
-    return (scale * _mm(a, b, accumulation_dtype(a))).to(dtype)
+    return _mm(a, b, accumulation_dtype(a)).mul_(scale).to(dtype)

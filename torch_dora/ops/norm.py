@@ -51,9 +51,9 @@ def factored_norm(
         lora_a: [r, in].
         lora_b: [out, r].
         scale: alpha/r or alpha/sqrt(r). 0 skips the adapter's terms.
-        implementation: None, "triton" or "eager"; a named one runs or raises. If all operands are
-            half-precision, or the weight is in 4 bits, "triton" is one pass that computes tiles of
-            W + s·BA in registers. Otherwise it is the factored form with its last step in a kernel.
+        implementation: None, "triton" or "eager"; a named one runs or raises. If the weight is
+            half-precision or in 4 bits, "triton" is one pass that computes tiles of W + s·BA in
+            registers. Otherwise it is the factored form with its last step in a kernel.
 
     Returns:
         f32[out] (f64 if an operand is fp64), detached: no gradient flows through the norm (arXiv
@@ -111,9 +111,13 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
     check.has_shape("norm", norm, tuple(magnitude.shape), "[out]")
     check.is_float_dtype("dtype", dtype)
     result = torch.float64 if dtype == torch.float64 else torch.float32
-    eps = EPS_FULL if dtype in (torch.float32, torch.float64) else EPS_HALF
     norm = place_like(norm, magnitude)
-    return magnitude.to(result) / norm.detach().to(result).clamp(min=eps)
+    return magnitude.to(result) / norm.detach().to(result).clamp(min=eps_of(dtype))
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    """Returns the smallest divisor of a magnitude, for a layer whose result has ``dtype``."""
+    return EPS_FULL if dtype in (torch.float32, torch.float64) else EPS_HALF
 
 
 def _call(weight: Any, *dtypes: torch.dtype) -> Call:

@@ -1,8 +1,15 @@
 """The second stage of a reduction over rows: adds up partial sums, column by column.
 
-partial: f32[parts, features]; result: f32[features], the sums or their square roots. The partial
-sums are added in a fixed order and without atomics, so the same inputs always give the same bits.
+partial: f32[parts, features]; result: f32[features]. The partial sums are added in a fixed order
+and without atomics, so the same inputs always give the same bits. What is done with a sum Σ:
+
+    "sum"     Σ
+    "root"    √Σ, a norm
+    "scale"   f32[2, features]: max(√Σ, eps), and factor divided by it, which is g for a magnitude
+    "divide"  Σ / factor, the magnitude's gradient for the first of these two
 """
+
+from typing import Literal
 
 import torch
 import triton.language as tl
@@ -18,10 +25,12 @@ ELEMENTS, MIN_COLUMNS, WARPS = 4096, 8, 4
 @jit
 def _kernel(
     partial_ptr,  # f32[parts, features]
-    result_ptr,  # f32[features]
+    factor_ptr,  # f32[features], for "scale" and "divide"
+    result_ptr,  # f32[features], or f32[2, features] for "scale"
     parts,
     features,
-    ROOT: tl.constexpr,
+    eps,
+    THEN: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -31,23 +40,39 @@ def _kernel(
     mask = (part < parts)[:, None] & column_mask[None, :]
     offset = part.to(tl.int64)[:, None] * features + column[None, :]  # [PARTS, COLUMNS]
     total = tl.sum(tl.load(partial_ptr + offset, mask=mask, other=0.0), axis=0)
-    if ROOT:
+    if THEN == "root" or THEN == "scale":
         total = tl.sqrt_rn(total)
+    if THEN == "scale" or THEN == "divide":
+        factor = tl.load(factor_ptr + column, mask=column_mask, other=1.0)
+        if THEN == "divide":
+            total = tl.div_rn(total, factor)
+        else:
+            total = tl.maximum(total, eps, propagate_nan=tl.PropagateNan.ALL)
+            g = tl.div_rn(factor, total)
+            tl.store(result_ptr + features + column, g, mask=column_mask)
     tl.store(result_ptr + column, total, mask=column_mask)
 
 
-def launch(partial: Tensor, *, root: bool) -> Tensor:
-    """Returns the sums over the parts, or with ``root`` their square roots."""
+def launch(
+    partial: Tensor,
+    then: Literal["sum", "root", "scale", "divide"] = "sum",
+    factor: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Returns the sums over the parts, or what ``then`` makes of them."""
     parts, features = partial.shape
-    result = torch.empty(features, device=partial.device, dtype=torch.float32)
+    shape = (2, features) if then == "scale" else (features,)
+    result = torch.empty(shape, device=partial.device, dtype=torch.float32)
     padded = next_power_of_2(parts)
     columns = max(MIN_COLUMNS, ELEMENTS // padded)
     _kernel[(cdiv(features, columns),)](
         partial,
+        factor,
         result,
         parts,
         features,
-        ROOT=root,
+        eps,
+        THEN=then,
         PARTS=padded,
         COLUMNS=columns,
         num_warps=WARPS,

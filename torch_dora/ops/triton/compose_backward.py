@@ -120,8 +120,10 @@ def compose_backward(
     delta: bool,
     want_base: bool,
     want_lora: bool,
+    divisor: Tensor | None = None,
 ) -> list[Tensor]:
-    """Returns d_base if ``want_base``, d_lora if ``want_lora``, then d_g if ``inner`` is given."""
+    """Returns d_base if ``want_base``, d_lora if ``want_lora``, then d_g if ``inner`` is given,
+    divided by ``divisor``, f32[out], if that is given."""
     dy, g = dy.contiguous(), g.contiguous()
     d_base = torch.empty_like(dy) if want_base else None
     d_lora = torch.empty_like(dy) if want_lora else None
@@ -163,12 +165,14 @@ def compose_backward(
     )
     if inner is None:
         return gradients
+    if divisor is not None:
+        return [*gradients, column_sums.launch(partial, "divide", divisor)]
     # A single strip needs no second stage: its partial sum is the result.
-    return [*gradients, partial[0] if strips == 1 else column_sums.launch(partial, root=False)]
+    return [*gradients, partial[0] if strips == 1 else column_sums.launch(partial)]
 
 
 @compose_backward.op.register_fake
-def _(dy, inner, g, scale, delta, want_base, want_lora):
+def _(dy, inner, g, scale, delta, want_base, want_lora, divisor=None):
     gradients = [dy.new_empty(dy.shape) for want in (want_base, want_lora) if want]
     if inner is not None:
         gradients.append(dy.new_empty(dy.shape[-1], dtype=torch.float32))

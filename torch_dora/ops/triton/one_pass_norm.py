@@ -7,12 +7,11 @@ cores compute a tile of BA, and W is added in fp32. Each program writes one sum 
 output feature, [in/columns, out] in fp32. ``column_sums`` adds these and takes the square root.
 There is no cancellation between terms, so nothing needs clamping, and a NaN stays a NaN.
 
-fp32 adapters are refused: BA would take six products of bf16 pieces. The factored form, where only
-A is multiplied with the half-precision W, takes three for the same accuracy.
+fp32 adapters are multiplied as three products of float16 pieces, which ``adapter_pieces`` makes:
+BA is then within 3·2⁻²² of its sum of absolute products, by each row's and column's largest number.
 
 W may also be 4-bit codes, u8[out·in/2], the first of two in the upper half of a byte. An element is
-its code's level times the scale of its run. There is no factored form for codes, so here fp32
-adapters are accepted: tensor cores multiply them as three TF32 products.
+its code's level times the scale of its run.
 
 Traffic: W once, 32 µs for 8192×8192 in bf16 at 4.2 TB/s; the partial sums, 2/columns of that each
 way. Flops: 2·out·in·r, 64 µs at r = 384 and 800 TFLOP/s: bound by the tensor cores.
@@ -27,34 +26,37 @@ from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE, Call
 from torch_dora.ops.quantised import Codes
-from torch_dora.ops.triton import column_sums, expand_compose
+from torch_dora.ops.triton import adapter_pieces, column_sums, expand_compose
+from torch_dora.ops.triton.adapter_pieces import Pieces
 from torch_dora.ops.triton.expand_compose import Config
 from torch_dora.ops.triton.jit import cdiv, jit
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def config(rank: int, adapters: torch.dtype, is_coded: bool) -> Config:
-    """Returns the fastest config (H100; 4096 and 14336 features; for codes H200, 8192).
+def config(rank: int, is_in_pieces: bool, is_coded: bool) -> Config:
+    """Returns the fastest config (H100, 4096 and 14336 features; H200 for codes, 8192, and for
+    pieces, 4096 × 12288 at ranks 16, 64 and 384).
 
     The tiles are those of expand_compose, for the same reasons, but wider for float weights and
-    medium ranks.
+    medium ranks. Tiles of two pieces take twice the memory, and so less of the rank at a time.
     """
+    if is_in_pieces:
+        return Config(rows=64, depth=16, stages=2) if rank <= 16 else Config(depth=32)
     tiles = expand_compose.config(rank)
     columns = 256 if 16 < rank <= 128 and not is_coded else tiles.columns
-    # fp32 tiles of the adapter take twice the memory.
-    depth = tiles.depth if adapters in _HALVES else max(16, tiles.depth // 2)
-    return dataclasses.replace(tiles, columns=columns, depth=depth)
+    return dataclasses.replace(tiles, columns=columns)
 
 
 def refuses(call: Call) -> str | None:
     """Returns the reason why the kernel cannot run ``call``, or None."""
     weight, lora_a, lora_b = call.dtypes
-    for name, dtype in (("weight", weight), ("lora_a", lora_a)):
-        if dtype not in _HALVES:
-            return f"multiplies on tensor cores, float16 or bfloat16; got {name} in {dtype}"
+    if weight not in _HALVES:
+        return f"is for weights in float16 or bfloat16; got {weight}"
     if lora_a != lora_b:
         return f"lora_a and lora_b must share a dtype; got {lora_a} and {lora_b}"
+    if lora_a not in (*_HALVES, torch.float32):
+        return f"multiplies on tensor cores, not {lora_a}"
     return None
 
 
@@ -63,8 +65,10 @@ def _kernel(
     weight_ptr,  # [out, in], or codes u8[out, in / 2]
     levels_ptr,  # f32[16], for codes
     scales_ptr,  # f32[out·in / RUN], for codes
-    lora_a_ptr,  # [r, in]
-    lora_b_ptr,  # [out, r]
+    lora_a_ptr,  # [r, in], or pieces f16[2, r, in]
+    lora_b_ptr,  # [out, r], or pieces f16[2, out, r]
+    unit_a_ptr,  # f32[in], for pieces
+    unit_b_ptr,  # f32[out], for pieces
     partial_ptr,  # f32[in / COLUMNS, out]
     out_features,
     in_features,
@@ -75,6 +79,7 @@ def _kernel(
     DEPTH: tl.constexpr,
     RUN: tl.constexpr,  # how many codes share a scale; 0 for floats
     GROUP: tl.constexpr,  # a row is read in groups of this size, each within a run
+    PIECES: tl.constexpr,  # whether the adapter is in pieces
     WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
 ):
     column_tiles = tl.cdiv(in_features, COLUMNS)
@@ -98,13 +103,25 @@ def _kernel(
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, RANK, DEPTH):
         left = inside < RANK - first
-        b = tl.load(b_ptrs, mask=row_mask[:, None] & left[None, :], other=0.0)
-        a = tl.load(a_ptrs, mask=left[:, None] & column_mask[None, :], other=0.0)
+        b_mask, a_mask = row_mask[:, None] & left[None, :], left[:, None] & column_mask[None, :]
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
         if WIDEN:
             b, a = b.to(tl.float32), a.to(tl.float32)
-        product = tl.dot(b, a, product, input_precision="tf32x3")
+        product = tl.dot(b, a, product)
+        if PIECES:
+            low_b = tl.load(b_ptrs + out_features.to(tl.int64) * RANK, mask=b_mask, other=0.0)
+            low_a = tl.load(a_ptrs + in_features.to(tl.int64) * RANK, mask=a_mask, other=0.0)
+            if WIDEN:
+                low_b, low_a = low_b.to(tl.float32), low_a.to(tl.float32)
+            product = tl.dot(b, low_a, product)
+            product = tl.dot(low_b, a, product)
         b_ptrs += DEPTH
         a_ptrs += DEPTH * in_features
+    if PIECES:
+        unit_b = tl.load(unit_b_ptr + row, mask=row_mask, other=0.0)
+        unit_a = tl.load(unit_a_ptr + column, mask=column_mask, other=0.0)
+        product = product * unit_b[:, None] * unit_a[None, :]
 
     if RUN:
         group = block * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
@@ -120,23 +137,43 @@ def _kernel(
     tl.store(partial_ptr + block.to(tl.int64) * out_features + row, squares, mask=row_mask)
 
 
-def launch(weight: Tensor | Codes, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """Returns ‖weight + scale·lora_b lora_a‖ per row, f32[out]."""
+def launch(
+    weight: Tensor | Codes,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    *,
+    pieces: Pieces | None = None,
+    magnitude: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Returns ‖weight + scale·lora_b lora_a‖ per row, f32[out].
+
+    Args:
+        pieces: those of an fp32 adapter, if there are any already.
+        magnitude: f32[out]; the result is then f32[2, out], max(norm, eps) and magnitude divided by
+            it.
+    """
     out_features, in_features = lora_b.shape[0], lora_a.shape[1]
     if out_features == 0 or in_features == 0:
         return torch.zeros(out_features, device=lora_a.device, dtype=torch.float32)
     is_coded = isinstance(weight, Codes)
-    chosen = config(lora_a.shape[0], lora_a.dtype, is_coded)
+    if pieces is None and lora_a.dtype == torch.float32:
+        pieces, *_ = adapter_pieces.launch(lora_a, lora_b, torch.float16)
+    chosen = config(lora_a.shape[0], pieces is not None, is_coded)
     blocks = cdiv(in_features, chosen.columns)
     partial = torch.empty(blocks, out_features, device=lora_a.device, dtype=torch.float32)
     if is_coded:
         weight_tensors, run = (weight.packed, weight.levels, weight.scales), weight.run
     else:
         weight_tensors, run = (weight.contiguous(), None, None), 0
+    if pieces is None:
+        adapter_tensors = lora_a.contiguous(), lora_b.contiguous(), None, None
+    else:
+        adapter_tensors = pieces
     _kernel[(blocks * cdiv(out_features, chosen.rows),)](
         *weight_tensors,
-        lora_a.contiguous(),
-        lora_b.contiguous(),
+        *adapter_tensors,
         partial,
         out_features,
         in_features,
@@ -147,9 +184,12 @@ def launch(weight: Tensor | Codes, lora_a: Tensor, lora_b: Tensor, scale: float)
         DEPTH=chosen.depth,
         RUN=run,
         GROUP=math.gcd(run, in_features, chosen.columns),
+        PIECES=pieces is not None,
         WIDEN=TRITON_MODE == "interpreted",
         num_warps=chosen.warps,
         num_stages=chosen.stages,
         enable_fp_fusion=True,
     )
-    return column_sums.launch(partial, root=True)
+    if magnitude is None:
+        return column_sums.launch(partial, "root")
+    return column_sums.launch(partial, "scale", magnitude, eps)

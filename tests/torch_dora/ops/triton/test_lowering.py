@@ -16,8 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from torch_dora.ops.triton import (
-    bank_expand, bank_shrink, column_sums, compose_backward, compose_forward, expand_compose,
-    norm_assembly, one_pass_norm,
+    adapter_pieces, bank_expand, bank_shrink, column_sums, compose_backward, compose_forward,
+    expand_compose, norm_assembly, one_pass_norm,
 )
 
 def lower(kernel, types, constants, warps, **options):
@@ -70,8 +70,9 @@ code = lower(
 assert "st.global.v4" in code
 code = lower(
     column_sums._kernel,
-    dict(partial_ptr=full, result_ptr=full, parts="i32", features="i32"),
-    dict(ROOT=True, PARTS=64, COLUMNS=64),
+    dict(partial_ptr=full, factor_ptr=full, result_ptr=full)
+    | dict(parts="i32", features="i32", eps="fp32"),
+    dict(THEN="scale", PARTS=64, COLUMNS=64),
     column_sums.WARPS,
     enable_fp_fusion=True,
 )
@@ -119,14 +120,17 @@ floats = dict(weight_ptr=half), dict(levels_ptr=None, scales_ptr=None, RUN=0, GR
 codes = dict(weight_ptr="*u8", levels_ptr=full, scales_ptr=full), dict(RUN=64, GROUP=64)
 others = dict(partial_ptr=full, out_features="i32", in_features="i32", scale="fp32")
 
-def one_pass(rank, adapters, types, constants):
-    dtype = torch.bfloat16 if adapters == half else torch.float32
-    config = one_pass_norm.config(rank, dtype, constants["RUN"] > 0)
+def one_pass(rank, is_in_pieces, types, constants):
+    config = one_pass_norm.config(rank, is_in_pieces, constants["RUN"] > 0)
     tile = dict(RANK=rank, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth)
+    adapter = dict.fromkeys(["lora_a_ptr", "lora_b_ptr"], "*fp16" if is_in_pieces else half)
+    units = dict.fromkeys(["unit_a_ptr", "unit_b_ptr"], full if is_in_pieces else None)
+    if is_in_pieces:
+        adapter, units = adapter | units, {}
     code = lower(
         one_pass_norm._kernel,
-        types | others | dict(lora_a_ptr=adapters, lora_b_ptr=adapters),
-        tile | constants | dict(WIDEN=False),
+        types | others | adapter,
+        tile | constants | units | dict(PIECES=is_in_pieces, WIDEN=False),
         config.warps,
         num_stages=config.stages,
         enable_fp_fusion=True,
@@ -135,12 +139,22 @@ def one_pass(rank, adapters, types, constants):
     return code
 
 for rank in (16, 384):
-    code = one_pass(rank, half, *floats)
+    code = one_pass(rank, False, *floats)
     assert ("wgmma.mma_async" if rank == 384 else "mma.sync") in code
     assert "ld.global.v4" in code
+    assert "f16" in one_pass(rank, True, *floats)
 for rank in (16, 64, 384):
-    assert "bf16" in one_pass(rank, half, *codes)
-    assert "tf32" in one_pass(rank, full, *codes)
+    assert "bf16" in one_pass(rank, False, *codes)
+    assert "f16" in one_pass(rank, True, *codes)
+code = lower(
+    adapter_pieces._kernel,
+    dict.fromkeys(["lora_a_ptr", "lora_b_ptr", "unit_a_ptr", "unit_b_ptr"], full)
+    | dict(a_ptr="*fp16", b_ptr="*fp16", cast_a_ptr=half, cast_b_ptr=half)
+    | dict(in_features="i32", out_features="i32"),
+    dict(RANK=384, DEPTH=512, COUNT=16),
+    adapter_pieces.WARPS,
+)
+assert "st.global.v" in code
 """
 
 BANK = """

@@ -1,0 +1,95 @@
+"""The direct call computes what the long way does, and leaves everything else to it."""
+
+import copy
+
+import pytest
+import torch
+from torch.func import vmap
+
+from torch_dora import DoRALinear, freeze
+from torch_dora.ops import direct, dora_linear
+
+SIZES = {"in_features": 24, "out_features": 40, "rank": 4, "alpha": 8}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the calls that go the direct way."""
+    found, takes = [], direct.takes
+    monkeypatch.setattr(direct, "takes", lambda *a: found.append(takes(*a)) or found[-1])
+    return found
+
+
+def layer(device, **options):
+    options = {"dtype": torch.bfloat16, "implementation": "triton"} | options
+    made = DoRALinear(**SIZES, device=device, **options)
+    with torch.no_grad():
+        torch.nn.init.normal_(made.lora_b)
+        made.magnitude.mul_(1 + torch.rand_like(made.magnitude))
+    return made
+
+
+def results(made, x, dy):
+    x = x.clone().requires_grad_()
+    torch.manual_seed(3)
+    y = made(x)
+    trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+    return [y, *torch.autograd.grad(y, [x, *trained], dy)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, None])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {},
+        {"bias": False},
+        {"dropout": 0.5, "dropout_mode": "adapter"},
+        {"frozen": True},
+        {"no_magnitude": True},
+        {"autocast": True},
+    ],
+    ids=str,
+)
+def test_computes_as_the_long_way(device, calls, monkeypatch, dtype, adapter_dtype, option):
+    option = dict(option)
+    changes = {name: option.pop(name, False) for name in ("frozen", "no_magnitude", "autocast")}
+    made = layer(device, dtype=dtype, adapter_dtype=adapter_dtype or dtype, **option)
+    if changes["frozen"]:
+        made = freeze(copy.deepcopy(made))
+        for parameter in (made.lora_a, made.lora_b, made.magnitude):
+            parameter.requires_grad_(True)
+    made.magnitude.requires_grad_(not changes["no_magnitude"])
+    x = torch.randn(2, 5, 24, device=device, dtype=dtype)
+    if changes["autocast"]:
+        x = x.float()
+    dy = torch.randn(2, 5, 40, device=device, dtype=dtype)
+    with torch.autocast(x.device.type, dtype, enabled=changes["autocast"]):
+        got = results(made, x, dy)
+        assert calls == [True]
+        monkeypatch.setattr(direct, "takes", lambda *_: False)
+        want = results(made, x, dy)
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w)
+
+
+def test_everything_else_goes_the_long_way(device, calls):
+    made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    adapter = made.lora_a, made.lora_b, made.magnitude
+    for weight, magnitude, scale in (
+        (made.weight.float(), made.magnitude, 2.0),
+        (made.weight, made.magnitude.bfloat16(), 2.0),
+        (made.weight, made.magnitude, 0.0),
+        (made.weight, made.magnitude, 2),
+    ):
+        dora_linear(x, weight, *adapter[:2], magnitude, scale, implementation="triton")
+    dora_linear(x, made.weight, *adapter, 2.0, implementation="eager")
+    vmap(lambda x: dora_linear(x, made.weight, *adapter, 2.0))(x[:, None])
+    dora_linear(x[:0], made.weight, *adapter, 2.0, implementation="triton")
+    with pytest.raises(ValueError, match=r"scale is nan"):
+        dora_linear(x, made.weight, *adapter, float("nan"), implementation="triton")
+    with pytest.raises(ValueError, match="magnitude has shape"):
+        dora_linear(x, made.weight, *adapter[:2], made.magnitude[1:], 2.0, implementation="triton")
+    assert calls
+    assert not any(calls)
