@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
 
 # A program takes whole columns of lora_a, or whole rows of lora_b, and this many elements of them
 # at a time, of at most DEPTH along the rank.
@@ -100,7 +100,7 @@ def _split(
         high = (x * per_unit).to(tl.float16)
         low = (x * per_unit - high.to(tl.float32)).to(tl.float16)
         tl.store(pieces_ptr + offset, high, mask=mask)
-        tl.store(pieces_ptr + features.to(tl.int64) * RANK + offset, low, mask=mask)
+        tl.store(pieces_ptr + tl.cast(features, tl.int64) * RANK + offset, low, mask=mask)
 
 
 @jit
@@ -136,7 +136,9 @@ def launch(lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Pieces, 
     cast_a, cast_b = torch.empty_like(lora_a, dtype=dtype), torch.empty_like(lora_b, dtype=dtype)
     depth = min(next_power_of_2(rank), DEPTH)
     count = max(1, ELEMENTS // depth)
-    _kernel[(cdiv(in_features, count) + cdiv(out_features, count),)](
+    launch_kernel(
+        _kernel,
+        (cdiv(in_features, count) + cdiv(out_features, count),),
         lora_a,
         lora_b,
         pieces.a,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_dora.ops.choose import TRITON_MODE
 from torch_dora.ops.operator import operator
 from torch_dora.ops.triton import bank_shrink
-from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,9 @@ def bank_linear(
     z = bank_shrink.launch(x.contiguous(), lora_a, ids, row_groups, rank)
     rows = bank_shrink.tile_rows(time)
     programs = batch * cdiv(time, rows) if row_groups is None else row_groups.shape[0]
-    _kernel[(programs, cdiv(features, CONFIG.columns))](
+    launch_kernel(
+        _kernel,
+        (programs, cdiv(features, CONFIG.columns)),
         base,
         z,
         lora_b,

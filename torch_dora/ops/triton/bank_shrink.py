@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE, Call
-from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
 
 # Tensor cores multiply at least 16 rows.
 MIN_ROWS = 16
@@ -168,7 +168,9 @@ def launch(
     parts = torch.empty(splits, batch, time, ranks, dtype=torch.float32, device=x.device)
     if parts.numel() == 0:
         return parts.new_zeros(batch, time, ranks)
-    _kernel[(tiles, splits)](
+    launch_kernel(
+        _kernel,
+        (tiles, splits),
         x,
         lora_a,
         ids,

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
 
 # ELEMENTS: the partial sums that a program loads, 32 per thread. MIN_COLUMNS: 8 columns are 32
 # bytes, the smallest memory transaction.
@@ -65,7 +65,9 @@ def launch(
     result = torch.empty(shape, device=partial.device, dtype=torch.float32)
     padded = next_power_of_2(parts)
     columns = max(MIN_COLUMNS, ELEMENTS // padded)
-    _kernel[(cdiv(features, columns),)](
+    launch_kernel(
+        _kernel,
+        (cdiv(features, columns),),
         partial,
         factor,
         result,

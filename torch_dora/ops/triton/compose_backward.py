@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_dora.ops.operator import operator
 from torch_dora.ops.triton import column_sums
-from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,9 @@ def compose_backward(
     partial = g
     if inner is not None:
         partial = torch.empty(strips, features, device=dy.device, dtype=torch.float32)
-    _kernel[(strips * cdiv(features, CONFIG.columns),)](
+    launch_kernel(
+        _kernel,
+        (strips * cdiv(features, CONFIG.columns),),
         dy,
         dy if inner is None else inner.contiguous(),
         g,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_dora.ops.choose import Call
 from torch_dora.ops.operator import operator
-from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,9 @@ def compose(
     if rows == 0 or features == 0:
         return results
     columns = min(CONFIG.columns, next_power_of_2(features))
-    _kernel[(cdiv(rows, CONFIG.rows) * cdiv(features, columns),)](
+    launch_kernel(
+        _kernel,
+        (cdiv(rows, CONFIG.rows) * cdiv(features, columns),),
         base,
         lora.contiguous(),
         g,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE
 from torch_dora.ops.operator import operator
-from torch_dora.ops.triton.jit import cdiv, jit, next_power_of_2
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,9 @@ def expand_compose(
     if rows == 0 or features == 0:
         return results
     chosen = config(rank)
-    _kernel[(cdiv(rows, chosen.rows) * cdiv(features, chosen.columns),)](
+    launch_kernel(
+        _kernel,
+        (cdiv(rows, chosen.rows) * cdiv(features, chosen.columns),),
         base,
         z.contiguous(),
         lora_b.contiguous(),

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torch_dora.ops.triton.jit import cdiv, jit
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel
 
 # The features of one program: few, since out is a few thousand and the launch dominates the cost.
 COLUMNS, WARPS = 256, 4
@@ -37,7 +37,9 @@ def launch(base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float) -> Tenso
     norm = torch.empty_like(base_sq)
     features = norm.shape[0]
     if features:
-        _kernel[(cdiv(features, COLUMNS),)](
+        launch_kernel(
+            _kernel,
+            (cdiv(features, COLUMNS),),
             base_sq.contiguous(),
             cross.contiguous(),
             ba_sq.contiguous(),

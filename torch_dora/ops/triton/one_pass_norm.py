@@ -29,7 +29,7 @@ from torch_dora.ops.quantised import Codes
 from torch_dora.ops.triton import adapter_pieces, column_sums, expand_compose
 from torch_dora.ops.triton.adapter_pieces import Pieces
 from torch_dora.ops.triton.expand_compose import Config
-from torch_dora.ops.triton.jit import cdiv, jit
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -110,8 +110,8 @@ def _kernel(
             b, a = b.to(tl.float32), a.to(tl.float32)
         product = tl.dot(b, a, product)
         if PIECES:
-            low_b = tl.load(b_ptrs + out_features.to(tl.int64) * RANK, mask=b_mask, other=0.0)
-            low_a = tl.load(a_ptrs + in_features.to(tl.int64) * RANK, mask=a_mask, other=0.0)
+            low_b = tl.load(b_ptrs + tl.cast(out_features, tl.int64) * RANK, mask=b_mask, other=0.0)
+            low_a = tl.load(a_ptrs + tl.cast(in_features, tl.int64) * RANK, mask=a_mask, other=0.0)
             if WIDEN:
                 low_b, low_a = low_b.to(tl.float32), low_a.to(tl.float32)
             product = tl.dot(b, low_a, product)
@@ -171,7 +171,9 @@ def launch(
         adapter_tensors = lora_a.contiguous(), lora_b.contiguous(), None, None
     else:
         adapter_tensors = pieces
-    _kernel[(blocks * cdiv(out_features, chosen.rows),)](
+    launch_kernel(
+        _kernel,
+        (blocks * cdiv(out_features, chosen.rows),),
         *weight_tensors,
         *adapter_tensors,
         partial,

@@ -155,6 +155,16 @@ code = lower(
     adapter_pieces.WARPS,
 )
 assert "st.global.v" in code
+# A size of 1 is a constant.
+one = dict(in_features=1, out_features=1)
+lower(
+    adapter_pieces._kernel,
+    dict.fromkeys(["lora_a_ptr", "lora_b_ptr", "unit_a_ptr", "unit_b_ptr"], full)
+    | dict(a_ptr="*fp16", b_ptr="*fp16", cast_a_ptr=half, cast_b_ptr=half),
+    one | dict(RANK=4, DEPTH=4, COUNT=2048),
+    adapter_pieces.WARPS,
+)
+one_pass(16, True, floats[0], floats[1] | one)
 """
 
 BANK = """
