@@ -19,9 +19,9 @@ Levels:
     compile             the time until a user's model can run, on one device and on several
     against CHECKOUT    layers and a model with this checkout and with another one, in turns
 
-step, scale, quantised, bank and serve also exist with --torch: torch_dora compared with PEFT; serve
-also with --vllm: torch_dora's plugin in vLLM. The docstring of each level's module says what is
-compared, what is timed and how, and what one line of the result file means.
+model, step, scale, quantised, bank and serve also exist with --torch: torch_dora compared with
+PEFT; serve also with --vllm: torch_dora's plugin in vLLM. The docstring of each level's module says
+what is compared, what is timed and how, and what one line of the result file means.
 
 A level is a module in one of two forms:
 
@@ -47,7 +47,7 @@ from typing import Any
 LEVELS = (
     *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
-    *("bank", "bank --torch", "serve", "serve --torch", "serve --vllm"),
+    *("model --torch", "bank", "bank --torch", "serve", "serve --torch", "serve --vllm"),
 )
 # Options that set a field of the level's settings.
 FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")

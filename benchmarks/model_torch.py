@@ -1,0 +1,127 @@
+"""Level `model --torch`: inference and gradient of a transformers decoder, eagerly, as its users
+call it: torch_dora and PEFT, with what both make by default, and with bf16 adapters.
+
+The model is a transformers Llama of Qwen3-8B's dimensions with random bf16 weights, adapters on all
+projections (rsLoRA), one sequence of 4,096 tokens, the loss on the last 1,024. For the gradient
+every layer is checkpointed. By default adapters are fp32: PEFT's need autocast then.
+
+The variants take turns, round by round, since the host's speed changes during a run. One line is
+one variant: the median wall time of a call and of the host in it, in ms, the largest minus the
+smallest, the bytes that a call allocates at most, and the time divided by PEFT's LoRA's, by that of
+PEFT's DoRA in bf16, and by that of PEFT's default.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.model.protocol import QUICK, QWEN3, Protocol
+from benchmarks.model.torch_model import random_model
+from benchmarks.results import Row, milliseconds
+from benchmarks.step_torch import Side, llama
+from parity.sides.torch.decoder import adapt, checkpoint_layers
+
+LORA, IN_BF16, DEFAULT = (
+    Side("PEFT", "LoRA"),
+    Side("PEFT", "DoRA"),
+    Side("PEFT", "DoRA", wide=True),
+)
+OURS = Side("torch_dora", "DoRA"), Side("torch_dora", "DoRA", wide=True)
+
+
+class Settings(NamedTuple):
+    """The settings of the level."""
+
+    sizes: Protocol = QWEN3
+    layers: int = 8
+    rank: int = 384
+    rounds: int = 7
+    tokens: int = 4096
+    last: int = 1024
+
+
+TINY = Settings(QUICK, QUICK.layers, rank=4, rounds=1, tokens=32, last=8)
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row for each variant and each of inference and gradient."""
+    sides = {
+        **{(side, side.wide): side for side in (LORA, IN_BF16, DEFAULT, *OURS)},
+        # Without autocast, as torch_dora's users may call it.
+        (OURS[1], False): OURS[1],
+    }
+    models = {key: _model(side, settings, device) for key, side in sides.items()}
+    tokens = torch.randint(settings.sizes.vocabulary, (1, settings.tokens), device=device)
+    for task, call in (("inference", _inference), ("gradient", _gradient)):
+        times: dict[Any, list[tuple[float, float]]] = {key: [] for key in models}
+        peaks = dict.fromkeys(models, 0)
+        for turn in range(settings.rounds + 2):
+            for key, model in models.items():
+                gc.collect()
+                if device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated() if device == "cuda" else 0
+                taken = _time(lambda call=call, model=model: call(model, tokens, settings), key[1])
+                if device == "cuda":
+                    peaks[key] = torch.cuda.max_memory_allocated() - before
+                if turn > 1:  # The first two turns are warm-up.
+                    times[key].append(taken)
+        wall = {key: milliseconds([wall for wall, _ in each]) for key, each in times.items()}
+        for (side, autocast), row in wall.items():
+            host = milliseconds([host for _, host in times[side, autocast]])["ms"]
+            yield {
+                "kind": side.name + ", autocast" * autocast,
+                "task": task,
+                "rank": settings.rank,
+                "layers": settings.layers,
+                "hidden": settings.sizes.hidden,
+                **row,
+                "host_ms": host,
+                "call_bytes": peaks[side, autocast],
+                "over_lora": row["ms"] / wall[LORA, False]["ms"],
+                "over_peft_bf16": row["ms"] / wall[IN_BF16, False]["ms"],
+                "over_peft_default": row["ms"] / wall[DEFAULT, True]["ms"],
+            }
+
+
+def _time(call: Callable[[], Any], autocast: bool) -> tuple[float, float]:
+    """Returns the seconds until the device is done, and until the host is."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        call()
+    host = time.perf_counter() - begin
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin, host
+
+
+def _inference(model: Any, tokens: torch.Tensor, settings: Settings) -> None:
+    with torch.no_grad():
+        model(input_ids=tokens, logits_to_keep=settings.last, use_cache=False)
+
+
+def _gradient(model: Any, tokens: torch.Tensor, settings: Settings) -> None:
+    if not model.training:
+        checkpoint_layers(model)
+        model.train()
+    logits = model(input_ids=tokens, logits_to_keep=settings.last, use_cache=False).logits
+    targets = tokens[0, -settings.last :]
+    F.cross_entropy(logits.flatten(0, 1).float(), targets).backward()
+
+
+def _model(side: Side, settings: Settings, device: str) -> Any:
+    model = random_model(llama(settings.sizes, settings.layers), device)
+    dtype = torch.float32 if side.wide else torch.bfloat16
+    package, is_dora = "peft" if side.package == "PEFT" else None, side.method == "DoRA"
+    with torch.device(device):
+        adapt(model, package, dtype, settings.rank, settings.rank // 2, use_dora=is_dora)
+    return model.eval()
