@@ -175,7 +175,7 @@ def test_a_given_norm_changes_no_bit():
     jax.tree.map(np.testing.assert_array_equal, run(arrays, dy, norm), run(arrays, dy))
 
 
-def test_remat_can_save_the_norm():
+def test_remat_saves_the_norm_with_and_without_a_policy():
     arrays, _ = layer(6, (7,), 48, 40, 4, jnp.float32)
     order = ("x", "kernel", "lora_a", "lora_b", "magnitude")
 
@@ -188,7 +188,7 @@ def test_remat_can_save_the_norm():
         return str(jax.make_jaxpr(jax.grad(remat))(arrays["lora_a"])).count("= sqrt")
 
     saved = jax.checkpoint_policies.save_only_these_names("dora_norm")
-    assert (square_roots(None), square_roots(saved)) == (2, 1)
+    assert (square_roots(None), square_roots(saved)) == (1, 1)
     plain = jax.grad(loss)(arrays["lora_a"])
     remat = jax.grad(jax.checkpoint(loss, policy=saved))(arrays["lora_a"])
     np.testing.assert_allclose(remat, plain, rtol=1e-6)

@@ -113,7 +113,7 @@ def test_sharded(make_folder, tokens, monkeypatch):
 
 def test_a_mesh_over_which_the_heads_do_not_divide(make_folder):
     sharding = decoder.DecoderSharding.over(tp=4, devices=jax.devices()[:4])
-    message = "num_attention_heads is 6, but tp of the mesh is 4; expected a multiple of 4"
+    message = "num_attention_heads=6: expected a multiple of 4, since tp of the mesh is 4"
     with pytest.raises(ValueError, match=message):
         decoder.load_model(make_folder("llama"), sharding=sharding)
 
