@@ -51,21 +51,21 @@ def layer_norm(
 ) -> jax.Array:
     """Returns ‖kernel + s·lora_a lora_b‖ of one layer's kernel, lora_a and lora_b, in its
     magnitude's shape."""
-    contraction = contraction or layer.contraction
+    axes: Contraction = contraction or layer.contraction
     implementation = norm_implementation(layer.implementation)
-    if contraction.is_one_matrix:
+    if axes.is_one_matrix:
         return ops.factored_norm(*arrays, scale=layer.scale, implementation=implementation)
 
     def compute(arrays: Sequence[jax.Array]) -> jax.Array:
         named = dict(zip(("kernel", "lora_a", "lora_b"), arrays, strict=True))
-        matrices = contraction.matrices(**named)
+        matrices = axes.matrices(**named)
         norm = matrix_norm(**matrices, scale=layer.scale, implementation=implementation)
-        return contraction.magnitude.from_matrices(norm[:, None])
+        return axes.magnitude.from_matrices(norm[:, None])
 
     kernel = stored(arrays[0])
 
     def spec() -> jax.sharding.PartitionSpec:
-        return jax.P(*contraction.adapter_axes([*meshes.spec(kernel)])["magnitude"])
+        return jax.P(*axes.adapter_axes([*meshes.spec(kernel)])["magnitude"])
 
     return meshes.on_explicit_axes(compute, spec, kernel)(tuple(arrays))
 
