@@ -93,3 +93,16 @@ def test_everything_else_goes_the_long_way(device, calls):
         dora_linear(x, made.weight, *adapter[:2], made.magnitude[1:], 2.0, implementation="triton")
     assert calls
     assert not any(calls)
+
+
+def test_operands_may_be_strided(device, calls, monkeypatch):
+    made, x = layer(device, bias=False), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+
+    def strided(operand):
+        return operand.detach().repeat_interleave(2, -1)[..., ::2]
+
+    operands = [strided(one) for one in (x, made.weight, made.lora_a, made.lora_b, made.magnitude)]
+    got = dora_linear(*operands, 2.0, implementation="triton")
+    assert calls == [True]
+    monkeypatch.setattr(direct, "takes", lambda *_: False)
+    torch.testing.assert_close(got, dora_linear(*operands, 2.0, implementation="triton"))

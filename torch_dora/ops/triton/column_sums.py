@@ -69,7 +69,7 @@ def launch(
         _kernel,
         (cdiv(features, columns),),
         partial,
-        factor,
+        None if factor is None else factor.contiguous(),
         result,
         parts,
         features,
