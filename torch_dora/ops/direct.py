@@ -11,15 +11,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_dora.ops import choose
 from torch_dora.ops.dtypes import cast
+from torch_dora.ops.operator import PLAIN, is_observed
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import adapter_pieces, one_pass_norm
 
-PLAIN = (Tensor, nn.Parameter)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -69,9 +69,7 @@ def _runs_kernels(x: Tensor, implementation: str | None) -> bool:
         runs = x.is_cuda and implementation in (None, "triton")
     else:
         runs = choose.TRITON_MODE == "interpreted" and x.is_cpu and implementation == "triton"
-    if not runs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    if choose.in_transform():
+    if not runs or is_observed():
         return False
     # Triton launches kernels on the current device.
     return not x.is_cuda or x.get_device() == torch.cuda.current_device()

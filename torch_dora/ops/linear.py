@@ -30,6 +30,7 @@ from torch_dora.ops.compose import (
 )
 from torch_dora.ops.dtypes import accumulation_dtype, cast, no_autocast
 from torch_dora.ops.norm import eps_of, factored_norm, magnitude_scale
+from torch_dora.ops.operator import PLAIN
 from torch_dora.ops.quantised import Bits4, as_matrix, dense, is_quantised
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
@@ -84,7 +85,7 @@ def dora_linear(
             sum.
     """
     direct_operands = (x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm)
-    if type(weight) in direct.PLAIN and type(x) in direct.PLAIN:
+    if type(weight) in PLAIN and type(x) in PLAIN:
         dtype = result_dtype(x, weight)
         if direct.takes(direct_operands, scale, dtype, implementation):
             want_inner = torch.is_grad_enabled() and magnitude.requires_grad

@@ -16,7 +16,7 @@ from torch._decomp import register_decomposition
 
 from torch_dora.ops import choose
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
 
 
 class Operator[**P, R]:
@@ -57,13 +57,18 @@ def _on_its_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _must_record(arguments: tuple[Any, ...]) -> bool:
+def is_observed() -> bool:
+    """Returns whether a compiler, a dispatch mode or a transform must see the operations."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    if choose.in_transform():
+    return choose.in_transform()
+
+
+def _must_record(arguments: tuple[Any, ...]) -> bool:
+    if is_observed():
         return True
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    if any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors):
+    if any(type(tensor) not in PLAIN or tensor.is_meta for tensor in tensors):
         return True
     # The operator raises an error in the backward pass if it has no gradient.
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
