@@ -29,14 +29,10 @@ def has_dora_type(module: Any) -> bool:
 
 @functools.cache
 def dora_type(base: type[nnx.Module]) -> type[Any]:
-    """Returns the subclass of `base` whose methods and properties trace adapted weights.
-
-    Attributes:
-      plain_type: `base`; an attribute of the class.
-      dora_weights: the adapted weights that the module owns, with paths from the module.
-      dora_reads: the adapted weights that the module's methods read, as (path from the module to
-        the owner, the parameter's name).
-    """
+    """Returns the subclass of `base` whose methods and properties trace adapted weights. Its
+    `plain_type` is `base`. A module has `dora_weights`, the adapted weights that it owns, with
+    paths from it, and `dora_reads`, those that its methods read: (path from it to the owner, the
+    parameter's name)."""
     methods = {name: _with_tracing(method) for name, method in own_methods(base).items()}
     methods |= {
         name: property(_with_tracing(prop.fget), prop.fset, prop.fdel, prop.__doc__)
@@ -112,13 +108,12 @@ def _with_tracing(method: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def trace_adapted_weights(module: Any) -> Iterator[Callable[[Any], Any]]:
-    """Traces the adapted weights that the methods of `module` read. The module's own weights are
-    included even if only another module's methods are known to read them.
+    """Traces the adapted weights that the methods of `module` read, and its own, even if only
+    another module's methods are known to read them. Yields a function that replaces traced weights
+    in a method's result by arrays.
 
     Meanwhile the adapter's attribute holds a variable of its own, because other attributes may hold
     the same parameter without this adapter.
-
-    Yields a function that replaces the traced weights in a method's result by arrays.
     """
     own = (((), weight.param) for weight in module.dora_weights)
     adapters = [
@@ -192,12 +187,8 @@ def set_dora_class(module: Any) -> None:
 def add_adapter(
     module: Any, weight: AdaptableWeight, reader: Any, path: tuple[str, ...]
 ) -> WeightAdapter:
-    """Returns a new adapter for a weight of `module`, without arrays yet.
-
-    Args:
-      reader: the module whose methods read the weight.
-      path: the path from the reader to `module`.
-    """
+    """Returns a new adapter, without arrays yet, for a weight of `module`, which the methods of
+    `reader` read; `path` leads from the reader to `module`."""
     set_dora_class(module)
     set_dora_class(reader)
     module.dora_weights = (*module.dora_weights, weight)

@@ -96,11 +96,8 @@ def get_adapter(model: nnx.Module) -> Adapter:
 
 
 def adapted_weights(model: nnx.Module | Modules) -> tuple[AdaptableWeight, ...]:
-    """Returns the adapted weights of a model, without the model.
-
-    Args:
-      model: the model, or its modules from `find_modules`.
-    """
+    """Returns the adapted weights of a model, or of its modules from `find_modules`, without the
+    model."""
     found = (one for one in find_weights(model) if one.is_adapted)
     return tuple(one.replace(modules={}) for one in found if adapter_of(one) is not None)
 
@@ -196,11 +193,8 @@ def set_adapter[Model: nnx.Module](
 
 
 def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:
-    """Returns the rule of each layer of `adapter` by the layer's path.
-
-    Raises:
-      ValueError: rules and arrays belong to different layers, or an array is missing or unknown.
-    """
+    """Returns the rule of each layer of `adapter` by the layer's path. Raises ValueError if rules
+    and arrays belong to different layers, or an array is missing or unknown."""
     rules = {rule.path: rule for rule in adapter.rules}
     patterns = {path: re.escape(path) for path in adapter.arrays}
     if unmatched := rules.keys() ^ set(patterns.values()):

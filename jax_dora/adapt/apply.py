@@ -90,16 +90,8 @@ def apply_dora[Model: nnx.Module](
 def adapt_weights(
     model: Any, weights: list[AdaptableWeight], matched: list[AdaptableWeight], rngs: nnx.Rngs
 ) -> Any:
-    """Adapts weights of `model`, in place, each by its rule. Returns `model`, or the DoRA layer
-    that replaces `model` itself.
-
-    Args:
-      weights: all weights of `model`.
-      matched: those of them that have a rule.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: see `apply_dora`.
-    """
+    """Adapts `matched`, those of all `weights` of `model` that have a rule, in place, with the
+    errors of `apply_dora`. Returns `model`, or the DoRA layer that replaces `model` itself."""
     _check_adaptable(matched)
     replacements = {}
     for weight in matched:
@@ -112,12 +104,9 @@ def adapt_weights(
 
 
 def adapt_weight(weight: AdaptableWeight, rngs: nnx.Rngs) -> Any:
-    """Adapts a weight by its rule.
-
-    Returns:
-      For a layer, a DoRA layer that shares the layer's parameters. For any other weight, its new
-        `WeightAdapter`, which stores the adapter's arrays in the weight's module.
-    """
+    """Adapts a weight by its rule. Returns a DoRA layer that shares the parameters of the weight's
+    layer; for a weight outside of layers its new `WeightAdapter`, whose arrays are in the weight's
+    module."""
     with named_in_errors(weight.path, "adapted"):
         weight.check()
     module, rule = weight.module, weight.rule

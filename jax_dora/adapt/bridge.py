@@ -11,11 +11,9 @@ from jax_dora.layers.base_layer import new_instance
 
 
 class LinenModule(nnx.bridge.ToNNX):
-    """A `ToNNX` that keeps the variables of each linen module in an `nnx.Dict` instead of a dict.
-
-    So each linen module has a path, and the adapters of its weights can be stored next to them. The
-    paths of the variables stay the same.
-    """
+    """A `ToNNX` that keeps the variables of each linen module in an `nnx.Dict` instead of a dict,
+    under the same paths. So each linen module has a path, and adapters can be stored next to its
+    weights."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the linen module."""
@@ -71,14 +69,9 @@ def _update(held: Any, new: dict[str, Any]) -> None:
 
 
 def is_adapter(path: tuple[Any, ...], paths: Container[tuple[Any, ...]]) -> bool:
-    """Returns whether a leaf of params belongs to an adapter: lora_a, lora_b and magnitude side by
-    side, or w_lora_a, w_lora_b and w_magnitude. A model's own LoRA has no magnitude, and
-    `apply_dora` refuses to put an adapter next to parameters with the names of its arrays.
-
-    Args:
-      path: the path of the leaf.
-      paths: the paths of all leaves.
-    """
+    """Returns whether the leaf of params at `path` belongs to an adapter: lora_a, lora_b and
+    magnitude side by side among `paths`, or w_lora_a, w_lora_b and w_magnitude. A model's own LoRA
+    has no magnitude, and `apply_dora` puts no adapter next to parameters with these names."""
     for name in ADAPTER_NAMES:
         prefix = path[-1].removesuffix(name)
         if prefix != path[-1] and (not prefix or prefix.endswith("_")):

@@ -14,14 +14,9 @@ _LOG = logging.getLogger("jax_dora")
 def infer_stack(layer: Any, axes: tuple[int, ...] | None = None) -> Stack:
     """Returns how the parameters of a base layer or a DoRA layer are stacked.
 
-    Args:
-      axes: the known `Stack.axes`; () to assume leading axes, with a warning, if the shapes allow
-        several and the kernel has no `param_scan_axis`, MaxText's metadata. None raises an error
-        instead.
-
-    Raises:
-      NotImplementedError: the kernel's shape is not a stack of such layers.
-      ValueError: the layers may be stacked along one axis or another.
+    `axes` is the known `Stack.axes`; with () leading axes are assumed, with a warning, if the
+    shapes allow several and the kernel has no `param_scan_axis`, MaxText's metadata; None raises
+    ValueError then. Raises NotImplementedError if the kernel's shape is not a stack of such layers.
     """
     if isinstance(layer, DoRALayer):
         return layer.stack

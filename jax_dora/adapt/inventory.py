@@ -39,14 +39,9 @@ _PARAMETER_WRITERS = (nnx.WeightNorm, nnx.SpectralNorm)
 def find_weights(
     model: nnx.Module | Modules, reads: ReadLog | None = None, *, is_leading: bool = False
 ) -> list[AdaptableWeight]:
-    """Returns every weight of a model, and every other module that holds parameters itself, in the
-    order of the paths.
-
-    Args:
-      model: the model, or its modules from `find_modules`.
-      reads: the reads of a call of the model; None if only the modules' classes are known.
-      is_leading: see `AdaptableWeight`.
-    """
+    """Returns every weight of a model, and every other module that holds parameters, in the order
+    of the paths. `model` may be its modules from `find_modules`; `reads` are those of a call of the
+    model, or None; for `is_leading` see `AdaptableWeight`."""
     found = model if isinstance(model, dict) else find_modules(model)
     modules = by_path(found)
     weights = []
@@ -109,11 +104,8 @@ def _reject_linen(weights: list[AdaptableWeight], found: Modules) -> None:
 def _weights_of_module(
     one: AdaptableWeight, module: Any, found: Modules, reads: ReadLog | None
 ) -> list[AdaptableWeight]:
-    """Returns the weights of one module, or the module itself if it has parameters but no weights.
-
-    Args:
-      one: the module without weights.
-    """
+    """Returns the weights of one module, which `one` is without weights; or the module itself if it
+    has parameters but no weights."""
     kind = type(module) if isinstance(module, DoRALayer) else dora_class_of(module)
     registered = registrations(module)
     params = list(weights_of(module))
@@ -159,13 +151,9 @@ def _described(
     reads: tuple[Read, ...] | None,
     found: Modules,
 ) -> AdaptableWeight:
-    """Returns the weight with whether and how it is adapted or can be adapted.
-
-    Args:
-      kind: the class that adapts the module as a layer, if any.
-      registration: the weight's registration, if any.
-      reads: the operations that read the weight; None if no call was traced.
-    """
+    """Returns the weight with whether and how it is adapted or can be: by `kind`, the class that
+    adapts the module as a layer; by its registration; or by the operations that read it (None: no
+    call was traced)."""
     module = weight.module
     module_type = type(module)
     is_kernel = kind is not None and weight.param == kind.kernel_name

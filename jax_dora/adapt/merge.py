@@ -169,11 +169,7 @@ def _untie_heads(model: Any, embed: Any, adapters: list[Any]) -> Any:
 
 def _warn_of_untrained(layers: Modules, prefix: str) -> None:
     """Warns of adapters that no gradient has reached while others have changed: the model reads the
-    weight itself instead of calling the layer.
-
-    Args:
-      prefix: the beginning of the warning, to distinguish several adapters.
-    """
+    weight itself instead of calling the layer. `prefix` begins the warning."""
     is_trained: dict[str, bool] = {}
     for paths, layer in layers.items():
         arrays = (layer.lora_a[...], layer.lora_b[...])
@@ -272,13 +268,9 @@ class Setting(NamedTuple):
 
 
 def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
-    """Returns W' - W in the kernel's shape, in fp32 (fp64 if a parameter is fp64).
-
-    Args:
-      setting: the layer's settings.
-      **parameters: kernel, lora_a, lora_b and magnitude, with leading stack axes. Optionally
-        before, in the kernel's shape: W' - W of the adapters merged before this one.
-    """
+    """Returns W' - W in the kernel's shape, in fp32 (fp64 if a parameter is fp64), from kernel,
+    lora_a, lora_b and magnitude with leading stack axes, and before, W' - W of adapters that are
+    merged already."""
     kernel = parameters["kernel"]
     stack = Stack(kernel.shape[: kernel.ndim - len(setting.contraction.kernel.stored)])
     return _change_by_layer(stack, setting, parameters)

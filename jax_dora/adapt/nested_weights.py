@@ -23,12 +23,9 @@ def paths_within(paths: tuple[str, ...], name: str) -> tuple[str, ...]:
 def with_linen_refusals(
     module: nnx.Module, weights: list[AdaptableWeight]
 ) -> list[AdaptableWeight]:
-    """Marks the weights of a linen module that are in plain dicts as not adaptable. Returns the
-    weights without the arrays of the linen module's own adapters.
-
-    They are in plain dicts if it has such adapters, if its `ToNNX` is of a subclass, or if one of
-    its modules has a name that `nnx.Dict` needs.
-    """
+    """Returns the weights of a linen module without the arrays of its own adapters. Those in plain
+    dicts are marked as not adaptable: the module has such adapters, its `ToNNX` is of a subclass,
+    or one of its modules has a name that `nnx.Dict` needs."""
     if isinstance(module, LinenModule):
         refusal = "a linen module's, inside a module whose name nnx.Dict needs: rename it"
         return [one if one.variable is None else one.replace(refusal=refusal) for one in weights]

@@ -272,10 +272,8 @@ def _tile(sizes: tuple[int, ...], axes: str, tile_size: int | None) -> tuple[int
 
 
 def shard_kernel(kernel: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    """Returns a kernel, quantised or not, with this sharding. None leaves the kernel as it is.
-
-    Scales are sharded alike along each axis that the mesh axes divide, for which tiles are split if
-    necessary.
+    """Returns a kernel, quantised or not, with this sharding, or as it is for None. Scales are
+    sharded alike along each axis that the mesh axes divide, for which tiles are split if necessary.
     """
     if sharding is None:
         return kernel

@@ -45,11 +45,7 @@ def is_weight(value: Any, kind: type[nnx.Variable] = nnx.Param) -> bool:
 
 def record_reads(model: nnx.Module, example: Example) -> ReadLog:
     """Calls a model abstractly, without its adapters, and returns the operations that read its
-    weights.
-
-    Raises:
-      Exception: any error of the call.
-    """
+    weights. Raises any error of the call."""
     copy, modules = without_adapters(model)
     shared = shared_variables(modules)
     # Attributes that share a parameter get a variable each, to tell their reads apart.
@@ -86,12 +82,8 @@ def record_reads(model: nnx.Module, example: Example) -> ReadLog:
 
 
 def mark_mapped_axes(log: ReadLog, shapes: Mapping[Key, tuple[int, ...]]) -> None:
-    """Marks the stack axes of weights that have fewer axes in the methods of their modules, in
-    place.
-
-    Args:
-      shapes: the weights' shapes.
-    """
+    """Marks, in place, the stack axes of weights of these shapes that have fewer axes in the
+    methods of their modules."""
     for key, reads in log.reads.items():
         if (method_shape := log.method_shapes.get(key)) is not None:
             log.reads[key] = tuple(
@@ -111,15 +103,9 @@ def _weights(modules: Modules) -> dict[Key, nnx.Param]:
 
 
 def _with_mapped_axes(axes: str, shape: tuple[int, ...], method_shape: tuple[int, ...]) -> str:
-    """Returns the axes of a read, with letters for the stack axes that a vmap has removed.
-
-    If all layers of a stack share an input, its axis looks like a feature axis in the read.
-
-    Args:
-      axes: the axes of the read.
-      shape: the weight's shape.
-      method_shape: the weight's shape in the methods of its module.
-    """
+    """Returns the axes of a read of a weight of `shape`, with letters for the stack axes that a
+    vmap has removed: in the methods of its module the weight has `method_shape`. If all layers of a
+    stack share an input, such an axis looks like a feature axis in the read."""
     unstacked = [axis for axis, role in enumerate(axes) if role not in STACK_LETTERS]
     sizes = [shape[axis] for axis in unstacked]
     for removed in stacked_axes(sizes, method_shape):
@@ -184,13 +170,10 @@ def reader_of(
 
 
 def find_output_heads(log: ReadLog | None) -> list[Key]:
-    """Returns the output head's weight, if there is one, as a list.
-
-    It is the weight of the call's last product, if the product's features are the last axis of a
-    result and as many as the rows of an embedding that is looked up by inputs of the call. If they
-    are also as many as the features of such an embedding, which are those of a whole model without
-    a head, then it is only a head if it is tied to one.
-    """
+    """Returns the output head's weight, if there is one, as a list: the weight of the call's last
+    product, if the product's features are the last axis of a result and as many as the rows of an
+    embedding that inputs of the call look up. If such an embedding has as many features too, as in
+    a model without a head, it must be tied to the weight."""
     if log is None:
         return []
     products = [

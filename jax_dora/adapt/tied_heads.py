@@ -38,11 +38,7 @@ class UntiedEmbed(nnx.Embed):
 
 def tied_heads(modules: Mapping[str, Any]) -> list[str]:
     """Returns the paths of the output heads that are None, since the model ties them to its
-    embedding; there are none if the model has several embeddings.
-
-    Args:
-      modules: the model's modules by path.
-    """
+    embedding, among the modules by path; none if there are several embeddings."""
     if sum(isinstance(module, nnx.Embed) for module in modules.values()) != 1:
         return []
     return [
@@ -59,13 +55,8 @@ def has_own_head(modules: Mapping[str, Any]) -> bool:
 
 
 def untie_head(modules: Mapping[str, Any], head: str, embed: Any) -> None:
-    """Sets a head that is None to an `nnx.Linear` that computes the same as `embed.attend`.
-
-    Args:
-      modules: the model's modules by path.
-      head: the path of the head, as `tied_heads` returns it.
-      embed: the embedding, in whose owner the head is set.
-    """
+    """Sets the head at a path from `tied_heads` to an `nnx.Linear` that computes the same as
+    `attend` of `embed`. `modules` are the model's, by path."""
     path, _, attribute = head.rpartition("/")
     kernel = embed.embedding.get_value().T
     linear = nnx.Linear(
@@ -80,12 +71,9 @@ def untie_head(modules: Mapping[str, Any], head: str, embed: Any) -> None:
 
 
 def untie_heads(model: Any, embed: Any) -> Any:
-    """Returns `model`, changed in place, with a head that keeps the array of `embed`, even if
-    `embed.embedding` changes later.
-
-    A head that is None becomes an `nnx.Linear`. If the embedding's `attend` may be the head, since
-    the model has no other, the embedding becomes an `UntiedEmbed`.
-    """
+    """Returns `model`, changed in place, with a head that keeps the array of `embed` even if that
+    changes: an `nnx.Linear` where the head is None; or, if `attend` may be the head since there is
+    no other, an `UntiedEmbed` instead of the embedding."""
     modules = {paths[0]: module for paths, module in find_modules(model).items()}
     heads = tied_heads(modules)
     for head in heads:

@@ -22,11 +22,8 @@ type Modules = dict[tuple[str, ...], Any]
 
 @contextlib.contextmanager
 def named_in_errors(path: str, done: str) -> Iterator[None]:
-    """Prefixes errors with the layer's path: "'a/b' cannot be adapted: …".
-
-    Args:
-      done: the participle, such as "adapted" or "quantised".
-    """
+    """Prefixes errors with the layer's path and what is `done` to it: "'a/b' cannot be adapted:
+    …"."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -34,12 +31,8 @@ def named_in_errors(path: str, done: str) -> Iterator[None]:
 
 
 def check_model(model: Any, *, for_linen: str | None = None) -> None:
-    """Raises TypeError if `model` is not an nnx module.
-
-    Args:
-      for_linen: the full name of the function that does the same for a linen model; None if there
-        is none.
-    """
+    """Raises TypeError if `model` is not an nnx module. `for_linen` is the full name of the
+    function that does the same for a linen module."""
     if isinstance(model, nnx.Module):
         return
     message = f"model is a {type(model).__name__}; expected an nnx.Module"
@@ -55,11 +48,8 @@ def check_model(model: Any, *, for_linen: str | None = None) -> None:
 
 
 def find_dora_layers(model: nnx.Module) -> Modules:
-    """Returns every DoRA layer and adapted weight of `model`, in the order of the paths.
-
-    Raises:
-      NotImplementedError: `model` holds a linen module with adapters, which would be left out.
-    """
+    """Returns every DoRA layer and adapted weight of `model`, in the order of the paths. Raises
+    NotImplementedError if a linen module with adapters in it would be left out."""
     return dora_layers_of(find_modules(model))
 
 
@@ -101,12 +91,8 @@ def linen_adapters(module: Any) -> set[str]:
 
 
 def find_modules(model: nnx.Module, *, opens_linen: bool = False) -> Modules:
-    """Returns every module of `model`, including `model`, in the order of the paths.
-
-    Args:
-      opens_linen: makes every `ToNNX` a `LinenModule`, in place, unless its linen module has
-        adapters by `jax_dora.linen`.
-    """
+    """Returns every module of `model`, itself included, in the order of the paths. `opens_linen`
+    makes each `ToNNX` a `LinenModule`, in place, unless it has adapters by `jax_dora.linen`."""
     modules: dict[int, Any] = {}
     paths: dict[int, list[str]] = {}
 

@@ -118,15 +118,9 @@ class AdaptableWeight:
         return isinstance(self.parameter, nnx.Variable)
 
     def check(self) -> None:
-        """Checks that the weight can be adapted, by what `refusal` does not tell.
-
-        Raises:
-          TypeError: it is no parameter, is not of floats, or is quantised and its module does not
-            compute with a quantised array.
-          ValueError: see `check_rule`.
-          TypeError, ValueError, NotImplementedError: see `DoRALayer.check`, `check_kernel` and
-            `infer_stack`.
-        """
+        """Raises the errors of `DoRALayer.check`, `check_kernel` and `infer_stack` if the weight
+        cannot be adapted, by what `refusal` does not tell; TypeError also if it is no parameter, or
+        is quantised and its module's own code reads it."""
         if not self.is_parameter:
             raise TypeError(self.why_no_parameter())
         self.check_rule()
@@ -212,10 +206,8 @@ def _abstract_array(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def stack_of_weight(shape: tuple[int, ...], axes: str) -> Stack:
-    """Returns how layers are stacked in a weight with these axes.
-
-    `nnx.vmap` may have stacked whole models after they were adapted. Their axes come first.
-    """
+    """Returns how layers are stacked in a weight with these axes. `nnx.vmap` may have stacked whole
+    models after they were adapted; their axes come first."""
     count = len(shape) - len(without_stack_axes(axes))
     return Stack.of_kernel(
         shape, innermost(stack_axes_of(axes), count), sum(role in "bo" for role in axes)

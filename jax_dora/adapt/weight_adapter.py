@@ -105,13 +105,9 @@ class WeightAdapter:
             self.dropout.eval()
 
     def traced(self, trace: WeightTrace, kernel: jax.Array) -> Any:
-        """Returns a tracer of `trace` for the weight. Nothing is computed until an operation reads
-        it.
-
-        Args:
-          kernel: the parameter's current array: a whole stack's, or a single layer's inside a scan
-            or `nnx.vmap`. A quantised one is dequantised where it is read.
-        """
+        """Returns a tracer of `trace` for the weight: nothing is computed until an operation reads
+        it. `kernel` is the parameter's current array, of one layer inside a scan or `nnx.vmap`; a
+        quantised one is dequantised where it is read."""
         weight = functools.cache(functools.partial(self._make_weight, kernel))
         aval = jax.typeof(quantised.stored(kernel))
         if quantised.is_quantised(kernel):
@@ -156,14 +152,9 @@ class WeightAdapter:
         rngs: nnx.Rngs | None,
         arrays: Mapping[str, jax.Array] | None = None,
     ) -> None:
-        """Sets the adapter's attributes on the module: from these arrays, or fresh.
-
-        Args:
-          rngs: see `make_adapter`; with `arrays`, None omits dropout.
-
-        Raises:
-          ValueError: the module already has an attribute with one of these names.
-        """
+        """Sets the adapter's attributes on the module: from these arrays, or fresh. `rngs` is as
+        for `make_adapter`; with `arrays`, None omits dropout. Raises ValueError if an attribute
+        exists already."""
         taken = [n for n in map(self.weight.attribute, ATTRIBUTES) if hasattr(self.module, n)]
         if taken:
             raise ValueError(

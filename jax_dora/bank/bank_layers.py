@@ -88,10 +88,8 @@ class BankLayer(nnx.Module):
         self.bank_layer = BankRows(jnp.asarray(numbers.reshape(stack)))
 
     def _slots(self) -> tuple[jax.Array, SlotProjection]:
-        """Returns the ids, and a projection with the adapters and the number of its first slot.
-
-        If the adapters are those of a whole stack, then the layers' slots are concatenated.
-        """
+        """Returns the ids, and a projection with the adapters and its first slot: those of a whole
+        stack are concatenated."""
         slots = Slots(*(getattr(self, f"bank_{name}").get_value() for name in Slots._fields))
         ids, layer = self.bank_ids[...], self.bank_layer[...]
         lead = slots.lora_a.ndim - 3
@@ -202,12 +200,9 @@ def _check_rows(contraction: Contraction, shape: tuple[int, ...], ids: jax.Array
 
 
 class BankLinear(BankLayer, nnx.Linear):
-    """`nnx.Linear` with adapters of a bank.
-
-    Attributes:
-      bank_kernel: [*stack, in, out], the kernel again, which may remain unsliced like the adapters;
-        None if the kernel is quantized or not stacked along its leading axes.
-    """
+    """`nnx.Linear` with adapters of a bank. `bank_kernel` [*stack, in, out] is the kernel again,
+    which may remain unsliced like the adapters; None if it is quantised or not stacked along
+    leading axes."""
 
     base_type, adapted_type = nnx.Linear, DoRALinear
     can_take_codes = True
@@ -225,11 +220,9 @@ class BankLinear(BankLayer, nnx.Linear):
         return self._call(inputs, out_sharding=out_sharding)
 
     def _takes_whole_projection(self, inputs: Any) -> bool:
-        """Returns whether one kernel may compute the base's product and the adapters' together.
-
-        This requires inputs with several tokens per row, and a base layer that multiplies by the
-        plain kernel without special settings.
-        """
+        """Returns whether one kernel may compute the base's product and the adapters' together:
+        inputs with several tokens per row, and a base layer that multiplies by a plain kernel
+        without settings."""
         kernel = self.kernel.get_value()
         return (
             inputs.ndim == 3

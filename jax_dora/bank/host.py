@@ -29,14 +29,8 @@ from jax_dora.peft.names import Names
 
 @dataclasses.dataclass(frozen=True)
 class LayerAdapter:
-    """The adapter of one layer.
-
-    Attributes:
-      lora_a: [rank, in].
-      lora_b: [rank, out].
-      magnitude: [out]; None for LoRA.
-      scale: alpha / rank, or alpha / sqrt(rank).
-    """
+    """The adapter of one layer: lora_a [rank, in], lora_b [rank, out], magnitude [out] (None for
+    LoRA), and scale, alpha / rank or alpha / sqrt(rank)."""
 
     lora_a: np.ndarray
     lora_b: np.ndarray
@@ -101,10 +95,8 @@ class HostAdapter:
 
 
 class CachedG:
-    """Caches the g of an adapter in host memory, so that loading it again computes no norm.
-
-    g depends on the kernels of the base model, and so it is valid only for the same kernel arrays.
-    """
+    """Caches the g of an adapter in host memory, so that loading it again computes no norm. g
+    depends on the base model's kernels, and is valid only for the same arrays."""
 
     def __init__(self) -> None:
         # The kernels and g are replaced together, since several threads may load an adapter into

@@ -24,10 +24,8 @@ from jax_dora.ops.dtypes import accumulation_dtype
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BaseModel:
-    """The base model of a bank, and the kernels of the bank's projections by path.
-
-    The values of the kernels are read at every load.
-    """
+    """The base model of a bank, and the kernels of its projections by path, which every load
+    reads."""
 
     model: nnx.Module
     kernels: Mapping[str, nnx.Variable]
@@ -35,16 +33,9 @@ class BaseModel:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Projections whose adapters are transferred together, and the programs for them.
-
-    The norms of one group are computed while the matrices of the next group are transferred.
-
-    Attributes:
-      paths: the paths of the projections.
-      write: writes a block of ranks of lora_a and lora_b into a slot.
-      finish: writes the scaling of an adapter whose g is known into a slot, and returns g as well.
-      finish_dora: the same, but computes g from the magnitudes.
-    """
+    """Projections whose adapters are transferred together, and the programs for them: `write` a
+    block of ranks of lora_a and lora_b into a slot; `finish` it with a known scaling, and return g
+    as well; `finish_dora` computes g from the magnitudes, while the next group is transferred."""
 
     paths: list[str]
     write: Callable[..., Arrays]
@@ -179,10 +170,8 @@ class BankPrograms:
         return arrays
 
     def number(self, number: int) -> Any:
-        """Returns a number as an argument for programs.
-
-        On one device it is transferred once and kept, since a later transfer waits for the blocks.
-        """
+        """Returns a number as an argument for programs; on one device it is transferred once and
+        kept, since a later transfer waits for the blocks."""
         if self._is_on_mesh:
             return np.int32(number)
         if number not in self._numbers:
@@ -289,13 +278,8 @@ def _device_of(base: BaseModel) -> jax.sharding.SingleDeviceSharding | None:
 
 
 def _misfit(kernel: Any, shape: tuple[int, ...], devices: Any) -> str:
-    """Returns why a kernel does not fit a bank, as the end of a sentence; "" if it fits.
-
-    Args:
-      kernel: an array or a quantised array.
-      shape: the shape that the bank was made for.
-      devices: the devices that a committed kernel may be on; an empty set means any.
-    """
+    """Returns why a kernel, perhaps quantised, does not fit a bank made for `shape` on these
+    devices (an empty set: any), as the end of a sentence; "" if it fits."""
     arrays = [leaf for leaf in jax.tree.leaves(kernel) if isinstance(leaf, jax.Array)]
     if any(array.is_deleted() for array in arrays):
         return "was deleted, perhaps donated to a function; expected a valid array"

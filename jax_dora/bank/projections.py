@@ -44,11 +44,8 @@ def projections(model: nnx.Module, path: str) -> dict[AdaptableWeight, nnx.Varia
 
 
 def groups(projections: Iterable[AdaptableWeight]) -> list[list[str]]:
-    """Returns the paths in groups with about equal numbers of kernel elements.
-
-    The largest kernels come first, so that only small norms remain to be computed when the last
-    group's matrices have arrived on the device.
-    """
+    """Returns the paths in groups with about equal numbers of kernel elements. The largest come
+    first, so that only small norms remain when the last group's matrices have arrived."""
     sizes = {projection.path: math.prod(projection.shape) for projection in projections}
     total, before = sum(sizes.values()), 0
     found: list[list[str]] = [[] for _ in range(max(1, min(MAX_GROUPS, total // MIN_GROUP_SIZE)))]
@@ -73,10 +70,8 @@ def rejection_reason(weight: AdaptableWeight) -> str | None:
 
 
 def shardings_of(projection: AdaptableWeight) -> Slots:
-    """Returns the shardings of the bank's arrays, which follow the kernel's sharding.
-
-    Each is None if the kernel has no mesh.
-    """
+    """Returns the shardings of the bank's arrays, which follow the kernel's; None each without a
+    mesh."""
     sharding = jax.tree.leaves(projection.parameter.get_value())[0].sharding
     if not isinstance(sharding, NamedSharding):
         return Slots(None, None, None, None, None)

@@ -38,18 +38,10 @@ class SlotCache[Key: Hashable]:
         return key in self.slots
 
     def pin(self, key: Key, adapter: HostAdapter | None) -> int | None:
-        """Pins an adapter, which keeps its slot until it is unpinned as many times as pinned.
-
-        Loads the adapter if it has no slot. If this raises an error, the adapter is not pinned,
-        though another adapter may have lost its slot.
-
-        Args:
-          key: the adapter's key.
-          adapter: the adapter; may be None if it has a slot already.
-
-        Returns:
-          the slot, or None if all slots are pinned for other adapters.
-        """
+        """Pins an adapter, which keeps its slot until it is unpinned as often; returns the slot, or
+        None if all slots are pinned for others. An adapter without a slot is loaded (only then it
+        must not be None); after an error it is not pinned, though another one may have lost its
+        slot."""
         if not self.has_room(key):
             return None
         if key not in self.slots:

@@ -44,11 +44,10 @@ class _Version:
 
     Attributes:
       adapter: refers to the adapter if it is in host memory.
-      source: the folder, or a function, that it can be read from again. The adapter itself if it
-        cannot, and therefore has to stay in memory.
+      source: the folder or function to read it from again, or the adapter itself if there is none.
       extra: what is stored with an adapter from a folder.
-      digest: the digest of an adapter from a folder, once it was dropped. The folder must still
-        hold this adapter; times and sizes of files would not tell, since copies can keep both.
+      digest: of an adapter from a folder that was dropped, and that the folder must still hold.
+        Times and sizes of files would not tell, since copies can keep both.
       lock: held while the adapter is read again.
     """
 

@@ -34,19 +34,11 @@ def make_adapter(
     *,
     by_layer: bool = True,
 ) -> list[nnx.Dropout]:
-    """Sets lora_a, lora_b and magnitude of a DoRA layer or an adapted weight.
+    """Sets lora_a, lora_b and magnitude of a `DoRALayer` or `WeightAdapter`: from `arrays`, whose
+    magnitude can be left out, or fresh, by `inits` if the rule has none of its own.
 
-    Args:
-      layer: the `DoRALayer` or `WeightAdapter`.
-      rngs: an `nnx.Rngs`. It is unused if `arrays` are given and dropout is 0.
-      inits: the initializers of lora_a and lora_b for a rule without its own.
-      arrays: lora_a, lora_b and magnitude, which can be left out for a fresh one; None creates a
-        fresh adapter.
-      by_layer: for a stack of layers, draw both arrays of a layer before those of the next layer;
-        False draws lora_a of all layers first.
-
-    Returns:
-      One dropout for each layer of the stack; [] if the rule has no dropout or `by_layer` is False.
+    Returns one `nnx.Dropout` for each layer of the stack; [] without dropout. `by_layer` draws both
+    arrays of a layer before those of the next, else lora_a of all layers first, without dropouts.
     """
     _check_streams(rngs, params=arrays is None, dropout=bool(rule.dropout))
     contraction, kernel, stack = layer.contraction, layer.kernel_param, layer.stack
@@ -109,10 +101,8 @@ def _check_streams(rngs: Any, **needed: bool) -> None:
 
 
 def initialize(init: Any, key: jax.Array, parameter: MatrixAxes, dtype: Any) -> Any:
-    """Returns a parameter, drawn by `init` matrix by matrix.
-
-    An initializer whose attribute `of_parameter` is true draws the whole parameter in one call.
-    """
+    """Returns a parameter, drawn by `init` matrix by matrix, or in one call if
+    `init.of_parameter`."""
     n, *matrix = parameter.matrices
     shape = tuple(matrix)
     if shape == parameter.stored or getattr(init, "of_parameter", False):

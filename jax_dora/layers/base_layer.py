@@ -73,14 +73,9 @@ def computes_like(module_type: type[nnx.Module], expected: type[nnx.Module]) -> 
 def check_has_values(
     tree: Any, function: str, *, name: str = "model", can_trace: bool = True
 ) -> None:
-    """Raises ValueError if an array of `tree` is abstract, a `jax.ShapeDtypeStruct`.
-
-    Args:
-      tree: an nnx module, or any other pytree.
-      function: the name of the function that reads the values.
-      name: what to call `tree` in the message.
-      can_trace: whether the function accepts tracers, as inside of `nnx.eval_shape`.
-    """
+    """Raises ValueError if an array of `tree`, an nnx module or any pytree that the message calls
+    `name`, is a `jax.ShapeDtypeStruct`; or a tracer, unless `function`, which reads the values,
+    `can_trace`."""
     abstract = jax.ShapeDtypeStruct if can_trace else (jax.ShapeDtypeStruct, Tracer)
     tree = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -117,11 +112,8 @@ def adaptation_hint(layer: Any) -> str:
 
 
 def set_and_verify(parameter: nnx.Variable, value: Any) -> None:
-    """Sets the value of a parameter, and checks that reading the parameter returns the same value.
-
-    Raises:
-      NotImplementedError: the variable's class or hooks change the value.
-    """
+    """Sets the value of a parameter. Raises NotImplementedError if the variable's class or hooks
+    change it."""
     parameter.set_value(value)
     read_leaves, set_leaves = jax.tree.leaves(parameter.get_value()), jax.tree.leaves(value)
     for read, wanted in zip(read_leaves, set_leaves, strict=True):
@@ -175,16 +167,10 @@ def like_kernel(
     own: Callable[[tuple[Any, ...]], tuple[Any, ...]],
     stack_axis: int | None,
 ) -> Any:
-    """Returns a variable of type `kind`, on the device that the kernel is committed to, with all
-    metadata that the kernel has about its axes. A value with sharding metadata of its own keeps
-    that.
-
-    Args:
-      value: an array, or an `nnx.VariableMetadata`.
-      own: takes one entry for each axis of the kernel, and returns the entries of the variable's
-        axes.
-      stack_axis: the variable's outermost stack axis, or None.
-    """
+    """Returns a variable of type `kind` on the kernel's device, with all metadata that the kernel
+    has about its axes, unless `value`, an array or `nnx.VariableMetadata`, has sharding metadata of
+    its own. `own` takes one entry for each axis of the kernel and returns those of the variable's
+    axes; `stack_axis` is the variable's outermost stack axis or None."""
     metadata = kernel.get_metadata()
     about_axes = {
         name: own(pad_axes(entries, kernel.ndim))

@@ -24,14 +24,9 @@ _RANK = "rank"  # the label of the rank axis
 
 
 class MatrixAxes(NamedTuple):
-    """The axes of one array of a weight or its adapter, viewed as matrices [n, rows, columns].
-
-    Attributes:
-      stored: the array's shape.
-      split: the same shape with joined axes split.
-      batch, rows, columns: the axes of `split` that form n, the rows and the columns of the
-        matrices.
-    """
+    """The axes of one array of a weight or its adapter, viewed as matrices [n, rows, columns]: the
+    array's shape as `stored`, the same shape with joined axes `split`, and those axes of `split`
+    that form n (`batch`), the rows and the columns."""
 
     stored: tuple[int, ...]
     split: tuple[int, ...]
@@ -111,11 +106,8 @@ class Contraction:
 
     @classmethod
     def of_einsum(cls, equation: str, ndim: int = 0) -> "Contraction":
-        """Returns the contraction of an einsum.
-
-        Args:
-          ndim: the number of axes of x; 0 for the smallest possible number.
-        """
+        """Returns the contraction of an einsum with an x of `ndim` axes; 0 is the smallest possible
+        number."""
         x, weight, y = einsum_letters(equation)
         free = (letter for letter in string.ascii_letters if letter not in x + weight + y)
         count = max(0, ndim - len(x.replace("...", "")))
@@ -126,13 +118,9 @@ class Contraction:
     def of_dot_general(
         cls, dimension_numbers: Any, ndim: int, weight_ndim: int, *, weight_first: bool = False
     ) -> "Contraction":
-        """Returns the contraction of `lax.dot_general(x, weight, dimension_numbers)`. Its labels
-        are the numbers of the weight's axes, and -1, -2, … for the other axes of x.
-
-        Args:
-          ndim, weight_ndim: the numbers of axes of x and of the weight.
-          weight_first: whether the weight is the left operand instead.
-        """
+        """Returns the contraction of `lax.dot_general(x, weight, dimension_numbers)`, or with the
+        weight as the left operand. Its labels are the numbers of the weight's axes, and -1, -2, …
+        for other axes of x."""
         contracted, batch = (tuple(map(_labels_of, pair)) for pair in dimension_numbers)
         if weight_first:
             contracted, batch = contracted[::-1], batch[::-1]
@@ -304,16 +292,9 @@ class Contraction:
         arrays: Mapping[str, Any],
         dropout: Dropout | None = None,
     ) -> jax.Array:
-        """Returns the result for an input as products of matrices.
-
-        Args:
-          multiply: `multiply(x, arrays, dropout)` returns the product [*rows, out] of an x [*rows,
-            in] and the arrays of one matrix.
-          x: the input.
-          arrays: kernel, lora_a, lora_b, g and perhaps others, each with a leading axis n, as from
-            `matrices`.
-          dropout: a dropout; each matrix has its own mask.
-        """
+        """Returns the result for an input x as products of matrices: `multiply(x, arrays, dropout)`
+        of an x [*rows, in] and the arrays of one matrix is [*rows, out]. `arrays` have a leading
+        axis n, as from `matrices`. With dropout each matrix has its own mask."""
         x, count, rows = self.arrange_input(x), len(self._shared), len(self.rows)
         lead = x.shape[count : count + rows]
         x = x.reshape(math.prod(x.shape[:count]), *lead, math.prod(x.shape[count + rows :]))

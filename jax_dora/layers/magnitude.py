@@ -23,15 +23,12 @@ def g_of_call(
     contraction: Contraction | None = None,
     order: Callable[[jax.Array], jax.Array] = lambda array: array,
 ) -> jax.Array:
-    """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape.
+    """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape: a
+    frozen layer's stored g, else by the given norm or one computed here, once also under
+    rematerialisation.
 
-    A frozen layer returns its stored g. Otherwise the norm is the given norm or, without one,
-    computed here, once also under rematerialisation.
-
-    Args:
-      arrays, contraction: kernel, lora_a and lora_b, and how to view them as matrices; the
-        layer's own by default.
-      order: permutes the axes of the stored magnitude, norm and g to those of `arrays`.
+    `arrays` (kernel, lora_a, lora_b) and `contraction` are the layer's own by default; `order`
+    permutes stored magnitude, norm and g to the axes of `arrays`.
     """
     if layer.given_g is not None:
         return order(layer.given_g[...])
@@ -86,14 +83,9 @@ def matrix_norm(
 
 
 def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the norm, clipped to a positive and finite range.
-
-    The lower bound is the eps of `ops.magnitude_scale` for results of `dtype`, which is the
-    smallest number that it divides by. The upper bound keeps the norm finite if the squares of
-    finite numbers overflow. NaN stays NaN.
-
-    A fresh layer's magnitude is this value, so its g is 1 for every finite kernel.
-    """
+    """Returns the norm, clipped to a positive and finite range; NaN stays NaN. The bounds are the
+    eps of `ops.magnitude_scale` for results of `dtype`, and the largest number, in case the squares
+    of finite numbers overflow. A fresh layer's magnitude is this value, so its g is 1."""
     return jnp.clip(norm, epsilon(dtype), jnp.finfo(norm.dtype).max)
 
 

@@ -13,17 +13,9 @@ from jax_dora.ops.quantised import stored
 def with_out_sharding(
     out_sharding: Any, function: Callable[[Any], jax.Array], operands: Mapping[str, Any]
 ) -> jax.Array:
-    """Returns `function(operands)` with the sharding that the caller asks for.
-
-    Args:
-      out_sharding: a PartitionSpec or NamedSharding over explicit axes of the operands' mesh. XLA
-        partitions the computation accordingly. None leaves the sharding as it is.
-      function: takes `operands`.
-      operands: arrays by name, or None.
-
-    Raises:
-      ValueError: out_sharding names an axis that is not explicit.
-    """
+    """Returns `function(operands)` of arrays by name, with the sharding that the caller asks for: a
+    PartitionSpec or NamedSharding over explicit axes of the operands' mesh, or None. Raises
+    ValueError if it names an axis that is not explicit."""
     if out_sharding is None:
         return function(operands)
     arrays = jax.tree.leaves(operands)

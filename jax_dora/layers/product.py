@@ -67,11 +67,7 @@ def operands_of_call(
     layer: Any, inputs: jax.Array, dropout: ops.Dropout | None = None
 ) -> dict[str, Any]:
     """Returns the arrays of a call by name: x, kernel and bias as the base layer promotes them,
-    lora_a, lora_b, g and the dropout.
-
-    g is computed from the parameters as stored, so it does not depend on the dtype of the
-    computation.
-    """
+    lora_a, lora_b, the dropout, and g, which is computed from the parameters as stored."""
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
     return {

@@ -32,15 +32,9 @@ LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
 
 
 def check_kernel(kernel: Any, contraction: Contraction, stack: Stack) -> None:
-    """Checks the kernel of a layer, or of a stack of layers.
-
-    The op checks the matrix [in, out] itself, but cannot see the scales of a stack, which are
-    traced, and does not know the layer's name.
-
-    Raises:
-      TypeError: the kernel has another dtype than fp16, bf16, fp32 and fp64.
-      TypeError, ValueError: for a quantised kernel see `jax_dora.ops.check.quantised_matrix`.
-    """
+    """Checks the kernel of a layer or a stack of layers, with the errors of `check.is_float` and
+    `check.quantised_matrix`. The op itself cannot see the scales of a stack, which are traced, and
+    does not know the layer's name."""
     if not quantised.is_quantised(kernel):
         check.is_float("kernel", kernel)
         return
@@ -82,11 +76,8 @@ def dot_general(
     *,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Returns `lax.dot_general(lhs, rhs, ...)`, where rhs may be quantised.
-
-    Up to `weight_only.MOST_ROWS` rows are multiplied without a dense copy of rhs, if that is
-    supported.
-    """
+    """Returns `lax.dot_general(lhs, rhs, ...)`, where rhs may be quantised: up to
+    `weight_only.MOST_ROWS` rows are multiplied without a dense copy of rhs if possible."""
     if quantised.is_quantised(rhs) and preferred_element_type is None:
         contraction = Contraction.of_dot_general(dimension_numbers, lhs.ndim, rhs.ndim)
         if _has_few_rows(lhs, contraction):
@@ -108,10 +99,8 @@ def dot_general(
 
 def _has_few_rows(lhs: jax.Array, contraction: Contraction) -> bool:
     """Returns whether at most `weight_only.MOST_ROWS` rows are multiplied by the matrix that a
-    quantised kernel stands for.
-
-    The kernel's contracted axes come first: other orders would require a transposed copy.
-    """
+    quantised kernel stands for: its contracted axes come first, since other orders require a
+    transposed copy."""
     pairs = zip(contraction.x, lhs.shape, strict=True)
     sizes = [size for label, size in pairs if label in contraction.rows]
     # The number of rows is unknown in some exports.
@@ -150,12 +139,8 @@ def _by_matrix(
     contraction: Contraction,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Returns a contraction without batch axes by a product with a matrix.
-
-    Args:
-      multiply: returns the product of x [..., in] and a quantised kernel [in, out].
-      rhs: the kernel, which is quantised.
-    """
+    """Returns a contraction without batch axes by `multiply`, the product of x [..., in] and a
+    quantised kernel [in, out]; rhs is the quantised kernel."""
     inner, weight = contraction.labels("i"), contraction.weight
     shapes = [
         [operand.shape[labels.index(label)] for label in inner]
@@ -192,11 +177,8 @@ def _by_matrix(
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
-    """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised.
-
-    Up to `weight_only.MOST_ROWS` rows are multiplied without a dense copy of rhs, if that is
-    supported.
-    """
+    """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised, as in
+    `dot_general`."""
     options = {name: value for name, value in kwargs.items() if value is not None}
     if quantised.is_quantised(rhs) and options.keys() <= {"precision"}:
         y = _few_rows_einsum(equation, lhs, rhs, options.get("precision"))
@@ -253,11 +235,8 @@ ROW_SCALED_ARITHMETIC = {"dot_general": row_scaled_dot_general}
 
 
 def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
-    """Makes a layer, whose class is one of `LAYERS`, compute with a quantised kernel, in place.
-
-    Args:
-      act_qtype: the format that activations are quantised to, as in `jax_dora.ops.dora_linear`.
-    """
+    """Makes a layer, whose class is one of `LAYERS`, compute with a quantised kernel, in place;
+    with `act_qtype` as in `jax_dora.ops.dora_linear`."""
     _forget_act_qtype(layer)
     functions = ARITHMETIC
     if act_qtype is not None:
@@ -274,10 +253,8 @@ def _forget_act_qtype(layer: Any) -> None:
 
 
 def compute_as_stored(layer: Any) -> None:
-    """Makes a layer whose kernel is quantised, by whomever, compute with it, in place.
-
-    Attributes that differ from Flax's defaults stay as they are.
-    """
+    """Makes a layer whose kernel is quantised, by whomever, compute with it, in place, where its
+    attributes are Flax's defaults."""
     if isinstance(layer, LAYERS) and quantised.is_quantised(layer.kernel.get_value()):
         for name, default in _plain_arithmetic(layer).items():
             if getattr(layer, name) is default:

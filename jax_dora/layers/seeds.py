@@ -18,11 +18,8 @@ def dropout_of_call(
     deterministic: bool | None,
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None,
 ) -> ops.Dropout | None:
-    """Returns the dropout of this call, or None if nothing is dropped.
-
-    Args:
-      deterministic, rngs: see `nnx.Dropout.__call__`; they take precedence over the layer's own.
-    """
+    """Returns the dropout of this call, or None if nothing is dropped. The arguments are those of
+    `nnx.Dropout.__call__`, and take precedence over the layer's own."""
     dropout = layer.dropout
     if dropout is None:
         return None

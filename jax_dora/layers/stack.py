@@ -43,17 +43,9 @@ class Stack:
 
     @classmethod
     def of_kernel(cls, shape: Sequence[int], axes: Sequence[int], magnitude_ndim: int) -> "Stack":
-        """Returns the stack of a kernel.
-
-        Args:
-          shape: the kernel's shape, with stack axes.
-          axes: as the attribute `axes`, for this kernel.
-          magnitude_ndim: the number of axes of a single layer's magnitude, the parameter with the
-            fewest axes.
-
-        Raises:
-          NotImplementedError: a parameter would lack one of the axes, and it is not the last one.
-        """
+        """Returns the stack along `axes` of a kernel with this shape. Raises NotImplementedError if
+        a parameter would lack one of the axes, and it is not the last: a single layer's magnitude
+        has the fewest, `magnitude_ndim`."""
         found: list[int] = []
         for inside, axis in enumerate(reversed(axes)):
             ndim = len(shape) - len(axes) + inside + 1
@@ -188,12 +180,8 @@ def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[tuple[int,
 
 
 def with_stack_axes(axes: str, stack_axes: Sequence[int]) -> str:
-    """Returns a weight's axes with additional letters for outer stacks.
-
-    Args:
-      axes: one letter for each axis of the weight in these stacks.
-      stack_axes: see `Stack.axes`.
-    """
+    """Returns a weight's `axes`, a letter each, with additional letters for outer stacks along
+    `stack_axes`."""
     count = len(stack_axes)
     axes = axes.translate(str.maketrans(STACK_LETTERS[: -count or None], STACK_LETTERS[count:]))
     for number in reversed(range(count)):

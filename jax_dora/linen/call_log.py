@@ -40,11 +40,8 @@ def holds_parameters(module: nn.Module) -> bool:
 
 
 def has_computed_params(module: Any, own: int) -> bool:
-    """Returns whether `nn.map_variables` computes a module's parameters from others.
-
-    Args:
-      own: the number of leading names of the scope's path that do not belong to the model. The path
-        contains the names of transforms too.
+    """Returns whether `nn.map_variables` computes a module's parameters from others. The scope's
+    path has the names of transforms too, after `own` leading names that do not belong to the model.
     """
     return any("map_variables(" in name for name in module.scope.debug_path[own:])
 

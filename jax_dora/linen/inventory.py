@@ -60,12 +60,9 @@ def find_linen_weights(
     model: nn.Module, example: Example
 ) -> tuple[list[AdaptableWeight], Mapping[tuple[str, ...], Any]]:
     """Returns every parameter of two axes or more of a linen model, and every other module that
-    holds parameters, in the order of their paths; and all leaves of params by their paths. For the
-    kernel of a layer with a counterpart in `jax_dora.layers`, `is_layer` is True.
-
-    Raises:
-      Exception: any error of the call.
-    """
+    holds parameters, in the order of their paths; and all leaves of params by their paths. The
+    kernel of a layer with a counterpart in `jax_dora.layers` has `is_layer`. Raises any error of
+    the call."""
     arrays, rebuild = split_arrays(example)
     observed = _ObservedModel(HiddenModule(model), next(_CALL_NUMBERS))
     modules: dict[str, nn.Module] = {"": model}
@@ -142,12 +139,8 @@ def _paths_above(path: str) -> Iterator[str]:
 def _weights_of_module(
     one: AdaptableWeight, params: Mapping[str, nnx.Param], log: ReadLog
 ) -> list[AdaptableWeight]:
-    """Returns the weights of one module, or the module itself if it has parameters but no weights.
-
-    Args:
-      one: the module without weights.
-      params: its parameters.
-    """
+    """Returns the weights of one module, which `one` is without weights, among its `params`; or the
+    module itself if it has parameters but no weights."""
     weights = []
     for param, variable in params.items():
         if variable.ndim > 1:

@@ -43,18 +43,9 @@ def dora_class_of(module: nn.Module) -> type[DoRALayer] | None:
 def counterpart(
     module: Any, inputs: jax.Array, kernel: Any, *, kind: Any = None, **arguments: Any
 ) -> Any:
-    """Returns the nnx layer with the settings and the parameters of `module`.
-
-    Args:
-      module: a module with the settings of `kind`.
-      inputs: the inputs of the call.
-      kernel: the parameter to adapt.
-      kind: one of `COUNTERPARTS`; the module's own type by default.
-      **arguments: the other arguments of the call.
-
-    Raises:
-      NotImplementedError: `module` has a setting without an nnx counterpart.
-    """
+    """Returns the nnx layer with the settings and parameters of `module`, which has the settings of
+    `kind`, one of `COUNTERPARTS`. `kernel` is the parameter to adapt; `inputs` and `arguments` are
+    those of the call. Raises NotImplementedError if a setting has no nnx counterpart."""
     bias = module.get_variable("params", "bias") if getattr(module, "use_bias", False) else None
     cls, renamed = COUNTERPARTS[kind or type(module)]
     # The initializers return the existing parameters, so no key is needed.
@@ -91,16 +82,11 @@ def dora_layer(
     module: nn.Module, cls: type[DoRALayer], base: Any, options: DoRARule, kernel: Any
 ) -> DoRALayer:
     """Returns the DoRA layer over `base` with the adapter in the params of `module`, which is
-    created if it is missing. A magnitude that alone is missing is set such that g = 1.
+    created if it is missing, in the same kind of box as `kernel` unless an initializer returns its
+    own. A magnitude that alone is missing is set such that g = 1.
 
-    Args:
-      kernel: the parameter as `module` stores it. A fresh adapter has the same kind of box, unless
-        an initializer returns its own.
-
-    Raises:
-      ValueError: the adapter is missing, in whole or in part, and params is not mutable, or the
-        call is in an `nn.while_loop`, which cannot create parameters. Or code of the model has
-        declared a parameter with the name of one of the adapter's.
+    Raises ValueError if the adapter or a part of it is missing and params is not mutable, or the
+    call is in an `nn.while_loop`; or if code of the model has declared one of its names.
     """
     for name in ADAPTER_NAMES:
         cast(Any, module.scope).reservations[name].add(_ADAPTER)
@@ -156,13 +142,9 @@ def check_own_names(module: nn.Module) -> None:
 
 
 def boxed_like(kernel: Any, adapter: Any, boxes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns lora_a, lora_b and magnitude of a DoRA layer or adapted weight as linen parameters.
-
-    Args:
-      kernel: if it is `nn.Partitioned`, the parameters are too, with the names of the corresponding
-        axes.
-      boxes: the boxes that initializers returned, by name; they take precedence.
-    """
+    """Returns lora_a, lora_b and magnitude of a DoRA layer or adapted weight as linen parameters:
+    in `boxes`, those that initializers returned, or else `nn.Partitioned` as `kernel`, with the
+    names of its axes."""
     all_boxes: dict[str, Any] = {}
     if isinstance(kernel, nn.Partitioned):
         axes = adapter.contraction.adapter_axes(pad_axes(kernel.names, nn.unbox(kernel).ndim))

@@ -189,14 +189,9 @@ class DoRA(nn.Module):
 
 
 class _Interceptor:
-    """Adapts the layers that a model calls; the function for `nn.intercept_methods`.
-
-    Attributes:
-      adapted: the `DoRA` module.
-      calls: the log of called layers.
-      writers: the class names of the modules around the current call that compute the parameters of
-        other modules.
-    """
+    """Adapts the layers that a model calls, and logs them in `calls`; the function for
+    `nn.intercept_methods`. `writers` are the class names of the modules around the current call
+    that compute the parameters of other modules."""
 
     def __init__(self, adapted: DoRA, calls: CallLog) -> None:
         self.adapted, self.calls = adapted, calls

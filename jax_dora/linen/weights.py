@@ -86,11 +86,7 @@ def trace_adapted_params(
     variables: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the variables without adapters, with a tracer of `trace` in place of each adapted
-    weight.
-
-    Args:
-      key: the key for the dropout masks; None turns dropout off.
-    """
+    weight; `key` draws the dropout masks, None turns dropout off."""
     params = traverse_util.flatten_dict(variables["params"])
     traced = dict(params)
     for number, weight in enumerate(weights):

@@ -44,12 +44,8 @@ OP = "bank_linear"
 
 
 class BankSettings(NamedTuple):
-    """The settings of the operators of a bank.
-
-    Attributes:
-      implementation, precision: see `bank_linear`.
-      slots: the number of slots of a layer; only for rows of one token.
-    """
+    """The settings of a bank's operators: `bank_linear`'s, and the number of slots of a layer for
+    rows of one token."""
 
     implementation: str | None
     precision: Any
@@ -69,27 +65,16 @@ def bank_linear(
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns a projection's result, with an adapter for each row of the batch.
+    """Returns a projection's result, [batch, time, out] in base's dtype, with an adapter for each
+    row of the batch.
 
-    Args:
-      base: [batch, time, out], x times the kernel.
-      x: [batch, time, in].
-      slots: the adapters.
-      ids: i32[batch], each row's slot, from `checked_ids`; -1 for the base without an adapter.
-      first, slot_count: see `SlotProjection`.
-      step: `step_of` the ids, which all projections of a model share; computed here if None.
-      bias: [out]; never scaled.
-      precision: the precision of the products, as in `jax.lax.dot_general`.
-      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" uses a kernel
-        for both products of rows of one token; for prompts, for the second product and the
-        composition.
+    base [batch, time, out] is x [batch, time, in] times the kernel; ids i32[batch] are from
+    `checked_ids`; for `first` and `slot_count` see `SlotProjection`; `step` is `step_of` the ids,
+    computed here if None; bias [out] is never scaled. "mosaic" uses a kernel for both products of
+    rows of one token; for prompts, for the second product and the composition.
 
-    Returns:
-      [batch, time, out] in base's dtype. A row of id -1 is base + bias, bit for bit. A row of an
-      invalid id or an empty slot is NaN.
-
-    Raises:
-      NotImplementedError: the named implementation does not support the call.
+    A row of id -1 is base + bias, bit for bit. A row of an invalid id or an empty slot is NaN.
+    Raises NotImplementedError if the named implementation does not support the call.
     """
     (y,) = bank_linears(
         x,
@@ -111,13 +96,8 @@ def bank_linears(
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Sequence[jax.Array]:
-    """Returns `bank_linear` for several projections of the same x [batch, time, in].
-
-    A kernel for rows of one token computes all projections with as many launches as for one.
-
-    Args:
-      x, ids, step, precision, implementation: see `bank_linear`.
-      projections: projections with the same number of slots and the same maximum rank.
+    """Returns `bank_linear` for several projections of the same x [batch, time, in] with the same
+    numbers of slots and ranks. For rows of one token that takes as many launches as one projection.
     """
     batch, time, _ = x.shape
     settings = BankSettings(implementation, static_precision(precision), projections[0].layer_slots)
@@ -151,16 +131,9 @@ def step_of(
     projections: Iterable[tuple[int, int, int, Any]],
     implementation: str | None = None,
 ) -> jax.Array | None:
-    """Returns the plan of a decoding step for the kernels, which all projections of a model share.
-
-    It is None if no kernel supports a projection.
-
-    Args:
-      ids: i32[batch], from `bank_slots.checked_ids`.
-      slots: the number of slots.
-      projections: (in, out, maximum rank, dtype of x and of the adapters) of each projection.
-      implementation: see `bank_linear`.
-    """
+    """Returns the plan of a decoding step with ids i32[batch] for the kernels, which all
+    projections of a model share: (in, out, maximum rank, dtype of x and of the adapters) each. It
+    is None if no kernel supports one."""
     calls = (
         (ids.shape[0], fan_in, out, slots, rank, dtype, dtype)
         for fan_in, out, rank, dtype in projections

@@ -44,21 +44,12 @@ def bank_projections(
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Sequence[jax.Array]:
-    """Returns several projections of the same x, with an adapter for each row of the batch.
+    """Returns several projections of the same x [batch, time, in], each [batch, time, out] in x's
+    dtype, with an adapter for each row. The arguments are those of `bank_linears`; "mosaic" uses
+    the kernels for the whole projection if they support the call, else the kernel of `bank_linear`.
 
-    Args:
-      x: [batch, time, in].
-      projections: the projections.
-      ids, precision: see `bank.bank_linear`.
-      implementation: None, "mosaic" or "xla"; a named one runs or raises. "mosaic" uses the kernels
-        for the whole projection if they support the call, else the kernel of `bank.bank_linear`.
-
-    Returns:
-      [batch, time, out] for each projection, in x's dtype. A row of id -1 is XLA's x W + bias, bit
-      for bit. A row of an invalid id or an empty slot is NaN.
-
-    Raises:
-      NotImplementedError: the named implementation does not support the call.
+    A row of id -1 is XLA's x W + bias, bit for bit. A row of an invalid id or an empty slot is NaN.
+    Raises NotImplementedError if the named implementation does not support the call.
     """
     settings = WholeSettings(
         implementation, BankSettings(implementation, static_precision(precision))
@@ -117,10 +108,7 @@ def _run(settings: WholeSettings, shard: Shard, batch: Batch) -> tuple[jax.Array
 def _with_kernels(
     settings: WholeSettings, x: jax.Array, p: SlotProjection
 ) -> Callable[[], jax.Array] | None:
-    """Returns a function that computes a projection with Mosaic kernels, or None.
-
-    x A is computed here, the rest when the function is called.
-    """
+    """Returns a function that computes a projection with Mosaic kernels, after x A, or None."""
     (batch, time, in_features), out, rank = x.shape, p.rows.g.shape[-1], p.slots.lora_a.shape[1]
 
     def choice(kernel: Any, *sizes: int) -> choose.Choice | None:

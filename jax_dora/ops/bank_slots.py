@@ -47,13 +47,8 @@ def checked_ids(ids: jax.Array, slots: int) -> jax.Array:
 
 
 class Rows(NamedTuple):
-    """The slot, g and scale of each row of a batch.
-
-    Attributes:
-      slot: i32[batch].
-      g: f32[batch, out]; 1 for id -1.
-      scale: f32[batch]; 0 for id -1, NaN for an invalid id.
-    """
+    """The slot i32[batch], g f32[batch, out] and scale f32[batch] of each row. For id -1, g is 1
+    and the scale 0; for an invalid id the scale is NaN."""
 
     slot: Any
     g: Any
@@ -137,14 +132,8 @@ class SlotProjection(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The operands of all projections of the same x.
-
-    Attributes:
-      x: [batch, time, in]; for rows of one token [rows, in].
-      ids: i32[batch].
-      projections: the projections.
-      step: `step_of` the ids, or None.
-    """
+    """The operands of all projections of the same x [batch, time, in], or [rows, in] for rows of
+    one token: ids i32[batch], the projections, and `step_of` the ids or None."""
 
     x: Any
     ids: Any

@@ -35,15 +35,9 @@ DENSE_ROWS_PER_SLOT = 1.5
 def low_rank_product(
     x: jax.Array, matrices: Matrices, ids: jax.Array, first: jax.Array, count: int, precision: Any
 ) -> jax.Array:
-    """Returns x A[id] B[id] for each row, [rows, out].
-
-    Args:
-      x: [rows, in].
-      matrices: lora_a and lora_b of all slots, perhaps of several layers.
-      ids: i32[rows], counted from `first`; the result of a row with an invalid id is arbitrary.
-      first, count: the layer's slots are `first` to `first + count`.
-      precision: see `jax.lax.dot_general`.
-    """
+    """Returns x A[id] B[id] of x [rows, in], [rows, out], with the matrices of all slots, perhaps
+    of several layers: the layer's slots are `first` to `first + count`, and ids i32[rows] count
+    from `first`. The result of a row with an invalid id is arbitrary."""
     way = way_of(x.shape[0], count)
     if way == "dense":
         return _dense(x, matrices, ids, first, count, precision)

@@ -104,14 +104,9 @@ def refuse_kernel_gradient(kernel: Any) -> None:
 
 
 def quantised_array(name: str, kernel: Any) -> None:
-    """Checks a quantised array with two axes or more.
-
-    Raises:
-      TypeError: the format is not one of `quantised.FORMATS`, or an array does not have the
-        format's dtype.
-      ValueError: the tiles do not divide the array, the shapes of scales and zero points differ, or
-        a scale is zero or not finite. Traced scales are not checked.
-    """
+    """Checks a quantised array of two axes or more. Raises TypeError if an array does not have the
+    dtype of one of `quantised.FORMATS`; ValueError if tiles do not divide it, zero points have
+    another shape, or a scale that is not traced is zero or not finite."""
     qtype = quantised.qtype_name(kernel)
     found = f"{name} is quantised as {qtype}"
     fix = "quantise it with jax_dora.quantize"
@@ -151,11 +146,8 @@ def quantised_array(name: str, kernel: Any) -> None:
 
 
 def quantised_matrix(name: str, kernel: Any) -> None:
-    """Checks a quantised matrix [in, out].
-
-    Raises:
-      TypeError, ValueError: see `quantised_array`; or the tiles lie along the output axis.
-    """
+    """Checks a quantised matrix [in, out] like `quantised_array`; its tiles must not lie along the
+    output axis."""
     quantised_array(name, kernel)
     shape, tiles = kernel.qvalue.shape, kernel.scale.shape
     if tiles[0] == shape[0] > 1 and tiles[1] < shape[1]:
@@ -168,10 +160,8 @@ def quantised_matrix(name: str, kernel: Any) -> None:
 
 
 def rounded(name: str, kernel: Any) -> None:
-    """Raises ValueError if the weights that `round_to` made a kernel of are not finite.
-
-    `round_to` gives finite weights finite scales. Traced scales are not checked.
-    """
+    """Raises ValueError if the weights that `round_to` made a kernel of are not finite: then its
+    scales are not. Traced scales are not checked."""
     scales = _invalid_scales(kernel.scale)
     if scales is not None:
         raise ValueError(
@@ -196,10 +186,8 @@ def quantised_norm(name: str, kernel: Any, norm: Any) -> None:
 
 
 def _check_scales(found: str, scale: Any) -> None:
-    """Raises ValueError if a scale is zero, infinite or NaN. Traced scales pass.
-
-    Scales may be negative: bitsandbytes' double quantisation makes such scales.
-    """
+    """Raises ValueError if a scale is zero, infinite or NaN; traced ones pass, and negative ones,
+    as bitsandbytes' double quantisation makes them."""
     values = _invalid_scales(scale)
     if values is None:
         return

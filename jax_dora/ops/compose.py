@@ -100,14 +100,8 @@ def _compose(settings: CompositionSettings, operands: Composition) -> jax.Array:
 def forward(
     choice: Choice | None, base, lora, g, scale, bias=None, *, want_inner: bool, delta: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y or ΔY, inner or None) for operands [..., out], without a custom gradient.
-
-    Args:
-      choice: the chosen Mosaic kernel, or None for XLA.
-      base, lora, g, scale, bias: the operands; if g is None, y is inner.
-      want_inner: whether to return inner.
-      delta: whether to return ΔY instead of y.
-    """
+    """Returns (y or ΔY, inner or None) for operands [..., out], without a custom gradient, by the
+    chosen Mosaic kernel, or by XLA for None. If g is None, y is inner."""
     options = {"delta": delta, "want_inner": want_inner}
     if choice is None:
         return define(base, lora, g, scale, bias, **options)
@@ -139,10 +133,8 @@ COMPOSE = Op("compose", _forward, Composition("t o", "t o", "o", ""), ("t o", "t
 
 
 class ComposeBackward(NamedTuple):
-    """The operands of compose's gradient: dy, inner [..., out], g f32[out], scale f32[].
-
-    inner is None if the gradient of g is not wanted.
-    """
+    """The operands of compose's gradient: dy, inner [..., out], g f32[out], scale f32[]. inner is
+    None if the gradient of g is not wanted."""
 
     dy: Any
     inner: Any
@@ -151,12 +143,8 @@ class ComposeBackward(NamedTuple):
 
 
 class ComposeBackwardSettings(NamedTuple):
-    """The settings of compose's gradient.
-
-    Attributes:
-      op, implementation: see `CompositionSettings`.
-      want_base, want_lora: which gradients are computed.
-    """
+    """The settings of compose's gradient: `CompositionSettings`', and which gradients are
+    computed."""
 
     op: str
     implementation: str | None
@@ -167,10 +155,8 @@ class ComposeBackwardSettings(NamedTuple):
 def _backward(
     settings: ComposeBackwardSettings, shard: Shard, operands: ComposeBackward
 ) -> tuple[Any, Any, Any]:
-    """Returns d_base and d_lora in dy's dtype and d_g f32[out]; None for those not wanted.
-
-    A single pass reads dy and inner and writes the wanted gradients.
-    """
+    """Returns d_base and d_lora in dy's dtype and d_g f32[out], or None if not wanted, in one pass
+    over dy and inner."""
     dy, inner, g, scale = operands
     choice = choose.choose(settings.op, settings.implementation, (kernel_backward, _sizes(dy)))
     delta = settings.op == "compose_delta"

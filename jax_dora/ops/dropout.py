@@ -61,15 +61,8 @@ def keep_mask(
     start: tuple[Any, ...] | None = None,
     global_shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Returns bool[shape]: which elements of x [..., in] are kept.
-
-    Args:
-      seed: uint32[2], from `draw_seed`.
-      shape: x's shape.
-      rate: in [0, 1).
-      start, global_shape: if x is a shard, the global index of its first element and the shape of
-        the whole array.
-    """
+    """Returns bool[shape]: which elements of x [..., in] are kept. For a shard of x, `start` is the
+    global index of its first element, and `global_shape` the shape of the whole array."""
     starts = [jnp.asarray(index, jnp.uint32) for index in start or (0,) * len(shape)]
     row = jnp.zeros((*shape[:-1], 1), jnp.uint32)
     for axis, stride in enumerate(_strides((global_shape or shape)[:-1])):
@@ -82,24 +75,14 @@ def keep_mask(
 
 
 def row_hash(low: jax.Array, high: jax.Array, row: jax.Array) -> jax.Array:
-    """Returns uint32, the hash of row numbers.
-
-    Args:
-      low, high: the seed's two numbers.
-      row: uint32, counted in row-major order over x's leading axes.
-    """
+    """Returns uint32, the hash of uint32 row numbers in row-major order, by the seed's two
+    numbers."""
     return _mix(_mix(row ^ low) ^ high)
 
 
 def pair_bits(row_hash: jax.Array, pair: jax.Array) -> jax.Array:
-    """Returns uint32, the random bits of a pair of columns, c = 64i + j and c + 32 with j < 32.
-
-    The lower 16 bits belong to column c, the upper 16 bits to column c + 32.
-
-    Args:
-      row_hash: the hash of the row.
-      pair: 32i + j.
-    """
+    """Returns uint32, the random bits of the columns c = 64i + j (lower 16) and c + 32 (upper 16)
+    with j < 32, given the row's hash and the pair's number, 32i + j."""
     return _mix(row_hash ^ pair)
 
 
@@ -120,14 +103,7 @@ def dropped(
     start: tuple[Any, ...] | None = None,
     global_shape: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Returns x / `kept_share(rate)` where x is kept, else 0.
-
-    Args:
-      x: [..., in].
-      seed: uint32[2], from `draw_seed`.
-      rate: in [0, 1).
-      start, global_shape: see `keep_mask`.
-    """
+    """Returns x [..., in] / `kept_share(rate)` where x is kept, else 0; see `keep_mask`."""
     kept = x * jnp.asarray(1 / kept_share(rate), x.dtype)
     mask = keep_mask(seed, x.shape, rate, start, global_shape)
     return jnp.where(mask, kept, jnp.zeros((), x.dtype))
@@ -155,11 +131,8 @@ def drop_for(implementation: str | None) -> Callable[..., jax.Array]:
 
 
 def active(dropout: Dropout | None) -> tuple[float, DropoutMode, jax.Array | None]:
-    """Returns (rate, mode, seed); (0, "adapter", None) if nothing is dropped.
-
-    Raises:
-      TypeError, ValueError: `dropout` is not a `Dropout`, or a field is out of range.
-    """
+    """Returns (rate, mode, seed); (0, "adapter", None) if nothing is dropped. Raises TypeError or
+    ValueError if `dropout` is not a `Dropout`, or a field is out of range."""
     if dropout is None:
         return 0.0, "adapter", None
     if not isinstance(dropout, Dropout):

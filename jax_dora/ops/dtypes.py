@@ -18,10 +18,8 @@ def per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def dot_general(precision, a, b, axes, dtype=None):
-    """Returns the contraction of a and b over `axes`, accumulated in fp32.
-
-    b is cast to a's dtype; the result has `dtype`, by default a's.
-    """
+    """Returns the contraction of a and b over `axes`, accumulated in fp32, in `dtype`, by default
+    a's, to which b is cast."""
     left, right = (
         [axis % operand.ndim for axis in ((ax,) if isinstance(ax, int) else ax)]
         for ax, operand in zip(axes, (a, b), strict=True)

@@ -16,12 +16,9 @@ from jax.extend import backend
 
 
 def digest(*values: Any) -> str | None:
-    """Returns a hash of the values and of all else that a lowered operator depends on: the source
-    of the operators, JAX's versions and configuration, and the device.
-
-    The result is None if a value is known only by its address, as a function is that cannot be
-    imported by its name.
-    """
+    """Returns a hash of the values and of all else that a lowered operator depends on: the
+    operators' source, JAX's versions and configuration, and the device. It is None if a value is
+    known only by its address, as a function is that cannot be imported by its name."""
     try:
         text = "\n".join(map(_text, (*values, backend.get_default_device().device_kind)))
         return hashlib.sha256(f"{_source()}\n{_configuration()}\n{text}".encode()).hexdigest()

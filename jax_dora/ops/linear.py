@@ -129,14 +129,8 @@ def scaled_linear(
     keep_inner: bool = False,
     act_qtype: str | None = None,
 ) -> jax.Array:
-    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g.
-
-    Args:
-      x: [..., in], or its `row_scaled.RowScaled`, of act_qtype.
-      g: [out], any float dtype; None means ones.
-      kernel, lora_a, lora_b, scale, bias, dropout: see `dora_linear`.
-      implementation, precision, keep_inner, act_qtype: see `dora_linear`.
-    """
+    """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g [out] of
+    any float dtype, or None for ones. x may be its `row_scaled.RowScaled`, of act_qtype."""
     _check_operands(row_scaled.plain(x), kernel, lora_a, lora_b, implementation, act_qtype)
     for name, vector in (("g", g), ("bias", bias)):
         if vector is not None:

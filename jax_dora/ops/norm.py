@@ -85,11 +85,8 @@ def factored_norm(
 
 
 def norm_implementation(implementation: str | None) -> str | None:
-    """Returns the norm's implementation in a layer with the given implementation.
-
-    A layer with "xla" or "eager" uses no Mosaic kernel for its norm either. "mosaic" concerns only
-    the layer's projection; its norm uses the fastest implementation that supports the call.
-    """
+    """Returns the norm's implementation in a layer with the given one: "xla" and "eager" use no
+    Mosaic kernel for it either, and "mosaic" concerns only the projection."""
     return "xla" if implementation in choose.PLAIN else None
 
 
@@ -118,13 +115,8 @@ def _run(settings: NormSettings, shard: Shard, operands: AdaptedKernel) -> tuple
 def candidates(
     in_features: int, rank: int, out: int, stored: Any, adapter_dtype: Any
 ) -> list[tuple[ModuleType, tuple[Any, ...]]]:
-    """Returns the (kernel, call) pairs of a norm for `choose.choose`, the fastest first.
-
-    Args:
-      in_features, rank, out: the sizes.
-      stored: the kernel's dtype, or its `Format` if it is quantised.
-      adapter_dtype: the dtype of lora_a.
-    """
+    """Returns the (kernel, call) pairs of a norm for `choose.choose`, the fastest first. `stored`
+    is the kernel's dtype, or its `Format` if it is quantised."""
     is_quantised = isinstance(stored, quantised.Format)
     other = kernel_quantised_norm if is_quantised else kernel_norm
     call = (in_features, rank, out, stored, adapter_dtype)

@@ -9,11 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Implementation(NamedTuple):
-    """The settings of an operator that has no others.
-
-    Attributes:
-      implementation: None or one of `choose.IMPLEMENTATIONS`.
-    """
+    """The settings of an operator that has no others: None or one of `choose.IMPLEMENTATIONS`."""
 
     implementation: str | None
 
@@ -26,13 +22,8 @@ class ProductSettings(NamedTuple):
 
 
 class ProjectionSettings(NamedTuple):
-    """The settings of one adapted projection.
-
-    Attributes:
-      op: the name of the public function, for error messages.
-      implementation, precision, act_qtype, keep_inner: see `dora_linear`.
-      rate, mode: the dropout's rate and mode.
-    """
+    """The settings of an adapted projection: the public function's name, for errors;
+    `dora_linear`'s; and the dropout's rate and mode."""
 
     op: str
     implementation: str | None
@@ -81,13 +72,8 @@ class Composition(NamedTuple):
 
 
 class CompositionSettings(NamedTuple):
-    """The settings of compose.
-
-    Attributes:
-      op: "compose", "compose_delta", or the name of the public function that composes.
-      implementation: see `compose`.
-      want_inner: whether inner is a result.
-    """
+    """The settings of compose: the name of the public function that composes, `compose`'s
+    `implementation`, and whether inner is a result."""
 
     op: str
     implementation: str | None
@@ -95,15 +81,9 @@ class CompositionSettings(NamedTuple):
 
 
 class Gating(NamedTuple):
-    """The operands of SwiGLU and of its gradient.
-
-    Attributes:
-      gate, up: [..., out].
-      gate_g, up_g: f32[out].
-      gate_bias, up_bias: [out].
-      dh: [..., out], the gradient of the result; only for the backward pass.
-      h: [..., out], the result, if it has been computed.
-    """
+    """The operands of SwiGLU and of its gradient: gate, up [..., out], their g f32[out] and biases
+    [out]; dh [..., out], the gradient of the result, for the backward pass; and h [..., out], the
+    result, if it has been computed."""
 
     gate: Any
     up: Any

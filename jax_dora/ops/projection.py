@@ -180,11 +180,8 @@ def _dx(
 def _d_scaled_lora_a(
     settings: ProjectionSettings, operands: Projection, dz: jax.Array
 ) -> jax.Array:
-    """Returns drop(x)ᵀ dz in the accumulator's dtype.
-
-    If several devices may sum it and x and lora_a are bf16, it is bf16, so that as many bytes are
-    sent between devices as for LoRA.
-    """
+    """Returns drop(x)ᵀ dz in the accumulator's dtype; in bf16 if several devices may sum it and x
+    and lora_a are bf16, so that as many bytes are sent as for LoRA."""
     x, seed = operands.x, operands.seed
     dtype = jnp.dtype(accumulation_dtype(x.dtype))
     if choose.target().partitioned and x.dtype == operands.lora_a.dtype == jnp.bfloat16:

@@ -31,12 +31,8 @@ def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 class ForwardSettings(NamedTuple):
-    """The settings of `FORWARD`.
-
-    Attributes:
-      op, implementation, precision: see `ProjectionSettings`.
-      want_inner: whether inner is a result.
-    """
+    """The settings of `FORWARD`: the first of `ProjectionSettings`, and whether inner is a
+    result."""
 
     op: str
     implementation: str | None
@@ -45,16 +41,11 @@ class ForwardSettings(NamedTuple):
 
 
 def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> tuple[Any, Any]:
-    """Returns (y, inner or None); y is inner if g is None.
+    """Returns (y, inner or None); y is inner if g is None. The operands have z.
 
     If the inputs are sharded, each device computes its partial z from lora_a, so that no product
-    waits for the sum of z over devices. The kernels for few rows also compute z from lora_a, which
-    saves a pass over x.
-
-    Args:
-      settings: the settings.
-      shard: how the call is sharded.
-      operands: the operands, with z.
+    waits for the sum of z over devices. The kernels for few rows also do, which saves a pass over
+    x.
     """
     if isinstance(operands.x, row_scaled.RowScaled):
         return _forward_with_quantised_rows(settings, shard, operands)
@@ -132,10 +123,8 @@ def _forward_with_sharded_inputs(
 def _forward_with_quantised_rows(
     settings: ForwardSettings, shard: Shard, operands: Projection
 ) -> tuple[Any, Any]:
-    """Returns (y, inner or None), with base as an FP8 product with one scale per row of x.
-
-    The adapter's products, g and the bias have the same dtypes as without quantised activations.
-    """
+    """Returns (y, inner or None), with base as an FP8 product with one scale per row of x; all else
+    has the same dtypes as without quantised activations."""
     rows, kernel, _, lora_b, g, _, bias, _, z = operands
     x = rows.x
     unscaled, options = jnp.float32(1), {"want_inner": settings.want_inner}
@@ -171,18 +160,9 @@ FORWARD = Op(
 
 
 class Back(NamedTuple):
-    """The operands of `BACK`.
-
-    If the outputs are sharded, each device computes its partial dz from lora_b, so that no product
-    waits for the sum of dz over devices.
-
-    Attributes:
-      d: [..., out].
-      kernel: [in, out].
-      dz: [..., r], d lora_bᵀ.
-      lora_a: [in, r], s·A.
-      lora_b: [r, out].
-    """
+    """The operands of `BACK`: d [..., out], kernel [in, out], dz = d lora_bᵀ [..., r], lora_a = s·A
+    [in, r], and lora_b [r, out], from which each device computes its partial dz if the outputs are
+    sharded, so that no product waits for the sum of dz over devices."""
 
     d: Any
     kernel: Any

@@ -41,14 +41,8 @@ def stored_dtype(qtype: str) -> Any:
 
 
 class Format(NamedTuple):
-    """The format of a quantised matrix, as a static argument.
-
-    Attributes:
-      qtype: one of `FORMATS`.
-      tile: (t, u), the numbers of rows and columns that share a scale.
-      scale_dtype: the dtype of the scales.
-      has_zero_point: whether the matrix has zero points, which have the scales' shape.
-    """
+    """The format of a quantised matrix, as a static argument: one of `FORMATS`, the tile (t, u) of
+    rows and columns that share a scale, the scales' dtype, and whether there are zero points."""
 
     qtype: str
     tile: tuple[int, int]
@@ -130,11 +124,8 @@ def _values(qvalue: jax.Array, qtype: str, dtype: Any) -> jax.Array:
 
 
 def apply_dense(function: Callable[[Any, Any], Any], x: jax.Array, kernel: Any) -> Any:
-    """Returns function(x, W) with W in x's dtype.
-
-    A quantised kernel is dequantised in the forward pass and again in the backward pass, so that
-    only the quantised kernel is kept for the gradient.
-    """
+    """Returns function(x, W) with W in x's dtype. A quantised kernel is dequantised in the forward
+    pass and again in the backward pass, and kept only in its quantised form."""
     if not is_quantised(kernel):
         return function(x, kernel.astype(x.dtype))
     return jax.checkpoint(lambda x, kernel: function(x, dequantise(kernel, x.dtype)))(x, kernel)
@@ -157,15 +148,9 @@ def repeated(tiles: jax.Array, axis: int, count: int) -> jax.Array:
 
 
 def with_tiles_for(kernel: Any, devices: tuple[int, ...]) -> Any:
-    """Returns a quantised array whose tiles divide over as many devices as its elements.
-
-    Otherwise a device would have a part of a tile, and XLA would send it the whole matrix. Tiles
-    are split, by repeating their scales, if they divide the number of elements.
-
-    Args:
-      kernel: a quantised array.
-      devices: the number of devices along each of its axes.
-    """
+    """Returns a quantised array whose tiles divide over as many `devices` along each axis as its
+    elements do: tiles are split, by repeating their scales, if they divide the elements. Otherwise
+    XLA would send each device with a part of a tile the whole matrix."""
 
     def split(tiles: jax.Array) -> jax.Array:
         for axis, (size, parts) in enumerate(zip(kernel.shape, devices, strict=True)):
@@ -179,13 +164,8 @@ def with_tiles_for(kernel: Any, devices: tuple[int, ...]) -> Any:
 
 
 def slice_rows(kernel: Any, start: Any, count: int) -> Any:
-    """Returns rows `start` to `start + count` of a quantised matrix, quantised.
-
-    Args:
-      kernel: [in, out].
-      start: a multiple of `rows_per_block`; it may be traced.
-      count: `rows_per_block`, or the number of rows that remain.
-    """
+    """Returns rows `start` (a multiple of `rows_per_block`, perhaps traced) to `start + count` of a
+    quantised matrix [in, out], quantised; `count` is `rows_per_block` or what remains."""
     tile = format_of(kernel).tile[0]
     scale_rows = max(count // tile, 1)
 
@@ -210,10 +190,8 @@ def _replaced(kernel: Any, qvalue: jax.Array, tiled: Callable[[jax.Array], jax.A
 
 
 def rows_per_block(kernel: Any, elements: int) -> int:
-    """Returns the number of rows of a block with at most `elements` elements, or with one row.
-
-    It is a multiple or a divisor of the tile's number of rows.
-    """
+    """Returns the number of rows of a block with at most `elements` elements, or with one row: a
+    multiple or a divisor of the tile's number of rows."""
     in_features, out = kernel.shape
     tile = format_of(kernel).tile[0]
     most = max(elements // max(out, 1), 1)
@@ -225,15 +203,9 @@ def rows_per_block(kernel: Any, elements: int) -> int:
 
 
 def as_matrices(kernel: Any, split: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> Any:
-    """Returns a quantised array with its axes split, transposed and joined, still quantised.
-
-    Scales are repeated along joined axes where a tile of the joined axis would not be contiguous.
-
-    Args:
-      kernel: a quantised array.
-      split: its shape with some axes split.
-      groups: for each axis of the result, the split axes that are joined to it.
-    """
+    """Returns a quantised array, still quantised, with its axes reshaped to `split` and each of the
+    `groups` of these axes joined to one. Scales are repeated along joined axes where a tile would
+    not be contiguous."""
     order = [axis for group in groups for axis in group]
     shape = [math.prod(split[axis] for axis in group) for group in groups]
 

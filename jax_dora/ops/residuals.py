@@ -20,15 +20,11 @@ _EMPTY = (0,)
 def with_gradient(
     kind: Any, define: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns `define` with a custom gradient, in reverse mode.
+    """Returns `define`, `(settings, operands) -> result`, with a custom gradient, in reverse mode.
 
-    Args:
-      kind: the NamedTuple class of the operands, which are arrays and None.
-      define: `(settings, operands) -> result`.
-      forward: `(settings, operands, wanted) -> (result, kept)`; `wanted` is a `kind` with True for
-        each operand that is differentiated, and None for the others.
-      backward: `(settings, kept, cotangent) -> gradients`, a dict from an operand's name to its
-        gradient; an operand without a gradient is absent or None.
+    `forward` is `(settings, operands, wanted) -> (result, kept)`, and `backward` `(settings, kept,
+    cotangent) -> gradients`, by the operands' names, where an absent one has none. Operands are a
+    NamedTuple `kind` of arrays and None; `wanted` is one of True and None.
     """
     function = jax.custom_vjp(define, nondiff_argnums=(0,))
 
@@ -50,10 +46,8 @@ def with_gradient(
 
 
 def pack(tree: Any) -> Any:
-    """Returns a pytree of arrays, None and True as a pytree of arrays only.
-
-    None and True become empty vectors of bool and of int8. No operand is such a vector.
-    """
+    """Returns a pytree of arrays, None and True as one of arrays only: None and True become empty
+    vectors of bool and of int8, which no operand is."""
 
     def pack_leaf(leaf: Any) -> Any:
         if leaf is None or leaf is True:

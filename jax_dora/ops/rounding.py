@@ -35,24 +35,15 @@ def bound(qtype: str) -> float:
 
 
 def round_to(array: jax.Array, qtype: str, tile: tuple[int, ...], scale_dtype: Any) -> Any:
-    """Returns `array` as a `qwix.QArray`.
-
-    Args:
-      array: a float array.
-      qtype: one of `quantised.FORMATS`.
-      tile: the size of a tile along each axis; it must divide the axis.
-      scale_dtype: the dtype of the scales.
-    """
+    """Returns a float array as a `qwix.QArray` of format `qtype`, with scales of `scale_dtype` and
+    tiles of the size `tile`, which must divide the axes."""
     qvalue, scale = _rounded(array, qtype, tile, jnp.dtype(scale_dtype))
     return make(qvalue, scale, qtype)
 
 
 def make(qvalue: Any, scale: Any, qtype: str) -> Any:
-    """Returns a `qwix.QArray` without zero points.
-
-    Raises:
-      ModuleNotFoundError: qwix is not installed.
-    """
+    """Returns a `qwix.QArray` without zero points. Raises ModuleNotFoundError if qwix is not
+    installed."""
     try:
         from qwix import QArray
     except ModuleNotFoundError as error:

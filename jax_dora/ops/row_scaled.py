@@ -37,17 +37,9 @@ def check_format(act_qtype: Any) -> None:
 
 
 def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
-    """Checks that activations can be quantised for their product with a kernel.
-
-    Args:
-      act_qtype: see `jax_dora.ops.dora_linear`.
-      name: the kernel's name, for the message.
-      kernel: [..., in, out].
-
-    Raises:
-      ValueError: `act_qtype` is neither None nor "float8_e4m3fn", or the kernel is not quantised to
-        float8_e4m3fn with one scale for all inputs of an output feature.
-    """
+    """Raises ValueError unless activations can be quantised as `act_qtype` (None or
+    "float8_e4m3fn") for their product with the kernel [..., in, out] that the message calls `name`:
+    one that is quantised to float8_e4m3fn with one scale for all inputs of an output feature."""
     check_format(act_qtype)
     if act_qtype is None:
         return
@@ -68,16 +60,9 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
 
 
 class RowScaled(NamedTuple):
-    """Rows and their FP8 codes, x ≈ codes ∘ scales.
-
-    A layer for which `jax_dora.layers.quantised_kernel.takes_codes` is true can be called with it
-    instead of with x.
-
-    Attributes:
-      x: [..., in].
-      codes: x̂, float8_e4m3fn[..., in].
-      scales: s_x, f32[...].
-    """
+    """Rows x [..., in] and their FP8 codes x̂ [..., in] and scales s_x f32[...], x ≈ codes ∘
+    scales. A layer for which `layers.quantised_kernel.takes_codes` is true can be called with it
+    instead of x."""
 
     x: Any
     codes: Any
@@ -110,11 +95,9 @@ def plain(x: Any) -> Any:
 
 
 def coded(x: Any, implementation: str | None = None) -> RowScaled:
-    """Returns x [..., in] with its codes, which have no gradient.
-
-    With implementation None or "mosaic", a Mosaic kernel may make them, if each row is on a single
-    device. A row that several devices share has a single scale.
-    """
+    """Returns x [..., in] with its codes, which have no gradient. Unless "xla" or "eager" is named,
+    a Mosaic kernel may make them, if each row is on a single device. A row that devices share has
+    one scale."""
     if implementation == "mosaic" and row_codes.refuses(*_call(x)):
         implementation = None
     settings = Implementation(implementation)
@@ -122,12 +105,8 @@ def coded(x: Any, implementation: str | None = None) -> RowScaled:
 
 
 def coded_by(largest: jax.Array, x: jax.Array) -> RowScaled:
-    """Returns x [..., in] with its codes, which have no gradient, by XLA.
-
-    Args:
-      largest: f32[...], max |x| of each row, or nearly so; larger numbers are clipped.
-      x: [..., in].
-    """
+    """Returns x [..., in] with its codes, which have no gradient, by XLA. `largest` f32[...] is max
+    |x| of each row, or nearly so; larger numbers are clipped."""
     largest, constant = lax.stop_gradient((largest, x))
     most = bound(QTYPE)
     # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum and jnp.clip propagate NaN.
@@ -169,13 +148,8 @@ ROW_CODES = Op("row_codes", _run_codes, _Rows("t i"), ("t i", "t"), contracted="
 
 
 class Sums(NamedTuple):
-    """A product before its scales are applied, and the scales.
-
-    Attributes:
-      total: x̂ Ŵ [..., out], bf16 if x is bf16, else f32.
-      rows: s_x f32[...].
-      columns: s_w [out].
-    """
+    """A product x̂ Ŵ [..., out] (bf16 if x is bf16, else f32) before its scales, s_x f32[...] of
+    the rows and s_w [out] of the columns, are applied."""
 
     total: Any
     rows: Any
@@ -189,13 +163,8 @@ class Sums(NamedTuple):
 
 
 def sums(rows: RowScaled, kernel: Any, shard: Shard) -> Sums:
-    """Returns x W with quantised rows of x, before the scales are applied.
-
-    Args:
-      rows: x [..., in] and its codes.
-      kernel: [in, out], which `check_act_qtype` accepts.
-      shard: how the call is sharded.
-    """
+    """Returns x W of quantised rows [..., in] and a kernel [in, out] that `check_act_qtype`
+    accepts, before the scales are applied."""
     total = shard.sum(_multiplied(rows.codes, kernel.qvalue, rows.dtype))
     return Sums(total, rows.scales, quantised.repeated(kernel.scale, 1, kernel.shape[1])[0])
 
@@ -244,12 +213,9 @@ _linear = residuals.with_gradient(Product, _define, _linear_fwd, _linear_bwd)
 
 
 def with_contiguous_columns(kernel: Any) -> Any:
-    """Returns a quantised kernel [..., in, out] whose columns are contiguous in memory.
-
-    Shape, sharding and values do not change; codes are committed to their devices. An argument of a
-    jitted function keeps this layout; a result has JAX's default layout again. A traced or abstract
-    kernel is returned unchanged.
-    """
+    """Returns a quantised kernel [..., in, out] whose columns are contiguous in memory; a traced or
+    abstract one unchanged. Codes are committed to their devices. An argument of a jitted function
+    keeps this layout; a result has JAX's default layout again."""
     qvalue = kernel.qvalue
     if isinstance(qvalue, Tracer) or not isinstance(qvalue, jax.Array):
         return kernel

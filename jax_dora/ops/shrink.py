@@ -20,14 +20,9 @@ from jax_dora.ops.mosaic.projection import dropout_shrink, dropout_shrink_back, 
 
 
 class ReductionSettings(NamedTuple):
-    """The settings of `REDUCE` and `REDUCE_BACK`.
-
-    Attributes:
-      implementation, precision: see `dora_linear`.
-      rate: the dropout's rate.
-      global_shape: the shape of the whole x; a device may hold a shard of x.
-      dtype: the dtype of the result of `REDUCE_BACK`.
-    """
+    """The settings of `REDUCE` and `REDUCE_BACK`: see `dora_linear`; the dropout's rate, the shape
+    of the whole x, of which a device may hold a shard, and the dtype of the result of
+    `REDUCE_BACK`."""
 
     implementation: str | None
     precision: Any
@@ -37,14 +32,9 @@ class ReductionSettings(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """The operands of `REDUCE` and `REDUCE_BACK`.
-
-    Attributes:
-      x: [..., in].
-      right: lora_a [in, r] for `REDUCE`, dz [..., r] for `REDUCE_BACK`.
-      seed: uint32[2], or None without dropout.
-      kernel: [in, out] for `REDUCE`, which uses it only to wait for it; None for `REDUCE_BACK`.
-    """
+    """The operands of `REDUCE` and `REDUCE_BACK`: x [..., in]; lora_a [in, r], or dz [..., r] for
+    `REDUCE_BACK`; a seed uint32[2] or None; and for `REDUCE` the kernel [in, out], only to wait for
+    it."""
 
     x: Any
     right: Any
@@ -53,11 +43,8 @@ class Reduction(NamedTuple):
 
 
 def _reduce(settings: ReductionSettings, shard: Shard, operands: Reduction) -> tuple[jax.Array]:
-    """Returns drop(x) lora_a in x's dtype.
-
-    Mosaic's product waits for the gather of kernel. Otherwise XLA, which starts a gather as late as
-    it can, would hide it behind this short product.
-    """
+    """Returns drop(x) lora_a in x's dtype. Mosaic's product waits for the gather of kernel: XLA,
+    which starts a gather as late as it can, would hide it behind this short product."""
     x, lora_a, seed, kernel = operands
     z = _with_kernel(dropout_shrink, settings, shard, operands)
     if z is None and seed is None and shard.gathered:

@@ -24,22 +24,16 @@ MOST_ROWS = decode_quantised.MOST_ROWS
 
 
 def product(operands: Product, precision: lax.PrecisionLike = None) -> jax.Array:
-    """Returns x W [..., out] in x's dtype.
-
-    Args:
-      operands: x [..., in] with at most `MOST_ROWS` rows, and a quantised kernel [in, out].
-      precision: the precision of a dense product, as in `jax.lax.dot_general`.
-    """
+    """Returns x W [..., out] in x's dtype, of x with at most `MOST_ROWS` rows and a quantised
+    kernel."""
     settings = ProductSettings(None, static_precision(precision))
     (y,) = call_differentiable(OP, _define, settings, operands)
     return y
 
 
 def choice(implementation: str | None, rows: int, kernel: Any, dtype: Any) -> choose.Choice | None:
-    """Returns the kernel for a product of `rows` rows, or None for a dense copy of W.
-
-    Its `launch` takes x, qvalue and scale.
-    """
+    """Returns the kernel for a product of `rows` rows, launched with x, qvalue and scale; None for
+    a dense copy of W."""
     (in_features, out), form = kernel.shape, quantised.format_of(kernel)
     candidates = {
         decode_project: (rows, in_features, out, 0, form, dtype),

@@ -176,10 +176,8 @@ def _largest(source: Folder, adapters: Collection[Adapter]) -> Adapter:
 
 
 def _dtype(source: Folder, path: str, adapters: Collection[Adapter]) -> np.dtype:
-    """Returns the dtype for lora_a and lora_b at `path`.
-
-    This is the dtype in the file, or at least float32 if scales differ, so that lora_b is scaled.
-    """
+    """Returns the dtype for lora_a and lora_b at `path`: that in the file; at least float32 if
+    scales differ, so that lora_b is scaled."""
     dtypes = set[str]().union(*map(source.dtypes, adapters))
     if len({source.scale(one) for one in adapters}) > 1:
         dtypes.add("float32")
@@ -194,11 +192,8 @@ def _dtype(source: Folder, path: str, adapters: Collection[Adapter]) -> np.dtype
 
 
 class _FolderInit:
-    """An initializer that returns a layer's lora_a or lora_b from a folder.
-
-    It is called for each layer of a stack in turn. Layers without an adapter are zero, and adapters
-    of smaller ranks are padded with zeros.
-    """
+    """An initializer that returns lora_a or lora_b from a folder, for each layer of a stack in
+    turn: zero without an adapter, and padded with zeros for smaller ranks."""
 
     of_parameter = True  # called for the whole parameter, not for each of its matrices
 
@@ -237,13 +232,8 @@ def _set_magnitude(
     adapters: Mapping[Index, Adapter],
     is_exact: bool,
 ) -> None:
-    """Sets the magnitudes that the folder has.
-
-    Layers without a magnitude in the folder keep their norm as the magnitude.
-
-    Args:
-      is_exact: whether to raise an error if a magnitude is rounded.
-    """
+    """Sets the magnitudes that the folder has; other layers keep their norm. If `is_exact`,
+    rounding one is an error."""
     old = magnitude.get_value()
     value = np.array(jax.device_get(old))
     for index, adapter in adapters.items():
@@ -286,10 +276,7 @@ def _set_parameters(source: Folder, named: NamedModel, destinations: Destination
 
 
 def _zeros(shape: Shape, dtype: Any) -> np.ndarray:
-    """Returns zeros that begin on a cache line.
-
-    JAX uses such an array without a copy on CPU, so that host memory never holds an array twice.
-    """
+    """Returns zeros that begin on a cache line: JAX uses such an array without a copy on CPU."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.zeros(size + _CACHE_LINE, np.uint8)
     start = -buffer.ctypes.data % _CACHE_LINE

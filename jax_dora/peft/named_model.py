@@ -54,11 +54,8 @@ class NamedModel:
         return getattr(self.modules[parameter.path], parameter.attribute)
 
     def check_not_quantised(self, names: Iterable[str]) -> None:
-        """Checks that a folder can store these parameters of the base model.
-
-        Raises:
-          ValueError: a parameter is quantised.
-        """
+        """Raises ValueError if a folder cannot store one of these parameters, since it is
+        quantised."""
         for name in names:
             one = self.parameters[name]
             value = self.variable(one).get_value()
@@ -89,18 +86,9 @@ class NamedModel:
 def named_model(
     model: nnx.Module, names: Names, known: Iterable[AdaptableWeight] = ()
 ) -> NamedModel:
-    """Returns the model under PyTorch's names.
-
-    Args:
-      model: the model.
-      names: translates paths to PyTorch's names.
-      known: weights that are known otherwise, since they had adapters before these were removed
-        from the model, or by a call.
-
-    Raises:
-      TypeError: `model` is not an nnx module.
-      ValueError: two modules get the same name, or the layers of a stack cannot be named.
-    """
+    """Returns the model under PyTorch's names, by `names`. `known` are weights that are known
+    otherwise: they had adapters before these were removed, or a call has shown them. Raises
+    ValueError if two modules get the same name, or the layers of a stack cannot be named."""
     check_model(model)
     # The members of an nnx.List have names of their own, and the list itself needs none.
     found = find_modules(model)
@@ -228,10 +216,8 @@ def _without_sequential(path: str, modules: Mapping[str, nnx.Module]) -> str:
 
 
 def _enclosing_stack(path: str, stacks: Mapping[str, Stack], names: Names) -> Stack:
-    """Returns the stack of a module that cannot be adapted, such as a norm.
-
-    This is the stack of the layers and weights in the same stacked module.
-    """
+    """Returns the stack of a module that cannot be adapted, such as a norm: that of the layers and
+    weights in the same stacked module."""
     parts = path.split("/")
     for length in range(len(parts) - 1, 0, -1):
         if parts[length - 1] in names.stacks:

@@ -19,18 +19,13 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TorchParameter:
-    """A PyTorch parameter that corresponds to an array, or to one layer's part of a stacked array.
+    """A PyTorch parameter of `shape` that corresponds to an array, or to one layer's part of a
+    stacked array: `attribute` of the module at `path`, at index `at`. `axes` view the array as a
+    matrix; None if Flax and PyTorch use the same layout.
 
-    Attributes:
-      path: the path of the module that holds the array.
-      attribute: the name of the array in that module.
-      at: the index of the layer's part in a stacked array.
-      shape: the shape in PyTorch.
-      axes: how the array is viewed as a matrix; None if Flax and PyTorch use the same layout.
-      is_transposed: whether the order of axes differs. The matrix here is [in, out], or [window and
-        in, out]; PyTorch has the output axis first, then the input axis, then the window. For
-        packed experts, PEFT also merges the expert axis with the rank axis: lora_a is
-        [experts·r, in], lora_b is [out, r·experts].
+    `is_transposed` if the order of axes differs: [in, out], or [window and in, out], here, and the
+    output axis first, then the input axis, then the window in PyTorch. For packed experts PEFT also
+    merges the expert axis with the rank axis: lora_a is [experts·r, in], lora_b [out, r·experts].
     """
 
     path: str
@@ -60,12 +55,9 @@ class TorchParameter:
         return self.axes.from_matrices(matrices)  # pyright: ignore[reportReturnType]
 
     def _view_and_order(self) -> tuple[Shape, Shape]:
-        """Returns the shape of the matrices with separate axes, and PyTorch's order of these axes.
-
-        The shape is (experts, *window, in, out); layers other than packed experts count as one
-        expert. PyTorch's order is (out, in, experts, *window), but (experts, out, in, *window) for
-        lora_a.
-        """
+        """Returns the shape (experts, *window, in, out) of the matrices, with one expert for other
+        layers, and PyTorch's order of these axes: (out, in, experts, *window), or (experts, out,
+        in, *window) for lora_a."""
         assert self.axes is not None
         experts, rows, columns = self.axes.matrices
         window = self.shape[2:]
@@ -79,11 +71,8 @@ class TorchParameter:
 
 @dataclass(frozen=True)
 class TorchLayer:
-    """The part of a weight with index `index`, with PEFT's record of it.
-
-    It describes nothing that the two do not: a PEFT folder stores each layer of a stack apart, and
-    this is what finds the layer's place in the stack's arrays.
-    """
+    """The part of a weight with index `index`, with PEFT's record of it: a folder stores each layer
+    of a stack apart, and this finds the layer's place in the stack's arrays."""
 
     weight: AdaptableWeight
     index: Index
@@ -131,15 +120,8 @@ class TorchLayer:
 def parameters_of(
     path: str, index: Index, stack: Stack, module: nnx.Module, layers: Mapping[str, TorchLayer]
 ) -> Iterator[TorchParameter]:
-    """Yields the base model's parameters in one module, or in one layer of a stacked module.
-
-    Args:
-      path: the path of the module.
-      index: the index of the layer in `stack`.
-      stack: how the module's layers are stacked.
-      module: the module.
-      layers: the layers for the module's weights, by the weights' names in the module.
-    """
+    """Yields the base model's parameters in the module at `path`, or in one layer, `index`, of its
+    stack. `layers` are those of the module's weights, by the weights' names in it."""
     own_layer = next((one.layer for one in layers.values() if one.weight.is_layer), None)
     for attribute, value in vars(module).items():
         if not isinstance(value, nnx.Param | nnx.BatchStat):
@@ -161,11 +143,8 @@ def parameters_of(
 
 
 def _stack_of_statistics(variable: nnx.BatchStat, stack: Stack) -> Stack | None:
-    """Returns how the statistics in a module with stacked parameters are stacked.
-
-    Transforms stack statistics either along the parameters' axis or along the leading axis. Returns
-    None if the shape does not show along which of them.
-    """
+    """Returns how the statistics in a module with stacked parameters are stacked: along the
+    parameters' axis or the leading one; None if the shape does not show which."""
     shape = variable.get_value().shape
     candidates = {stack, Stack(stack.shape)}
     found = [one for one in candidates if one.stack_part(shape) == stack.shape]

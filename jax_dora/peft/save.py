@@ -177,11 +177,8 @@ def _adapters_by_name(
 
 
 def _is_padding(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
-    """Returns whether a layer of a stack has no real adapter, but other layers of the stack have.
-
-    Such a layer has lora_a and lora_b zero, which training does not lead to, and the norm as its
-    magnitude.
-    """
+    """Returns whether a layer of a stack has no real adapter, unlike others: its lora_a and lora_b
+    are zero, which training does not lead to, and its magnitude is the norm."""
     holder: Any = adapter_of(layer.weight)
     if not layer.index or any(
         bool(jnp.any(part[...][layer.at])) for part in (holder.lora_a, holder.lora_b)

@@ -15,16 +15,9 @@ from jax_dora.peft.names import Names
 def torch_layer(
     weight: AdaptableWeight, names: Names, name_of: Callable[[str], str]
 ) -> Layer | None:
-    """Returns the PyTorch layer for a weight, or for one layer's part of a stacked weight.
-
-    Args:
-      weight: the weight.
-      names: translates parameter names.
-      name_of: translates a path to the name of the PyTorch module.
-
-    Returns:
-      the layer, or None if PyTorch has no counterpart that PEFT can adapt.
-    """
+    """Returns the PyTorch layer for a weight, or for one layer's part of a stacked one; None if
+    there is none that PEFT can adapt. `name_of` translates a path to the name of the PyTorch
+    module."""
     if weight.is_layer:
         return _layer(name_of(weight.path), weight.module, kind_of(weight.module))
     kernel = weight.contraction(1).kernel
@@ -69,21 +62,16 @@ def _each(steps: int | Sequence[int] | None, axes: int) -> Sequence[int]:
 
 
 def _padding_mode(padding: Any, window: Sequence[int]) -> str:
-    """Returns PyTorch's padding_mode.
-
-    PyTorch has no mode for "CAUSAL" padding or for padding that differs between both sides. PyTorch
-    models pad the input with zeros themselves in these cases, and so the mode is "zeros".
-    """
+    """Returns PyTorch's padding_mode: "zeros" also for "CAUSAL" padding and padding that differs
+    between both sides, since PyTorch models then pad the input with zeros themselves."""
     if padding in ("CIRCULAR", "REFLECT") and any(size > 1 for size in window):
         return padding.lower()
     return "zeros"
 
 
 def _is_linear(module: Any, kind: type[DoRALayer]) -> bool:
-    """Returns whether a projection corresponds to a PyTorch Linear.
-
-    It does if the kernel has no batch axes, and the output has its axes in the kernel's order.
-    """
+    """Returns whether a projection corresponds to a PyTorch Linear: its kernel has no batch axes,
+    and the output has its axes in the kernel's order."""
     if kind.base_type is nnx.Einsum and not module.einsum_str:
         return False
     contraction = kind.contraction_of(module)

@@ -12,20 +12,9 @@ from jax_dora.peft.named_model import NamedModel
 
 
 def untie(model: Any, named: NamedModel, destinations: Destinations, config: AdapterConfig) -> Any:
-    """Gives the parameters in `destinations.untied` arrays of their own.
-
-    A head that is None becomes an `nnx.Linear`. If the embedding's `attend` may be the head, the
-    embedding becomes an `UntiedEmbed`.
-
-    Args:
-      model: the model, which is changed in place.
-      named: the model under PyTorch's names.
-      destinations: the destinations of the folder's tensors.
-      config: the folder's configuration.
-
-    Raises:
-      NotImplementedError: a parameter to untie belongs to one module with several names.
-    """
+    """Gives the parameters in `destinations.untied` arrays of their own, in place. A head that is
+    None becomes an `nnx.Linear`; an embedding whose `attend` may be the head, an `UntiedEmbed`.
+    Raises NotImplementedError if one belongs to one module with several names."""
     for name in destinations.untied:
         parameter = named.parameters[name]
         heads = [one for one in named.tied_heads if named.parameters[one] == parameter]
@@ -62,10 +51,8 @@ def check_no_possible_heads(named: NamedModel, config: AdapterConfig) -> None:
 
 
 def _possible_heads(named: NamedModel, config: AdapterConfig) -> dict[str, Any]:
-    """Returns the embeddings in modules_to_save that may also be the output head.
-
-    Returns none of them if the model has a head of its own or the configuration keeps ties.
-    """
+    """Returns the embeddings in modules_to_save that may also be the output head; none if the model
+    has a head of its own or the configuration keeps ties."""
     if named.tied_heads or has_own_head(named.modules) or config.keeps_ties:
         return {}
     return {

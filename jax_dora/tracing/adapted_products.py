@@ -29,12 +29,8 @@ from jax_dora.tracing.weight import Weight, effective_weight
 
 
 class AdaptedReader:
-    """Computes the operations that read a weight, with its adapter.
-
-    Attributes:
-      rule: the adapter's settings.
-      dropout: the dropout of lora_a's input, or None; each product has its own mask.
-    """
+    """Computes the operations that read a weight, with its adapter: by a rule's settings, and with
+    a dropout of lora_a's input, or None, of which each product has its own mask."""
 
     def __init__(self, rule: DoRARule, dropout: Dropout | None) -> None:
         self.rule = rule
@@ -151,10 +147,8 @@ class AdaptedReader:
 
 def _contraction_of(weight: Weight, product: Product, ndim: int) -> tuple[Contraction, bool] | None:
     """Returns the contraction of an x of `ndim` axes and a weight, and whether it contracts the
-    weight's features instead of its input axes; None if it contracts neither exactly.
-
-    Its labels are the numbers of the weight's parts, and -1, -2, … for the row axes of x.
-    """
+    weight's features instead of its inputs; None if it contracts neither exactly. Its labels are
+    the numbers of the weight's parts, and -1, -2, … for the row axes of x."""
     view = product.contraction(ndim, len(weight.view))
     batch, inner, outer = ({*weight.parts_of_axes(view.labels(role))} for role in "bio")
     b, i, o = ({*weight.nontrivial_parts(role)} for role in "bio")

@@ -14,13 +14,9 @@ def dependent_names(
     jaxpr: Any, arguments: Sequence[bool], *, has_constant_inputs: bool
 ) -> tuple[set[str], list[bool]]:
     """Returns the `jax.ad_checkpoint.checkpoint_name`s of the values that depend on inputs, and for
-    each result of a jaxpr whether it depends on them.
-
-    Args:
-      arguments: for each argument, whether it is an input.
-      has_constant_inputs: whether constant arrays of integers are inputs, as those of a function
-        that the program calls and that holds its inputs.
-    """
+    each result of a jaxpr whether it does. `arguments` tells which arguments are inputs. Constant
+    arrays of integers may be too: those of a function that the program calls and that holds its
+    inputs."""
     constants = [has_constant_inputs and is_integer(x) for x in getattr(jaxpr, "consts", ())]
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     pairs = [*zip(jaxpr.constvars, constants, strict=False)]

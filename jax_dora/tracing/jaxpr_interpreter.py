@@ -123,12 +123,8 @@ def evaluate_jaxpr(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
 def _evaluate_to_arrays(
     jaxpr: Any, operands: Sequence[Any], forwarded: dict[int, int]
 ) -> list[Any]:
-    """Returns the results of a jaxpr as arrays.
-
-    Args:
-      forwarded: this dict is filled with result index → operand index for each weight that the
-        jaxpr returns unchanged. The returned list has that weight's array without the adapter.
-    """
+    """Returns the results of a jaxpr as arrays. `forwarded` is filled with result index → operand
+    index for each weight that is returned unchanged; the list has its array without the adapter."""
     results = evaluate_jaxpr(jaxpr, operands)
     sources = {
         id(operand): index for index, operand in enumerate(operands) if isinstance(operand, Weight)
@@ -241,26 +237,17 @@ def _sources(jaxpr: Any) -> list[int | None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """The carry of a loop. Values that each step returns unchanged are kept out of the loop's
-    arrays.
-
-    Attributes:
-      operands: the initial carry; the values that change are arrays.
-      fixed: whether each value stays unchanged.
-    """
+    """The carry of a loop: its initial values, and whether each stays unchanged in every step.
+    Those that do are kept out of the loop's arrays."""
 
     operands: list[Any]
     fixed: list[bool]
 
     @classmethod
     def of(cls, operands: list[Any], jaxpr: Any, n_consts: int, name: str) -> "_Carry":
-        """Returns the carry for the initial values `operands`.
-
-        Args:
-          jaxpr: the jaxpr of a step. The carry is its inputs after the first `n_consts`, and its
-            first results.
-          name: the operation that reads a weight whose value changes, for the record.
-        """
+        """Returns the carry of these initial values. It is the inputs of a step's jaxpr after the
+        first `n_consts`, and its first results. `name` is the operation that reads a weight whose
+        value changes."""
         sources = _sources(jaxpr)[: len(operands)]
         fixed = [source == n_consts + number for number, source in enumerate(sources)]
         pairs = zip(operands, fixed, strict=True)
@@ -281,14 +268,9 @@ class _Carry:
 
 @dataclasses.dataclass(frozen=True)
 class _ScannedOperand:
-    """An operand that a scan slices along its first axis.
-
-    Attributes:
-      operand: the operand; a weight if `axes` is not None.
-      axes: for a weight, the scanned axis of each of its arrays that has it, which none has if the
-        program inserted that axis; None for an array.
-      xs: the arrays that the scan slices.
-    """
+    """An operand that a scan slices along its first axis: the arrays that it slices, `xs`, and for
+    a weight the scanned axis of each of its arrays that has it (none if the program inserted the
+    axis)."""
 
     operand: Any
     axes: dict[str, int] | None

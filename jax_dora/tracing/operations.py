@@ -41,13 +41,8 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """A product of groups of rows, where each group has its own matrix.
-
-    Attributes:
-      contracted: the axes of the weight's array that are contracted with the last axis of x.
-      group: the axis of the weight's array with one matrix for each index.
-      sizes: i32[groups], the number of rows in each group.
-      precision, dtype: see `Product`.
+    """A product of groups of rows, each with its own matrix: the `contracted` axes of the weight's
+    array, its `group` axis, and the number of rows in each group, i32[groups]; else as `Product`.
     """
 
     contracted: tuple[int, ...]
@@ -59,13 +54,8 @@ class Ragged:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A lookup of rows of a weight.
-
-    Attributes:
-      axis: the indexed axis of the weight's array.
-      offset_dims: the axes of the result that are the array's other axes.
-      mode, fill_value: the behaviour for indices out of bounds, as in `jax.lax.gather`.
-    """
+    """A lookup of rows along `axis` of the weight's array; `offset_dims` are the axes of the result
+    that are its other axes; mode and fill_value as in `jax.lax.gather`."""
 
     axis: int
     offset_dims: tuple[int, ...]

@@ -19,12 +19,8 @@ from jax_dora.tracing.weight import Weight
 def propagate(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """Returns the results of a primitive that only changes the view of a weight, as `Weight`s; None
-    for any other primitive.
-
-    Args:
-      operands: the primitive's operands; one of them is `weight`.
-    """
+    """Returns the results of a primitive with `weight` among its operands that only changes the
+    view of it, as `Weight`s; None for any other primitive."""
     match name:
         case "split":
             return _split(weight, params["sizes"], params["axis"])
@@ -80,12 +76,8 @@ def _propagate_one(
 def _slice(
     weight: Weight, function: Callable[..., jax.Array], parts: Mapping[int, tuple[Any, ...]]
 ) -> Weight | None:
-    """Returns the weight sliced along some axes.
-
-    Args:
-      function: a JAX function that slices along one axis.
-      parts: by axis, the arguments of `function` between the array and `axis`.
-    """
+    """Returns the weight sliced by a JAX function along some axes; `parts` are its arguments
+    between the array and `axis`."""
     result: Weight | None = weight
     for axis, part in parts.items():
         if result is not None:
@@ -144,12 +136,8 @@ def _split(weight: Weight, sizes: Sequence[int], axis: int) -> list[Any] | None:
 def apply_reader(
     name: str, weight: Weight, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[jax.Array] | None:
-    """Returns the result of a product or a lookup of `weight`, computed by its reader; None for any
-    other primitive, or if the reader does not support the operation.
-
-    Args:
-      operands: the primitive's operands: `weight` and arrays.
-    """
+    """Returns the result of a product or a lookup of `weight` and arrays, by its reader; None for
+    any other primitive, or if the reader does not support the operation."""
     handlers = {
         "dot_general": _dot_general,
         "ragged_dot_general": _ragged_dot_general,

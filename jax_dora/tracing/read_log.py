@@ -49,13 +49,9 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """The inputs to call a model with: a pytree whose leaves are the arrays.
-
-    Attributes:
-      args, kwargs: the arguments: arrays, `jax.ShapeDtypeStruct`s, modules or any other values.
-      function: a function that takes the model and calls it, used instead of arguments; or None.
-      method: the name of the method that takes the arguments.
-    """
+    """The inputs to call a model with: a pytree whose leaves are the arrays. Arguments for
+    `method`: arrays, `jax.ShapeDtypeStruct`s, modules or any other values; or instead a function
+    that takes the model and calls it."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -119,13 +115,8 @@ class ReadLog:
     def run(
         self, call: Callable[[Any, Any], None], model: Any, inputs: Any, example: Example
     ) -> None:
-        """Traces `call(model, inputs)`, a call that uses tracers of `traced`.
-
-        Args:
-          model: the arrays of the model.
-          inputs: the arrays of the example.
-          example: the example.
-        """
+        """Traces `call(model, inputs)` of the arrays of the model and the example, a call that uses
+        tracers of `traced`."""
         jaxpr = jax.make_jaxpr(call)(model, inputs)
         flags = [False] * len(jax.tree.leaves(model))
         flags += [is_integer(leaf) for leaf in jax.tree.leaves(inputs)]

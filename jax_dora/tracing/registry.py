@@ -17,12 +17,8 @@ type Axes = str | Callable[[Any], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """A parameter that `register` has named: a claim about a class, before there is any model.
-
-    Attributes:
-      param: the parameter's name in its module.
-      axes, linear: see `register`.
-    """
+    """A parameter that `register` has named, by its name in its module: a claim about a class,
+    before there is any model."""
 
     param: str
     axes: Axes
@@ -30,11 +26,7 @@ class Registration:
 
     def axes_of(self, module: Any, stack_axes: tuple[int, ...] | None = None) -> str | None:
         """Returns the axes in `module`, or None if the parameter cannot be adapted there.
-
-        Args:
-          stack_axes: the `Stack.axes` along which a traced call takes layers from the parameter, if
-            known.
-        """
+        `stack_axes` are those along which a traced call takes layers from it, if known."""
         axes = self.axes(module) if callable(self.axes) else self.axes
         if axes is None:
             return None

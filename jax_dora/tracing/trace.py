@@ -18,12 +18,8 @@ from jax_dora.tracing.weight import Weight
 
 
 class WeightTracer(jax.core.Tracer):
-    """An array that is a weight, as the traced program holds it.
-
-    Attributes:
-      weight: returns the `Weight`. It is called when an operation first needs the weight, under the
-        outer trace.
-    """
+    """An array that is a weight, as the traced program holds it. `weight` returns the `Weight`,
+    under the outer trace, when an operation first needs it."""
 
     def __init__(self, trace: "WeightTrace", aval: Any, weight: Callable[[], Weight]) -> None:
         super().__init__(trace, aval)

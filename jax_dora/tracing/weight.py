@@ -100,11 +100,8 @@ class Weight:
         return core.ShapedArray(self.shape, self.kernel.dtype)
 
     def contraction(self, x: Sequence[Any] = (), y: Sequence[Any] = ()) -> Contraction:
-        """Returns the contraction of an adapted weight, whose labels are the numbers of the parts.
-
-        Args:
-          x, y: see `Contraction`.
-        """
+        """Returns the contraction of an adapted weight with axes x and y, whose labels are the
+        parts' numbers."""
         roles = "".join((self.roles or "")[axis] for axis in self.origins)
         rank = self.arrays["lora_a"].shape[-1]
         return Contraction(tuple(range(len(roles))), roles, self.sizes, rank, x, y)
@@ -222,13 +219,9 @@ class Weight:
     def slice_axis(
         self, axis: int, function: Callable[[jax.Array, int], jax.Array]
     ) -> "Weight | None":
-        """Returns a slice of the view along `axis`, or None if that is not a whole axis of the
-        weight.
-
-        Args:
-          axis: the axis of the view; the slice keeps it.
-          function: takes an array and one of its axes, and returns the slice along it.
-        """
+        """Returns a slice of the view along `axis`, which stays, or None if that is not a whole
+        axis of the weight. `function` takes an array and one of its axes, and returns the slice
+        along it."""
         part = self.whole_part(axis)
         if part is None:
             return None

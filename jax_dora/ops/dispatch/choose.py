@@ -51,11 +51,9 @@ class Target:
     x64: bool = False
 
     def refuses_mosaic(self) -> str | None:
-        """Returns why no Mosaic kernel can run on this target, or None.
-
-        Without a GPU the result is None, so that a program that names "mosaic" can be lowered for
-        CUDA (`jax.export`). Lowering such a program for another platform raises.
-        """
+        """Returns why no Mosaic kernel can run on this target, or None. Without a GPU it is None,
+        so that a program that names "mosaic" can be lowered for CUDA; lowering it for another
+        platform raises."""
         if self.x64:
             return "jax_enable_x64 is set, and a Mosaic kernel's indices would be of two widths"
         hopper = self.compute_capability == "9.0"
@@ -112,11 +110,10 @@ class Choice(NamedTuple):
     def during_collectives(self, running: bool) -> "Choice":
         """Returns the choice, with one thread block per tile if collectives are `running`.
 
-        By default a kernel launches one thread block per multiprocessor, and the tiles are
-        assigned to the blocks before the kernel starts. A block whose multiprocessor is occupied
-        by a collective starts only when the collective ends, which delays the whole kernel. A
-        block with a single tile runs on any free multiprocessor. Without a collective, one block
-        per tile makes a projection 2 % slower and its gradient no slower (H200).
+        By default a kernel launches one block per multiprocessor, which takes its tiles before it
+        starts: a block whose multiprocessor is occupied by a collective starts only when that ends.
+        One block per tile runs on any free multiprocessor; without a collective it makes a
+        projection 2 % slower (H200).
         """
         return self._replace(sm_count=UNLIMITED_BLOCKS) if running else self
 

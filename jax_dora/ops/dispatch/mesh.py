@@ -41,14 +41,9 @@ def on_explicit_axes(
     result: Callable[[], PartitionSpec | None],
     *arrays: jax.Array,
 ) -> Callable[..., jax.Array]:
-    """Returns `function` such that it can be called on a mesh with explicit axes.
-
-    Args:
-      function: a function of operands, which include `arrays`.
-      result: returns how the result of `function` is sharded over explicit axes, or None if the
-        shardings of the arrays do not determine it; JAX then raises its own error.
-      *arrays: the arrays that may be on such a mesh.
-    """
+    """Returns `function` of operands, which include `arrays`, such that it can be called on a mesh
+    with explicit axes. `result` returns the sharding of its result, or None if those of the arrays
+    do not determine it; JAX then raises its own error."""
     mesh = explicit(*arrays)
     if mesh is None or (spec := result()) is None:
         return function
@@ -71,13 +66,8 @@ def with_auto_axes(
 
 
 def differentiable[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Returns `function`, which has a custom gradient, such that it can be called on a manual mesh.
-
-    There it is jitted, because JAX does not run a custom gradient otherwise.
-
-    Args:
-      function: a function of (settings, operands).
-    """
+    """Returns a function of (settings, operands) with a custom gradient such that it can be called
+    on a manual mesh: there it is jitted, because JAX does not run a custom gradient otherwise."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
     return _compiled(function) if manual else function
 
@@ -88,10 +78,8 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 def vary_alike[Tree](operands: Tree) -> Tree:
-    """Returns the operands, each varying over all mesh axes that any of them varies over.
-
-    The gradient of an operand is summed over the mesh axes that were added to it.
-    """
+    """Returns the operands, each varying over all mesh axes that any of them varies over. The
+    gradient of an operand is summed over the axes added to it."""
     axes = varying(operands)
     return jax.tree.map(lambda operand: vary(operand, axes), operands)
 
@@ -109,9 +97,7 @@ def vary(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
 
 
 def to_unvarying(array: jax.Array) -> jax.Array:
-    """Returns `array` of a manual mesh of one device, marked as varying over no mesh axis.
-
-    Pallas interprets kernels on one device only, and some kernels not with varying operands.
-    """
+    """Returns `array` of a manual mesh of one device as varying over no mesh axis: Pallas
+    interprets kernels on one device only, and some not with varying operands."""
     axes = jax.typeof(array).manual_axis_type.varying
     return lax.psum(array, tuple(axes)) if axes else array

@@ -66,13 +66,9 @@ class Op(NamedTuple):
     def on_explicit_axes(
         self, function: Callable[[Any], jax.Array], operands: Any
     ) -> Callable[[Any], jax.Array]:
-        """Returns `function`, which computes the first result from `operands`, such that it can be
-        called on a mesh with explicit axes.
-
-        The result is sharded like the first two operands, whose axes have the same names. If they
-        are sharded differently, or if both factors of a projection are sharded along the axis that
-        is summed over, then JAX raises its own error.
-        """
+        """Returns `function`, which computes the first result from `operands`, for a mesh with
+        explicit axes. The result is sharded like the first two operands. If these disagree, or both
+        factors of a projection are sharded along the summed axis, JAX raises its own error."""
         first = [stored(part[0] if isinstance(part, tuple) else part) for part in operands[:2]]
         return meshes.on_explicit_axes(function, lambda: self._result_spec(first), *first)
 

@@ -24,13 +24,9 @@ _calls: dict[bytes, Any] = {}
 
 
 def share(call: Any, *identity: Any) -> None:
-    """Changes a custom call by `custom_partitioning` to one that equal operators share.
-
-    Args:
-      call: the operation.
-      *identity: everything that the call's shards depend on. If that includes what another process
-        cannot know, such as a function without a name, the call is left as it is.
-    """
+    """Changes the custom call of `custom_partitioning` to one that equal operators share.
+    `identity` is all that the call's shards depend on; if another process cannot know it, like a
+    function without a name, the call is left as it is."""
     name = digest(*identity)
     target = call.attributes["call_target_name"]
     if name is None or target != ir.StringAttr.get(jax_partitioning._CUSTOM_PARTITIONING_CALL_NAME):

@@ -44,13 +44,9 @@ FLOP_RATE, BYTE_RATE, SECONDS = 7e14, 3e12, 3e-5
 
 
 def call(op: Op, settings: Any, operands: Any) -> tuple[Any, ...]:
-    """Returns the results of `op`, in a program for any number of devices.
-
-    Args:
-      op: the operator.
-      settings: a NamedTuple of hashable settings with a field `implementation`; passed to `op.run`.
-      operands: a NamedTuple of arrays and None; one of the arrays may be quantised.
-    """
+    """Returns the results of `op`, in a program for any number of devices. Settings are a hashable
+    NamedTuple with a field `implementation`; operands a NamedTuple of arrays, of which one may be
+    quantised, and None."""
     if interpreted() or settings.implementation in PLAIN:
         # The interpreter uses ordered callbacks, which a lowering rule must not contain.
         axes = varying(operands)
@@ -150,13 +146,8 @@ ad.primitive_jvps[_op_p] = _raise_not_differentiable
 
 
 class _Batched(NamedTuple):
-    """An operator's `run`, mapped over a batch axis of each operand.
-
-    Attributes:
-      run: `Op.run` of one element of the batch.
-      tree: the structure of the operands.
-      axes: the batch axis of each operand's leaf, or None.
-    """
+    """An operator's `run` of one element, mapped over the batch axis, or None, of each leaf of its
+    operands, whose structure is `tree`."""
 
     run: Callable[..., Any]
     tree: Any
@@ -184,10 +175,8 @@ batching.primitive_batchers[_op_p] = _batch
 
 
 def _is_leading_axis(op: Op, tree: Any, axes: Sequence[int | None]) -> bool:
-    """Returns whether the batch axis can be one more leading axis of x and of the results.
-
-    It cannot if the operator sums over leading axes, or if a dropout mask depends on row numbers.
-    """
+    """Returns whether the batch axis can be one more leading axis of x and of the results: unless
+    the operator sums over leading axes, or a dropout mask depends on row numbers."""
     if not op.operands or op.contracted == "t":
         return False
     return all(
@@ -235,11 +224,8 @@ mlir.register_lowering(_op_p, functools.partial(_lower, cuda=True), platform="cu
 
 
 def _devices(module: Any) -> tuple[Mesh | None, bool]:
-    """Returns (mesh, single_device).
-
-    `mesh` is the mesh that XLA partitions the program over, or None unless there is exactly one.
-    `single_device` is True if the program's arrays are those of one device.
-    """
+    """Returns the mesh that XLA partitions the program over, or None unless there is exactly one;
+    and whether the program's arrays are those of one device."""
     context = module.axis_context
     if hasattr(context, "manual_axes"):
         manual = set(context.manual_axes) == set(context.mesh.axis_names)

@@ -50,11 +50,9 @@ class Shard:
         return lax.psum(array, self.summed) if self.summed and array is not None else array
 
     def as_copies(self, *arrays: Any) -> tuple[Any, ...]:
-        """Returns `arrays` for a kernel; during collectives behind a barrier.
-
-        Before the barrier XLA copies the arrays that are parts of stacks. Without it XLA joins the
-        kernel with the reading of the stack, and its scheduler no longer sees the kernel's time.
-        """
+        """Returns `arrays` for a kernel; during collectives behind a barrier, before which XLA
+        copies parts of stacks. Else it joins the kernel with the reading of the stack, and its
+        scheduler no longer sees the kernel's time."""
         return lax.optimization_barrier(arrays) if self.gathered else arrays
 
     def max(self, array: Any) -> Any:
