@@ -1,6 +1,8 @@
-"""Rules for the sources: no foreign imports, few parameters, no accidental public names."""
+"""Rules for the sources: no foreign imports, no circles, few parameters, no accidental public
+names."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 import re
@@ -31,6 +33,45 @@ def test_nothing_foreign_is_imported(package):
     assert found
     foreign = {str(file): names & (FOREIGN[package] | CHECKOUT) for file, names in found.items()}
     assert not {file: names for file, names in foreign.items() if names}
+
+
+def arrows() -> dict[str, set[str]]:
+    """Returns for each module of the checkout the modules that it imports, also inside functions,
+    but not those of which a file imports only types."""
+    files = {}
+    for file in (
+        file for package in (*FOREIGN, *CHECKOUT) for file in (ROOT / package).rglob("*.py")
+    ):
+        path = file.relative_to(ROOT).with_suffix("")
+        files[".".join(path.parent.parts if path.name == "__init__" else path.parts)] = file
+    found = {}
+    for module, file in files.items():
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= inner & set(files) or {str(node.module)}
+        found[module] = names & set(files) - {module}
+    return found
+
+
+def test_imports_go_in_one_direction():
+    """No circle, and in `jax_dora` no arrow up: from the functions on arrays to what trains."""
+    graph = arrows()
+    assert {"jax_dora.ops.norm", "jax_dora.ops.mosaic.norm.one_pass_norm"} <= set(graph)
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+    order = ("ops", "layers", "tracing", "adapt", "peft", "bank", "linen", "lm")
+    floors = {f"jax_dora.{name}": floor for floor, name in enumerate(order)}
+
+    def floor(module: str) -> int:
+        return floors.get(".".join(module.split(".")[:2]), -1)
+
+    up = {(a, b) for a, others in graph.items() for b in others if 0 <= floor(a) < floor(b)}
+    assert not up
 
 
 def parameters(function: ast.FunctionDef) -> int:
