@@ -33,8 +33,6 @@ and `summary`. A command line option sets the field of the same name in the leve
 exit status is 1 if a measurement failed or its result is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

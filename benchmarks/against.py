@@ -11,8 +11,6 @@ layers are compared with fp64 (`check`). A model has the same random weights in 
 `value` is its mean absolute result, to be compared between the states.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import multiprocessing

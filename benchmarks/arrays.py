@@ -1,7 +1,5 @@
 """Sets of inputs that are used in rotation, and arrays that JAX and torch share without a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

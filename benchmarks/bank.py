@@ -33,8 +33,6 @@ divided by those of the base. It is no bound on the time: the base reads its byt
 card's rate, and the rest can be used.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Random adapters for a bank, which adapter each row uses, and the bytes that decoding reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

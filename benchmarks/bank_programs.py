@@ -1,7 +1,5 @@
 """The programs of the level `bank`: the projections of decoder layers, with a bank or one-hot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

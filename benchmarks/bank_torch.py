@@ -13,8 +13,6 @@ wall time (`wall_us`), `over_base` and `over_lora`, and the number of distinct a
 of a batch are measured in turns, since the card's clock rate changes; times are medians over turns.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections.abc import Iterator

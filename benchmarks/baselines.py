@@ -1,7 +1,5 @@
 """Other ways to compute the norm ‖W + sBA‖, which the level `ops` compares with the packages'."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import torch

@@ -5,14 +5,12 @@ does not contain gaps between kernels, copies by the copy engines, or memory set
 mean time of back-to-back steps on the host's clock, gaps included.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +32,7 @@ class Spread(NamedTuple):
     samples: int
 
     @classmethod
-    def of(cls, times: Sequence[float]) -> Spread:
+    def of(cls, times: Sequence[float]) -> Self:
         ordered = sorted(times)
         last = len(ordered) - 1
         return cls(

@@ -13,8 +13,6 @@ seconds divided by LoRA's. With `cached` the program is compiled by a second pro
 `JAX_COMPILATION_CACHE_DIR`, after a first one has filled it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -4,8 +4,6 @@
 `jax_dora.ops` calls kernel modules.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

@@ -10,12 +10,10 @@ compared with fp64 on the operands of the timing. One line is one variant at one
 time (cold L2 cache) and wall time; `benchmarks.report` lists its fields.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import torch
@@ -63,7 +61,7 @@ class Problem:
     device: str
 
     @classmethod
-    def draw(cls, rows: int, n_in: int, n_out: int, rank: int, device: str) -> Problem:
+    def draw(cls, rows: int, n_in: int, n_out: int, rank: int, device: str) -> Self:
         options = {"adapter_dtype": DTYPE, "rslora": True, "bias": False}
         case = layer(DTYPE, rows, n_in, n_out, rank, **options)
         return cls(case, layer_inputs(case, device), device)

@@ -1,7 +1,5 @@
 """Builds, checks and times pieces of work, for the levels ops, layer, model and tune."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,7 +32,7 @@ class Settings(NamedTuple):
       only: `fnmatch` patterns; a "<work> <variant>" that begins like none of them is skipped.
     """
 
-    works: Callable[[str, Settings], Iterable[Callable[[], Work]]]
+    works: Callable[[str, Any], Iterable[Callable[[], Work]]]
     quick: bool = False
     only: tuple[str, ...] = ()
 

@@ -11,8 +11,6 @@ smallest, the bytes that a call allocates at most, and the time divided by PEFT'
 PEFT's DoRA in bf16, and by that of PEFT's default.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

@@ -12,8 +12,6 @@ cold L2 cache, and wall time. One line is one variant at one shape; `benchmarks.
 fields.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """JAX programs that are compiled before they are timed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple

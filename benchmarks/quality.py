@@ -19,8 +19,6 @@ text before and after training (`held_out_before`, `held_out`). The last two lin
 over bf16 and NF4, with the mean loss of each tenth of the run (`losses`).
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Iterator

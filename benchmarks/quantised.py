@@ -23,8 +23,6 @@ size of the kernel. A step is timed by wall time: `ms`, `tokens_per_s` and XLA's
 so is decoding, by layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

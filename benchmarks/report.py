@@ -18,8 +18,6 @@ The header has the card's `ceilings`, measured in the same run: the bytes per se
 plus written, and the operations per second of a large bf16 matrix product.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

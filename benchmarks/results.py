@@ -3,8 +3,6 @@
 A file is written line by line, so that a run that is stopped keeps what it has measured.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Sequence

@@ -14,8 +14,6 @@ LoRA's), XLA's account of its memory, its compile time, and the bytes (`sent_byt
 (`sent`) of its collectives, counted once for the layers, which are a loop.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -10,10 +10,8 @@
   narrow, are derived from inference alone, so that the step itself is predicted, not fitted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from benchmarks import results
 from benchmarks.model.protocol import QWEN3
@@ -32,7 +30,7 @@ class Measured(NamedTuple):
     rows: Mapping[tuple[str, str, str], results.Row]
 
     @classmethod
-    def read(cls) -> Measured:
+    def read(cls) -> Self:
         """Returns the measurements of rank 384 with automatic axes."""
         rows = results.rows("scale", "h200x2", rank=384, axes="auto", model="qwen3")
         return cls({(row["kind"], row["layout"], row["task"]): row for row in rows})

@@ -15,8 +15,6 @@ One line is one kind with one number of adapters: answered tokens per second of 
 time to the first token, the number of adapter loads, and the seconds that compiling took.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import time

@@ -14,8 +14,6 @@ One line is one kind with one number of adapters: answered tokens per second of 
 the start of a batch to a request's first token, and the number of calls of `generate`.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import time

@@ -16,8 +16,6 @@ into a slot, and the first's, which compiles. A line of a check has the largest 
 chosen token's log-probability, and how many tokens PEFT would not have chosen by more than that.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

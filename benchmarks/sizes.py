@@ -8,8 +8,6 @@ time (`us`) with a cold L2 cache, its outer tenths, the number of timings, and `
 time divided by LoRA's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple

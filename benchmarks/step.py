@@ -10,8 +10,6 @@ the smallest (`spread_ms`), tokens per second, XLA's account of memory, compile 
 what was kept, and `over_lora`, DoRA's time divided by LoRA's with the same budget.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

@@ -10,8 +10,6 @@ each kernel in one more step, as CUPTI records them. `over_first` is the time di
 first program, `moved` the difference of the losses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -16,8 +16,6 @@ step (with compilation), the loss of each step, and `over_lora`, the time divide
 first variant, PEFT's LoRA.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import time

@@ -9,8 +9,6 @@ One line is one variant at one shape; `benchmarks.report` lists its fields. The 
 reading: whoever changes a kernel's choices edits its `wins` and `config`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ each request alone, compiled and with CUDA graphs. PEFT computes the log-probabi
 tokens in fp32. Where its largest is not the engine's token, it has to be as close as the bound.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ for each row.
     python -m benchmarks.vllm_engine KIND FOLDER SETTINGS
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

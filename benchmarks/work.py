@@ -4,18 +4,15 @@ The levels ops, layer, model and tune describe their measurements with these cla
 torch and PEFT alike; `benchmarks.measure` checks and times them.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-if TYPE_CHECKING:
-    from benchmarks.clock import Effort
-    from benchmarks.results import Row
+from benchmarks.clock import Effort
+from benchmarks.results import Row
 
 Framework = Literal["jax", "torch"]
 

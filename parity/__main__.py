@@ -1,7 +1,5 @@
 """`python -m parity`: runs one command; the exit code is 1 if a comparison fails."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

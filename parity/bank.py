@@ -9,8 +9,6 @@ PEFT itself computes the rows of one adapter at a time. Each package chooses its
 itself, so that on a GPU its kernels run.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path

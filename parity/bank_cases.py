@@ -1,7 +1,5 @@
 """The mixed batches of the level `bank`: their sizes, and their adapters and rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ All arrays are torch tensors in PyTorch's layout on the device under test. Weigh
 trained networks: rows of W have a norm of about 1, and `sBA` is a fraction of that.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass
 from typing import Any, Literal

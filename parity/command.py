@@ -4,8 +4,6 @@ They are parsed before the packages are imported: Triton decides at import wheth
 kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Sequence

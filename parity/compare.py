@@ -8,8 +8,6 @@ Three criteria, all against the fp64 oracle:
 3. The two sides differ by at most the sum of their bounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

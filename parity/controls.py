@@ -4,8 +4,6 @@ Every fault of `parity.faults` is planted in each package in turn, and a small s
 level is run. A level catches a fault if its cases pass without the fault and fail with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

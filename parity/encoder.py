@@ -5,8 +5,6 @@ fp64. The adapter that torch trained is then loaded into all of them, and their 
 gradients are compared.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """The environment of a report (commit, versions, GPU), and the choice of a device for both
 frameworks."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import os

@@ -9,8 +9,6 @@ functions of a package, in every module that has bound them, while its context i
 It affects all implementations of the operators, and the layers that call them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """`python -m parity` without a command: the levels whose cases run one by one."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re

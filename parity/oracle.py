@@ -14,8 +14,6 @@ their device, so that a GPU can compute the paper's full shapes; all others beco
 Both kinds go through the same operations.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -11,8 +11,6 @@ program without gradients, which on a GPU must have a kernel that reads the code
 PEFT's DoRA runs over the same values, as torchao's tensors or, for NF4, as bitsandbytes'.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

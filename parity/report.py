@@ -14,8 +14,6 @@ for a quantity, and the difference between the frameworks. Numbers that JSON can
 (infinity, NaN) are null. `read` expands the lists.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -10,8 +10,6 @@ reproduce a trained adapter. The losses in every layout must equal those on one 
 is fp32, so that only the order of sums differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """torchao's quantised weights: creates them, splits them into codes and scales, and dequantises
 them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import ml_dtypes

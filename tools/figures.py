@@ -1,7 +1,5 @@
 """The figures of the pages: one that is computed, and the others from the committed results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ The report has one line of JSON for each test file: how many tests passed, how m
 and the names of those that failed. The exit status is 1 if a test failed or none passed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import xml.etree.ElementTree as ElementTree

@@ -13,8 +13,6 @@ anew, and `tests/tools/test_pages.py` compares them with the files. mkdocs, whic
 module, leaves the comments out and draws the figures.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -11,8 +11,6 @@ The exit status is 1 if a tool found any other error, missed a planted fault, or
 compute-sanitizer is missing, or no kernel has the given name, nothing is written.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """What the comments of `tools.pages` call: rows of results, and tables of them in Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -12,8 +12,6 @@ not in every call. Two layers are compared with fp32. One line is one variant of
 device time (cold L2 cache) and wall time; `benchmarks.report` lists its fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

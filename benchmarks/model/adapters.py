@@ -1,7 +1,5 @@
 """Projections with LoRA and with DoRA, for the decoders that are compared."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ decoder of `jax_dora.lm.models`, because `against` needs the same program for Lo
 checkouts, of which one may have no models, and `scale` runs it on explicit mesh axes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The model in JAX: the decoder with `jax_dora.apply_dora`, or with LoRA."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """The decoder on several devices: the sharding of each array on a mesh, and random arrays."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

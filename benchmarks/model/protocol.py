@@ -1,8 +1,6 @@
 """The sizes of decoders, and the variants that the level `model` measures (arXiv 2603.22276,
 section 5)."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The model in torch: transformers' Qwen3 with random weights, adapted by PEFT or torch_dora."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Judges the results of a run, with the tolerances of `parity.tolerances.caps`."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence

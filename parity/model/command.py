@@ -1,7 +1,5 @@
 """`python -m parity model`: runs all systems, one after the other, on the same weights."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """Distances between the results of two systems. All sums are in fp64, on the device of the
 results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Every `W' = m ∘ (W + sBA) / ‖W + sBA‖` is a dense matrix, differentiated b
 held constant. It shares no formula with the packages, and no code with transformers or PEFT.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

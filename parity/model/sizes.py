@@ -1,7 +1,5 @@
 """The sizes of the decoder, and the runs of `python -m parity model`."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 All tensors have PyTorch's layout: projections `[out, in]`, lora_a `[r, in]`, lora_b `[out, r]`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

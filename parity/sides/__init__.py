@@ -21,8 +21,6 @@ On both sides tensors are torch's, in PyTorch's layout. An `implementation` is o
     "peft"      Hugging Face PEFT's layers, on torch's side
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Bounds for a whole adapted layer and its gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from parity import oracle

@@ -1,7 +1,5 @@
 """Bounds for the operators: the norm, g, the compose, SwiGLU and rows rounded to FP8."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from parity import oracle

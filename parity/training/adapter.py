@@ -1,7 +1,5 @@
 """The initial adapter of a training run as NumPy arrays, drawn without either framework."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

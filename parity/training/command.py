@@ -1,8 +1,6 @@
 """`python -m parity training`: runs every seed and variant in its own process, then compares the
 runs."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Compares two runs that start from the same state and use the same batches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A short fp32 run in both frameworks, in this process: it takes seconds on a CPU."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import tempfile

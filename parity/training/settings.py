@@ -1,7 +1,5 @@
 """The settings of a training run, the same for both frameworks: model, text and hyperparameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Self
 

@@ -4,8 +4,6 @@ It is split by files: top-level modules train the base model, modules of package
 and every tenth module of packages is held out.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import sysconfig

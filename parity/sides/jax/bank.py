@@ -1,7 +1,5 @@
 """A mixed batch over a bank of adapters in jax_dora."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`jax_dora.lm.models` with jax_dora's layers, or without an adapter, on given weights."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Its projections are `jax_dora.DoRALinear`, or the same computation in plain jnp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Tensors are passed through DLPack, without a copy on a GPU. Matrix products of f
 computed in fp32: XLA's default on an NVIDIA GPU is TF32.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

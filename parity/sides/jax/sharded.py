@@ -1,7 +1,5 @@
 """jax_dora's layer on a mesh of four devices with automatic axes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ Magnitudes are not decayed: without training they equal the base's norms, not 0.
 clipped, since the two clip with different formulas (torch adds 10⁻⁶ to the norm).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

@@ -1,8 +1,6 @@
 """transformers' Qwen3 with torch_dora's layers, with PEFT's, or without an adapter, on given
 weights."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Its projections are `torch_dora.DoRALinear`, the same computation in plain torch
 weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

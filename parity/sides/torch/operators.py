@@ -1,7 +1,5 @@
 """torch_dora, and the same computations in plain torch, in fp32 without TF32."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

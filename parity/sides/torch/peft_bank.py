@@ -1,7 +1,5 @@
 """The adapters of a mixed batch in Hugging Face PEFT: their folders, and each one's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One layer with Hugging Face PEFT's DoRA over a quantised weight, which PEFT calls QDoRA."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs functions in several processes on this host, one per device: gloo on a CPU, NCCL on GPUs."""
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """torch_dora's layer in several processes: DDP, FSDP2 and DTensor's tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

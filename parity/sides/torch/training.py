@@ -9,8 +9,6 @@ weight; softmax in fp32; the residual stream in bf16. `parity.sides.jax.training
 optimizers.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
