@@ -15,6 +15,7 @@ from jax_dora.adapt import merge_dora as merge_dora
 from jax_dora.adapt import quantize as quantize
 from jax_dora.adapt import remove_dora as remove_dora
 from jax_dora.adapt import set_adapter as set_adapter
+from jax_dora.adapt import to_lora as to_lora
 from jax_dora.bank import AdapterBank as AdapterBank
 from jax_dora.bank import with_bank as with_bank
 from jax_dora.layers import DoRAConv as DoRAConv

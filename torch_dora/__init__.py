@@ -19,6 +19,7 @@ from torch_dora.adapt import coverage as coverage
 from torch_dora.adapt import disable_adapters as disable_adapters
 from torch_dora.adapt import merge_dora as merge_dora
 from torch_dora.adapt import remove_dora as remove_dora
+from torch_dora.adapt import to_lora as to_lora
 from torch_dora.bank import AdapterBank as AdapterBank
 from torch_dora.bank import with_bank as with_bank
 from torch_dora.layers import DoRAConv as DoRAConv

@@ -118,8 +118,8 @@ class Source:
             if not self.is_lora(name):
                 raise ValueError(
                     f"use_dora is False and the magnitude of {name} is not its norm; expected a "
-                    "LoRA adapter, such as load_adapter returns for a LoRA folder: pass "
-                    "use_dora=True for a DoRA adapter"
+                    "LoRA adapter, such as load_adapter returns for a LoRA folder, or to_lora for "
+                    "a DoRA adapter: pass use_dora=True for a DoRA adapter"
                 )
         self._check_ties(config)
         if for_peft:

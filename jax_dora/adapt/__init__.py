@@ -16,6 +16,7 @@ them.
 | apply.py | `apply_dora` |
 | adapter.py | `Adapter`, `get_adapter`, `set_adapter`: an adapter as a value |
 | merge.py | `merge_dora` |
+| lora.py | `to_lora`: the best plain LoRA of an adapter |
 | quantize.py | `quantize` |
 | coverage.py | `coverage`: the table of a model's weights |
 | weight.py | `AdaptableWeight`: a weight and how it can be adapted |
@@ -51,6 +52,7 @@ from jax_dora.adapt.adapter import get_adapter as get_adapter
 from jax_dora.adapt.adapter import set_adapter as set_adapter
 from jax_dora.adapt.apply import apply_dora as apply_dora
 from jax_dora.adapt.coverage import coverage as coverage
+from jax_dora.adapt.lora import to_lora as to_lora
 from jax_dora.adapt.merge import merge_dora as merge_dora
 from jax_dora.adapt.quantize import quantize as quantize
 from jax_dora.adapt.tree import remove_dora as remove_dora

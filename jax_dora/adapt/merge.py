@@ -160,7 +160,7 @@ def _untie_heads(model: Any, embed: Any, adapters: list[Any]) -> Any:
     these adapters merged into it."""
     kernel = embed.embedding.get_value()
     if adapters:
-        change: Any = functools.reduce(_change, adapters, None)
+        change: Any = functools.reduce(weight_change, adapters, None)
         embed.embedding.set_value(add_change(kernel, change))
     model = untie_heads(model, embed)
     embed.embedding.set_value(kernel)
@@ -201,7 +201,7 @@ def _merge_layer(
     kernel = parameter.get_value()
     with named_in_errors(path, "merged"):
         check_kernel(kernel, sources[0].contraction, sources[0].stack)
-    change: Any = functools.reduce(_change, sources, None)
+    change: Any = functools.reduce(weight_change, sources, None)
     merged = add_change(kernel, change)
     if quantised.is_quantised(kernel) and requantize:
         if not isinstance(sources[0], DoRALayer):
@@ -245,8 +245,9 @@ def report_entry(path: str, kernel: jax.Array, change: jax.Array, merged: Any) -
     )
 
 
-def _change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.Array:
-    """Returns W' - W after merging `layer`, given W' - W of the adapters merged before it."""
+def weight_change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) -> jax.Array:
+    """Returns W' - W in the kernel's shape after merging `layer`, given W' - W of the adapters
+    merged before it."""
     parameters = {name: getattr(layer, name)[...] for name in ADAPTER_NAMES}
     parameters["kernel"] = layer.kernel_param[...]
     if before is not None:

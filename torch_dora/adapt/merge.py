@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,19 +76,8 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
             "tie_word_embeddings, the model computes a different result:%s",
             listing(f"{name}, tied to {', '.join(others)}" for name, others in tied.items()),
         )
-    aliases = parameter_aliases(model)
     plain: dict[str, Any] = {name: layer.merge() for name, layer in layers.items()}
-    for name, layer in layers.items():
-        # A bias that several modules share stays one parameter.
-        if (bias := layer._parameters.get("bias")) is not None:
-            plain[name]._parameters["bias"] = aliases[id(bias)]
-    merged = copy.deepcopy(
-        model, aliases | {id(layer): plain[name] for name, layer in layers.items()}
-    )
-    put_parameters_back(merged)
-    replaced_forward.refuse_shared(model, merged, {id(layer) for layer in plain.values()})
-    fast_path.disable_for_adapted(merged, DoRALayer)
-    warn_for_adapted(merged)
+    merged = copy_with(model, layers, plain, ("bias",))
     if tied:
         record_untied(merged)
     if not any(is_quantised(parameter) for parameter in merged.parameters()):
@@ -101,6 +91,35 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
         for name, layer in layers.items()
     )
     return merged, MergeReport(tuple(rows))
+
+
+def copy_with(
+    model: nn.Module,
+    layers: Mapping[str, DoRALayer],
+    new: Mapping[str, nn.Module],
+    shared: Sequence[str],
+) -> Any:
+    """Returns a copy of ``model``, in its memory, with new layers in the place of its adapted ones.
+
+    Args:
+        layers: the adapted layers.
+        new: the new ones, by the same names.
+        shared: the parameters of these that the copy has as the model has them: those that several
+            modules share stay one parameter.
+    """
+    aliases = parameter_aliases(model)
+    for name, layer in layers.items():
+        for attribute in shared:
+            if (parameter := layer._parameters.get(attribute)) is not None:
+                new[name]._parameters[attribute] = aliases[id(parameter)]
+    copied = copy.deepcopy(
+        model, aliases | {id(layer): new[name] for name, layer in layers.items()}
+    )
+    put_parameters_back(copied)
+    replaced_forward.refuse_shared(model, copied, {id(layer) for layer in new.values()})
+    fast_path.disable_for_adapted(copied, DoRALayer)
+    warn_for_adapted(copied)
+    return copied
 
 
 @torch.no_grad()

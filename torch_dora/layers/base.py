@@ -343,8 +343,14 @@ class DoRALayer(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
-        """Returns g∘(weight + scale·lora_b lora_a) in the weight's shape, in fp32 (fp64 for
+        """Returns W' = g∘(weight + scale·lora_b lora_a) in the weight's shape, in fp32 (fp64 for
         fp64)."""
+        return self.as_weight(self.weight_change(is_merged=True))
+
+    @torch.no_grad()
+    def weight_change(self, *, is_merged: bool = False) -> Tensor:
+        """Returns W' - weight, or W' itself with ``is_merged``, in the shape of
+        :meth:`weight_matrix` and in fp32 (fp64 for fp64)."""
         matrices: tuple[Any, Any, Any] = self.matrices()
         global_weight = matrices[0]
         weight, lora_a, lora_b = shards.local_matrices(*matrices)
@@ -352,17 +358,19 @@ class DoRALayer(nn.Module):
         g = shards.local_rows(self.g(global_weight.dtype), global_weight).to(dtype)
         with no_autocast(weight):
             if weight.ndim == 2:
-                merged = product(lora_b, lora_a, dtype)
+                change = product(lora_b, lora_a, dtype)
             else:
                 pairs = zip(lora_b, lora_a, strict=True)
-                merged = torch.stack([product(b, a, dtype) for b, a in pairs])
+                change = torch.stack([product(b, a, dtype) for b, a in pairs])
             weight = dense(weight, dtype) if quantised.is_quantised(weight) else weight
-            merged = merged.mul_(self.scale).add_(weight)
-            merged = merged.mul_(g.reshape(*weight.shape[:-1], 1))
+            g = g.reshape(*weight.shape[:-1], 1)
+            # g(W + sBA) - W would lose the small change by cancellation.
+            change = change.mul_(g * self.scale).add_((g - 1) * weight)
+            change = change.add_(weight) if is_merged else change
         if shards.is_sharded(global_weight):
             placements, shape = global_weight.placements, global_weight.shape
-            merged = shards.from_local(merged, global_weight, placements, shape)
-        return self.as_weight(merged)
+            change = shards.from_local(change, global_weight, placements, shape)
+        return change
 
     @torch.no_grad()
     def merge(self) -> nn.Module:
