@@ -12,8 +12,6 @@ from dora_common.hyperparameters import is_integer
 from jax_dora.adapt.adapter import Adapter
 from jax_dora.bank.adapter_bank import AdapterBank
 from jax_dora.bank.host import HostAdapter
-from jax_dora.bank.recently_used import RecentlyUsed
-from jax_dora.bank.slot_cache import SlotCache
 from jax_dora.peft.names import Names
 
 type Source = str | os.PathLike[str]
@@ -31,11 +29,15 @@ class StoredAdapter:
       name: the adapter's name.
       host: the adapter, in the layout of the bank.
       extra: what else was stored with this version, such as its tokenizer.
+      slot: its slot in the bank, if it has one.
+      users: how many times it is acquired.
     """
 
     name: str
     host: HostAdapter
     extra: Any = None
+    slot: int | None = None
+    users: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,6 +77,8 @@ class AdapterStore:
     adapters, hold `lock` while you read `bank` and run the step.
 
     Attributes:
+      bank: the current bank.
+      loads, evictions: the numbers of loads into slots and of evictions so far.
       lock: a lock that every method holds, but not while it reads a folder.
     """
 
@@ -101,26 +105,15 @@ class AdapterStore:
                 f"host_bytes is {host_bytes!r}; expected a whole number of at least 0, or None"
             )
         self.lock = threading.RLock()
-        self._slot_cache: SlotCache[StoredAdapter] = SlotCache(bank)
+        self.bank, self._host_bytes = bank, host_bytes
+        self.loads = self.evictions = 0
+        self._free = list(range(bank.slots - 1, -1, -1))
         self._pytorch_names = names
         self._versions: dict[str, _Version] = {}
-        # Those that can be read again, except adapters in slots or in use beyond the limit.
-        self._in_memory: RecentlyUsed[StoredAdapter] = RecentlyUsed(host_bytes)
-
-    @property
-    def bank(self) -> AdapterBank:
-        """The current bank."""
-        return self._slot_cache.bank
-
-    @property
-    def loads(self) -> int:
-        """The number of loads into slots so far."""
-        return self._slot_cache.loads
-
-    @property
-    def evictions(self) -> int:
-        """The number of evictions so far."""
-        return self._slot_cache.evictions
+        # The adapters in slots, and the sizes of those that can be read again, except adapters in
+        # slots or in use beyond the limit; of both the least recently used first.
+        self._in_slots: dict[StoredAdapter, None] = {}
+        self._in_memory: dict[StoredAdapter, int] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,8 +125,8 @@ class AdapterStore:
     def slots(self) -> dict[str, int]:
         """The slot of each adapter that has one, by name."""
         with self.lock:
-            slots = self._slot_cache.slots.items()
-            return {held.name: slot for held, slot in slots if self._is_current(held)}
+            held = filter(self._is_current, self._in_slots)
+            return {one.name: one.slot for one in held if one.slot is not None}
 
     def __contains__(self, name: object) -> bool:
         return name in self._versions
@@ -188,7 +181,7 @@ class AdapterStore:
             adapter = self._version(name).adapter()
             del self._versions[name]
             if adapter is not None:
-                self._in_memory.remove(adapter)
+                self._in_memory.pop(adapter, None)
 
     def get(self, name: str) -> StoredAdapter:
         """Returns the current version of an adapter, read again if it was dropped.
@@ -234,9 +227,19 @@ class AdapterStore:
             adapter = self.get(adapter)
         with self.lock:
             self._check_room(adapter)
-            slot = self._slot_cache.pin(adapter, adapter.host)
-            assert slot is not None
-            return slot
+            if adapter.slot is None:
+                slot = self._free.pop() if self._free else self._drop(self._idle()[0])
+                try:
+                    self.bank = self.bank.load(slot, adapter.host)
+                except BaseException:
+                    self._free.append(slot)
+                    raise
+                adapter.slot = slot
+                self.loads += 1
+            self._in_slots.pop(adapter, None)
+            self._in_slots[adapter] = None
+            adapter.users += 1
+            return adapter.slot
 
     def release(self, adapter: str | StoredAdapter, slot: int | None = None) -> None:
         """Releases an adapter that `acquire` returned the slot of.
@@ -252,16 +255,14 @@ class AdapterStore:
         with self.lock:
             acquired = [
                 held
-                for held, at in self._slot_cache.slots.items()
-                if adapter in (held, held.name)
-                and self._slot_cache.pins(held)
-                and slot in (None, at)
+                for held in self._in_slots
+                if adapter in (held, held.name) and held.users and slot in (None, held.slot)
             ]
             if not acquired:
                 name = adapter.name if isinstance(adapter, StoredAdapter) else adapter
                 where = "" if slot is None else f" in slot {slot}"
                 raise ValueError(f"adapter {name!r}{where} is released, but nobody has acquired it")
-            self._slot_cache.unpin(min(acquired, key=self._is_current))
+            min(acquired, key=self._is_current).users -= 1
             self._empty_slots()
 
     def _version(self, name: str) -> _Version:
@@ -278,7 +279,8 @@ class AdapterStore:
         return version is not None and version.adapter() is adapter
 
     def _check_room(self, adapter: StoredAdapter | None) -> None:
-        if not self._slot_cache.has_room(adapter):
+        has_slot = adapter is not None and adapter.slot is not None
+        if not (has_slot or self._free or self._idle()):
             raise SlotsBusy(
                 f"all {self.bank.slots} slots hold adapters that are in use; wait until one is "
                 "released"
@@ -286,9 +288,23 @@ class AdapterStore:
 
     def _empty_slots(self) -> None:
         """Empties the slots of adapters that have been removed and that nobody has acquired."""
-        for held in list(self._slot_cache.slots):
-            if not self._slot_cache.pins(held) and not self._is_current(held):
-                self._slot_cache.drop(held)
+        for held in self._idle():
+            if not self._is_current(held):
+                slot = self._drop(held)
+                self.bank = self.bank.evict(slot)
+                self._free.append(slot)
+
+    def _idle(self) -> list[StoredAdapter]:
+        """Returns the adapters in slots that nobody has acquired, the least recently used first."""
+        return [held for held in self._in_slots if not held.users]
+
+    def _drop(self, adapter: StoredAdapter) -> int:
+        """Takes an adapter's slot from it, and returns the slot."""
+        slot, adapter.slot = adapter.slot, None
+        assert slot is not None
+        del self._in_slots[adapter]
+        self.evictions += 1
+        return slot
 
     def _read_again(self, name: str, version: _Version) -> StoredAdapter:
         """Reads an adapter that was dropped; raises ValueError if its folder holds another one."""
@@ -317,7 +333,14 @@ class AdapterStore:
         """Marks an adapter as the last used one, and drops others to respect `host_bytes`."""
         if isinstance(self._versions[adapter.name].source, StoredAdapter):
             return
-        for dropped in self._in_memory.use(adapter, adapter.host.nbytes):
+        kept = self._in_memory
+        kept.pop(adapter, None)
+        kept[adapter] = adapter.host.nbytes
+        while self._host_bytes is not None and len(kept) > 1:
+            if sum(kept.values()) <= self._host_bytes:
+                break
+            dropped = next(iter(kept))
+            del kept[dropped]
             version = self._versions[dropped.name]
             if not callable(version.source):
                 version.digest = dropped.host.digest

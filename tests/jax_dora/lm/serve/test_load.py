@@ -82,8 +82,7 @@ def test_load_and_faults(
         assert "damaged-1" in server.adapters.damaged()
         assert server.engine.free_rows == changed.batch
         assert server.engine.waiting == 0
-        cache = server.engine._adapters._slot_cache
-        assert not any(map(cache.pins, cache.slots))
+        assert not any(adapter.users for adapter in server.engine._adapters._in_slots)
         assert arrays_after <= arrays
         assert memory_after - memory < 50 * 2**20
 
