@@ -19,13 +19,12 @@ them.
 | lora.py | `to_lora`: the best plain LoRA of an adapter |
 | quantize.py | `quantize` |
 | coverage.py | `coverage`: the table of a model's weights |
-| weight.py | `AdaptableWeight`: a weight and how it can be adapted |
+| weight.py | `AdaptableWeight`: a weight, how it can be adapted, and how its layers are stacked |
 | weight_adapter.py | `WeightAdapter`: the adapter of a weight whose module keeps its class |
 | adapted_class.py | the subclass of such a module, whose methods trace adapted weights |
 | inventory.py | lists the weights of a model |
 | nested_weights.py | weights that cannot be adapted where they are |
 | reads.py | finds the operations that read each weight in an abstract call |
-| infer_stack.py | finds the axis along which `nnx.vmap` has stacked layers |
 | bridge.py | linen modules inside an nnx model |
 | tree.py | walks a model by paths, replaces its modules; `remove_dora` |
 

@@ -29,6 +29,18 @@ from jax_dora.tracing.weight import Weight
 ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")
 
 
+def _in_module(name: str) -> Any:
+    """Returns a property that is the attribute of the adapter in the weight's module."""
+    return property(
+        lambda self: getattr(self.module, self.weight.attribute(name)),
+        lambda self, value: setattr(self.module, self.weight.attribute(name), value),
+    )
+
+
+def _of_rule(name: str) -> Any:
+    return property(lambda self: getattr(self._rule, name))
+
+
 class WeightAdapter:
     """An adapted weight with the interface of `jax_dora.DoRALayer`. All its state is in the module.
 
@@ -44,23 +56,14 @@ class WeightAdapter:
     takes = frozenset({"keep_inner"})
 
     norm: Any = DoRALayer.norm
+    lora_a, lora_b, magnitude, dropout, given_norm, given_g = map(_in_module, ATTRIBUTES)
+    rank, alpha, scale = map(_of_rule, ("rank", "alpha", "scale"))
+    use_rslora, dropout_mode = map(_of_rule, ("use_rslora", "dropout_mode"))
+    implementation = _of_rule("implementation")
 
     def __init__(self, module: Any, weight: AdaptableWeight) -> None:
         self.module = module
         self.weight = weight
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the adapter, or else of the rule: rank, alpha, scale and so
-        on."""
-        if name in ATTRIBUTES:
-            return getattr(self.module, self.weight.attribute(name))
-        return getattr(self._rule, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ATTRIBUTES:
-            setattr(self.module, self.weight.attribute(name), value)
-        else:
-            object.__setattr__(self, name, value)
 
     @property
     def _rule(self) -> DoRARule:
