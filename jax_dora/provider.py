@@ -18,7 +18,7 @@ from jax_dora.adapt.apply import adapt_weights
 from jax_dora.adapt.inventory import find_weights
 from jax_dora.adapt.quantize import quantize
 from jax_dora.adapt.reads import record_reads
-from jax_dora.adapt.tree import dora_layers_of, find_modules, replace_modules
+from jax_dora.adapt.tree import find_dora_layers, find_modules, replace_modules
 from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.layers.rule import DoRARule
@@ -138,7 +138,7 @@ class DoRAProvider(LoraProvider):
         check_has_values(model, "DoRAProvider")
         reads = record_reads(model, example)
         modules = find_modules(model, opens_linen=True)
-        dora_layers_of(modules)  # raises for adapters that would not belong to the others
+        find_dora_layers(modules)  # raises for adapters that would not belong to the others
         weights = find_weights(modules, reads)
         products = [weight for weight in weights if _is_read_by_products(weight, reads)]
         matched = [(weight, self._rule_at(weight)) for weight in products]

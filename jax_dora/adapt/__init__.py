@@ -27,23 +27,6 @@ them.
 | reads.py | finds the operations that read each weight in an abstract call |
 | bridge.py | linen modules inside an nnx model |
 | tree.py | walks a model by paths, replaces its modules; `remove_dora` |
-
-Checkpoints need nothing from this library. Orbax saves an adapter alone as the arrays of
-`get_adapter`, and restores it into the arrays of a model with the same rules:
-
-    checkpointer.save(folder, get_adapter(model).arrays)
-    fresh = get_adapter(model)
-    arrays = checkpointer.restore(folder, fresh.arrays)
-    model = set_adapter(model, dataclasses.replace(fresh, arrays=arrays), rngs=nnx.Rngs(0))
-
-(`rngs` is for the masks of an adapter with dropout.)
-
-To resume training bit for bit, save everything that a step changes, but not the base model:
-
-    changing = nnx.Any(nnx.LoRAParam, nnx.RngState, nnx.OptState)
-    checkpointer.save(folder, nnx.to_pure_dict(nnx.state((model, optimizer), changing)))
-    target = nnx.to_pure_dict(nnx.state((model, optimizer), changing))
-    nnx.update((model, optimizer), checkpointer.restore(folder, target))
 """
 
 from jax_dora.adapt.adapter import Adapter as Adapter

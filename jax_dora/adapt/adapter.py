@@ -28,7 +28,7 @@ from jax_dora.adapt.tree import (
     by_path,
     check_model,
     close_linen_modules,
-    dora_layers_of,
+    find_dora_layers,
     find_modules,
     replace_modules,
     without_adapters,
@@ -75,7 +75,7 @@ def get_adapter(model: nnx.Module) -> Adapter:
     """
     check_model(model, for_linen="jax_dora.linen.split_adapters")
     modules = find_modules(model)
-    layers = {paths[0]: layer for paths, layer in dora_layers_of(modules).items()}
+    layers = {paths[0]: layer for paths, layer in find_dora_layers(modules).items()}
     if not layers:
         raise ValueError("model holds no adapter; expected a model from apply_dora")
     if replaced := replaced_parameters(model):

@@ -16,7 +16,7 @@ from jax_dora.adapt.inventory import LINEN_REFUSAL, REMEDY, find_weights
 from jax_dora.adapt.reads import record_reads
 from jax_dora.adapt.tree import (
     check_model,
-    dora_layers_of,
+    find_dora_layers,
     find_modules,
     named_in_errors,
     replace_modules,
@@ -81,7 +81,7 @@ def apply_dora[Model: nnx.Module](
     reads = None if example is None else record_reads(model, Example.of(example))
     copy = nnx.clone(model)
     modules = find_modules(copy, opens_linen=True)
-    dora_layers_of(modules)  # raises for adapters that would not belong to the others
+    find_dora_layers(modules)  # raises for adapters that would not belong to the others
     weights = find_weights(modules, reads)
     _check_linen(weights, rules)
     return adapt_weights(copy, weights, assign_rules(weights, rules), rngs)

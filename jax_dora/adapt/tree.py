@@ -47,15 +47,10 @@ def check_model(model: Any, *, for_linen: str | None = None) -> None:
     raise TypeError(message)
 
 
-def find_dora_layers(model: nnx.Module) -> Modules:
-    """Returns every DoRA layer and adapted weight of `model`, in the order of the paths. Raises
-    NotImplementedError if a linen module with adapters in it would be left out."""
-    return dora_layers_of(find_modules(model))
-
-
-def dora_layers_of(modules: Modules) -> Modules:
-    """Returns the DoRA layers among `modules` and their adapted weights, as `find_dora_layers`
-    does."""
+def find_dora_layers(model: nnx.Module | Modules) -> Modules:
+    """Returns every DoRA layer and adapted weight of a model, or among its modules, in the order of
+    the paths. Raises NotImplementedError if a linen module with adapters would be left out."""
+    modules = model if isinstance(model, dict) else find_modules(model)
     if linen_modules := [paths[0] for paths, one in modules.items() if _has_linen_adapters(one)]:
         raise NotImplementedError(
             "the model holds linen modules with adapters in nnx.bridge.ToNNX, whose arrays are no "
@@ -190,7 +185,7 @@ def without_adapters[Model: nnx.Module](model: Model) -> tuple[Model, Modules]:
     check_model(model, for_linen="jax_dora.linen.split_adapters")
     copy = nnx.clone(model)
     modules = find_modules(copy, opens_linen=True)
-    dora_layers_of(modules)  # raises for adapters that would stay
+    find_dora_layers(modules)  # raises for adapters that would stay
     for module in modules.values():
         if has_dora_type(module):
             restore_plain_class(module)

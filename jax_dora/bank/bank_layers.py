@@ -18,7 +18,7 @@ from jax_dora.layers.base_layer import copy_attributes, new_instance
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.einsum import DoRAEinsum, DoRALinearGeneral
 from jax_dora.layers.quantised_kernel import compute_as_stored
-from jax_dora.ops.bank_linear import bank_linear, bank_linears
+from jax_dora.ops.bank_linear import bank_linears
 from jax_dora.ops.bank_projection import bank_projections
 from jax_dora.ops.bank_slots import SlotProjection, Slots
 from jax_dora.ops.dispatch import mesh as meshes
@@ -141,15 +141,15 @@ class BankLayer(nnx.Module):
             base, x, bias, slots, ids, step, first = operands
             matrix = contraction.arrange_result(base)
             tokens = math.prod(matrix.shape[1 : len(contraction.rows)])
-            y = bank_linear(
-                matrix.reshape(batch, tokens, out_features),
+            base = matrix.reshape(batch, tokens, out_features)
+            projection = SlotProjection(
+                slots, base, first=first, slot_count=held.slot_count, bias=bias
+            )
+            (y,) = bank_linears(
                 contraction.arrange_input(x).reshape(batch, tokens, in_features),
-                slots,
+                [projection],
                 ids,
-                first=first,
-                slot_count=held.slot_count,
                 step=step,
-                bias=bias,
                 precision=self.precision,
                 implementation=self.bank_implementation,
             )

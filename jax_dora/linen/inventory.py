@@ -5,7 +5,7 @@ One abstract call of the model finds the operations that read each weight.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,24 +38,6 @@ class HiddenModule:
         return HiddenModule(self.module.copy(parent=scope))
 
 
-class _ObservedModel(nn.Module):
-    """Calls a model; `interceptor` runs the methods of its modules."""
-
-    held: HiddenModule
-    call_number: int
-
-    def setup(self) -> None:
-        self.bound = self.held.within(self.scope)
-
-    def __call__(self, interceptor: Callable[..., Any], example: Example) -> Any:
-        scope: Any = self.scope
-        # The flag is part of nn.jit's cache key. A cached trace of another call would have the
-        # scope names of that call.
-        scope.flags = {**scope.flags, "jax_dora": self.call_number}
-        with nn.intercept_methods(interceptor), jax.named_scope("dora[0]"):
-            return example.call(self.bound.module)
-
-
 def find_linen_weights(
     model: nn.Module, example: Example
 ) -> tuple[list[AdaptableWeight], Mapping[tuple[str, ...], Any]]:
@@ -64,13 +46,13 @@ def find_linen_weights(
     kernel of a layer with a counterpart in `jax_dora.layers` has `is_layer`. Raises any error of
     the call."""
     arrays, rebuild = split_arrays(example)
-    observed = _ObservedModel(HiddenModule(model), next(_CALL_NUMBERS))
+    number = next(_CALL_NUMBERS)
     modules: dict[str, nn.Module] = {"": model}
     log: Any = None
 
     def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, path = context.module, "/".join(context.module.path)
-        if context.method_name == "setup" or isinstance(module, _ObservedModel):
+        if context.method_name == "setup":
             return next_fun(*args, **kwargs)
         # Several modules may share a scope; prefer the layer that a DoRA class adapts.
         if path not in modules or dora_class_of(module):
@@ -81,11 +63,15 @@ def find_linen_weights(
         with jax.named_scope(f"dora[{list(modules).index(path)}]"):
             return next_fun(*args, **kwargs)
 
-    def init(arrays: Any) -> Any:
-        rngs = {"params": jax.random.key(0)}
-        return observed.init(rngs, interceptor, rebuild(arrays))
+    def observe(bound: Any, example: Example) -> Any:
+        # The flag is part of nn.jit's cache key. A cached trace of another call would have the
+        # scope names of that call.
+        bound.scope.flags = {**bound.scope.flags, "jax_dora": number}
+        with nn.intercept_methods(interceptor), jax.named_scope("dora[0]"):
+            return example.call(bound)
 
-    variables = jax.eval_shape(init, arrays)
+    rngs = {"params": jax.random.key(0)}
+    variables = jax.eval_shape(lambda a: nn.init(observe, model)(rngs, rebuild(a)), arrays)
     flat = traverse_util.flatten_dict(variables.get("params", {}))
     weights = {path: leaf for path, leaf in flat.items() if nn.unbox(leaf).ndim > 1}
     log = ReadLog(map(params_path, weights), modules)
@@ -97,13 +83,9 @@ def find_linen_weights(
                 value = log.traced(trace, params_path(path), nn.unbox(params[path]))
                 params[path] = nn.meta.replace_boxed(params[path], value)
             traced = {**variables, "params": traverse_util.unflatten_dict(params)}
-            result, _ = observed.apply(
-                traced,
-                interceptor,
-                rebuild(arrays),
-                rngs={"params": jax.random.key(0)},
-                mutable=[name for name in traced if name != "params"],
-            )
+            mutable = [name for name in traced if name != "params"]
+            apply = nn.apply(observe, model, mutable=mutable)
+            result, _ = apply(traced, rebuild(arrays), rngs=rngs)
         log.record_result(result)
 
     log.run(run, variables, arrays, example)

@@ -44,47 +44,12 @@ OP = "bank_linear"
 
 
 class BankSettings(NamedTuple):
-    """The settings of a bank's operators: `bank_linear`'s, and the number of slots of a layer for
+    """The settings of a bank's operators: `bank_linears`', and the number of slots of a layer for
     rows of one token."""
 
     implementation: str | None
     precision: Any
     slots: int = 0
-
-
-def bank_linear(
-    base: jax.Array,
-    x: jax.Array,
-    slots: Slots,
-    ids: jax.Array,
-    *,
-    first: jax.Array | None = None,
-    slot_count: int | None = None,
-    step: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    precision: lax.PrecisionLike = None,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Returns a projection's result, [batch, time, out] in base's dtype, with an adapter for each
-    row of the batch.
-
-    base [batch, time, out] is x [batch, time, in] times the kernel; ids i32[batch] are from
-    `checked_ids`; for `first` and `slot_count` see `SlotProjection`; `step` is `step_of` the ids,
-    computed here if None; bias [out] is never scaled. "mosaic" uses a kernel for both products of
-    rows of one token; for prompts, for the second product and the composition.
-
-    A row of id -1 is base + bias, bit for bit. A row of an invalid id or an empty slot is NaN.
-    Raises NotImplementedError if the named implementation does not support the call.
-    """
-    (y,) = bank_linears(
-        x,
-        [SlotProjection(slots, base, first=first, slot_count=slot_count, bias=bias)],
-        ids,
-        step=step,
-        precision=precision,
-        implementation=implementation,
-    )
-    return y
 
 
 def bank_linears(
@@ -96,8 +61,16 @@ def bank_linears(
     precision: lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> Sequence[jax.Array]:
-    """Returns `bank_linear` for several projections of the same x [batch, time, in] with the same
-    numbers of slots and ranks. For rows of one token that takes as many launches as one projection.
+    """Returns the results of projections of the same x [batch, time, in], [batch, time, out] in
+    base's dtype, with an adapter for each row of the batch. For rows of one token that takes as
+    many launches as one projection.
+
+    The projections have equal numbers of slots and ranks; ids i32[batch] are from `checked_ids`,
+    and `step` is `step_of` them, computed here if None. "mosaic" uses a kernel for both products of
+    rows of one token; for prompts, for the second product and the composition.
+
+    A row of id -1 is base + bias, bit for bit. A row of an invalid id or an empty slot is NaN.
+    Raises NotImplementedError if the named implementation does not support the call.
     """
     batch, time, _ = x.shape
     settings = BankSettings(implementation, static_precision(precision), projections[0].layer_slots)

@@ -46,7 +46,7 @@ def bank_projections(
 ) -> Sequence[jax.Array]:
     """Returns several projections of the same x [batch, time, in], each [batch, time, out] in x's
     dtype, with an adapter for each row. The arguments are those of `bank_linears`; "mosaic" uses
-    the kernels for the whole projection if they support the call, else the kernel of `bank_linear`.
+    the kernels for the whole projection if they support the call, else that of `bank_linears`.
 
     A row of id -1 is XLA's x W + bias, bit for bit. A row of an invalid id or an empty slot is NaN.
     Raises NotImplementedError if the named implementation does not support the call.

@@ -81,17 +81,17 @@ def factored_norm(
     operands = jax.tree.map(lax.stop_gradient, operands)
     scale_is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
     settings = NormSettings(implementation, scale_is_zero)
-    return NORM.on_explicit_axes(functools.partial(_norm, settings), operands)(operands)
+
+    def norm(operands: AdaptedKernel) -> jax.Array:
+        return primitive.call(NORM, settings, operands)[0]
+
+    return NORM.on_explicit_axes(norm, operands)(operands)
 
 
 def norm_implementation(implementation: str | None) -> str | None:
     """Returns the norm's implementation in a layer with the given one: "xla" and "eager" use no
     Mosaic kernel for it either, and "mosaic" concerns only the projection."""
     return "xla" if implementation in choose.PLAIN else None
-
-
-def _norm(settings: NormSettings, operands: AdaptedKernel) -> jax.Array:
-    return primitive.call(NORM, settings, operands)[0]
 
 
 def _run(settings: NormSettings, shard: Shard, operands: AdaptedKernel) -> tuple[jax.Array]:

@@ -8,12 +8,6 @@ its axis names. Settings are hashable, and static arguments under `jax.jit`.
 from typing import Any, NamedTuple
 
 
-class Implementation(NamedTuple):
-    """The settings of an operator that has no others: None or one of `choose.IMPLEMENTATIONS`."""
-
-    implementation: str | None
-
-
 class ProductSettings(NamedTuple):
     """The settings of a product of matrices; see `dora_linear`."""
 

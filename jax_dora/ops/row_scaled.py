@@ -22,7 +22,7 @@ from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import dot_general, per_feature
 from jax_dora.ops.mosaic.rows import row_codes
-from jax_dora.ops.operands import Implementation
+from jax_dora.ops.operands import ProductSettings
 from jax_dora.ops.rounding import bound
 
 QTYPE = row_codes.QTYPE
@@ -100,7 +100,7 @@ def coded(x: Any, implementation: str | None = None) -> RowScaled:
     one scale."""
     if implementation == "mosaic" and row_codes.refuses(*_call(x)):
         implementation = None
-    settings = Implementation(implementation)
+    settings = ProductSettings(implementation)
     return RowScaled(x, *primitive.call(ROW_CODES, settings, _Rows(lax.stop_gradient(x))))
 
 
@@ -131,7 +131,7 @@ def _call(x: jax.Array) -> tuple[int, int, Any]:
 
 
 def _run_codes(
-    settings: Implementation, shard: Shard, operands: _Rows
+    settings: ProductSettings, shard: Shard, operands: _Rows
 ) -> tuple[jax.Array, jax.Array]:
     (x,) = operands
     choice = None

@@ -181,33 +181,20 @@ class Names(NamedTuple):
 
     def zero_padding(
         self, shard: Shard, shapes: Sequence[tuple[int, ...]], operands: Sequence[Any]
-    ) -> list[Any]:
-        """Returns a device's operands with zeros in the padding of contracted axes.
-
-        XLA pads the last shard of an axis that the devices do not divide, with arbitrary values.
-
-        Args:
-          shard: how the call is sharded.
-          shapes: the global shape of each operand.
-          operands: the device's shard of each operand.
-        """
-        return [
-            self._with_zero_padding(shard, names, shape, operand)
-            for names, shape, operand in zip(self.operands, shapes, operands, strict=True)
-        ]
-
-    def _with_zero_padding(
-        self, shard: Shard, names: Sequence[str], shape: Any, array: Any
-    ) -> jax.Array:
-        for axis, name in enumerate(names):
-            size, mesh_axes = array.shape[axis], shard.mesh_axes(name)
-            if name not in self.contracted or not mesh_axes:
-                continue
-            if size * lax.axis_size(mesh_axes) == shape[axis]:
-                continue
-            index = lax.broadcasted_iota(jnp.int32, array.shape, axis) + shard.start(name, size)
-            array = jnp.where(index < shape[axis], array, jnp.zeros((), array.dtype))
-        return array
+    ) -> Iterator[jax.Array]:
+        """Yields a device's operands with zeros in the padding of contracted axes: XLA pads the
+        last shard of an axis that the devices do not divide with arbitrary values. `shapes` are
+        those of the whole arrays."""
+        for names, shape, array in zip(self.operands, shapes, operands, strict=True):
+            for axis, name in enumerate(names):
+                size, mesh_axes = array.shape[axis], shard.mesh_axes(name)
+                if name not in self.contracted or not mesh_axes:
+                    continue
+                if size * lax.axis_size(mesh_axes) != shape[axis]:
+                    index = lax.broadcasted_iota(jnp.int32, array.shape, axis)
+                    is_inside = index + shard.start(name, size) < shape[axis]
+                    array = jnp.where(is_inside, array, jnp.zeros((), array.dtype))
+            yield array
 
 
 def _names(text: str, ndim: int) -> tuple[str, ...]:

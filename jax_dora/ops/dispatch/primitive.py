@@ -252,7 +252,7 @@ def _partitioned(op: Op, settings: Any, tree: Any, avals: Sequence[Any]) -> Any:
             # An empty mesh, because a device's shards are not sharded further.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 parts = names.zero_padding(shard, [aval.shape for aval in avals], leaves)
-                return jax.tree.leaves(op.run(settings, shard, tree.unflatten(parts)))
+                return jax.tree.leaves(op.run(settings, shard, tree.unflatten(list(parts))))
 
         def shardings(arrays: Sequence[tuple[str, ...]]) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, spec(axes, shard)) for axes in arrays)

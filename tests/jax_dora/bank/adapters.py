@@ -14,7 +14,16 @@ from flax import nnx
 import jax_dora
 from jax_dora import DoRARule
 from jax_dora.adapt.tree import by_path, find_modules
+from jax_dora.ops.bank_linear import bank_linears
+from jax_dora.ops.bank_slots import SlotProjection
 from parity import oracle
+
+
+def bank_linear(base, x, slots, ids, *, first=None, slot_count=None, bias=None, **options):
+    """The result of one projection of x with an adapter for each row."""
+    projection = SlotProjection(slots, base, first=first, slot_count=slot_count, bias=bias)
+    (y,) = bank_linears(x, [projection], ids, **options)
+    return y
 
 
 def drawn(

@@ -17,11 +17,11 @@ from jax import lax
 
 from jax_dora import ops
 from jax_dora.ops import weight_only
-from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_projection import bank_projections
 from jax_dora.ops.bank_slots import SlotProjection, Slots
 from jax_dora.ops.dropout import Dropout, draw_seed
 from tests import quantised
+from tests.jax_dora.bank.adapters import bank_linear
 
 LAUNCHES = 4000
 QTYPES = ("nf4", "int8", "float8_e4m3fn")

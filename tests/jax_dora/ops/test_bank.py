@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_slots import Slots
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.mosaic.bank import bank_decode, bank_rows
 from parity import tolerances
 from parity.oracle import fp64
+from tests.jax_dora.bank.adapters import bank_linear
 from tests.jax_dora.programs import equations, for_cuda
 from tests.tables import thinned
 

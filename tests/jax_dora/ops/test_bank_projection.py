@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_projection import bank_projections
 from jax_dora.ops.bank_slots import SlotProjection, Slots
 from jax_dora.ops.dispatch import choose
 from parity.oracle import fp64
+from tests.jax_dora.bank.adapters import bank_linear
 from tests.jax_dora.ops.test_bank import exact, operands
 from tests.jax_dora.programs import aval, equations, for_cuda
 from tests.tables import thinned

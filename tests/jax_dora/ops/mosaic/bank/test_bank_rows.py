@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.bank_linear import bank_linear
 from jax_dora.ops.bank_slots import Slots, compose_rows, rows_of
 from jax_dora.ops.mosaic.bank import bank_decode, bank_rows, bank_rows_sizes
 from jax_dora.ops.mosaic.bank.bank_rows import refuses
@@ -15,6 +14,7 @@ from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member
 from jax_dora.ops.mosaic.hopper.limits import RESERVED, SHARED_MEMORY
 from parity import tolerances
 from parity.oracle import fp64
+from tests.jax_dora.bank.adapters import bank_linear
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import slow, thinned
 
