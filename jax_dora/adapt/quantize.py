@@ -16,8 +16,8 @@ from jax_dora.adapt.adapted_class import adapter_of
 from jax_dora.adapt.inventory import find_weights
 from jax_dora.adapt.tree import check_model, named_in_errors
 from jax_dora.adapt.weight import AdaptableWeight, raise_for, raise_for_no_parameters
+from jax_dora.layers import kind_of
 from jax_dora.layers.base_layer import check_has_values, pad_axes, set_and_verify
-from jax_dora.layers.classes import kind_of
 from jax_dora.layers.magnitude import fresh_magnitude
 from jax_dora.layers.quantised_kernel import LAYERS, compute_quantised
 from jax_dora.layers.rule import DoRARule

@@ -15,7 +15,7 @@ from jax_dora.adapt.adapted_class import own_methods
 from jax_dora.adapt.bridge import LinenModule
 from jax_dora.adapt.tree import Modules, find_modules, shared_variables, without_adapters
 from jax_dora.adapt.weight import AdaptableWeight
-from jax_dora.layers.classes import kind_of
+from jax_dora.layers import kind_of
 from jax_dora.layers.dora_layer import Constant
 from jax_dora.layers.stack import STACK_LETTERS, stacked_axes, without_stack_axes
 from jax_dora.ops import quantised

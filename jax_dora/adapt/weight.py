@@ -11,8 +11,7 @@ import jax
 from flax import nnx
 
 from dora_common.rules import assign, listing
-from jax_dora.layers import DoRALayer, dora_class_of
-from jax_dora.layers.classes import kind_of
+from jax_dora.layers import DoRALayer, dora_class_of, kind_of
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule

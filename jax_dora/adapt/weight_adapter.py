@@ -23,7 +23,7 @@ from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.tracing.adapted_products import AdaptedReader
 from jax_dora.tracing.jaxpr_interpreter import mark_adapted
 from jax_dora.tracing.trace import WeightTrace
-from jax_dora.tracing.weight import Weight
+from jax_dora.tracing.weight_view import Weight
 
 # The attributes of an adapter in the module that owns the weight.
 ATTRIBUTES = (*ADAPTER_NAMES, "dropout", "given_norm", "given_g")

@@ -54,7 +54,6 @@ class BankLayer(nnx.Module):
       bank_implementation: the same as for `with_bank`.
     """
 
-    base_type: ClassVar[type[nnx.Module]]
     adapted_type: ClassVar[Any]  # the DoRA layer's class
     instead_of_adapting: ClassVar[str] = "take the model that with_bank was given"
 
@@ -119,7 +118,7 @@ class BankLayer(nnx.Module):
 
     def _unbiased(self) -> Any:
         """Returns the base layer without its bias, since the magnitude does not scale the bias."""
-        base = new_instance(self.base_type)
+        base = new_instance(self.adapted_type.base_type)
         copy_attributes(self, base, leave_out={"bias", "use_bias", *_BANK_ATTRIBUTES})
         base.bias, base.use_bias = nnx.data(None), False
         return base
@@ -204,7 +203,7 @@ class BankLinear(BankLayer, nnx.Linear):
     which may remain unsliced like the adapters; None if it is quantised or not stacked along
     leading axes."""
 
-    base_type, adapted_type = nnx.Linear, DoRALinear
+    adapted_type = DoRALinear
     can_take_codes = True
     apply_together = staticmethod(_apply_together)  # see `jax_dora.apply_layers`
 
@@ -260,7 +259,7 @@ def _apply_to_prompts(layers: Sequence[BankLinear], inputs: jax.Array) -> list[j
 class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
     """`nnx.LinearGeneral` with adapters of a bank."""
 
-    base_type, adapted_type = nnx.LinearGeneral, DoRALinearGeneral
+    adapted_type = DoRALinearGeneral
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         return self._call(inputs, out_sharding=out_sharding)
@@ -269,7 +268,7 @@ class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
 class BankEinsum(BankLayer, nnx.Einsum):
     """`nnx.Einsum` with adapters of a bank."""
 
-    base_type, adapted_type = nnx.Einsum, DoRAEinsum
+    adapted_type = DoRAEinsum
 
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None

@@ -17,8 +17,7 @@ from jax_dora.adapt.tree import (
 )
 from jax_dora.bank.adapter_bank import AdapterBank
 from jax_dora.bank.bank_layers import LAYER_CLASSES
-from jax_dora.layers import dora_class_of
-from jax_dora.layers.classes import kind_of
+from jax_dora.layers import dora_class_of, kind_of
 from jax_dora.ops.bank_linear import step_of
 from jax_dora.ops.dispatch import choose
 

@@ -15,8 +15,8 @@ from jax_dora.adapt.tree import find_dora_layers, named_in_errors
 from jax_dora.adapt.weight import AdaptableWeight, assign_rules, raise_for_no_parameters
 from jax_dora.layers import dora_class_of
 from jax_dora.layers.base_layer import pad_axes
+from jax_dora.layers.dora_linear import DoRALinear
 from jax_dora.layers.einsum import DoRAProjection
-from jax_dora.layers.linear import DoRALinear
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.bank_slots import Slots

@@ -15,10 +15,9 @@ A call of `DoRALinear` takes these steps. Other projections and convolutions dif
 | rule.py | `DoRARule`: the options of an adapter, and their checks |
 | dora_layer.py | `DoRALayer`: the base class of all DoRA layers |
 | product.py | `DoRAProduct`: a DoRA layer that multiplies its input by its kernel |
-| linear.py, einsum.py, conv.py, embed.py | the layers themselves |
+| dora_linear.py, einsum.py, conv.py, embed.py | the layers themselves |
 | together.py | what layers that read the same input do together |
 | gate_up.py | silu(gate(x)) * up(x) of two layers in one operation |
-| classes.py | the table from Flax layer to DoRA layer |
 | adapter_arrays.py | creates lora_a, lora_b and magnitude, fresh or from given arrays |
 | base_layer.py | the Flax layer below: which layers can be adapted, their attributes and sharding |
 | contraction.py | `Contraction`: the product over any axes, and its arrays as batches of matrices |
@@ -29,17 +28,46 @@ A call of `DoRALinear` takes these steps. Other projections and convolutions dif
 | quantised_kernel.py | Flax layers that compute with a quantised kernel |
 """
 
+from typing import Any
+
+from flax import nnx
+
 from jax_dora.layers.adapter_arrays import DoRAParam as DoRAParam
-from jax_dora.layers.classes import DORA_CLASSES as DORA_CLASSES
-from jax_dora.layers.classes import dora_class_of as dora_class_of
 from jax_dora.layers.conv import DoRAConv as DoRAConv
 from jax_dora.layers.conv import DoRAConvTranspose as DoRAConvTranspose
 from jax_dora.layers.dora_layer import DoRALayer as DoRALayer
+from jax_dora.layers.dora_linear import DoRALinear as DoRALinear
 from jax_dora.layers.einsum import DoRAEinsum as DoRAEinsum
 from jax_dora.layers.einsum import DoRALinearGeneral as DoRALinearGeneral
 from jax_dora.layers.embed import DoRAEmbed as DoRAEmbed
 from jax_dora.layers.gate_up import swiglu as swiglu
-from jax_dora.layers.linear import DoRALinear as DoRALinear
 from jax_dora.layers.rule import DoRARule as DoRARule
 from jax_dora.layers.together import apply_layers as apply_layers
 from jax_dora.layers.together import layer_inputs as layer_inputs
+
+# The DoRA layer by the class of the base layer, for all code that adapts, merges, loads or saves.
+DORA_CLASSES: dict[type[nnx.Module], type[DoRALayer]] = {
+    cls.base_type: cls
+    for cls in (
+        DoRALinear,
+        DoRALinearGeneral,
+        DoRAEinsum,
+        DoRAEmbed,
+        DoRAConv,
+        DoRAConvTranspose,
+    )
+}
+
+
+def dora_class_of(module: nnx.Module) -> type[DoRALayer] | None:
+    """Returns the class that adapts a base layer; None for a DoRA layer and for a module that no
+    class adapts."""
+    if isinstance(module, DoRALayer):
+        return None
+    return next((DORA_CLASSES[cls] for cls in type(module).__mro__ if cls in DORA_CLASSES), None)
+
+
+def kind_of(module: Any) -> Any:
+    """Returns the class of a DoRA layer, or the class that adapts a base layer; None for any other
+    module."""
+    return type(module) if isinstance(module, DoRALayer) else dora_class_of(module)

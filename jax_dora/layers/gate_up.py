@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import canonicalize_dtype
 
 from jax_dora import ops
-from jax_dora.layers.linear import DoRALinear
+from jax_dora.layers.dora_linear import DoRALinear
 from jax_dora.layers.product import operands_of_call
 from jax_dora.layers.quantised_kernel import act_qtype_of, dtype_carrier, takes_codes
 from jax_dora.layers.seeds import dropout_of_call

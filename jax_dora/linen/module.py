@@ -16,7 +16,6 @@ from jax_dora.adapt.tree import named_in_errors
 from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.rule import DoRARule
 from jax_dora.linen.call_log import CallLog, has_computed_params, holds_parameters, stack_axes
-from jax_dora.linen.inventory import HiddenModule, adapter_paths
 from jax_dora.linen.layer import (
     COUNTERPARTS,
     check_own_names,
@@ -24,6 +23,7 @@ from jax_dora.linen.layer import (
     dora_class_of,
     dora_layer,
 )
+from jax_dora.linen.param_inventory import HiddenModule, adapter_paths
 from jax_dora.linen.params import adapted_modules
 from jax_dora.linen.weights import (
     create_params,

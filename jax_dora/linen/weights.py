@@ -14,8 +14,8 @@ from flax import nnx, traverse_util
 from dora_common.hyperparameters import ADAPTER_NAMES
 from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.adapt.weight_adapter import WeightAdapter
-from jax_dora.linen.inventory import adapter_paths, params_path_of
 from jax_dora.linen.layer import boxed_like
+from jax_dora.linen.param_inventory import adapter_paths, params_path_of
 from jax_dora.tracing.trace import WeightTrace
 
 Params = dict[tuple[str, ...], Any]

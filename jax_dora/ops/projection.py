@@ -37,7 +37,7 @@ from jax_dora.ops.dropout import drop
 from jax_dora.ops.dtypes import accumulation_dtype, dot_general
 from jax_dora.ops.operands import ProductSettings, Projection, ProjectionSettings
 from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
-from jax_dora.ops.shrink import REDUCE, REDUCE_BACK, Reduction, ReductionSettings
+from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, ReductionSettings
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"

@@ -11,12 +11,11 @@ from jax_dora.adapt.inventory import LINEN_REFUSAL, find_weights
 from jax_dora.adapt.tied_heads import tied_heads
 from jax_dora.adapt.tree import by_path, check_model, find_modules, named_in_errors
 from jax_dora.adapt.weight import AdaptableWeight
-from jax_dora.layers.classes import kind_of
+from jax_dora.layers import kind_of
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import quantised
 from jax_dora.peft.names import Names
-from jax_dora.peft.parameters import Index, TorchLayer, TorchParameter, parameters_of
-from jax_dora.peft.torch_layers import torch_layer
+from jax_dora.peft.parameters import Index, TorchLayer, TorchParameter, parameters_of, torch_layer
 from jax_dora.tracing.registry import why_unknown
 
 _REMEDY = (

@@ -7,7 +7,7 @@ operation gets the effective weight W'.
 A call takes these steps:
 
 1. The caller (`jax_dora.adapt` for nnx, `jax_dora.linen`) starts a `WeightTrace` (trace.py) and
-   replaces the array of each adapted parameter by a tracer of a `Weight` (weight.py).
+   replaces the array of each adapted parameter by a tracer of a `Weight` (weight_view.py).
 2. The trace handles each operation on such a tracer by `evaluate_primitive` (jaxpr_interpreter.py),
    which also evaluates the jaxprs inside jit, checkpoint, scan, while and cond.
 3. `propagate` (primitives.py) handles an operation whose result is a view of the weight, such as a
@@ -19,10 +19,9 @@ A call takes these steps:
 | file | content |
 | --- | --- |
 | trace.py | `WeightTrace`: the JAX trace |
-| weight.py | `Weight`: a view of a weight; `Reader`: the interface for operations that read it |
+| weight_view.py | `Weight`: a view of a weight; the operations that read it, and their `Reader` |
 | jaxpr_interpreter.py | operations and jaxprs with weights among their operands |
 | primitives.py | the result of each primitive on a weight |
-| operations.py | `Product`, `Ragged`, `Lookup`: descriptions of the operations that read weights |
 | adapted_products.py | `AdaptedReader` |
 | read_log.py | `ReadLog`: the reads of an abstract call; `Example`: the inputs of that call |
 | registry.py | `register` and the parameters of public model libraries |

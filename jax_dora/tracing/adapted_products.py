@@ -24,8 +24,7 @@ from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.ops.linear import scaled_linear, times_transposed
-from jax_dora.tracing.operations import Lookup, Product, Ragged
-from jax_dora.tracing.weight import Weight, effective_weight
+from jax_dora.tracing.weight_view import Lookup, Product, Ragged, Weight, effective_weight
 
 
 class AdaptedReader:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
 from jax_dora.tracing.primitives import apply_reader, propagate
-from jax_dora.tracing.weight import Weight
+from jax_dora.tracing.weight_view import Weight
 
 # The `checkpoint_name` of an array that an inner trace adapts already, so that an outer trace does
 # not adapt it a second time.

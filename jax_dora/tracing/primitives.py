@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.tracing.operations import Lookup, Product, Ragged
-from jax_dora.tracing.weight import Weight
+from jax_dora.tracing.weight_view import Lookup, Product, Ragged, Weight
 
 
 def propagate(

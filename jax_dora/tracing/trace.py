@@ -14,7 +14,7 @@ import jax.core
 from jax.extend import core
 
 from jax_dora.tracing.jaxpr_interpreter import as_array, evaluate_primitive
-from jax_dora.tracing.weight import Weight
+from jax_dora.tracing.weight_view import Weight
 
 
 class WeightTracer(jax.core.Tracer):

@@ -50,28 +50,28 @@ FAULTS = {
     "the next slot's adapter": (
         {
             "jax_dora.bank.adapter_bank.checked_ids": another,
-            "torch_dora.bank.layers._as_ids": another,
+            "torch_dora.bank.bank_layers._as_ids": another,
         },
         {"y, LoRA of rank 5", "y, rsLoRA of rank 16", "y, DoRA of rank 64"},
     ),
     "the base's norm": (
         {
             "jax_dora.ops.factored_norm": of_the_base,
-            "torch_dora.bank.bank.factored_norm": of_the_base,
+            "torch_dora.bank.adapter_bank.factored_norm": of_the_base,
         },
         {"y, DoRA of rank 8", "y, DoRA of rank 64"},
     ),
     "rsLoRA's scale": (
         {
             "jax_dora.bank.host.adapter_scale": as_lora,
-            "torch_dora.bank.bank.adapter_scale": as_lora,
+            "torch_dora.bank.adapter_bank.adapter_scale": as_lora,
         },
         {"y, rsLoRA of rank 16"},
     ),
     "LoRA's g": (
         {
             "jax_dora.bank.host._facts": of_lora_in_jax,
-            "torch_dora.bank.bank._g": of_lora_in_torch,
+            "torch_dora.bank.adapter_bank._g": of_lora_in_torch,
         },
         {"y, LoRA of rank 5", "y, rsLoRA of rank 16"},
     ),

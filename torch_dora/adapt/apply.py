@@ -11,8 +11,7 @@ from torch.nn.utils import parametrize
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.replaced_parameters import replaced_parameters, warn_of
 from dora_common.rules import ALL_LINEAR, as_rules, assign, listing
-from torch_dora.adapt.coverage import coverage
-from torch_dora.adapt.projections import is_linear, output_head, projection_shape
+from torch_dora.adapt.coverage import coverage, is_linear, output_head, projection_shape
 from torch_dora.adapt.rule import DoRARule
 from torch_dora.adapt.whole_saves import warn_for_adapted
 from torch_dora.layers import (

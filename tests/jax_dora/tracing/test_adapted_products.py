@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax_dora import DoRARule, apply_dora
 from jax_dora.tracing.adapted_products import AdaptedReader
 from jax_dora.tracing.trace import weight_trace
-from jax_dora.tracing.weight import Weight
+from jax_dora.tracing.weight_view import Weight
 from parity import tolerances
 from tests.matrices import within
 from tests.tables import thinned

@@ -18,7 +18,7 @@ from jax_dora.ops.mosaic.projection import project, project_back
 from jax_dora.ops.norm import NORM
 from jax_dora.ops.operands import AdaptedKernel, NormSettings, ProductSettings, Projection
 from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
-from jax_dora.ops.shrink import REDUCE, Reduction, ReductionSettings
+from jax_dora.ops.reduction import REDUCE, Reduction, ReductionSettings
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import thinned

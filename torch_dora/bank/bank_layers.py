@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dora_common.slots import check_ids, check_ids_array, check_plain, check_rows
 from torch_dora.adapt.apply import HOOKS, check_model
-from torch_dora.bank.bank import AdapterBank
+from torch_dora.bank.adapter_bank import AdapterBank
 from torch_dora.layers import dora_layers, fast_path, named_modules, placement, replaced_forward
 from torch_dora.ops.bank import Slots, bank_linear, group_rows
 from torch_dora.ops.choose import check_name

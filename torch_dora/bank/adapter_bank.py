@@ -12,7 +12,7 @@ from dora_common.peft.folder import check_finite, open_folder
 from dora_common.rules import ALL_LINEAR, assign, listing
 from dora_common.slots import check_plain, check_room, check_sizes, check_slot
 from torch_dora.adapt.apply import WRAPPERS, check_model, modules_with_names
-from torch_dora.adapt.projections import output_head
+from torch_dora.adapt.coverage import output_head
 from torch_dora.adapt.rule import DoRARule
 from torch_dora.layers import DoRAConv1D, DoRALinear, dora_layers, layer_class, placement
 from torch_dora.layers.linear import is_conv1d
