@@ -228,13 +228,8 @@ def layers_with_names(model: nn.Module) -> list[NamedModule]:
 
 
 def replace_modules(model: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
-    """Replaces modules and packed experts of ``model``, and returns the model or its replacement.
-
-    Args:
-        model: the model.
-        new: the new modules, by the ids of the modules, or of the parameters with packed experts,
-            that they replace. They take over the hooks.
-    """
+    """Replaces modules and packed experts of ``model``, by the ids of the modules or parameters, by
+    the new modules, which take over the hooks; returns the model or its replacement."""
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if isinstance(layer := new.get(id(parameter)), DoRAExperts):

@@ -124,14 +124,8 @@ def copy_with(
 
 @torch.no_grad()
 def _report_row(path: str, weight: Tensor, merged: Tensor, rounded: Tensor) -> MergedLayer:
-    """Returns a layer's row of the report.
-
-    Args:
-        path: the layer's name.
-        weight: the base weight.
-        merged: the merged weight in fp32 (fp64).
-        rounded: the merged weight after the cast.
-    """
+    """Returns the report's row of the layer at ``path``: the base weight, the merged one in fp32
+    (fp64), and that after the cast."""
     # Under tensor parallelism every process reports on the full weight.
     weight, merged, rounded = full_tensor(weight), full_tensor(merged), full_tensor(rounded)
     weight = dense(as_matrix(weight), merged.dtype).to(merged)

@@ -25,14 +25,8 @@ from torch_dora.peft.layers import architecture, layers_of, parameters_of
 
 
 class LayerAdapter(NamedTuple):
-    """An adapter of one projection.
-
-    Attributes:
-        lora_a: [rank, in].
-        lora_b: [out, rank].
-        magnitude: [out]; None for LoRA.
-        scale: alpha / rank, or alpha / sqrt(rank).
-    """
+    """An adapter of one projection: lora_a [rank, in], lora_b [out, rank], magnitude [out] (None
+    for LoRA), and scale, alpha / rank or alpha / sqrt(rank)."""
 
     lora_a: Tensor
     lora_b: Tensor

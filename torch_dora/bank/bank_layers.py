@@ -16,17 +16,8 @@ from torch_dora.ops.choose import check_name
 
 
 class BankLinear(nn.Module):
-    """A projection of the base model together with a bank's adapters for it.
-
-    The base's hooks become hooks of this layer.
-
-    Attributes:
-        base: the model's own layer.
-        slots: the projection's adapters.
-        ids: i64[batch], each row's slot.
-        row_groups: the rows grouped by id, from :func:`~torch_dora.ops.bank.group_rows`.
-        implementation: as in :func:`with_bank`.
-    """
+    """A projection of the base model with a bank's adapters for it: the slot of each row,
+    i64[batch], and the rows grouped by it. The base's hooks become hooks of this layer."""
 
     def __init__(
         self,
@@ -140,10 +131,8 @@ def _copy_modules(module: nn.Module, replacements: dict[int, nn.Module]) -> nn.M
 
 
 def _as_ids(bank: AdapterBank, adapter_ids: Any) -> Tensor:
-    """Returns a copy of `adapter_ids` as i64[batch], after checking them.
-
-    A caller may change its own tensor later, but the rows are grouped by these ids only once.
-    """
+    """Returns a checked copy of `adapter_ids` as i64[batch]: a caller may change its own tensor
+    later, but the rows are grouped only once."""
     try:
         ids = torch.as_tensor(adapter_ids)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -38,11 +38,8 @@ def _lost_magnitude(missing_keys: list[str]) -> bool:
 
 
 def parameter_aliases(module: nn.Module) -> dict[int, Any]:
-    """Returns, by the ids of a module's parameters, other parameters in the same memory.
-
-    As a memo of ``copy.deepcopy`` it makes a copy that needs no memory, and that can be cast and
-    moved: torch changes parameters in place for that, and so would change the original too.
-    """
+    """Returns, by the ids of a module's parameters, other parameters in the same memory: the memo
+    of a ``copy.deepcopy`` that needs no memory, and whose result can be cast and moved in place."""
     return {id(parameter): parameter_alias(parameter) for parameter in module.parameters()}
 
 

@@ -58,12 +58,9 @@ class ExpertMatrices:
         return cls(layer, *tensors, layer.is_transposed, (), torch.is_grad_enabled())
 
     def tensor(self) -> Tensor:
-        """Returns W' as a tensor in the weight's dtype.
-
-        Raises:
-            NotImplementedError: the layer has dropout in training, which drops elements of inputs.
-            RuntimeError: gradients are off, though they were on when the parameter was read.
-        """
+        """Returns W' as a tensor in the weight's dtype. Raises NotImplementedError if the layer
+        drops inputs in training; RuntimeError if gradients are off, though they were on when the
+        parameter was read."""
         layer = self.layer
         if layer.training and layer.dropout:
             raise NotImplementedError(
@@ -167,14 +164,9 @@ class ExpertMatrices:
         multiply: Multiply = torch.matmul,
         rows: Any = None,
     ) -> Any:
-        """Returns x W' + bias for matrices [..., in, out], or NotImplemented.
-
-        Args:
-            x: the factor in front of the matrices.
-            bias: [out].
-            multiply: the product, if the matrices are more than one.
-            rows: the expert of each row of the result; None if the matrices' axes show that.
-        """
+        """Returns x W' + bias [out] for matrices [..., in, out], or NotImplemented. More than one
+        are multiplied by ``multiply``; ``rows`` is the expert of each row of the result unless the
+        axes show it."""
         if not self.is_in_out or not isinstance(x, Tensor):
             return NotImplemented
         layer = self.layer

@@ -18,12 +18,8 @@ _NAMES = ("forward", "_old_forward", "save_pretrained")
 
 
 def rebind(module: nn.Module, copies: Mapping[int, nn.Module]) -> None:
-    """Makes the instance's own methods, such as ``forward``, of a copied module call the copies.
-
-    Args:
-        module: the copy.
-        copies: the copied modules, by the ids of the originals.
-    """
+    """Makes a copied module's own methods, such as ``forward``, call the copies (by the originals'
+    ids)."""
     for name in _NAMES:
         if (function := vars(module).get(name)) is not None:
             vars(module)[name] = _rebound(function, copies) or function
@@ -46,16 +42,9 @@ def _rebound(function: Any, copies: Mapping[int, nn.Module]) -> Any:
 
 
 def refuse_shared(model: nn.Module, copied: nn.Module, changed: Collection[int]) -> None:
-    """Raises NotImplementedError if a module of a copy has the same ``forward`` function as the
-    original and would therefore call the original's layers.
-
-    The error lists these modules.
-
-    Args:
-        model: the original.
-        copied: the copy.
-        changed: the ids of the copy's layers that differ from the original's.
-    """
+    """Raises NotImplementedError that lists the modules of a copy with the same ``forward``
+    function as the original, which would call the original's layers; ``changed`` are the ids of the
+    copy's layers that differ."""
     functions = {
         id(vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)
     }

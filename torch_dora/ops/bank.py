@@ -26,15 +26,9 @@ else:
 
 
 class Slots(NamedTuple):
-    """The adapters of one projection, in slots.
-
-    Attributes:
-        lora_a: [slots, rank, in], zero beyond an adapter's own rank.
-        lora_b: [slots, rank, out], zero beyond an adapter's own rank.
-        g: f32[slots, out], magnitude over norm; 1 for LoRA; NaN in an empty slot.
-        scale: f32[slots].
-        rank: i32[slots], of each adapter; 0 if the adapter does not adapt this projection.
-    """
+    """The adapters of one projection, in slots: lora_a [slots, rank, in] and lora_b [slots, rank,
+    out], zero beyond an adapter's own rank; g f32[slots, out], 1 for LoRA and NaN in an empty slot;
+    scale f32[slots]; and rank i32[slots], 0 if the adapter does not adapt this projection."""
 
     lora_a: Tensor
     lora_b: Tensor
@@ -52,21 +46,12 @@ def bank_linear(
     implementation: str | None = None,
     row_groups: Tensor | None = None,
 ) -> Tensor:
-    """Applies to each row of a projection's result the adapter of the row's slot.
+    """Applies to each row of y [batch, ..., out], the base projection of x [batch, ..., in] with
+    its bias [out], the adapter in slot ids i64[batch]; -1 is y itself. A row whose id is not a
+    slot, or whose slot is empty, is NaN.
 
-    Args:
-        y: [batch, ..., out], the base projection of x, including its bias.
-        x: [batch, ..., in].
-        slots: the adapters.
-        ids: i64[batch], each row's slot; -1 for y itself.
-        bias: [out]; never scaled.
-        implementation: None, "triton" or "eager"; a named one runs or raises.
-        row_groups: :func:`group_rows` of `ids`. If every row is one token, the kernels then read an
-            adapter once per group instead of once per row.
-
-    Returns:
-        [batch, ..., out] in y's dtype. A row whose id is not a slot, or whose slot is empty, is
-        NaN.
+    A named implementation runs or raises. With `row_groups`, :func:`group_rows` of the ids, the
+    kernels read an adapter once per group if every row is one token.
     """
     batch, tokens = ids.shape[0], math.prod(y.shape[1:-1])
     base, rows = (t.reshape(batch, tokens, t.shape[-1]) for t in (y, x))

@@ -28,14 +28,9 @@ class Call(NamedTuple):
 
 
 def choose(call: Call, implementation: str | None, kernel: ModuleType | None) -> str:
-    """Returns the implementation that runs ``call``: "triton" or "eager".
-
-    Args:
-        call: the facts about the call.
-        implementation: one of :data:`IMPLEMENTATIONS`, which then runs or raises; None for the
-            best.
-        kernel: the operator's kernel; None if it can run every call that Triton can run.
-    """
+    """Returns the implementation that runs ``call``, "triton" or "eager": a named one runs or
+    raises, None is the best. ``kernel`` is the operator's; None if it can run every call that
+    Triton can."""
     check_name(implementation)
     if implementation == "eager":
         return "eager"
@@ -75,11 +70,8 @@ TRITON_MODE = _triton_mode()
 
 def in_transform() -> bool:
     """Returns whether a transform of torch.func (grad, vmap and so on), torch.autograd.forward_ad
-    or torch.jit.trace is active.
-
-    Kernels cannot run then: tensors inside torch.func have no memory to read, and all these
-    transforms differentiate or trace the eager operations themselves, without our own gradients.
-    """
+    or torch.jit.trace is active. They differentiate or trace the eager operations themselves, and
+    tensors inside torch.func have no memory that a kernel could read."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     return torch._C._get_tracing_state() is not None

@@ -15,11 +15,8 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns ``tensor.to(dtype)``, but ``tensor`` itself if it has that dtype.
-
-    torch.compile of torch 2.11 loses the cotangent of an autograd.Function whose forward returns
-    the result of a no-op conversion: it sees two results that are one tensor.
-    """
+    """Returns ``tensor.to(dtype)``, but ``tensor`` itself if it has that dtype: torch.compile of
+    torch 2.11 loses the cotangent of an autograd.Function that returns a no-op conversion."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 

@@ -249,22 +249,16 @@ def assemble_norm(base_sq: Tensor, cross: Tensor, ba_sq: Tensor, scale: float) -
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Returns the correctly rounded square root.
-
-    In fp32 on a CPU, torch's vector library is sometimes one unit in the last place off; rounding
-    the fp64 root to fp32 is exact.
-    """
+    """Returns the correctly rounded square root, on a CPU through fp64: there torch's fp32 root is
+    sometimes one unit in the last place off."""
     return x.double().sqrt().to(x.dtype) if x.device.type == "cpu" else x.sqrt()
 
 
 def _adapter_terms(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, computed in tiles within the memory
-    budget.
-
-    Both sums are linear in the contribution of each slab of input features. So a tile's [height, r]
-    product is reduced at once and freed.
+    """Returns Σ_r B∘(W Aᵀ) and Σ_r (B A Aᵀ)∘B, [out] each, in tiles within the memory budget: both
+    are linear in each slab of input features, so a tile's [height, r] product is reduced at once.
     """
     out_features, in_features = weight.shape
     rank = lora_a.shape[0]

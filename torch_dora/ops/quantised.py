@@ -50,14 +50,9 @@ class Bits4:
 
 
 class Codes(NamedTuple):
-    """A weight [out, in] as 4-bit codes.
-
-    Attributes:
-        packed: u8, two codes a byte, row by row, the first in the upper half.
-        levels: f32[16], the value of each code.
-        scales: f32, one per run of the flattened weight.
-        run: how many elements share a scale, an even number.
-    """
+    """A weight [out, in] as 4-bit codes: packed u8, two codes a byte, row by row, the first in the
+    upper half; the value of each code, f32[16]; f32 scales, one per run of the flattened weight;
+    and the run's length, an even number."""
 
     packed: Tensor
     levels: Tensor
@@ -314,11 +309,8 @@ def _bits4_rows(
 
 
 def norm(weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float, dtype: Any) -> Tensor:
-    """Returns ‖weight + scale · lora_b @ lora_a‖ per row of a quantised weight, in ``dtype``.
-
-    It is computed in blocks of rows, so that the floats and their temporaries take at most about
-    ``BLOCK_BYTES``. A weight of up to 8.4 million elements (in fp32) is a single block.
-    """
+    """Returns ‖weight + scale · lora_b @ lora_a‖ per row of a quantised weight, in ``dtype``, in
+    blocks of rows whose floats and temporaries take about ``BLOCK_BYTES``."""
     norms = [torch.empty(0, dtype=dtype, device=weight.device)]
     a = lora_a.to(dtype)
     for start, rows in _blocks(weight, _codes_tensor(weight, False), dtype):

@@ -25,14 +25,8 @@ def norm(
     lora_a: Any,
     lora_b: Any,
 ) -> Any:
-    """Returns ‖weight + scale·lora_b lora_a‖; for DTensors a DTensor [out], sharded like the
-    weight's outputs.
-
-    Args:
-        compute_local: computes the norm of plain weight, lora_a and lora_b.
-        root: computes the square root of a plain tensor.
-        weight, lora_a, lora_b: [out, in], [r, in], [out, r], detached.
-    """
+    """Returns ‖weight + scale·lora_b lora_a‖ by the norm of plain tensors and their square root;
+    for DTensors a DTensor [out], sharded like the weight's outputs."""
     if not shards.is_sharded(weight, lora_a, lora_b):
         return compute_local(weight, lora_a, lora_b)
     from torch.distributed.tensor import Partial
@@ -56,15 +50,10 @@ class _Layout(NamedTuple):
 
 
 def projection(compute_local: Callable[..., Tensor], *operands: Any) -> Any:
-    """Returns the result of an adapted projection.
-
-    For DTensors it is a DTensor, as for the plain layer: a pending sum over the mesh axes that
-    shard the weight's inputs.
-
-    Args:
-        compute_local: computes the projection of plain operands.
-        operands: x, adapter_x [..., in] or None, weight, bias [out] or None, lora_a, lora_b, g.
-    """
+    """Returns the result of an adapted projection by that of plain operands. For DTensors it is a
+    DTensor, as for the plain layer: a pending sum over the mesh axes that shard the weight's
+    inputs. The operands are x, adapter_x [..., in] or None, weight, bias [out] or None, lora_a,
+    lora_b, g."""
     if not shards.is_sharded(*operands):
         return compute_local(*operands)
     x, _, weight, bias, lora_a, lora_b, g = operands

@@ -77,11 +77,8 @@ def empty_adapter(weight: Any, shape: tuple[int, ...], dim: int | None, dtype: t
 
 
 def local_matrices(weight: Any, lora_a: Any, lora_b: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns this process's part of the weight [out, in], and the matching parts of lora_a [r, in]
-    and lora_b [out, r].
-
-    The adapter is redistributed if needed, the weight never. Plain tensors are returned unchanged.
-    """
+    """Returns this process's part of the weight [out, in], and the matching parts of lora_a and
+    lora_b, which are redistributed if needed, the weight never. Plain tensors are unchanged."""
     if not is_sharded(weight, lora_a, lora_b):
         return weight, lora_a, lora_b
     check_same_mesh(weight=weight, lora_a=lora_a, lora_b=lora_b)

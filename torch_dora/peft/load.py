@@ -207,12 +207,9 @@ def _make_layers(
     dropout_mode: DropoutMode | None,
     implementation: str | None,
 ) -> dict[int, nn.Module]:
-    """Returns the new modules, by the ids of the modules that they replace. The model is not
-    changed.
-
-    These are a new DoRA layer for every adapter of the folder, and the base layer for every other
-    layer that is adapted now. A layer that FSDP manages is unchanged, and not in the result.
-    """
+    """Returns the new modules by the ids of those that they replace, without changing the model: a
+    DoRA layer for every adapter of the folder, and the base of every other adapted layer. A layer
+    that FSDP manages is unchanged, and not in the result."""
     modules: dict[str, Any] = dict(named_modules(model, remove_duplicate=False))
     for name, module in list(modules.items()):
         for parameter, experts in packed_experts(module).items():
