@@ -55,8 +55,7 @@ def _own_keys(self: Any) -> Iterator[str]:
 
 
 def added_attributes(module: Any) -> set[str]:
-    """Returns the names of attributes that this library adds to a module: those of its adapters,
-    and those that note what its methods read."""
+    """Returns the names of the attributes that adapters and their reads add to a module."""
     weights = vars(module).get("dora_weights", ())
     added = {weight.attribute(name) for weight in weights for name in ATTRIBUTES}
     return added | {"dora_weights", "dora_reads", "dora_scope", "dora_log"}

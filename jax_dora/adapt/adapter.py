@@ -96,8 +96,7 @@ def get_adapter(model: nnx.Module) -> Adapter:
 
 
 def adapted_weights(model: nnx.Module | Modules) -> tuple[AdaptableWeight, ...]:
-    """Returns the adapted weights of a model, or of its modules from `find_modules`, without the
-    model."""
+    """Returns the adapted weights of a model, or of its `find_modules`, without the model."""
     found = (one for one in find_weights(model) if one.is_adapted)
     return tuple(one.replace(modules={}) for one in found if adapter_of(one) is not None)
 

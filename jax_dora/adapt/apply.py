@@ -141,8 +141,7 @@ def adapt_weight(weight: AdaptableWeight, rngs: nnx.Rngs) -> Any:
 
 
 def _current_mesh(sharding: NamedSharding) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that makes the mesh of `sharding` the current one, also while a
-    function is traced: there JAX only allows the abstract mesh."""
+    """Returns a context in which the mesh of `sharding` is current, abstract while JAX traces."""
     try:
         return jax.set_mesh(cast(Mesh, sharding.mesh))
     except ValueError:

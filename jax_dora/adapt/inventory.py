@@ -77,8 +77,7 @@ def mark_experts_and_heads(weights: list[AdaptableWeight], reads: ReadLog | None
 
 
 def _reject_overwritten(weights: list[AdaptableWeight], found: Modules) -> None:
-    """Marks weights as not adaptable, in `weights`, if another module overwrites them in every
-    call."""
+    """Marks `weights` as not adaptable where another module overwrites them in every call."""
     for paths, writer in found.items():
         if isinstance(writer, _PARAMETER_WRITERS):
             prefixes = paths_within(paths, "layer_instance/")
@@ -90,8 +89,7 @@ def _reject_overwritten(weights: list[AdaptableWeight], found: Modules) -> None:
 
 
 def _reject_linen(weights: list[AdaptableWeight], found: Modules) -> None:
-    """Marks weights of linen modules as not adaptable, in `weights`, since no call has shown what
-    reads them."""
+    """Marks `weights` of linen modules as not adaptable: no call has shown what reads them."""
     for paths, module in found.items():
         if isinstance(module, LinenModule):
             prefixes = paths_within(paths, "")
@@ -289,8 +287,7 @@ def described_by_reads(
 
 
 def _stacked_read(reads: tuple[Read, ...] | None) -> str:
-    """Returns the axes of a read if all reads agree on the stack axes, and there are any; else
-    ""."""
+    """Returns the axes of a read if all reads agree on stack axes, and there are any; else ""."""
     found = {stack_axes_of(read.axes): read.axes for read in reads or () if read.kind != "other"}
     [(stack_axes, axes)] = found.items() if len(found) == 1 else [((), "")]
     return axes if stack_axes else ""

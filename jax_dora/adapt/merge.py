@@ -195,8 +195,7 @@ def _without_dropout(adapter: Adapter) -> Adapter:
 def _merge_layer(
     path: str, base: Any, sources: list[DoRALayer | WeightAdapter], requantize: bool, report: bool
 ) -> MergedLayer | None:
-    """Sets the kernel of `base` to the merged kernel. Returns the layer's entry of the report, or
-    None without `report`."""
+    """Merges a kernel of `base`, and returns its entry of the report, or None without `report`."""
     parameter = getattr(base, sources[0].kernel_name)
     kernel = parameter.get_value()
     with named_in_errors(path, "merged"):
@@ -222,8 +221,7 @@ def _merge_layer(
 
 
 def add_change(kernel: jax.Array, change: jax.Array) -> jax.Array:
-    """Returns kernel + change, computed in the dtype of `change` and cast once: to the kernel's
-    dtype, or to bf16 for a quantised kernel."""
+    """Returns kernel + change, cast once: to the kernel's dtype, or bf16 for a quantised one."""
     dtype = jnp.bfloat16 if quantised.is_quantised(kernel) else kernel.dtype
     return (quantised.dense(kernel, change.dtype) + change).astype(dtype)
 

@@ -197,8 +197,7 @@ def without_adapters[Model: nnx.Module](model: Model) -> tuple[Model, Modules]:
 
 
 def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (keys, child) for each module in an attribute of `node`; a module in a container has
-    two keys or more."""
+    """Yields (keys, child) for each module in an attribute of `node`, or in a container in one."""
     if not isinstance(node, nnx.Pytree):
         return
     for name, value in _attributes(node):
@@ -208,8 +207,7 @@ def _children(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def nested_leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (keys, leaf) for everything inside a plain list, tuple or dict; yields nothing for
-    other values."""
+    """Yields (keys, leaf) for everything inside a plain list, tuple or dict, if `value` is one."""
     if isinstance(value, list | tuple | dict) and not is_node(value):
         for keys, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_node):
             yield tuple(jax.tree_util.keystr((key,), simple=True) for key in keys), leaf

@@ -86,8 +86,7 @@ class AdaptableWeight:
         return dataclasses.replace(self, **changes)
 
     def in_model(self, modules: Mapping[str, Any]) -> Self | None:
-        """Returns the weight of a model with these modules, by all their paths; None if the model
-        has no such weight."""
+        """Returns the weight of a model with these modules by path, or None if it has none."""
         owner, (reader, _) = modules.get(self.module_paths[0]), self.reader or ("", ())
         shape = getattr(getattr(owner, self.param, None), "shape", ())
         if reader not in modules or len(shape) < len(self.axes):

@@ -140,8 +140,7 @@ class WeightAdapter:
             return Weight.of(axes, arrays, reader)
 
     def _stack_to_batch(self, axes: str, array: jax.Array) -> jax.Array:
-        """Moves the stack axes of an adapter's array to their positions among the batch axes of a
-        weight with these axes."""
+        """Moves the stack axes of an adapter's array among the batch axes of a weight."""
         letters = [one for one in axes if one in STACK_LETTERS or one == "b"]
         stacked = sorted({*letters} - {"b"})
         batch = iter(range(len(stacked), len(letters)))

@@ -108,8 +108,7 @@ class BankPrograms:
         return wrapper
 
     def check_kernels(self, kernels: Mapping[str, Any]) -> None:
-        """Raises ValueError if a kernel does not fit the bank's programs, which would fail after
-        the bank's arrays are donated."""
+        """Raises ValueError if a kernel would fail the programs once the bank is donated."""
         for path, kernel in kernels.items():
             if misfit := _misfit(kernel, self.projections[path].shape, self._devices):
                 raise ValueError(

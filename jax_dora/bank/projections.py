@@ -70,8 +70,7 @@ def rejection_reason(weight: AdaptableWeight) -> str | None:
 
 
 def shardings_of(projection: AdaptableWeight) -> Slots:
-    """Returns the shardings of the bank's arrays, which follow the kernel's; None each without a
-    mesh."""
+    """Returns the shardings of the bank's arrays, which follow the kernel's, or None each."""
     sharding = jax.tree.leaves(projection.parameter.get_value())[0].sharding
     if not isinstance(sharding, NamedSharding):
         return Slots(None, None, None, None, None)

@@ -101,8 +101,7 @@ def _check_streams(rngs: Any, **needed: bool) -> None:
 
 
 def initialize(init: Any, key: jax.Array, parameter: MatrixAxes, dtype: Any) -> Any:
-    """Returns a parameter, drawn by `init` matrix by matrix, or in one call if
-    `init.of_parameter`."""
+    """Returns a parameter that `init` draws matrix by matrix, or at once if `init.of_parameter`."""
     n, *matrix = parameter.matrices
     shape = tuple(matrix)
     if shape == parameter.stored or getattr(init, "of_parameter", False):

@@ -32,8 +32,7 @@ _SHARDING = ("sharding_rules", "mesh", "eager_sharding")
 
 
 def check_base(base: Any, expected: type[nnx.Module]) -> None:
-    """Raises TypeError or NotImplementedError if `base`, expected to be a layer of type `expected`,
-    cannot be adapted."""
+    """Raises TypeError or NotImplementedError if `base` is no `expected` that can be adapted."""
     if not isinstance(base, expected):
         raise TypeError(
             f"the layer is a {type(base).__name__}; expected an nnx.{expected.__name__}: if a "
@@ -95,8 +94,7 @@ def check_has_values(
 
 
 def on_devices_of(like: Any, value: Any) -> Any:
-    """Returns `value`, sharded like `like` if `like` is committed to devices and `value` is on
-    others."""
+    """Returns `value`, sharded like `like` if that is committed to other devices."""
     arrays = (like, value)
     if any(isinstance(array, Tracer) or not isinstance(array, jax.Array) for array in arrays):
         return value
@@ -106,8 +104,7 @@ def on_devices_of(like: Any, value: Any) -> Any:
 
 
 def adaptation_hint(layer: Any) -> str:
-    """Returns what a user can do instead, if the layer's class says that it cannot be adapted; else
-    ""."""
+    """Returns what to do instead, if the layer's class says that it cannot be adapted; else ""."""
     return getattr(type(layer), "instead_of_adapting", "")
 
 
@@ -127,8 +124,7 @@ def set_and_verify(parameter: nnx.Variable, value: Any) -> None:
 
 
 def copy_attributes(source: Any, target: Any, leave_out: Collection[str] = ()) -> None:
-    """Sets every attribute of `source` on `target`, variables included, and keeps which of them are
-    pytree data."""
+    """Sets every attribute of `source`, variables too, on `target`, as pytree data or not."""
     is_data = vars(source)["_pytree__nodes"]
     for name, value in vars(source).items():
         if not name.startswith("_pytree__") and name not in leave_out:
@@ -143,20 +139,17 @@ def new_instance(module_type: type[nnx.Module]) -> Any:
 
 
 def is_node(value: Any) -> bool:
-    """Returns whether `value` is an nnx module or variable, rather than a container to walk
-    into."""
+    """Returns whether `value` is an nnx module or variable rather than a container."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def axis_names(kernel: nnx.Param) -> tuple[Any, ...]:
-    """Returns the mesh axis over which each kernel axis is sharded, from its `out_sharding`
-    metadata; None for an axis that is not sharded."""
+    """Returns the mesh axes, or None, over which `out_sharding` metadata shard each kernel axis."""
     return pad_axes(kernel.get_metadata().get("out_sharding") or (), kernel.ndim)
 
 
 def pad_axes(names: Any, ndim: int) -> tuple[Any, ...]:
-    """Returns `names`, one entry for each of the first axes of an array, padded with None to `ndim`
-    entries."""
+    """Returns `names` of an array's first axes, padded with None to `ndim` entries."""
     return (*names, *(None,) * (ndim - len(names)))
 
 

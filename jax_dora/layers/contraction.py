@@ -167,8 +167,7 @@ class Contraction:
 
     @functools.cached_property
     def magnitude(self) -> MatrixAxes:
-        """The axes of magnitude, norm and g [*batch, *out], or [out] of a grouped convolution; the
-        matrices are [n, 1, out]."""
+        """The axes of magnitude, norm and g [*batch, *out], or grouped [out], as [n, 1, out]."""
         return self._axes("magnitude", (), self.labels("o"))
 
     def matrices(self, **arrays: Any) -> dict[str, Any]:
@@ -193,8 +192,7 @@ class Contraction:
 
     @property
     def _stored_labels(self) -> dict[str, Sequence[Any]]:
-        """The labels of each array's axes as stored; in a grouped convolution the last two are
-        joined."""
+        """The labels of each array's axes as stored; those of groups join the last two."""
         b, i, o = map(self.labels, "bio")
         if self.is_grouped:
             a, b_and_o = (*i, *b, _RANK), (_RANK, *b, *o)
@@ -261,8 +259,7 @@ class Contraction:
         return self._split(self.y, y).transpose(order)
 
     def result(self, arranged: jax.Array) -> jax.Array:
-        """Returns y of an array [*batch, *rows, *out]: reverses `arrange_result`, and sums over the
-        batch axes that only x has."""
+        """Returns y of [*batch, *rows, *out], summed over the batch axes that only x has."""
         labels, y = self._result_labels, self._y_labels
         sizes = dict(zip(labels, arranged.shape, strict=True))
         if summed := [number for number, label in enumerate(labels) if label not in y]:

@@ -130,8 +130,7 @@ class DoRAEinsum(DoRAProjection, nnx.Einsum):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Returns an array with the shape and dtype of `nnx.Einsum`'s result. For deterministic and
-        rngs see `nnx.Dropout.__call__`."""
+        """Returns what `nnx.Einsum` does; for deterministic and rngs see `nnx.Dropout.__call__`."""
         if einsum_str is not None:
             raise ValueError(
                 f"einsum_str is {einsum_str!r}; expected None: the adapter fits the layer's own "

@@ -85,8 +85,7 @@ def _call(layer: Any, inputs: Any, options: dict[str, Any]) -> jax.Array:
 
 
 def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `options` to pass to `layer`: without deterministic and rngs if its
-    call does not take them."""
+    """Returns `options` without deterministic and rngs if the layer's call does not take them."""
     parameters = inspect.signature(layer).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return options

@@ -46,8 +46,7 @@ def g_of_call(
 def layer_norm(
     layer: Any, arrays: Sequence[jax.Array], contraction: Contraction | None = None
 ) -> jax.Array:
-    """Returns ‖kernel + s·lora_a lora_b‖ of one layer's kernel, lora_a and lora_b, in its
-    magnitude's shape."""
+    """Returns ‖kernel + s·lora_a lora_b‖ of one layer's arrays, in its magnitude's shape."""
     axes: Contraction = contraction or layer.contraction
     implementation = norm_implementation(layer.implementation)
     if axes.is_one_matrix:

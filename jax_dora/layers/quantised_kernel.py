@@ -177,8 +177,7 @@ def _by_matrix(
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
-    """Returns `jnp.einsum(equation, lhs, rhs, ...)`, where rhs may be quantised, as in
-    `dot_general`."""
+    """Returns `jnp.einsum(equation, lhs, rhs, ...)`; rhs may be quantised, as in `dot_general`."""
     options = {name: value for name, value in kwargs.items() if value is not None}
     if quantised.is_quantised(rhs) and options.keys() <= {"precision"}:
         y = _few_rows_einsum(equation, lhs, rhs, options.get("precision"))
@@ -188,8 +187,7 @@ def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
 
 
 def _few_rows_einsum(equation: str, x: jax.Array, kernel: Any, precision: Any) -> jax.Array | None:
-    """Returns an einsum that is a product of few rows with a matrix, or with a stack of matrices;
-    None for any other einsum."""
+    """Returns an einsum of few rows with a matrix or a stack of matrices; None for any other."""
     if why_no_projection(equation):
         return None
     whole = Contraction.of_einsum(equation, x.ndim)
@@ -262,8 +260,7 @@ def compute_as_stored(layer: Any) -> None:
 
 
 def act_qtype_of(layer: Any) -> str | None:
-    """Returns the format to which a layer, adapted or not, quantises its activations; None for no
-    quantisation."""
+    """Returns the format to which a layer, adapted or not, quantises its activations, or None."""
     return getattr(layer, "act_qtype", None)
 
 

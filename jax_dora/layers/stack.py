@@ -89,14 +89,12 @@ class Stack:
         return (*parts[:count], *([...] if parts[count:] else []), *parts[count:])
 
     def layer_part(self, names: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the entries of `names`, one for each axis of a parameter, that belong to a single
-        layer's axes."""
+        """Returns the entries of `names`, one for each axis of a parameter, of a single layer's."""
         order = self.order(len(names) - self.count)
         return tuple(name for name, axis in zip(names, order, strict=True) if axis >= 0)
 
     def stack_part(self, names: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the entries of `names`, one for each axis of a parameter, that belong to the
-        stack axes, outermost first."""
+        """Returns the entries of `names`, one for each axis, of the stack axes, outermost first."""
         order = self.order(len(names) - self.count)
         return tuple(names[order.index(~number)] for number in range(self.count))
 
@@ -133,8 +131,7 @@ class Stack:
     def map_leading(
         self, function: Callable[[Any, Any], jax.Array], arrays: Any, leading: Any
     ) -> jax.Array:
-        """Like `map`, with a second argument. The stack axes of `leading` and of the result are the
-        leading ones."""
+        """Like `map`, with a second argument, whose and the result's stack axes are leading."""
         if self.is_leading:
             return _along_leading(self.count, function)(arrays, leading)
 
@@ -180,8 +177,7 @@ def stacked_axes(shape: Sequence[int], single: Sequence[int]) -> list[tuple[int,
 
 
 def with_stack_axes(axes: str, stack_axes: Sequence[int]) -> str:
-    """Returns a weight's `axes`, a letter each, with additional letters for outer stacks along
-    `stack_axes`."""
+    """Returns a weight's `axes` with additional letters for outer stacks along `stack_axes`."""
     count = len(stack_axes)
     axes = axes.translate(str.maketrans(STACK_LETTERS[: -count or None], STACK_LETTERS[count:]))
     for number in reversed(range(count)):
@@ -205,8 +201,7 @@ def without_stack_axes(axes: str, letter: str = "") -> str:
 
 
 def allocate_stack(count: int, layer: jax.Array) -> jax.Array:
-    """Returns zeros for `count` arrays like `layer` along a new leading axis, with the sharding of
-    `layer`."""
+    """Returns zeros for `count` arrays like `layer` along a new leading axis, sharded like it."""
     shape = (count, *layer.shape)
     if isinstance(layer, Tracer):
         return jnp.zeros(shape, layer.dtype)

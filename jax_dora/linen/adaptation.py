@@ -84,8 +84,7 @@ def apply_dora(
 def _assign_weights(
     model: nn.Module, rules: tuple[DoRARule, ...], example: Example
 ) -> tuple[tuple[AdaptableWeight, ...], tuple[str, ...]]:
-    """Returns the parameters that rules adapt outside layers with a DoRA class, and the paths that
-    :attr:`DoRA.left_out` holds."""
+    """Returns the parameters that rules adapt outside layers, and the paths of `DoRA.left_out`."""
     every, params = find_linen_weights(model, example)
     found = [one for one in every if one.is_matched]
     matched = assign_rules(found, rules)

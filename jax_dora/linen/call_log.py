@@ -47,8 +47,7 @@ def has_computed_params(module: Any, own: int) -> bool:
 
 
 class AxisRecorder(struct.PyTreeNode, nn.meta.AxisMetadata):
-    """A box around a parameter. It records which axes Flax's transforms remove from the
-    parameter."""
+    """A box around a parameter that records which axes Flax's transforms remove from it."""
 
     value: Any
     axes: tuple[int, ...] = struct.field(pytree_node=False, default=())

@@ -130,8 +130,7 @@ class DoRA(nn.Module):
     def _run_adapted(
         self, calls: CallLog, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls `run` with `model` while its adapted weights are traced; creates missing adapters
-        first."""
+        """Calls `run` with `model`, its adapted weights traced; creates missing adapters first."""
         if not self.weights:
             return self._run_keeping_params(run, *args, **kwargs)
         params = traverse_util.flatten_dict(self.variables.get("params", {}))
