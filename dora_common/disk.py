@@ -19,13 +19,8 @@ except ImportError:  # Windows: no lock
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], *, wait: bool = True) -> Iterator[None]:
-    """Locks a folder against other processes and threads on this host.
-
-    A folder that takes its place while this waits is locked instead.
-
-    Raises:
-      BlockingIOError: another process or thread holds the lock, and `wait` is False.
-    """
+    """Locks a folder against other processes and threads on this host, or a folder that takes its
+    place while this waits. Raises BlockingIOError if it is locked, and `wait` is False."""
     while True:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -50,10 +45,7 @@ def _lock(descriptor: int, wait: bool) -> None:
 
 @contextlib.contextmanager
 def add_path_to_disk_errors(path: Path) -> Iterator[None]:
-    """Adds `path` to every OSError that names no file.
-
-    A SafetensorError is raised again as an OSError with the same error number.
-    """
+    """Adds `path` to every OSError that names no file, which a SafetensorError becomes too."""
     try:
         yield
     except SafetensorError as error:
@@ -67,12 +59,7 @@ def add_path_to_disk_errors(path: Path) -> Iterator[None]:
 
 
 def check_can_create(folder: Path, name: str) -> None:
-    """Raises OSError if a folder that does not exist could not be created.
-
-    Args:
-      folder: the new folder; folders above it may be missing too.
-      name: the name of the setting, for the message.
-    """
+    """Raises OSError if the folder of a setting `name` does not exist and could not be created."""
     parent = next(one for one in folder.absolute().parents if one.exists())
     if not parent.is_dir():
         raise NotADirectoryError(

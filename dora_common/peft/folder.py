@@ -59,12 +59,9 @@ class Folder:
             return find_destinations(self.config, self.tensors, architecture, adapter=self.adapter)
 
     def new_vocabulary(self, model: Any, architecture: Architecture) -> int | None:
-        """Returns the number of tokens to which `model` has to be resized, as
-        `dora_common.peft.vocabulary.new_vocabulary` does, and logs a warning if it has to be.
-
-        Raises:
-          ValueError: the model cannot be resized, or the folder does not store what it takes.
-        """
+        """Returns the number of tokens to which `model` has to be resized, or None, as
+        `vocabulary.new_vocabulary` does, and logs a warning. Raises ValueError if the model cannot
+        be resized, or the folder does not store what it takes."""
         with named_in_errors(self.path):
             sizes = new_vocabulary(self.config, self.tensors, architecture, adapter=self.adapter)
             if sizes is None:
@@ -129,22 +126,16 @@ class Folder:
             )
 
     def read(self, key: str) -> Any:
-        """Reads one tensor into a host array of the framework, in the dtype of the file.
-
-        Raises:
-          ValueError: the tensor cannot be read, or contains NaN or infinity.
-        """
+        """Reads one tensor into a host array of the framework, in the dtype of the file. Raises
+        ValueError if that fails, or it contains NaN or infinity."""
         with named_in_errors(self.path / TENSORS):
             tensor = self._file.get_tensor(key)
             check_finite(key, tensor)
             return tensor
 
     def read_parameter(self, name: str, keys: Sequence[str]) -> Any:
-        """Reads a parameter that is stored under one or more keys.
-
-        Raises:
-          ValueError: the tensors under the keys differ.
-        """
+        """Reads a parameter that is stored under some keys. Raises ValueError if their tensors
+        differ."""
         key, *others = keys
         tensor = self.read(key)
         for other in others:
@@ -184,30 +175,16 @@ class Folder:
             )
 
     def checked[Tensor](self, name: str, tensor: Tensor) -> Tensor:
-        """Returns `tensor`, which has been cast to the model's dtype, if it is still finite.
-
-        Args:
-          name: the tensor's key, or its parameter's name.
-
-        Raises:
-          ValueError: the dtype cannot hold the numbers, so that the tensor is not finite.
-        """
+        """Returns the tensor of a key or parameter, cast to the model's dtype. Raises ValueError if
+        it is no longer finite."""
         subject = f"{self.path}: as {getattr(tensor, 'dtype', None)}, {name}"
         remedy = "use a model dtype, or an adapter_dtype, with a larger range"
         check_finite(subject, tensor, remedy)
         return tensor
 
     def check_norm(self, name: str, norm: Any) -> None:
-        """Checks that the norm of an adapted layer is finite.
-
-        Args:
-          name: the name of a layer that the folder has an adapter for.
-          norm: the norm of the layer with its adapter.
-
-        Raises:
-          ValueError: the norm is not finite, since the squares of the adapter's numbers overflow
-            or the base weights are not finite.
-        """
+        """Raises ValueError if the norm of an adapted layer is not finite: the squares of the
+        adapter's numbers overflow, or the base weights are not finite."""
         subject = f"{self.path}: the norm of {name} with its adapter"
         check_finite(subject, norm, "the training of the adapter, or of the base model, diverged")
 
@@ -215,13 +192,8 @@ class Folder:
 def check_finite(
     key: str, tensor: Any, reason: str = "if training diverged, use an earlier checkpoint"
 ) -> None:
-    """Raises ValueError if a tensor contains NaN or infinity.
-
-    Args:
-      key: the tensor's key.
-      tensor: a NumPy array or a PyTorch tensor.
-      reason: the likely cause, or the remedy, for the message.
-    """
+    """Raises ValueError if a NumPy array or PyTorch tensor contains NaN or infinity; `reason` is
+    the likely cause, or the remedy."""
     is_finite = abs(tensor) < math.inf
     if not bool(is_finite.all()):
         count = int((~is_finite).sum())

@@ -66,10 +66,8 @@ def key_of(module: str, role: Role) -> str:
 
 
 def parameter_key(name: str, *, of_adapted_layer: bool) -> str:
-    """Returns the key that PEFT writes for a parameter of the base model.
-
-    A parameter of an adapted layer is in the module's `base_layer`.
-    """
+    """Returns PEFT's key of a parameter of the base model, which an adapted layer has in
+    `base_layer`."""
     module, _, parameter = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{parameter}" if of_adapted_layer else PREFIX + name
 
@@ -81,13 +79,8 @@ def adapter_in(key: str) -> str | None:
 
 
 def parse(key: str, adapter: str = "default") -> Key:
-    """Parses a key of any of the known tools.
-
-    Every key that is not a tensor of an adapter is parsed as a parameter, even if no model has it.
-
-    Args:
-      adapter: the adapter's name, which the key may include, as it may include "default".
-    """
+    """Parses a key of any of the known tools, which may include the adapter's name or "default". A
+    key that is no tensor of an adapter is a parameter's, even if no model has it."""
     key = key.removeprefix(PREFIX)
     name = f"(?:default|{re.escape(adapter)})"
     for role, (_, suffix) in _SUFFIXES.items():

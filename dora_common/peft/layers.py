@@ -116,14 +116,9 @@ class Architecture:
 
 
 def key_modules(layers: Iterable[Layer]) -> dict[str, str]:
-    """Returns, by the name of every adapted layer, the module that PEFT's keys name.
-
-    PEFT wraps a module with packed experts once for each adapted parameter, in the order in which
-    the parameters are registered. So the last parameter's adapter is the outermost.
-
-    Args:
-      layers: the adapted layers; the parameters of one module in the order of registration.
-    """
+    """Returns, by the name of every adapted layer in the order of registration, the module that
+    PEFT's keys name. PEFT wraps a module with packed experts once for each adapted parameter, in
+    that order, so the last parameter's adapter is the outermost."""
     found, wrapped = {}, dict[str, list[Layer]]()
     for layer in reversed(list(layers)):
         found[layer.name] = layer.name
@@ -146,19 +141,12 @@ def key_modules(layers: Iterable[Layer]) -> dict[str, str]:
 def convolution_refusals(
     groups: int, window: Sequence[int], dilation: Sequence[int], padding_mode: str
 ) -> tuple[str, ...]:
-    """Returns the `Layer.refusals` of a convolution.
+    """Returns the `Layer.refusals` of a convolution with this window and dilation of each spatial
+    axis.
 
-    PEFT copies only the window, stride and padding of the base layer to lora_A. Therefore:
-
-    - With several groups, lora_A reads every input channel in every group. No weight with the base
-      layer's shape can express this, and PEFT itself raises an error when it is merged.
-    - With dilation, lora_A reads other positions than the base layer.
-    - lora_A always pads with zeros.
-
-    Args:
-      groups: the number of groups of channels.
-      window, dilation: the window size and the dilation of each spatial axis.
-      padding_mode: PyTorch's padding mode; "zeros" also if nothing is padded.
+    PEFT copies only the window, stride and padding to lora_A. So with several groups lora_A reads
+    every input channel in every group, which no weight of the base's shape can express; with
+    dilation it reads other positions; and it always pads with zeros.
     """
     is_dilated = any(step != 1 for size, step in zip(window, dilation, strict=True) if size > 1)
     refusals = {

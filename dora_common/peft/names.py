@@ -14,15 +14,8 @@ def first_match(pattern: Mapping[str, Any], name: str) -> str | None:
 
 
 def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the most common of `values`, and a pattern with the other values.
-
-    Args:
-      values: ranks or alphas by layer name.
-
-    Returns:
-      the most common value, and a dict from regular expressions to the other values. Each
-      expression is anchored, so that it matches a single layer.
-    """
+    """Returns the most common of ranks or alphas by layer name, and a dict from regular
+    expressions, each of which matches a single layer, to the other values."""
     kinds = list(values.values())
     default = max(kinds, key=kinds.count)
     others = {name: value for name, value in values.items() if value != default}
@@ -47,21 +40,16 @@ def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names |
 
 
 def parameters_for(adapted: Collection[str], all_parameters: Iterable[str]) -> Names:
-    """Returns target_parameters that select only `adapted` from `all_parameters`.
-
-    The result is the last two parts of the names if they select nothing else, or the whole names.
-    """
+    """Returns target_parameters that select only `adapted` from `all_parameters`: the last two
+    parts of the names if they select nothing else, or the whole names."""
     others = set(all_parameters) - set(adapted)
     ends = tuple(sorted({".".join(name.split(".")[-2:]) for name in adapted}))
     return tuple(sorted(adapted)) if any(matches(ends, one) for one in others) else ends
 
 
 def matches(targets: Names | str | None, name: str) -> bool:
-    """Returns whether `targets` select the module `name`.
-
-    Args:
-      targets: a regular expression for the whole name, or names and ends of names, or None.
-    """
+    """Returns whether `targets`, a regular expression for the whole name, or names and ends of
+    names, or None, select the module `name`."""
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets or ())

@@ -57,8 +57,8 @@ class Source:
     def config(
         self,
         given: AdapterConfig | None,
-        modules_to_save: Any,
-        tokens: Any,
+        modules_to_save: Any = (),
+        trainable_token_indices: Any = None,
         *,
         for_peft: bool = True,
         **fields: Any,
@@ -68,8 +68,7 @@ class Source:
         Args:
           given: a complete configuration, or None.
           modules_to_save: ends of the names of modules, or one of them.
-          tokens: trainable_token_indices: indices by the ends of names, or indices of the only
-            embedding.
+          trainable_token_indices: indices by the ends of names, or of the only embedding.
           for_peft: whether to reject what PEFT cannot read.
           **fields: the fields that do not follow from the layers: use_dora, bias and so on.
 
@@ -109,7 +108,7 @@ class Source:
                 use_rslora=self._common_value("use_rslora"),
                 lora_dropout=self._common_value("dropout"),
                 modules_to_save=tuple(saved) or None,
-                trainable_token_indices=self._token_rows(tokens) or None,
+                trainable_token_indices=self._token_rows(trainable_token_indices) or None,
                 **fields,
             )
             self._check_modules_to_save(config)

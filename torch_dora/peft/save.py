@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -96,15 +97,9 @@ def save_adapter(
 def prepare(
     model: nn.Module,
     *,
-    use_dora: bool = True,
-    modules_to_save: Sequence[str] | str = (),
-    trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
-    bias: str = "none",
-    for_peft: bool = True,
-    base_model_name_or_path: str | None = None,
-    task_type: str | None = None,
     dtype: torch.dtype | None = None,
     config: AdapterConfig | None = None,
+    **options: Any,
 ) -> tuple[Source, AdapterConfig]:
     """Returns what :func:`save_adapter` writes. Takes its arguments, and raises its errors except
     those about numbers and files."""
@@ -147,17 +142,9 @@ def prepare(
             shards.full_tensor(modules[name].norm()), shards.full_tensor(modules[name].magnitude)
         ),
     )
-    config = source.config(
-        config,
-        modules_to_save,
-        trainable_token_indices,
-        use_dora=use_dora,
-        bias=bias,
-        for_peft=for_peft,
-        fan_in_fan_out=any(isinstance(module, DoRAConv1D) for module in modules.values()),
-        base_model_name_or_path=base_model_name_or_path,
-        task_type=task_type,
-    )
+    is_transposed = any(isinstance(module, DoRAConv1D) for module in modules.values())
+    options = {"use_dora": True, "fan_in_fan_out": is_transposed} | options
+    config = source.config(config, **options)
     _refuse_to_lose(parameters, config, modules)
     warn_of_shared(model, modules.keys())
     return source, config
