@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from jax_dora.lm.domains import Domain
 from jax_dora.lm.finetune.settings import Settings
 from jax_dora.lm.models.sharding import AXES
-from jax_dora.ops.row_scaled import QTYPE
+from jax_dora.quantisation import QTYPE
 
 # Patterns in error messages of the core, and their replacements, which name settings.
 _PHRASES = {

@@ -26,7 +26,7 @@ from dora_common.peft.folder import TENSORS, named_in_errors, open_tensors
 from jax_dora.lm.commands.flags import add_formats, usage_errors
 from jax_dora.lm.commands.folders import adapted_model, adapter_config, adapter_folder, base_folder
 from jax_dora.lm.models import read_config
-from jax_dora.ops.quantised import dense
+from jax_dora.quantisation import dense
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

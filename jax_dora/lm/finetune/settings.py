@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 from jax_dora.lm import domains
 from jax_dora.lm.domains import Domain, integers, one_of
 from jax_dora.lm.models.sharding import AXES
-from jax_dora.ops.quantised import FORMATS
-from jax_dora.ops.row_scaled import QTYPE
+from jax_dora.quantisation import FORMATS, QTYPE
 
 Split = Literal["text", "all", "none"]
 Dtype = Literal["bfloat16", "float32"]

@@ -1,5 +1,6 @@
 """Loads a `CausalLM` from a Hugging Face model folder, and saves one."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -15,13 +16,10 @@ from flax import nnx
 import jax_dora
 from dora_common.disk import add_path_to_disk_errors
 from dora_common.replacement import temporary_folder
-from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.lm.models.config import COMPUTATION, DecoderConfig, read_json_object
 from jax_dora.lm.models.decoder import CausalLM
 from jax_dora.lm.models.quantised_folder import (
-    load_quantised,
-    quantise_activations,
     quantised_tensors,
     use_stored_formats,
 )
@@ -36,7 +34,7 @@ from jax_dora.lm.models.stored_arrays import (
 )
 from jax_dora.lm.models.tensor_files import StoredTensor, stored_tensors, write_files
 from jax_dora.ops import is_quantised
-from jax_dora.ops.row_scaled import with_contiguous_columns
+from jax_dora.quantisation import load_kernel, quantise_activations
 
 TIED = "lm_head.weight", "model.embed_tokens.weight"
 # The subfolder with named chat templates, in addition to the default template.
@@ -112,12 +110,6 @@ def load_model(
     arrays = list(stored_arrays(state, config))
     _check_tensors(folder, config, arrays, tensors, quantised)
 
-    def read_layer(array: StoredArray, sharding: jax.sharding.Sharding | None) -> Any:
-        (name,) = array.names
-        if name in quantised:
-            return shard_kernel(quantised[name].read(), sharding)
-        return load_array(array, [tensors[name]], sharding)
-
     flat = dict(nnx.to_flat_state(state))
     for array in arrays:
         if sharding is None or isinstance(sharding, jax.sharding.Sharding):
@@ -126,8 +118,22 @@ def load_model(
             array_sharding = sharding("/".join(array.path), array.shape)
         like = flat[array.path].get_value()
         if is_quantised(like):
-            value = load_quantised(array, like, read_layer, array_sharding)
-            value = with_contiguous_columns(value) if act_qtype else value
+            shape = array.shape[1:] if array.stacked else array.shape
+            layer = dataclasses.replace(array, shape=shape, stacked=False)
+
+            def read(name: str, sharding: Any, layer: StoredArray = layer) -> Any:
+                if name in quantised:
+                    return quantised[name].read()
+                return load_array(layer, [tensors[name]], sharding)
+
+            value = load_kernel(
+                like,
+                read,
+                array.names,
+                array_sharding,
+                is_stacked=array.stacked,
+                has_act_qtype=bool(act_qtype),
+            )
         else:
             value = load_array(array, [tensors[name] for name in array.names], array_sharding)
         flat[array.path] = flat[array.path].replace(value)

@@ -31,8 +31,7 @@ import numpy as np
 
 from jax_dora.lm.models.config import USE_16_BITS
 from jax_dora.lm.models.tensor_files import StoredTensor
-from jax_dora.ops.quantised import NF4
-from jax_dora.ops.rounding import make
+from jax_dora.quantisation import NF4, make
 
 STATE = ".quant_state.bitsandbytes__"
 BLOCK = 128  # the block size if config.json has none

@@ -20,7 +20,7 @@ from jax_dora.lm.models.config import DecoderConfig
 from jax_dora.lm.models.sharding import to_host
 from jax_dora.lm.models.tensor_files import StoredTensor
 from jax_dora.ops import is_quantised
-from jax_dora.ops.quantised import dense
+from jax_dora.quantisation import dense
 
 # For each name in the model: the name in the folder, and whether the tensor is transposed.
 LEAVES = {

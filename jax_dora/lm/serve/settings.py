@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 from jax_dora.lm import domains
 from jax_dora.lm.domains import Domain, integers, one_of
-from jax_dora.ops.quantised import FORMATS
-from jax_dora.ops.row_scaled import QTYPE
+from jax_dora.quantisation import FORMATS, QTYPE
 
 
 @dataclasses.dataclass(frozen=True)

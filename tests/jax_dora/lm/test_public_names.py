@@ -8,28 +8,16 @@ from types import ModuleType
 
 import jax_dora.lm
 
-PUBLIC = ("jax_dora", "jax_dora.bank", "jax_dora.linen", "jax_dora.ops", "jax_dora.peft")
+PUBLIC = (
+    *("jax_dora", "jax_dora.bank", "jax_dora.linen", "jax_dora.ops", "jax_dora.peft"),
+    "jax_dora.quantisation",
+)
 # What cannot be done by public names yet. Nothing may be added here.
 PRIVATE = {
-    "jax_dora.adapt.quantize.shard_kernel",
     "jax_dora.layers.base_layer.check_has_values",
-    "jax_dora.layers.quantised_kernel.LAYERS",
-    "jax_dora.layers.quantised_kernel.compute_quantised",
-    "jax_dora.layers.stack.allocate_stack",
-    "jax_dora.layers.stack.set_layer",
-    "jax_dora.ops.check",
     "jax_dora.ops.dispatch.choose",
     "jax_dora.ops.dispatch.mesh",
-    "jax_dora.ops.quantised",
-    "jax_dora.ops.quantised.FORMATS",
-    "jax_dora.ops.quantised.NF4",
-    "jax_dora.ops.quantised.dense",
     "jax_dora.ops.residuals",
-    "jax_dora.ops.rounding.make",
-    "jax_dora.ops.rounding.round_to",
-    "jax_dora.ops.row_scaled",
-    "jax_dora.ops.row_scaled.QTYPE",
-    "jax_dora.ops.row_scaled.with_contiguous_columns",
 }
 
 
