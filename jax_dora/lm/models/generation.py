@@ -13,7 +13,8 @@ from flax import nnx
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.lm.models.cache import Cache, make_cache
 from jax_dora.lm.models.decoder import CausalLM, for_inference, loop_options
-from jax_dora.lm.models.sampling import GREEDY, DrawFeatures, RowSettings, Sampling, draw
+from jax_dora.lm.models.logits_processors import LogitsProcessors, draw_processed
+from jax_dora.lm.models.sampling import GREEDY, DrawFeatures, RowSettings, Sampling
 
 # Capacities are multiples of this, so that prompts of similar lengths share a compiled program.
 _BLOCK = 64
@@ -28,6 +29,8 @@ def generate_steps(
     prompts: Sequence[Sequence[int]],
     count: int,
     sampling: Sampling | Sequence[Sampling] = GREEDY,
+    *,
+    ends: Collection[int] = (),
 ) -> Iterator[np.ndarray]:
     """Yields the next token of every row, i32[batch], `count` times.
 
@@ -39,6 +42,7 @@ def generate_steps(
       prompts: the tokens of each row, at least one per row.
       count: the number of tokens to generate.
       sampling: how to draw the tokens of all rows, or of each row; greedy by default.
+      ends: tokens that end a text, which are not drawn before `Sampling.min_tokens`.
 
     Raises:
       ValueError: there is no prompt, a prompt is empty, or a token is outside of the vocabulary;
@@ -52,10 +56,12 @@ def generate_steps(
         )
     check_has_values(model, "jax_dora.lm.models.generate", can_trace=False)
     size = model.config.vocab_size
-    if invalid := [token for prompt in prompts for token in prompt if not 0 <= token < size]:
-        raise ValueError(f"prompts have token {invalid[0]}; expected 0 to {size - 1}")
     if isinstance(sampling, Sampling):
         sampling = [sampling] * len(prompts)
+    given = {"prompts have": prompts, "logit_bias has": [one.logit_bias for one in sampling]}
+    for subject, texts in given.items():
+        if invalid := [token for text in texts for token in text if not 0 <= token < size]:
+            raise ValueError(f"{subject} token {invalid[0]}; expected 0 to {size - 1}")
     if len(sampling) != len(prompts):
         raise ValueError(
             f"sampling has {len(sampling)} settings; expected one for all prompts, or one for each "
@@ -72,9 +78,15 @@ def generate_steps(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     capacity = math.ceil((longest + count) / _BLOCK) * _BLOCK
     cache = make_cache(model.config, len(prompts), max(capacity, padded.shape[1]))
-    tokens, counts = jnp.asarray(padded), jnp.asarray(lengths)
+    tokens, counts, processors = jnp.asarray(padded), jnp.asarray(lengths), None
+    if any(one.needs_processors for one in sampling):
+        row_ends = [ends] * len(prompts)
+        processors = LogitsProcessors.of(sampling, prompts, row_ends, cache.capacity)
+        processors = jax.tree.map(jnp.asarray, processors)
     for number in range(count):
-        drawn, finite, cache = program(features, state, cache, tokens, counts, settings)
+        drawn, finite, cache, processors = program(
+            features, state, cache, tokens, counts, settings, processors
+        )
         if not np.asarray(finite).all():
             raise NotFiniteError(
                 f"the logits of row {np.argmin(finite)} are not finite at new token {number}; "
@@ -103,7 +115,7 @@ def generate(
     """
     texts: list[list[int]] = [[] for _ in prompts]
     active = set(range(len(prompts)))
-    for tokens in generate_steps(model, prompts, count, sampling):
+    for tokens in generate_steps(model, prompts, count, sampling, ends=ends):
         for row in sorted(active):
             if tokens[row] in ends:
                 active.discard(row)
@@ -129,18 +141,21 @@ def _step(
     tokens: jax.Array,
     counts: jax.Array,
     settings: RowSettings,
-) -> tuple[jax.Array, jax.Array, Cache]:
+    processors: LogitsProcessors | None,
+) -> tuple[jax.Array, jax.Array, Cache, LogitsProcessors | None]:
     """Reads the first `counts` i32[batch] tokens of each row and draws the next token.
 
     Returns:
       The drawn tokens i32[batch], whether the logits of each row are finite bool[batch], and the
-      updated cache.
+      updated cache and processors.
     """
     model = nnx.merge(graphdef, state)
     logits, cache = model.next_logits(tokens, cache, counts)
-    drawn = draw(logits, settings, cache.lengths, features)
+    drawn, processors = draw_processed(
+        logits, settings, cache.lengths, features, processors, jnp.ones_like(counts)
+    )
     tokens, finite = drawn.tokens, drawn.finite
     if model.config.sharding is not None:
         everywhere = model.config.sharding.everywhere
         tokens, finite = jax.lax.with_sharding_constraint((tokens, finite), everywhere)
-    return tokens, finite, cache
+    return tokens, finite, cache, processors

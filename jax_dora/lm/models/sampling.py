@@ -18,9 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_dora.lm.domains import NOT_NEGATIVE, PROBABILITY, SHARE, Domain, check, integers
+from jax_dora.lm.domains import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    SHARE,
+    Domain,
+    check,
+    integers,
+    numbers,
+)
 
 TOP_LOGPROBS = 20  # the number of most likely tokens that are reported, as in OpenAI's interface
+MAX_BIASES = 512
+PENALTY = numbers("from -2 to 2", lambda value: -2 <= value <= 2)  # OpenAI's and vLLM's range
+BIAS = numbers("from -100 to 100", lambda value: -100 <= value <= 100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +41,19 @@ class Sampling:
 
     Attributes:
       temperature: the number that logits are divided by; 0 chooses the most likely token.
-      top_k: the number of most likely tokens to draw from; 0 draws from all.
+      top_k: the number of most likely tokens to draw from; 0 and -1 draw from all.
       top_p: the total probability of the most likely tokens to draw from (arXiv 1904.09751).
       min_p: the probability of the least likely token to draw from, relative to that of the most
         likely one (arXiv 2407.01082).
       seed: the random seed, with up to 64 bits. A draw depends only on the logits, these settings
         and the position in the text.
+      repetition_penalty: the number that the logits of tokens in prompt and answer are divided by
+        if they are positive, and else multiplied by; above 1, repetitions are less likely.
+      frequency_penalty: the number that a token's logit is reduced by for each time that the answer
+        has the token.
+      presence_penalty: the number that a token's logit is reduced by if the answer has the token.
+      min_tokens: the number of tokens before which no end token is drawn.
+      logit_bias: numbers to add to the logits of tokens, by their ids.
 
     Raises:
       ValueError: a number is out of range. The message begins with "name=value: ".
@@ -45,17 +64,41 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     DOMAINS: ClassVar[Mapping[str, Domain]] = {
         "temperature": NOT_NEGATIVE,
-        "top_k": integers(0),
+        "top_k": integers(-1),
         "top_p": SHARE,
         "min_p": PROBABILITY,
         "seed": integers(0, 2**64 - 1),
+        "repetition_penalty": POSITIVE,
+        "frequency_penalty": PENALTY,
+        "presence_penalty": PENALTY,
+        "min_tokens": integers(0),
     }
 
     def __post_init__(self) -> None:
         check(self, self.DOMAINS)
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(
+                f"logit_bias={len(self.logit_bias)} tokens: expected at most {MAX_BIASES}"
+            )
+        for token, bias in self.logit_bias.items():
+            if not integers(0).contains(token) or not BIAS.contains(bias):
+                raise ValueError(
+                    f"logit_bias={{{token!r}: {bias!r}}}: expected a token id, and {BIAS.expected}"
+                )
+
+    @property
+    def needs_processors(self) -> bool:
+        """Whether logits are changed by `LogitsProcessors`."""
+        penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
+        return bool(penalties or self.min_tokens or self.logit_bias)
 
 
 GREEDY = Sampling()
@@ -98,7 +141,7 @@ class DrawFeatures(NamedTuple):
     def needed_by(cls, rows: Sequence[Sampling], *, logprobs: bool = False) -> "DrawFeatures":
         """Returns the features that rows with these settings need."""
         sampled = [one for one in rows if one.temperature > 0]
-        sorts = any(one.top_k or one.top_p < 1 for one in sampled)
+        sorts = any(one.top_k > 0 or one.top_p < 1 for one in sampled)
         return cls(bool(sampled), sorts, logprobs)
 
     @classmethod
@@ -122,7 +165,11 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    logits: jax.Array, settings: RowSettings, positions: jax.Array, features: DrawFeatures
+    logits: jax.Array,
+    settings: RowSettings,
+    positions: jax.Array,
+    features: DrawFeatures,
+    processed: jax.Array | None = None,
 ) -> Drawn:
     """Returns the next tokens of all rows.
 
@@ -131,19 +178,22 @@ def draw(
       settings: the settings of the rows.
       positions: i32[rows], the positions of the drawn tokens in their texts.
       features: the features to compute.
+      processed: f32[rows, vocab], the logits to draw from; by default, `logits`. Those decide what
+        is reported.
     """
     logits = logits.astype(jnp.float32)
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    processed = logits if processed is None else processed
+    tokens = jnp.argmax(processed, axis=-1).astype(jnp.int32)
     if features.samples:
-        kept = _kept_logits(logits, settings, sorts=features.sorts)
+        kept = _kept_logits(processed, settings, sorts=features.sorts)
         keys = jax.random.wrap_key_data(settings.seeds, impl="threefry2x32")
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         sampled = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
         tokens = jnp.where(settings.temperatures > 0, sampled, tokens)
     if features.logprobs:
-        logprobs = _logprobs(logits, tokens)
+        logprobs = logprobs_of(logits, tokens)
     else:
-        logprobs = jax.tree.map(jnp.zeros_like, jax.eval_shape(_logprobs, logits, tokens))
+        logprobs = jax.tree.map(jnp.zeros_like, jax.eval_shape(logprobs_of, logits, tokens))
     return Drawn(tokens, jnp.all(jnp.isfinite(logits), axis=-1), *logprobs)
 
 
@@ -180,8 +230,8 @@ def _in_top(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     return (logits > limit) | (ties & (number <= jnp.maximum(kept_ties, 1)))
 
 
-def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the last three fields of `Drawn`."""
+def logprobs_of(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the last three fields of `Drawn`, of logits f32[rows, vocab] and tokens i32[rows]."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     count = min(TOP_LOGPROBS, logits.shape[-1])
     values, top_tokens = lax.top_k(logprobs, count)

@@ -26,7 +26,12 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, before: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        before: Sequence[int] = (),
+        least: int = 0,
     ) -> None:
         """
         Args:
@@ -34,8 +39,10 @@ class TextStream:
           stops: the stop strings.
           before: tokens that the text continues. Their own text is not returned. They matter since
             some decoders remove a space at the beginning of a text.
+          least: the number of tokens whose text no stop string ends.
         """
         self.stopped = False
+        self._least = least
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._window = list(before[-_WINDOW:])
@@ -49,6 +56,7 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Returns the text that is complete with this token."""
+        self._least -= 1
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         if not _complete_part(text).startswith(self._emitted):
@@ -99,8 +107,10 @@ class TextStream:
         """Returns the text up to a stop string, or up to what may become one."""
         if self.stopped:
             return ""
-        text = self._withheld + new
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        text, old = self._withheld + new, len(self._withheld)
+        # A stop string that ends in the withheld text was not to stop there.
+        places = [text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
+        starts = [start for start in places if start >= 0 > self._least]
         if starts:
             self.stopped, self._withheld = True, ""
             return text[: min(starts)]

@@ -66,6 +66,66 @@ def test_greedy_is_that_of_transformers(make_folder, make_torch_model, family, t
         assert answer == expected[0, len(prompt) :].tolist()
 
 
+class OpenAIPenalties(transformers.LogitsProcessor):
+    """As their documentation writes them; transformers has none of its own."""
+
+    def __init__(self, prompt, one):
+        self.prompt, self.one = prompt, one
+
+    def __call__(self, input_ids, scores):
+        counts = torch.bincount(input_ids[0, self.prompt :], minlength=scores.shape[-1])
+        scores = scores - self.one.frequency_penalty * counts
+        return scores - self.one.presence_penalty * (counts > 0)
+
+
+END = 150  # a token that this model does not draw by itself
+# Of each kind at least one that changes what this model says.
+PROCESSED = [
+    Sampling(),
+    Sampling(repetition_penalty=6.0),
+    Sampling(repetition_penalty=0.2),
+    Sampling(frequency_penalty=2.0),
+    Sampling(presence_penalty=-2.0),
+    Sampling(min_tokens=9, logit_bias={END: 100.0}),
+    Sampling(logit_bias={11: 1.5, 3: -100.0, 40: 0.8}),
+    Sampling(
+        repetition_penalty=1.3,
+        frequency_penalty=-0.3,
+        presence_penalty=0.4,
+        min_tokens=6,
+        logit_bias={END: 100.0, 5: 0.7, 30: -2.0},
+    ),
+]
+
+
+def test_processed_is_what_transformers_says(make_folder, make_torch_model, tokens):
+    """Rows of one batch with other settings each, and two lengths of prompts."""
+    theirs, model = make_torch_model("qwen3"), models.load_model(make_folder("qwen3"))
+    prompts = prompts_of(tokens)[:2] * (len(PROCESSED) // 2)
+    answers = generate(model, prompts, 12, PROCESSED, ends=[END])
+    for prompt, one, answer in zip(prompts, PROCESSED, answers, strict=True):
+        config = transformers.GenerationConfig(
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=END,
+            pad_token_id=0,
+            repetition_penalty=one.repetition_penalty,
+            min_new_tokens=one.min_tokens,
+            sequence_bias={(token,): bias for token, bias in one.logit_bias.items()} or None,
+        )
+        given = torch.tensor([prompt])
+        expected = theirs.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            generation_config=config,
+            logits_processor=[OpenAIPenalties(len(prompt), one)],
+        )[0, len(prompt) :].tolist()
+        assert answer == [token for token in expected if token != END], one
+        assert len(answer) == (one.min_tokens or 12)
+    plain = generate(model, prompts, 12, ends=[END])
+    assert [answers[n] != plain[n] for n in range(8)] == [n > 0 for n in range(8)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("unroll", [False, True])
 def test_rows_come_and_go(make_folder, tokens, unroll):
@@ -175,3 +235,11 @@ def test_bad_prompts(make_folder, prompts, message):
     model = models.load_model(make_folder("llama"))
     with pytest.raises(ValueError, match=message):
         generate(model, prompts, 1)
+
+
+def test_tokens_that_the_model_does_not_have(make_folder):
+    model = models.load_model(make_folder("llama"))
+    with pytest.raises(ValueError, match="logit_bias has token 1000000; expected 0 to "):
+        generate(model, [[1]], 1, Sampling(logit_bias={10**6: 1.0}))
+    with pytest.raises(ValueError, match="min_tokens is given, and 600 end tokens; expected 512"):
+        generate(model, [[1]], 1, Sampling(min_tokens=1), ends=range(600))

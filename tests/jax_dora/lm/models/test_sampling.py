@@ -11,6 +11,7 @@ import transformers
 
 from jax_dora.lm.models import Sampling
 from jax_dora.lm.models import sampling as module
+from jax_dora.lm.models.logits_processors import LogitsProcessors, draw_processed
 from jax_dora.lm.models.sampling import GREEDY, DrawFeatures, RowSettings
 from tests.tables import thinned
 
@@ -107,6 +108,33 @@ def test_a_row_is_drawn_the_same_in_any_company():
         assert draw(logits, [other, own, other], positions).tokens[1] == alone
 
 
+def test_processors_leave_rows_without_their_settings_as_they_are():
+    """To the last bit, among rows that have all of them."""
+    logits = jnp.asarray(3 * np.random.default_rng(2).standard_normal((3, 400), np.float32))
+    other = Sampling(1.0, -1, 1.0, 0.0, 3, 1.4, 0.3, -0.2, 5, {7: 3.0})
+    rows, prompts = [other, Sampling(0.9, seed=7), other], [[1, 2], [3, 4, 5], [6]]
+    processors = LogitsProcessors.of(rows, prompts, [[9]] * 3, 8)
+    processors = jax.tree.map(jnp.asarray, processors)
+    positions = jnp.array([4, 4, 4], jnp.int32)
+    found = np.asarray(processors.apply(logits, positions))
+    assert (found[1] == logits[1]).all()
+    assert (found[::2] != logits[::2]).sum(-1).min() >= 4
+    drawn, _ = draw_processed(
+        logits, RowSettings.of(rows), positions, DrawFeatures(True), processors, jnp.ones(3)
+    )
+    assert drawn.tokens[1] == draw(logits, [rows[1]] * 3, positions).tokens[1]
+
+
+def test_probabilities_are_those_before_processors():
+    logits, rows = jnp.array([[1.0, 2.0, 0.5]]), [Sampling(logit_bias={2: 100.0})]
+    processors = jax.tree.map(jnp.asarray, LogitsProcessors.of(rows, [[0]], [()], 4))
+    features, ones = DrawFeatures(logprobs=True), jnp.ones(1, jnp.int32)
+    drawn, after = draw_processed(logits, RowSettings.of(rows), ones, features, processors, ones)
+    assert drawn.tokens.tolist() == [2]
+    np.testing.assert_allclose(drawn.logprobs, jax.nn.log_softmax(logits[0])[2:], rtol=1e-6)
+    assert after.texts.tolist() == [[0, 2, 0, 0]]
+
+
 def test_only_what_is_asked_for_is_computed():
     """Without conditions, for which a host would have to wait."""
     logits, positions = jnp.zeros((2, 400)), jnp.zeros(2, jnp.int32)
@@ -149,8 +177,13 @@ def test_what_is_not_finite_is_told():
         ({"temperature": -1}, "temperature=-1: expected a number of at least 0"),
         ({"temperature": float("nan")}, "temperature=nan: expected"),
         ({"top_p": 0}, "top_p=0: expected a number above 0 and at most 1"),
-        ({"top_k": -1}, "top_k=-1: expected an integer from 0"),
-        ({"top_k": 2.5}, "top_k=2.5: expected an integer from 0"),
+        ({"top_k": -2}, "top_k=-2: expected an integer from -1"),
+        ({"top_k": 2.5}, "top_k=2.5: expected an integer from -1"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number above 0"),
+        ({"presence_penalty": 2.5}, "presence_penalty=2.5: expected a number from -2 to 2"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias={-1: 1.0}: expected a token id, and a number fr"),
+        ({"logit_bias": {1: 101}}, "logit_bias={1: 101}: expected a token id, and a number from"),
+        ({"logit_bias": dict.fromkeys(range(513), 1)}, "logit_bias=513 tokens: expected at most"),
         ({"min_p": 1.5}, "min_p=1.5: expected a number from 0 to 1"),
         ({"seed": 2**64}, "seed=18446744073709551616: expected"),
     ],

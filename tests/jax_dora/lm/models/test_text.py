@@ -81,13 +81,20 @@ def test_the_space_after_what_a_text_goes_on_from_is_said(before, text):
 @given(
     text=st.text(alphabet="abc", max_size=40),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+    least=st.integers(0, 9),
 )
-def test_it_ends_before_the_first_stop_string(text, stops):
+def test_it_ends_before_the_first_stop_string(text, stops, least):
+    """Of those that are complete after the `least` tokens that no stop string ends."""
     tokenizer = TOKENIZERS["bytes"]
-    stream = TextStream(tokenizer, stops)
+    stream = TextStream(tokenizer, stops, least=least)
     found = ""
-    # The end of the first stop string to be complete, and of those the first to begin.
-    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    places = [
+        (start + len(stop), start)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start) and start + len(stop) > least
+    ]
+    ends = [end for end, _ in places]
     for number, token in enumerate(tokenizer.encode(text).ids, 1):
         found += stream.add(token)
         assert text.startswith(found)
@@ -95,7 +102,7 @@ def test_it_ends_before_the_first_stop_string(text, stops):
         if stream.stopped:
             break
     found += stream.end()
-    begins = [text.find(stop) for stop in stops if stop in text[: min(ends, default=0)]]
+    begins = [start for end, start in places if end == min(ends)]
     assert found == (text[: min(begins)] if begins else text)
 
 
