@@ -11,6 +11,7 @@ read from standard input.
 import argparse
 import json
 import sys
+from typing import Any
 
 import jax_dora
 from jax_dora.lm.commands.flags import (
@@ -34,6 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompt", action="append", metavar="TEXT", help="text to continue; can be repeated")
     add("--chat", action="store_true", help="format each prompt with the model's chat template")
     add("--system", metavar="TEXT", help="system message; needs --chat")
+    variables = "JSON object of variables for the chat template, such as Qwen3's enable_thinking"
+    add("--chat-template-kwargs", type=_object, metavar="JSON", help=f"{variables}; needs --chat")
     tokens = in_domain(integers(1, 2**24))
     add("--tokens", type=tokens, default=128, metavar="N", help="maximum number of new tokens")
     add_end_token(add)
@@ -46,10 +49,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the completions, and returns the exit status."""
     with usage_errors():
-        if args.system is not None and not args.chat:
-            raise ValueError("--system is given without --chat; expected both")
+        for flag, given in {
+            "system": args.system,
+            "chat-template-kwargs": args.chat_template_kwargs,
+        }.items():
+            if given is not None and not args.chat:
+                raise ValueError(f"--{flag} is given without --chat; expected both")
         sampling = make_settings(Sampling, args)
-        given = {"top-k": args.top_k, "top-p": args.top_p != 1, "min-p": args.min_p}
+        given = {"top-k": args.top_k > 0, "top-p": args.top_p != 1, "min-p": args.min_p}
         for flag, is_given in given.items():
             if is_given and args.temperature == 0:
                 raise ValueError(
@@ -84,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
     streams = [TextStream(texts.tokenizer, before=() if args.chat else ids) for ids in tokens]
     if len(prompts) == 1:
         [stream] = streams
-        for (drawn,) in generate_steps(model, tokens, args.tokens, sampling):
-            if drawn in texts.end_tokens:
+        ends = texts.end_tokens
+        for (drawn,) in generate_steps(model, tokens, args.tokens, sampling, ends=ends):
+            if drawn in ends:
                 break
             print(stream.add(int(drawn)), end="", flush=True)
         print(stream.end())
@@ -107,10 +115,17 @@ def _tokens(args: argparse.Namespace, texts: TextSettings, prompt: str) -> list[
         raise ValueError(f"--prompt {prompt!r} is not valid text: {error}") from error
     if not args.chat:
         return prompt_tokens(texts.tokenizer, prompt)
-    if texts.template is None:
-        raise ValueError(f"--chat is given, but {texts.folder} has no chat template")
     messages = [{"role": "user", "content": prompt}]
     if args.system is not None:
         messages = [{"role": "system", "content": args.system}, *messages]
-    conversation = texts.template.render(messages, reply=True)
-    return texts.tokenizer.encode(conversation, add_special_tokens=False).ids
+    return texts.chat_tokens(messages, args.chat_template_kwargs)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object, such as {{"a": 1}}')
+    return value

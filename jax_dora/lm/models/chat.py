@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -45,6 +46,7 @@ class ChatTemplate:
     Attributes:
       source, with_tools: the jinja2 templates, of which the second is for conversations with tools.
       special_tokens: variables for the templates: bos_token, eos_token, and others.
+      variables: further variables that `source` reads.
     """
 
     def __init__(
@@ -71,6 +73,9 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not valid jinja2: {error}") from error
         self.source, self.with_tools = source, with_tools or source
         self.special_tokens = special_tokens
+        read = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        given = {"messages", "add_generation_prompt", "tools", "documents", *special_tokens}
+        self.variables = frozenset(read - given - environment.globals.keys())
         self._warnings: set[str] = set()
 
     @classmethod

@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from jax_dora.lm.models.chat import TEMPLATE, ChatTemplate
+from jax_dora.lm.models.chat import TEMPLATE, ChatTemplate, Messages
 from jax_dora.lm.models.config import max_positions
 from jax_dora.lm.models.end_tokens import (
     GENERATION,
@@ -145,6 +145,34 @@ class TextSettings:
             has_more = template.with_tools != template.source
             files[f"{EXTRA_TEMPLATES}/tool_use.jinja"] = template.with_tools if has_more else None
         return files
+
+    def chat_tokens(
+        self, messages: Messages, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Returns the tokens of a chat, up to the beginning of the assistant's next message.
+
+        Args:
+          variables: variables for the chat template, such as Qwen3's enable_thinking.
+
+        Raises:
+          ValueError: there is no template, it does not read a variable, or it has failed.
+        """
+        if self.template is None:
+            raise ValueError(
+                f"{self.folder.name} has no chat template; expected a text to complete"
+            )
+        variables = variables or {}
+        if unknown := variables.keys() - self.template.variables:
+            raise ValueError(
+                f"chat_template_kwargs has {min(unknown)!r}, which the chat template does not "
+                f"read; expected some of {', '.join(sorted(self.template.variables)) or 'none'}"
+            )
+        text = self.template.render(messages, reply=True, **variables)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"messages is {text!r}; expected valid Unicode ({error})") from error
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def check_length(self, tokens: int, subject: str, remedy: str = "") -> None:
         """Raises a ValueError if a text of `tokens` tokens is too long for the model.

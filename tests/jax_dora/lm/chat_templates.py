@@ -49,6 +49,11 @@ MISTRAL = (
 NEMO = MISTRAL.replace("' ' + m.content | trim", "m.content")
 # As Qwen3's without thinking: a prompt has an empty thought, which messages lack.
 EMPTY_THOUGHT = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}")
+# As Qwen3's: an empty thought if a request wants none.
+SWITCHED = (
+    CHATML + "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+)
 CALLS = [{"name": "f", "arguments": {}}]
 THOUGHT = "<think>\nt\n</think>\n\na"
 

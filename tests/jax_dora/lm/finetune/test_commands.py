@@ -18,7 +18,7 @@ import jax_dora.peft
 from jax_dora.lm.commands import finetune, main
 from jax_dora.lm.commands.flags import Parser, flags_of, with_flag_names
 from jax_dora.lm.finetune.checkpoints import Checkpoints
-from jax_dora.lm.models import generate, load_model
+from jax_dora.lm.models import Sampling, generate, load_model
 from jax_dora.lm.models.tokenizer import read_tokenizer
 from parity import tolerances
 from tests.jax_dora.lm.finetune.runs import assert_one_line
@@ -105,6 +105,16 @@ def test_generate_is_that_of_transformers(model, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_generate_with_settings_that_change_logits(model, capsys):
+    flags = {"--repetition-penalty": 2.5, "--presence-penalty": 1, "--min-tokens": 7}
+    flat = [str(word) for pair in flags.items() for word in pair]
+    ours, tokenizer = load_model(model), read_tokenizer(Path(model))
+    sampling = Sampling(repetition_penalty=2.5, presence_penalty=1.0, min_tokens=7)
+    (wanted,) = generate(ours, [tokenizer.encode("12").ids], 9, sampling, ends=[256])
+    assert main(["generate", "--model", model, *flat, "--prompt", "12", "--tokens", "9"]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(wanted) + "\n"
+
+
 def test_generate_for_several(model, adapter, capsys):
     prompts = ["--prompt", "1+1=", "--prompt", "ä"]
     sampling = ["--temperature", "0.9", "--top-k", "50", "--top-p", "0.9", "--seed", "3"]
@@ -201,9 +211,23 @@ def test_merge_unties_an_embedding_that_is_the_head(model, tmp_path, capsys):
         ("generate --prompt x", "--model is missing"),
         ("generate --model MODEL --prompt=", "--prompt is empty"),
         ("generate --model MODEL --prompt x --system y", "--system is given without --chat"),
+        (
+            "generate --model MODEL --prompt x --chat-template-kwargs {}",
+            "--chat-template-kwargs is given without --chat",
+        ),
+        ("generate --model MODEL --prompt x --chat-template-kwargs 1", "'1' is not a JSON object"),
+        ("generate --model MODEL --prompt x --chat-template-kwargs {", "'{' is not valid JSON"),
+        (
+            'generate --model MODEL --prompt x --chat --chat-template-kwargs {"a":1}',
+            "chat_template_kwargs has 'a', which the chat template does not read; expected some o",
+        ),
         ("generate --model MODEL --prompt x --top-k 5", "--top-k is given without --temperature"),
         ("generate --model MODEL --prompt x --top-p .5", "--top-p is given without --temperature"),
         ("generate --model MODEL --prompt x\udcff", "--prompt 'x\\udcff' is not valid text: "),
+        (
+            "generate --model MODEL --prompt x --repetition-penalty 0",
+            "--repetition-penalty 0.0: ex",
+        ),
         ("generate --model MODEL --prompt x --top-p 0", "--top-p 0.0: expected a number above 0"),
         ("generate --model MODEL --prompt x --top-p 1e-50", "magnitude from 1.2e-38 to"),
         ("generate --model MODEL --prompt x --top-p nan", "--top-p nan: expected a number above 0"),

@@ -7,6 +7,7 @@ import transformers
 
 from jax_dora.lm.finetune import tiny
 from jax_dora.lm.models.chat import ChatTemplate
+from jax_dora.lm.models.tokenizer import TextSettings
 from tests.jax_dora.lm.chat_templates import (
     CALLS,
     CHATML,
@@ -15,6 +16,7 @@ from tests.jax_dora.lm.chat_templates import (
     NEMO,
     R1,
     R1_FIRST,
+    SWITCHED,
     TALK,
     THINKING,
     THOUGHT,
@@ -41,6 +43,18 @@ def test_templates_render_as_by_transformers(where, template, tmp_path, tokenize
     for reply in (False, True):
         expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=reply)
         assert ours.render(TALK, reply=reply) == expected
+
+
+@pytest.mark.parametrize("given", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_variables_of_a_template_are_those_of_transformers(given, tmp_path, tokenizer):
+    folder = folder_of(tmp_path, tokenizer, chat_template=SWITCHED)
+    texts = TextSettings.of(folder, {})
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(TALK[:2], add_generation_prompt=True, **given)
+    assert texts.chat_tokens(TALK[:2], given) == expected["input_ids"]
+    for name in ("thinking", "messages", "eos_token"):
+        with pytest.raises(ValueError, match=f"has '{name}', which .*; expected some of enable_th"):
+            texts.chat_tokens(TALK[:2], {name: 1})
 
 
 @pytest.mark.parametrize("where", ["files", "a list"])
