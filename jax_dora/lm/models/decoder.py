@@ -201,10 +201,14 @@ class CausalLM(nnx.Module):
         """Reads more tokens, as `extend`, and returns the logits [batch, vocab] of the token after
         the last new one of each row, and the updated cache. Rows with count 0 get other logits."""
         hidden, cache = self.extend(tokens, cache, counts, rows)
-        if counts is None or tokens.shape[1] == 1:
-            return self.logits(hidden[:, -1]), cache
+        return self.last_logits(hidden, counts), cache
+
+    def last_logits(self, hidden: jax.Array, counts: jax.Array | None) -> jax.Array:
+        """Returns the logits [batch, vocab] of the last of `counts` hidden states of each row."""
+        if counts is None or hidden.shape[1] == 1:
+            return self.logits(hidden[:, -1])
         last = jnp.maximum(counts - 1, 0)[:, None, None]
-        return self.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0]), cache
+        return self.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
 
     def resize_token_embeddings(self, tokens: int) -> None:
         """Changes the number of tokens, in place. The weights of new tokens are zero."""

@@ -13,29 +13,37 @@ from jax_dora.lm.models.chat import CONTENT, text_of
 from jax_dora.lm.models.sampling import GREEDY, TOP_LOGPROBS, Sampling
 from jax_dora.lm.serve.errors import ApiError, invalid_field
 
-MAX_STOPS, MAX_STOP_LENGTH = 4, 256
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_TOKENS = 4, 256, 256
 COUNT, LOGPROBS = integers(1), integers(0, TOP_LOGPROBS)
-TEMPERATURE = numbers("from 0 to 2", lambda value: 0 <= value <= 2)  # OpenAI's range
+CHOICES = integers(1, 128)  # OpenAI's limit
+# The numbers that become settings of `Sampling`, with the ranges of OpenAI's interface.
+SAMPLING = {
+    **Sampling.DOMAINS,
+    "temperature": numbers("from 0 to 2", lambda value: 0 <= value <= 2),
+    "seed": integers(-(2**63), 2**63 - 1),
+}
+DEFAULTS = {"temperature": 1.0, "seed": None}
 # Fields of unsupported features, with the values that have no effect.
 type Values = dict[str, tuple[Any, ...]]
-NO_EFFECT: Values = {
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "service_tier": ("auto", "default"),
-}
-NO_EFFECT_COMPLETION: Values = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+NO_EFFECT: Values = {"service_tier": ("auto", "default")}
+NO_EFFECT_COMPLETION: Values = {"best_of": (1,), "suffix": ("",)}
 NO_EFFECT_CHAT: Values = {
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "store": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+# The same, for the features that vLLM has.
+OF_VLLM: Values = {
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "store": (False,),
+    "structured_outputs": (),
 }
+VLLM = "jax-dora serve has no tools and no JSON schemas; vLLM with the plugin of this package does"
 # Fields of messages, as clients send answers back, that say that there is no such part.
 NO_PARTS = (("tool_calls", []), ("annotations", []))
 # Fields that are always ignored, with their types: information about the user.
@@ -49,37 +57,44 @@ class Fields:
     model: str
     max_tokens: int | None
     sampling: Sampling
+    n: int
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     logprobs: int | None
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    echo: bool = False
+    template_variables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def completion(body: Any) -> tuple[Fields, str | list[int]]:
-    """Parses the body of a completion; returns the common fields and the prompt."""
-    body = _without_nulls(body)
+type Prompt = str | list[int] | list[dict[str, Any]]
+"""A text or its tokens, or the messages of a chat."""
+
+
+def completion(body: Any) -> tuple[Fields, list[Prompt]]:
+    """Parses the body of a completion; returns its fields and its prompts."""
+    body = without_nulls(body)
     prompt = body.pop("prompt", None)
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    is_tokens = isinstance(prompt, list) and all(_is_int(one) for one in prompt)
-    if not (isinstance(prompt, str) or is_tokens) or not prompt:
-        raise invalid_field(
-            "prompt", prompt, "one string or one list of tokens; several are not supported"
-        )
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(map(_is_int, prompt)))
+    prompts: list[Any] = [prompt] if is_one or not isinstance(prompt, list) else prompt
+    for one in prompts:
+        if not one or not (isinstance(one, str) or (_is_list(one) and all(map(_is_int, one)))):
+            expected = "a text, a list of tokens, or a list of texts or of lists of tokens"
+            raise invalid_field("prompt", prompt, f"{expected}, none of them empty")
     logprobs = _value(body, "logprobs", LOGPROBS)
     # 16 is OpenAI's default. It is surprisingly low, but a different default would surprise too.
-    max_tokens = _value(body, "max_tokens", COUNT) or 16
-    return _fields(body, max_tokens, logprobs, NO_EFFECT_COMPLETION), prompt
+    max_tokens = _value(body, "max_tokens", integers(0), 16)
+    echo = _boolean(body, "echo")
+    fields = _fields(body, max_tokens, logprobs, NO_EFFECT_COMPLETION)
+    return dataclasses.replace(fields, echo=echo), prompts
 
 
-def chat(body: Any) -> tuple[Fields, list[dict[str, Any]]]:
-    """Parses the body of a chat; returns the common fields and the messages."""
-    body = _without_nulls(body)
-    messages = body.pop("messages", None)
-    if not isinstance(messages, list) or not messages:
-        raise invalid_field("messages", messages, "a list of one or more messages")
+def chat(body: Any) -> tuple[Fields, list[Prompt]]:
+    """Parses the body of a chat; returns its fields, and a list of its messages."""
+    body = without_nulls(body)
+    messages, variables = messages_of(body), template_variables(body)
     has_logprobs = _boolean(body, "logprobs")
     logprobs = _value(body, "top_logprobs", LOGPROBS)
     if logprobs is not None and not has_logprobs:
@@ -87,7 +102,23 @@ def chat(body: Any) -> tuple[Fields, list[dict[str, Any]]]:
     limits = [_value(body, name, COUNT) for name in ("max_completion_tokens", "max_tokens")]
     max_tokens = min(filter(None, limits), default=None)
     fields = _fields(body, max_tokens, (logprobs or 0) if has_logprobs else None, NO_EFFECT_CHAT)
-    return fields, [_message(one) for one in messages]
+    return dataclasses.replace(fields, template_variables=variables), [messages]
+
+
+def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Removes the messages from a body, and returns them."""
+    messages = body.pop("messages", None)
+    if not _is_list(messages) or not messages:
+        raise invalid_field("messages", messages, "a list of one or more messages")
+    return [_message(one) for one in messages]
+
+
+def template_variables(body: dict[str, Any]) -> dict[str, Any]:
+    """Removes the variables for the chat template from a body, and returns them."""
+    variables = body.pop("chat_template_kwargs", {})
+    if not isinstance(variables, dict):
+        raise invalid_field("chat_template_kwargs", variables, "an object")
+    return variables
 
 
 def _fields(
@@ -98,44 +129,48 @@ def _fields(
     if not isinstance(model, str):
         raise invalid_field("model", model, "the name of a model, as /v1/models lists them")
     stream, options = _boolean(body, "stream"), body.pop("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise invalid_field("stream_options", options, "an object with include_usage")
-    options = _without_nulls(options)
+    names = "include_usage", "continuous_usage_stats", "include_obfuscation"
+    if not isinstance(options, dict) or options.keys() - set(names):
+        raise invalid_field("stream_options", options, f"an object with {' or '.join(names[:2])}")
+    options = without_nulls(options)
     if options and not stream:
         raise invalid_field("stream_options", options, "no such field unless stream is true")
-    _boolean(options, "include_obfuscation")  # which has no effect
-    seed = _value(body, "seed", integers(-(2**63), 2**63 - 1))
-    drawing = {
-        name: _value(body, name, Sampling.DOMAINS[name], getattr(GREEDY, name))
-        for name in ("top_k", "top_p", "min_p")
+    # The last, which adds random characters to events, has no effect.
+    include_usage, continuous_usage, _ = [_boolean(options, name) for name in names]
+    numbers = {
+        name: _value(body, name, domain, DEFAULTS.get(name, getattr(GREEDY, name)))
+        for name, domain in SAMPLING.items()
     }
+    seed = numbers["seed"]
+    numbers["seed"] = secrets.randbits(64) if seed is None else seed % 2**64
     fields = Fields(
         model=model,
         max_tokens=max_tokens,
-        sampling=Sampling(
-            temperature=_value(body, "temperature", TEMPERATURE, 1.0),
-            seed=secrets.randbits(64) if seed is None else seed % 2**64,
-            **drawing,
-        ),
+        sampling=Sampling(**numbers, logit_bias=_biases(body.pop("logit_bias", {}))),
+        n=_value(body, "n", CHOICES, 1),
         stop=_stops(body.pop("stop", None)),
         stop_token_ids=_tokens(body, "stop_token_ids"),
         ignore_eos=_boolean(body, "ignore_eos"),
         logprobs=logprobs,
         stream=stream,
-        include_usage=_boolean(options, "include_usage"),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
     )
-    _reject_unsupported(body, NO_EFFECT | no_effect)
+    if max_tokens is not None and fields.sampling.min_tokens > max_tokens:
+        expected = f"at most max_tokens, which is {max_tokens}"
+        raise invalid_field("min_tokens", fields.sampling.min_tokens, expected)
+    reject_unsupported(body, NO_EFFECT | no_effect | OF_VLLM)
     return fields
 
 
-def _without_nulls(body: Any) -> dict[str, Any]:
+def without_nulls(body: Any) -> dict[str, Any]:
     """Returns the fields of a JSON object that are not null."""
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a {type(body).__name__}; expected a JSON object")
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _reject_unsupported(body: dict[str, Any], no_effect: Values) -> None:
+def reject_unsupported(body: dict[str, Any], no_effect: Values) -> None:
     """Raises an error for unsupported fields, unless their values have no effect."""
     for name, value in body.items():
         if name in IGNORED:
@@ -148,8 +183,9 @@ def _reject_unsupported(body: dict[str, Any], no_effect: Values) -> None:
         # True equals 1 in Python, but not in JSON.
         is_flag = isinstance(value, bool)
         if not any(value == one and is_flag == isinstance(one, bool) for one in no_effect[name]):
-            expected = f"{no_effect[name][0]!r} or no such field, since it is not supported"
-            raise invalid_field(name, value, expected)
+            expected = " or ".join([*map(repr, no_effect[name][:1]), "no such field"])
+            reason = VLLM if name in OF_VLLM else "since it is not supported"
+            raise invalid_field(name, value, f"{expected}: {reason}")
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -166,7 +202,8 @@ def _message(message: Any) -> dict[str, Any]:
     if content is None:
         raise invalid_field("messages", message, f"content that is {CONTENT}")
     if others := message.keys() - {"role", "content", "name"}:
-        raise invalid_field("messages", sorted(others), "only role, content and name in each")
+        expected = "only role, content and name in each"
+        raise invalid_field("messages", sorted(others), f"{expected}: {VLLM}")
     if not isinstance(message.get("name", ""), str):
         raise invalid_field("messages", message, "a name that is a string")
     return message | {"content": content}
@@ -183,9 +220,21 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 def _tokens(body: dict[str, Any], name: str) -> tuple[int, ...]:
     value = body.pop(name, [])
-    if not isinstance(value, list) or not all(_is_int(one) and one >= 0 for one in value):
-        raise invalid_field(name, value, "a list of token ids")
+    is_valid = _is_list(value) and all(_is_int(one) and one >= 0 for one in value)
+    if not is_valid or len(value) > MAX_STOP_TOKENS:
+        raise invalid_field(name, value, f"a list of up to {MAX_STOP_TOKENS} token ids")
     return tuple(value)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Returns the biases by the ids of tokens, which are strings in JSON."""
+    if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
+        raise invalid_field("logit_bias", value, "an object with the ids of tokens as its names")
+    biases = {int(key): bias for key, bias in value.items()}
+    try:
+        return dict(Sampling(logit_bias=biases).logit_bias)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="logit_bias") from error
 
 
 def check_unicode(param: str, text: str) -> str:
@@ -195,6 +244,10 @@ def check_unicode(param: str, text: str) -> str:
     except UnicodeEncodeError as error:
         raise invalid_field(param, text, f"valid Unicode ({error})") from error
     return text
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
 def _is_int(value: Any) -> bool:

@@ -6,6 +6,7 @@ the previous turn, so that the host produces text while the device computes. The
 notices the end of an answer one step late, and drops the token of that step.
 """
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -23,8 +24,11 @@ from jax_dora.lm.serve.metrics import Metrics
 from jax_dora.lm.serve.request import Answer, Piece, Request, Token
 from jax_dora.lm.serve.runner import ModelRunner, PromptPiece
 
-type Launched = tuple[Drawn, list[tuple[int, Answer]]]
-"""The result of a program, and the rows and answers that it draws tokens for."""
+type Launched = tuple[Drawn, list[tuple[int, Answer]], Any, list[tuple[int, Answer, PromptPiece]]]
+"""The result of a program, and the rows and answers that it draws tokens for.
+
+Then, with a result of `ModelRunner.score`: the first row of each answer in it, and its piece.
+"""
 
 
 class QueueFullError(Exception):
@@ -61,7 +65,7 @@ class Engine:
         self._runner, self._adapters = runner, adapters
         self.capacity = runner.capacity  # tokens of a prompt and its answer together
         self._tokenizer, self._ends = tokenizer, frozenset(ends)
-        self._queue = queue
+        self.queue = queue  # the maximum number of waiting requests
         self._changed = threading.Condition()
         self._waiting: deque[Answer] = deque()
         self._rows: list[Answer | None] = [None] * runner.rows
@@ -78,19 +82,35 @@ class Engine:
         """The number of requests that wait for a row."""
         return len(self._waiting)
 
-    def submit(self, request: Request) -> Answer:
-        """Queues a request.
+    def submit(self, *requests: Request) -> list[Answer]:
+        """Queues requests, all or none.
 
         Raises:
-          ValueError: the prompt is empty, max_tokens is below 1, or both together exceed a row.
+          ValueError: a prompt is empty, max_tokens is below 0, or both together exceed a row; or
+            more requests are given than can wait.
           QueueFullError: too many requests are waiting.
           RuntimeError: the engine has stopped.
         """
+        if len(requests) > self.queue:
+            raise ValueError(f"{len(requests)} requests; expected at most {self.queue} at a time")
+        answers = [self._answer(one) for one in requests]
+        with self._changed:
+            if self._failed:
+                raise RuntimeError(self._failed)
+            if len(self._waiting) + len(requests) > self.queue:
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests wait, of {self.queue} that can wait"
+                )
+            self._waiting += answers
+            self._changed.notify()
+        return answers
+
+    def _answer(self, request: Request) -> Answer:
         size = len(request.prompt) + request.max_tokens
-        if not request.prompt or request.max_tokens < 1 or size > self.capacity:
+        if not request.prompt or request.max_tokens < 0 or size > self.capacity:
             raise ValueError(
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is "
-                f"{request.max_tokens}; expected at least 1 each, and {self.capacity} together at "
+                f"{request.max_tokens}; expected at least 1 and 0, and {self.capacity} together at "
                 "most"
             )
         tokenizer, ends = self._tokenizer, self._ends
@@ -98,15 +118,10 @@ class Engine:
             tokenizer, ends = texts.tokenizer, frozenset(texts.end_tokens)
         ends = (frozenset() if request.ignore_eos else ends) | set(request.stop_token_ids)
         before = request.prompt if request.continues_prompt else ()
-        answer = Answer(request, TextStream(tokenizer, request.stop, before=before), ends)
-        with self._changed:
-            if self._failed:
-                raise RuntimeError(self._failed)
-            if len(self._waiting) >= self._queue:
-                raise QueueFullError(f"{len(self._waiting)} requests wait, which is the maximum")
-            self._waiting.append(answer)
-            self._changed.notify()
-        return answer
+        least = request.sampling.min_tokens
+        return Answer(
+            request, TextStream(tokenizer, request.stop, before=before, least=least), ends
+        )
 
     def cancel(self, answer: Answer) -> None:
         """Cancels a request, for example since its client has disconnected."""
@@ -135,10 +150,11 @@ class Engine:
         self._admit()
         previous = self._launched
         self._launched = [*self._prefill(), *self._decode()]
-        for drawn, _ in self._launched:
+        for drawn, *_ in self._launched:
             for array in drawn[:2]:
                 array.copy_to_host_async()
-        for drawn, answers in previous:
+        for drawn, answers, scores, scored in previous:
+            self._add_scores(scores, scored)
             self._deliver(drawn, answers)
         self.metrics.running.set(len(self._rows) - self.free_rows)
         self.metrics.waiting.set(len(self._waiting))
@@ -151,7 +167,7 @@ class Engine:
                 self._waiting.remove(one)
         running = [one for one in self._rows if one is not None and one.is_cancelled]
         for one in (*waiting, *running):
-            self._end(one, Piece(finish="cancelled"))
+            self._end(one, Piece(finish="abort"))
 
     def _admit(self) -> None:
         """Gives free rows to waiting requests, in the order of their arrival.
@@ -178,7 +194,7 @@ class Engine:
                 continue
             answer.row = free.pop(0)
             self._rows[answer.row] = answer
-            self._runner.assign_row(answer.row, answer.request, slot)
+            self._runner.assign_row(answer.row, answer.request, slot, answer.ends)
             self.metrics.queued.observe(time.monotonic() - answer.request.arrival)
             for one in blocked:
                 one.overtaken += 1
@@ -217,15 +233,25 @@ class Engine:
         batch = batch[: self._runner.prompts_per_call[width]]
         pieces = []
         for one in batch:
-            tokens = one.request.prompt[one.prefilled : one.prefilled + width]
-            pieces.append(PromptPiece(one.row, tokens, one.prefilled))
+            start, end = one.prefilled, one.prefilled + width
+            tokens, following = (
+                one.request.prompt[start:end],
+                one.request.prompt[start + 1 : end + 1],
+            )
+            pieces.append(PromptPiece(one.row, tokens, start, following))
             one.prefilled += len(tokens)
         drawn = self._runner.prefill(pieces, width)
+        scored = [
+            (number * width, *pair)
+            for number, pair in enumerate(zip(batch, pieces, strict=True))
+            if pair[0].request.scores_prompt
+        ]
+        scores = self._runner.score(pieces, width) if scored else None
         self.metrics.prompt_tokens.inc(sum(len(piece.tokens) for piece in pieces))
         complete = [(one.row, one) for one in batch if not one.prompt_left]
         for _, one in complete:
             one.launched = 1
-        yield drawn, complete
+        yield drawn, complete, scores, scored
 
     def _decode(self) -> Iterable[Launched]:
         """Launches a decoding step for all rows with complete prompts."""
@@ -235,7 +261,17 @@ class Engine:
         drawn = self._runner.decode(row for row, _ in active)
         for _, one in active:
             one.launched += 1
-        yield drawn, active
+        yield drawn, active, None, []
+
+    def _add_scores(self, scores: Any, scored: list[tuple[int, Answer, PromptPiece]]) -> None:
+        """Adds the probabilities of tokens of prompts to the answers that are not finished."""
+        unfinished = [one for one in scored if not one[1].is_finished]
+        scores = jax.device_get(scores) if unfinished else None
+        for first, answer, piece in unfinished:
+            if not piece.start:
+                answer.prompt.append(Token(piece.tokens[0], None))
+            for row, token in enumerate(piece.following, first):
+                answer.prompt.append(_with_logprobs(token, row, answer.request.logprobs, scores))
 
     def _deliver(self, drawn: Drawn, answers: list[tuple[int, Answer]]) -> None:
         """Adds the drawn tokens to the answers that are not finished."""
@@ -248,32 +284,37 @@ class Engine:
             logprobs = jax.device_get(drawn[2:])
         for row, one in unfinished:
             if finite[row]:
-                self._add(one, int(tokens[row]), row, logprobs)
+                piece = self._next_piece(one, int(tokens[row]), row, logprobs)
+                if not one.drawn:
+                    text = one.request.echo + piece.text
+                    piece = dataclasses.replace(piece, text=text, prompt=tuple(one.prompt))
+                one.drawn += 1
+                if piece.finish is None:
+                    one.request.sink(piece)
+                else:
+                    self._end(one, piece)
             else:
                 error = "the model's logits are not finite; its adapter may have diverged"
                 self._end(one, Piece(finish="error", error=error))
 
-    def _add(self, answer: Answer, token: int, row: int, logprobs: Any) -> None:
-        """Adds a token to an answer, and ends the answer if it is complete."""
-        request = answer.request
+    def _next_piece(self, answer: Answer, token: int, row: int, logprobs: Any) -> Piece:
+        """Returns the piece of an answer with a drawn token."""
+        request, stream = answer.request, answer.stream
         if not answer.drawn:
             self.metrics.first_token.observe(time.monotonic() - request.arrival)
-        if token in answer.ends:
-            self.metrics.tokens.inc()
-            self._end(answer, Piece(answer.stream.end(), finish="stop", ended=True))
-            return
-        answer.drawn += 1
+        if not request.max_tokens:
+            return Piece(finish="length")
         self.metrics.tokens.inc()
-        text = answer.stream.add(token)
         tokens = (_with_logprobs(token, row, request.logprobs, logprobs),)
-        if answer.stream.stopped:
-            self._end(answer, Piece(text, tokens, "stop"))
-        elif answer.drawn == request.max_tokens:
-            text += answer.stream.end()
-            finish = "stop" if answer.stream.stopped else "length"
-            self._end(answer, Piece(text, tokens, finish))
-        else:
-            request.sink(Piece(text, tokens))
+        if token in answer.ends:
+            return Piece(stream.end(), tokens, "stop")
+        text = stream.add(token)
+        if stream.stopped:
+            return Piece(text, tokens, "stop")
+        if answer.drawn + 1 < request.max_tokens:
+            return Piece(text, tokens)
+        text += stream.end()
+        return Piece(text, tokens, "stop" if stream.stopped else "length")
 
     def _end(self, answer: Answer, piece: Piece) -> None:
         """Sends an answer its last piece, and frees its row and its adapter's slot."""
@@ -293,7 +334,7 @@ class Engine:
 def _with_logprobs(token: int, row: int, count: int | None, logprobs: Any) -> Token:
     """Returns a token with its probability and those of `count` alternatives; None for neither."""
     if count is None:
-        return Token(token, float("nan"))
+        return Token(token, None)
     drawn, top_tokens, top_logprobs = logprobs
     pairs = zip(top_tokens[row, :count], top_logprobs[row, :count], strict=True)
     return Token(

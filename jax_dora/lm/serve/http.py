@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -16,10 +15,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dora_common.fields import reject_duplicate_fields
-from jax_dora.lm.models.tokenizer import TextSettings
 from jax_dora.lm.serve import body as bodies
-from jax_dora.lm.serve.answers import DONE, Chat, Completion, Writer, event
-from jax_dora.lm.serve.body import Fields
+from jax_dora.lm.serve.answers import DONE, Chat, Choice, Completion, Writer, event
+from jax_dora.lm.serve.body import Fields, Prompt
 from jax_dora.lm.serve.errors import ApiError
 from jax_dora.lm.serve.request import Piece
 from jax_dora.lm.serve.service import Service
@@ -129,50 +127,69 @@ class _Handlers:
         return _json(_model(name, self._service.name))
 
     async def completions(self, request: Request) -> Response:
-        tokens = self._service.text_tokens
-        return await self._answer(request, bodies.completion, tokens, Completion)
+        return await self._answer(request, bodies.completion, Completion)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, bodies.chat, self._service.chat_tokens, Chat)
+        return await self._answer(request, bodies.chat, Chat)
 
-    async def _answer[Prompt](
+    async def _answer(
         self,
         request: Request,
-        parse: Callable[[Any], tuple[Fields, Prompt]],
-        tokenize: Callable[[Prompt, TextSettings], list[int]],
-        kind: type[Writer],
+        parse: Callable[[Any], tuple[Fields, list[Prompt]]],
+        kind: type[Choice],
     ) -> Response:
         """Answers a completion or a chat.
 
         Args:
           request: the request.
-          parse: parses the body into fields and the prompt, which is a text or messages.
-          tokenize: converts the prompt to tokens.
-          kind: formats the answer.
+          parse: parses the body into fields and prompts.
+          kind: formats an answer.
         """
-        service, body = self._service, await self._body(request)
-        try:
-            fields, prompt = parse(json.loads(body, object_pairs_hook=reject_duplicate_fields))
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}") from error
+        service = self._service
+        fields, prompts = parse(await self._value(request))
         # In threads, since reading an adapter and long prompts take time, and other requests must
         # not wait.
         adapter = await asyncio.to_thread(service.adapter, fields.model)
         texts = service.texts_of(adapter)
-        tokens = await asyncio.to_thread(tokenize, prompt, texts)
-        pieces = _Pieces()
-        answer = service.submit(
-            fields, adapter, tokens, pieces.put, continues_prompt=kind.continues_prompt
+
+        def tokenize() -> list[tuple[list[int], str]]:
+            tokens = [service.tokens(one, texts, fields.template_variables) for one in prompts]
+            pairs = zip(prompts, tokens, strict=True)
+            return [
+                (ids, service.echo(one, ids, texts) if fields.echo else "") for one, ids in pairs
+            ]
+
+        pairs = await asyncio.to_thread(tokenize)
+        pieces = _Pieces(len(pairs) * fields.n)
+        answers = service.submit(
+            fields, adapter, pairs, pieces.put, continues_prompt=kind.continues_prompt
         )
-        cancel = functools.partial(service.engine.cancel, answer)
-        has_logprobs = fields.logprobs is not None
-        writer = kind(fields.model, texts.tokenizer, len(tokens), has_logprobs)
+
+        def cancel() -> None:
+            for one in answers:
+                service.engine.cancel(one)
+
+        options = {"has_logprobs": fields.logprobs is not None}
+        choices = [
+            kind(number, texts.tokenizer, echo=pairs[number // fields.n][1], **options)
+            for number in range(len(answers))
+        ]
+        count, usage = sum(len(tokens) for tokens, _ in pairs), fields.continuous_usage
+        writer = Writer(fields.model, choices, count, continuous_usage=usage)
         if fields.stream:
             return _EventStream(pieces, writer, fields.include_usage, cancel)
         try:
-            return await _whole_answer(request, pieces, writer)
+            return await _whole_answers(request, pieces, writer)
         finally:
             cancel()
+
+    async def _value(self, request: Request) -> Any:
+        """Returns the JSON value in the body of a request."""
+        body = await self._body(request)
+        try:
+            return json.loads(body, object_pairs_hook=reject_duplicate_fields)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}") from error
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -184,27 +201,33 @@ class _Handlers:
 
 
 class _Pieces:
-    """A queue for the pieces of an answer, from the engine's thread to the event loop."""
+    """A queue for the pieces of answers, from the engine's thread to the event loop.
 
-    def __init__(self) -> None:
+    It ends with the last piece of the last answer, or with an answer that has failed.
+    """
+
+    def __init__(self, answers: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self.answers = answers
 
-    def put(self, piece: Piece) -> None:
+    def put(self, number: int, piece: Piece) -> None:
         # The loop may be closed already, and then nobody waits for the piece.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        while True:
-            piece = await self._queue.get()
-            yield piece
-            if piece.finish is not None:
-                return
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
+        left = self.answers
+        while left:
+            number, piece = await self._queue.get()
+            if piece.finish in ("error", "abort"):
+                raise ApiError(500, piece.error or "the server has stopped")
+            left -= piece.finish is not None
+            yield number, piece
 
 
 class _EventStream(StreamingResponse):
-    """An answer as server-sent events. Cancels the request at the end, so that its row is freed."""
+    """Answers as server-sent events. Cancels the requests at the end, so that rows are freed."""
 
     def __init__(
         self, pieces: _Pieces, writer: Writer, include_usage: bool, cancel: Callable[[], None]
@@ -225,22 +248,26 @@ class _EventStream(StreamingResponse):
     async def _events(self, writer: Writer, include_usage: bool) -> AsyncIterator[str]:
         for first in writer.first_events():
             yield first
-        async for piece in self._pieces:
-            if piece.finish in ("error", "cancelled"):
-                yield event(ApiError(500, piece.error or "the server has stopped").body())
-                return
-            if text := writer.event(piece):
-                yield text
+        try:
+            async for number, piece in self._pieces:
+                if text := writer.event(number, piece):
+                    yield text
+        except ApiError as error:
+            yield event(error.body())
+            return
         if include_usage:
             yield writer.usage_event()
         yield DONE
 
 
-async def _whole_answer(request: Request, pieces: _Pieces, writer: Writer) -> Response:
-    """Waits for the whole answer, or until the client disconnects."""
+async def _whole_answers(request: Request, pieces: _Pieces, writer: Writer) -> Response:
+    """Waits for the whole answers, or until the client disconnects."""
 
-    async def collect() -> list[Piece]:
-        return [piece async for piece in pieces]
+    async def collect() -> list[list[Piece]]:
+        answers: list[list[Piece]] = [[] for _ in range(pieces.answers)]
+        async for number, piece in pieces:
+            answers[number].append(piece)
+        return answers
 
     collected = asyncio.create_task(collect())
     disconnected = asyncio.create_task(_wait_for_disconnect(request))
@@ -248,13 +275,10 @@ async def _whole_answer(request: Request, pieces: _Pieces, writer: Writer) -> Re
         await asyncio.wait((collected, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not collected.done():
             return Response(status_code=499)  # the client does not receive it
-        answer = await collected
+        return _json(writer.whole(await collected))
     finally:
         for task in (collected, disconnected):
             task.cancel()
-    if answer[-1].finish in ("error", "cancelled"):
-        raise ApiError(500, answer[-1].error or "the server has stopped")
-    return _json(writer.whole(answer))
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -11,18 +11,18 @@ from jax_dora.lm.models.text import TextStream
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A generated token, or an alternative to one.
+    """A token of a prompt or of an answer, or an alternative to one.
 
     Attributes:
       token: the token's id.
-      logprob: the logarithm of its probability, before `Sampling` is applied; NaN if the request
-        does not ask for it.
+      logprob: the logarithm of its probability, before `Sampling` is applied; None if the request
+        does not ask for it, and for the first token of a prompt.
       alternatives: the most likely tokens at the same position, the most likely first; as many as
         requested.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     alternatives: tuple["Token", ...] = ()
 
 
@@ -32,10 +32,11 @@ class Piece:
 
     Attributes:
       text: the text that is final; the beginning of a possible stop string is held back.
-      tokens: the tokens since the last piece, without the token that ends the answer.
-      ended: whether such a token was drawn. It counts as generated, but has no text.
-      finish: None except in an answer's last piece, which has "stop", "length", "cancelled", or
-        "error" if the request failed.
+      tokens: the tokens since the last piece. A token that ends the answer has no text.
+      prompt: the tokens of the prompt, in the first piece, if the request asks for their
+        probabilities.
+      finish: None except in an answer's last piece, which has "stop", "length", "abort" if the
+        request was cancelled, or "error" if it failed.
       error: the reason for "error".
     """
 
@@ -43,7 +44,7 @@ class Piece:
     tokens: tuple[Token, ...] = ()
     finish: str | None = None
     error: str = ""
-    ended: bool = False
+    prompt: tuple[Token, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,9 @@ class Request:
 
     Attributes:
       prompt: the prompt's tokens, at least one.
-      max_tokens: the maximum number of tokens of the answer.
+      max_tokens: the maximum number of tokens of the answer; 0 for those of the prompt alone.
       sink: a function that the engine calls in its thread with every `Piece`.
+      model: the name of the adapter or the base model, for the metrics.
       adapter: the adapter to use; None for the base model. Its `extra` is how it reads and writes
         text; None if as the base model does.
       sampling: how tokens are drawn.
@@ -64,12 +66,15 @@ class Request:
         probabilities.
       continues_prompt: whether the answer continues the prompt's text, so that a space between them
         belongs to the answer.
+      echo: a text that the answer begins with: the prompt's, or none.
+      scores_prompt: whether to report the probabilities of the prompt's tokens.
       arrival: when the request arrived, by `time.monotonic`.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
     sink: Callable[[Piece], None]
+    model: str = ""
     adapter: StoredAdapter | None = None
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
@@ -77,6 +82,8 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     continues_prompt: bool = False
+    echo: str = ""
+    scores_prompt: bool = False
     arrival: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -90,6 +97,7 @@ class Answer:
         self.launched = 0  # tokens that the device was asked to draw
         self.drawn = 0  # tokens that the device has drawn and the engine has processed
         self.overtaken = 0  # later requests that got a row while this one waited for a slot
+        self.prompt: list[Token] = []  # with probabilities, until the first piece is sent
         self.is_cancelled = self.is_finished = False
 
     @property

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -30,13 +30,24 @@ import jax_dora
 from jax_dora.bank import DECODING_OPTIONS, MOST_PROMPT_TOKENS, AdapterStore
 from jax_dora.lm.models import Cache, CausalLM, DecoderConfig, DecoderSharding, make_cache
 from jax_dora.lm.models.decoder import for_inference, loop_options
-from jax_dora.lm.models.sampling import GREEDY, DrawFeatures, Drawn, RowSettings, Sampling, draw
+from jax_dora.lm.models.logits_processors import LogitsProcessors, draw_processed
+from jax_dora.lm.models.sampling import (
+    GREEDY,
+    DrawFeatures,
+    Drawn,
+    RowSettings,
+    Sampling,
+    draw,
+    logprobs_of,
+)
 from jax_dora.lm.serve.request import Request
 
 # The projections in the layers. The server supports no adapters on embedding and head.
 PATH = "model/layers/.*_proj"
 # The largest header that safetensors reads.
 HEADER_BYTES = 100_000_000
+# The number of tokens of prompts whose logits are in memory at a time.
+SCORED = 64
 # A result may be read until this number of further programs has run: two of the engine's turns.
 RESULTS = 4
 
@@ -76,11 +87,15 @@ def warm_up(store: AdapterStore, model: CausalLM) -> None:
 
 
 class PromptPiece(NamedTuple):
-    """A piece of the prompt of the request in `row`, which starts at position `start`."""
+    """A piece of the prompt of the request in `row`, which starts at position `start`.
+
+    `following` has the token of the prompt that follows each token of the piece, if there is one.
+    """
 
     row: int
     tokens: Sequence[int]
     start: int
+    following: Sequence[int] = ()
 
 
 class Row(NamedTuple):
@@ -100,10 +115,12 @@ class RowArrays(NamedTuple):
     adapters: jax.Array  # i32[rows]: slots of the bank, -1 for the base model
     settings: RowSettings
     active: jax.Array  # i32[rows]: 1 in the rows that the latest program adds tokens to, else 0
+    processors: LogitsProcessors  # used while a row's settings need them
+    hidden: jax.Array  # [≥ chunk, hidden], of the tokens of the latest pieces of prompts
     drawn: tuple[Drawn, ...]  # the latest results, the oldest first
 
 
-Program = Callable[..., tuple[jax.Array, Cache]]
+Program = Callable[..., Any]
 
 
 class ModelRunner:
@@ -138,14 +155,16 @@ class ModelRunner:
         options = loop_options(self._state)
         if chunk <= MOST_PROMPT_TOKENS:
             options += tuple(DECODING_OPTIONS.items())
-        self._prefill, self._decode = _programs(graphdef, options)
+        self._prefill, self._decode, self._score = _programs(graphdef, options)
         self.widths = tuple(_widths(chunk))
         self.prompts_per_call = {width: min(chunk // width, rows) for width in self.widths}
-        self._arrays = _empty(model.config, rows, capacity)
+        self._arrays = _empty(model.config, rows, capacity, math.ceil(chunk / SCORED) * SCORED)
         self._rows = [Row()] * rows
         # The features that the settings on the device need; None if `_rows` has changed since.
         self._features: DrawFeatures | None = None
         self._active_rows: tuple[int, ...] = ()
+        self._needs_processors = False
+        self._no_processors = LogitsProcessors.of([GREEDY], [()], [()], capacity)
 
     def width(self, left: int) -> int:
         """Returns the width of the prefill program for a prompt with `left` remaining tokens.
@@ -154,10 +173,18 @@ class ModelRunner:
         """
         return next((one for one in reversed(self.widths) if one >= left), self.widths[0])
 
-    def assign_row(self, row: int, request: Request, slot: int) -> None:
-        """Assigns a row to a request; `slot` is the slot of its adapter in the bank, or -1."""
+    def assign_row(self, row: int, request: Request, slot: int, ends: Collection[int]) -> None:
+        """Assigns a row to a request.
+
+        Args:
+          slot: the slot of its adapter in the bank, or -1.
+          ends: the tokens that end its answer.
+        """
         self._rows[row] = Row(slot, request.sampling, request.logprobs is not None)
         self._features = None
+        if request.sampling.needs_processors:
+            one = LogitsProcessors.of([request.sampling], [request.prompt], [ends], self.capacity)
+            self._set_processors(row, one)
 
     def free_row(self, row: int) -> None:
         """Frees a row, and sets its part of the cache to zero.
@@ -165,6 +192,8 @@ class ModelRunner:
         Masked positions have an attention probability of 0, but 0 times NaN is NaN. So values of a
         failed request must not remain in the cache.
         """
+        if self._rows[row].sampling.needs_processors:
+            self._set_processors(row, self._no_processors)
         self._rows[row] = Row()
         self._features = None
         self._replace(cache=_wipe(self._arrays.cache, np.int32(row)))
@@ -179,7 +208,19 @@ class ModelRunner:
             tokens[number, : len(piece.tokens)] = piece.tokens
             places[:, number] = piece.row, len(piece.tokens), piece.start
         self._activate(tuple(piece.row for piece in pieces))
-        return self._run(self._prefill, tokens, places)
+        return self._run(self._prefill, tokens, places, self._arrays.hidden)
+
+    def score(self, pieces: Sequence[PromptPiece], width: int) -> Any:
+        """Returns the probabilities of what follows each token of the latest pieces.
+
+        They are the last three fields of `Drawn`. Those of token t of piece p are in row
+        p * width + t.
+        """
+        following = np.zeros((math.ceil(self.prompts_per_call[width] * width / SCORED), SCORED))
+        flat = following.reshape(-1)
+        for number, piece in enumerate(pieces):
+            flat[number * width :][: len(piece.following)] = piece.following
+        return self._score(self._state, self._arrays.hidden, following.astype(np.int32))
 
     def decode(self, rows: Iterable[int]) -> Drawn:
         """Draws the next token of each of these rows. The results for other rows are arbitrary."""
@@ -192,9 +233,11 @@ class ModelRunner:
         # first call returns a committed cache, and for a committed cache it is compiled again.
         for width in (*self.widths, self.widths[0]):
             self.prefill((), width)
-        for features in DrawFeatures.all():
-            self._features = features
-            self.decode(())
+            self.score((), width)
+        for self._needs_processors in (False, True):
+            for self._features in DrawFeatures.all():
+                self.decode(())
+        self._set_processors(0, self._no_processors)
         self.free_row(0)
         # Compiles the programs for changed rows and settings.
         self.decode((0,))
@@ -212,38 +255,57 @@ class ModelRunner:
     def _replace(self, **arrays: Any) -> None:
         self._arrays = self._arrays._replace(**arrays)
 
+    def _set_processors(self, row: int, one: LogitsProcessors) -> None:
+        processors = _write_row(self._arrays.processors, np.int32(row), one)
+        self._replace(processors=processors)
+
     def _run(self, program: Program, *arguments: Any) -> Drawn:
         """Runs a program, and draws the next tokens of the active rows."""
         if self._features is None:
             slots, samplings, logprobs = zip(*self._rows, strict=True)
             self._features = DrawFeatures.needed_by(samplings, logprobs=any(logprobs))
+            self._needs_processors = any(one.needs_processors for one in samplings)
             old = self._arrays.adapters, self._arrays.settings
             new = np.array(slots, np.int32), RowSettings.of(samplings)
             adapters, settings = _overwrite(old, new)
             self._replace(adapters=adapters, settings=settings)
-        cache, logits, tokens, adapters, settings, active, (oldest, *others) = self._arrays
+        cache, logits, tokens, adapters, settings, active, processors, hidden, drawn = self._arrays
         bank = None if self._adapters is None else self._adapters.bank
-        logits, cache = program(self._state, bank, cache, logits, adapters, *arguments)
-        tokens, drawn = _draw(
-            self._sharding, self._features, logits, cache.lengths, active, settings, tokens, oldest
+        logits, cache, *changed = program(self._state, bank, cache, logits, adapters, *arguments)
+        values = logits, cache.lengths, active, settings
+        [hidden] = changed or [hidden]
+        used = processors if self._needs_processors else None
+        oldest, *others = drawn
+        tokens, drawn, used = _draw(self._sharding, self._features, *values, tokens, oldest, used)
+        self._arrays = RowArrays(
+            cache,
+            logits,
+            tokens,
+            adapters,
+            settings,
+            active,
+            processors if used is None else used,
+            hidden,
+            (*others, drawn),
         )
-        self._replace(cache=cache, logits=logits, tokens=tokens, drawn=(*others, drawn))
         return drawn
 
 
 @functools.cache
 def _programs(
     graphdef: nnx.GraphDef[CausalLM], options: tuple[tuple[str, Any], ...]
-) -> tuple[Program, Program]:
-    """Returns the prefill program, with these compiler options, and the decoding program.
+) -> tuple[Program, Program, Program]:
+    """Returns the prefill program, with these compiler options, and those of `decode` and `score`.
 
     The programs are specific to one model definition. A program that takes the definition as a
     static argument would compare it in every call, which took a tenth of the host's time.
     """
-    read, step = (functools.partial(function, graphdef) for function in (_prefill, _decode))
+    functions = _prefill, _decode, _score
+    read, step, score = (functools.partial(function, graphdef) for function in functions)
     return (
-        jax.jit(read, donate_argnums=(2, 3), compiler_options=dict(options)),
+        jax.jit(read, donate_argnums=(2, 3, 7), compiler_options=dict(options)),
         jax.jit(step, donate_argnums=(2, 3), compiler_options=DECODING_OPTIONS),
+        jax.jit(score),
     )
 
 
@@ -259,16 +321,19 @@ def _widths(chunk: int) -> Iterable[int]:
         yield chunk
 
 
-@functools.partial(jax.jit, static_argnums=range(3))
-def _empty(config: DecoderConfig, rows: int, capacity: int) -> RowArrays:
+@functools.partial(jax.jit, static_argnums=range(4))
+def _empty(config: DecoderConfig, rows: int, capacity: int, chunk: int) -> RowArrays:
     """Returns the arrays of rows without a request."""
     logits = jnp.zeros((rows, config.vocab_size), config.dtype)
     zeros = jnp.zeros((rows,), jnp.int32)
     settings = jax.tree.map(jnp.asarray, RowSettings.of([GREEDY] * rows))
     drawn = draw(logits, settings, zeros, DrawFeatures())
     cache = make_cache(config, rows, capacity)
-    arrays = RowArrays(cache, logits, zeros, zeros - 1, settings, zeros, (drawn,) * RESULTS)
-    return RowArrays(*_constrain(config.sharding, *arrays))
+    processors = LogitsProcessors.of([GREEDY] * rows, [()] * rows, [()] * rows, capacity)
+    processors = jax.tree.map(jnp.asarray, processors)
+    hidden = jnp.zeros((chunk, config.hidden_size), config.dtype)
+    arrays = cache, logits, zeros, zeros - 1, settings, zeros, processors, hidden
+    return RowArrays(*_constrain(config.sharding, *arrays, (drawn,) * RESULTS))
 
 
 def _constrain(sharding: DecoderSharding | None, *results: Any) -> Any:
@@ -293,9 +358,13 @@ def _prefill(
     adapters: jax.Array,
     tokens: jax.Array,
     places: jax.Array,
-) -> tuple[jax.Array, Cache]:
+    all_hidden: jax.Array,
+) -> tuple[jax.Array, Cache, jax.Array]:
     """Adds tokens [pieces, width] to the cache; places i32[3, pieces] has the pieces' rows, numbers
-    of tokens and start positions."""
+    of tokens and start positions.
+
+    Returns the logits, the cache and `all_hidden` with what the program changes.
+    """
     rows, counts, starts = places
     all_rows = cache.lengths.shape[0]
     # Padding has the first piece's adapter. With the base model's -1, the batch would be a mix for
@@ -304,8 +373,28 @@ def _prefill(
     model = nnx.merge(graphdef, state)
     model = model if bank is None else jax_dora.with_bank(model, bank, adapters)
     cache = cache._replace(lengths=cache.lengths.at[rows].set(starts, mode="drop"))
-    values, cache = model.next_logits(tokens, cache, counts, rows)
-    return _constrain(model.config.sharding, logits.at[rows].set(values, mode="drop"), cache)
+    hidden, cache = model.extend(tokens, cache, counts, rows)
+    logits = logits.at[rows].set(model.last_logits(hidden, counts), mode="drop")
+    all_hidden = all_hidden.at[: tokens.size].set(hidden.reshape(tokens.size, -1))
+    return _constrain(model.config.sharding, logits, cache, all_hidden)
+
+
+def _score(
+    graphdef: nnx.GraphDef[CausalLM], state: nnx.State, hidden: jax.Array, following: jax.Array
+) -> Any:
+    """Returns the probabilities of tokens [blocks, SCORED] that follow those of hidden states.
+
+    They are the last three fields of `Drawn`, with blocks * SCORED rows.
+    """
+    model = nnx.merge(graphdef, state)
+    hidden = hidden[: following.size].reshape(*following.shape, -1)
+
+    def block(one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        return logprobs_of(model.logits(one[0]).astype(jnp.float32), one[1])
+
+    blocks = jax.lax.map(block, (hidden, following))
+    results = (one.reshape(following.size, *one.shape[2:]) for one in blocks)
+    return _constrain(model.config.sharding, *results)
 
 
 def _decode(
@@ -329,7 +418,7 @@ def _decode(
     return _constrain(model.config.sharding, logits, cache)
 
 
-@functools.partial(jax.jit, static_argnums=range(2), donate_argnums=(6, 7))
+@functools.partial(jax.jit, static_argnums=range(2), donate_argnums=(6, 7, 8))
 def _draw(
     sharding: DecoderSharding | None,
     features: DrawFeatures,
@@ -339,14 +428,15 @@ def _draw(
     settings: RowSettings,
     latest: jax.Array,
     old: Drawn,
-) -> tuple[jax.Array, Drawn]:
-    """Returns the latest token of each row, and the tokens drawn for all rows.
+    processors: LogitsProcessors | None,
+) -> tuple[jax.Array, Drawn, LogitsProcessors | None]:
+    """Returns the latest token of each row, the tokens drawn for all rows, and the processors.
 
-    JAX gives the memory of `latest` and `old` to the results of the same shapes, in this order.
+    JAX gives the memory of the last three arguments to the results, in this order.
     """
-    drawn = draw(logits, settings, positions, features)
+    drawn, processors = draw_processed(logits, settings, positions, features, processors, active)
     latest = jnp.where(active > 0, drawn.tokens, latest)
-    return _constrain(sharding, latest, _written(old, drawn))
+    return _constrain(sharding, latest, _written(old, drawn), processors)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -361,6 +451,12 @@ def _written(old: Any, new: Any) -> Any:
     With a use of `old`, JAX passes it to the program.
     """
     return jax.tree.map(lambda to, values: to.at[:].set(values), old, new)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_row(old: Any, row: jax.Array, new: Any) -> Any:
+    """Returns the arrays of all rows with one row of `new`, arrays of a single row."""
+    return jax.tree.map(lambda to, values: to.at[row].set(values[0]), old, new)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jax_dora.bank import StoredAdapter
+from jax_dora.lm.models.chat import Messages
 from jax_dora.lm.models.tokenizer import TextSettings, prompt_tokens
 from jax_dora.lm.serve.adapters import Adapters, UnreadableError
-from jax_dora.lm.serve.body import Fields, check_unicode
+from jax_dora.lm.serve.body import Fields, Prompt, check_unicode
 from jax_dora.lm.serve.engine import Engine, QueueFullError
 from jax_dora.lm.serve.errors import ApiError
 from jax_dora.lm.serve.request import Answer, Piece, Request
@@ -75,23 +77,33 @@ class Service:
         texts = None if adapter is None else adapter.extra
         return self.texts if texts is None else texts
 
-    def text_tokens(self, prompt: str | list[int], texts: TextSettings) -> list[int]:
-        """Returns the tokens of a prompt."""
-        if isinstance(prompt, str):
-            prompt = prompt_tokens(texts.tokenizer, check_unicode("prompt", prompt))
-        return self._check_tokens("prompt", prompt, texts)
+    def tokens(
+        self, prompt: Prompt, texts: TextSettings, variables: dict[str, Any] | None = None
+    ) -> list[int]:
+        """Returns the tokens of a prompt, or of a chat up to the assistant's next message.
 
-    def chat_tokens(self, messages: list[dict[str, Any]], texts: TextSettings) -> list[int]:
-        """Returns the tokens of a chat, up to the beginning of the assistant's next message."""
-        if texts.template is None:
-            raise ApiError(400, f"{self.name} has no chat template; use /v1/completions")
+        Args:
+          variables: variables for the chat template.
+        """
+        if isinstance(prompt, str):
+            tokens = prompt_tokens(texts.tokenizer, check_unicode("prompt", prompt))
+            return self._check_tokens("prompt", tokens, texts)
+        if not isinstance(prompt[0], dict):
+            return self._check_tokens("prompt", cast(list[int], prompt), texts)
         try:
-            text = texts.template.render(messages, reply=True)
+            tokens = texts.chat_tokens(cast(Messages, prompt), variables)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
-        text = check_unicode("messages", text)
-        tokens = texts.tokenizer.encode(text, add_special_tokens=False).ids
         return self._check_tokens("messages", tokens, texts)
+
+    def echo(self, prompt: Prompt, tokens: list[int], texts: TextSettings) -> str:
+        """Returns the text that an answer begins with that repeats its prompt."""
+        return prompt if isinstance(prompt, str) else texts.tokenizer.decode(tokens)
+
+    def text(self, tokens: list[int], texts: TextSettings) -> str:
+        """Returns the text of tokens."""
+        self._check_known("tokens", tokens, texts)
+        return texts.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _check_tokens(self, param: str, tokens: list[int], texts: TextSettings) -> list[int]:
         if not tokens:
@@ -109,52 +121,74 @@ class Service:
         self,
         fields: Fields,
         adapter: StoredAdapter | None,
-        prompt: list[int],
-        sink: Callable[[Piece], None],
+        prompts: Sequence[tuple[list[int], str]],
+        sink: Callable[[int, Piece], None],
         *,
         continues_prompt: bool,
-    ) -> Answer:
-        """Submits a request to the engine.
+    ) -> list[Answer]:
+        """Submits requests to the engine: `fields.n` for each prompt, all or none.
 
         Args:
           fields: the fields of the request.
           adapter: the adapter; None for the base model.
-          prompt: the tokens of the prompt.
-          sink: a function that is called with every piece of the answer.
-          continues_prompt: whether the answer's text continues the prompt's text.
+          prompts: the tokens of each prompt, and the text that its answers begin with.
+          sink: a function that is called with every piece, and the number of its answer.
+          continues_prompt: whether the answers' texts continue the prompts' texts.
 
         Raises:
-          ApiError: the prompt and max_tokens exceed a row's capacity, a token in stop_token_ids
-            does not exist, or the engine is full or has stopped.
+          ApiError: a prompt and max_tokens exceed a row's capacity, or the prompts and n the queue;
+            a token in stop_token_ids or logit_bias does not exist; or the engine is full or has
+            stopped.
         """
-        self._check_known("stop_token_ids", fields.stop_token_ids, self.texts_of(adapter))
-        capacity = self.engine.capacity
-        room = capacity - len(prompt)
-        max_tokens = fields.max_tokens if fields.max_tokens is not None else max(room, 1)
-        if max_tokens > room:
-            raise ApiError(
-                400,
-                f"The prompt has {len(prompt)} tokens and the answer up to {max_tokens} "
-                f"(max_tokens), together {len(prompt) + max_tokens}; this server's maximum is "
-                f"{capacity}",
-                param="max_tokens" if room > 0 else "prompt",
-                code="context_length_exceeded",
+        texts, sampling = self.texts_of(adapter), fields.sampling
+        for name, tokens in (
+            ("stop_token_ids", fields.stop_token_ids),
+            ("logit_bias", list(sampling.logit_bias)),
+        ):
+            self._check_known(name, tokens, texts)
+        count = len(prompts) * fields.n
+        if count > (most := self.engine.queue):
+            param, message = "prompt" if len(prompts) > 1 else "n", f"{count} answers are asked for"
+            raise ApiError(400, f"{param}: {message}; this server's maximum is {most}", param=param)
+        requests = [
+            Request(
+                tuple(prompt),
+                self._max_tokens(fields, len(prompt)),
+                functools.partial(sink, number * fields.n + copy),
+                fields.model,
+                adapter,
+                # As in vLLM: each answer has another seed.
+                dataclasses.replace(sampling, seed=(sampling.seed + copy) % 2**64),
+                fields.stop,
+                fields.stop_token_ids,
+                fields.ignore_eos,
+                fields.logprobs,
+                continues_prompt,
+                echo,
+                fields.echo and fields.logprobs is not None,
             )
-        request = Request(
-            tuple(prompt),
-            max_tokens,
-            sink,
-            adapter,
-            fields.sampling,
-            fields.stop,
-            fields.stop_token_ids,
-            fields.ignore_eos,
-            fields.logprobs,
-            continues_prompt,
-        )
+            for number, (prompt, echo) in enumerate(prompts)
+            for copy in range(fields.n)
+        ]
         try:
-            return self.engine.submit(request)
+            return self.engine.submit(*requests)
         except QueueFullError as error:
             raise ApiError(429, f"{error}; try again later", code="queue_full") from error
         except RuntimeError as error:
             raise ApiError(503, str(error)) from error
+
+    def _max_tokens(self, fields: Fields, size: int) -> int:
+        """Returns the maximum number of tokens of an answer to a prompt of `size` tokens."""
+        capacity = self.engine.capacity
+        room = capacity - size
+        max_tokens = fields.max_tokens if fields.max_tokens is not None else max(room, 1)
+        if max_tokens > room:
+            raise ApiError(
+                400,
+                f"The prompt has {size} tokens and the answer up to {max_tokens} "
+                f"(max_tokens), together {size + max_tokens}; this server's maximum is "
+                f"{capacity}",
+                param="max_tokens" if room > 0 else "prompt",
+                code="context_length_exceeded",
+            )
+        return max_tokens

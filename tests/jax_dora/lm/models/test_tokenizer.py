@@ -133,7 +133,7 @@ def test_a_prompt_begins_once_and_does_not_end(begin, end, text):
     service = Service("base", none, none, texts, tokenizer.get_vocab_size())
     assert generate._tokens(argparse.Namespace(chat=False), texts, text) == expected
     if expected:
-        assert service.text_tokens(text, texts) == expected
+        assert service.tokens(text, texts) == expected
 
 
 @pytest.mark.parametrize("name", FOLDERS)

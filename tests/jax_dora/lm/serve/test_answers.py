@@ -1,6 +1,7 @@
 """What the server answers is what the model with the adapter alone does, in any company."""
 
 import concurrent.futures
+import dataclasses
 
 import numpy as np
 import peft
@@ -12,6 +13,7 @@ from flax import nnx
 import jax_dora
 import jax_dora.peft
 from jax_dora.lm.models import Sampling, generate, load_model
+from jax_dora.lm.models.sampling import GREEDY
 from jax_dora.lm.serve.answers import TOKEN_ID_PREFIX, Completion
 from jax_dora.lm.serve.request import Piece, Token
 from tests.jax_dora.lm.models.test_text import byte_fallback_tokenizer
@@ -119,6 +121,121 @@ def test_sampled_is_what_generate_samples(served, model):
     for prompt, answer in zip(prompts, expected, strict=True):
         text = complete(client, "tiny", prompt, extra_body=more, **options).text
         assert text == tokenizer.decode(answer)
+
+
+# Of each kind, with values that change what is said, and that let the end come when it may.
+PROCESSED = (
+    Sampling(repetition_penalty=3.0),
+    Sampling(1.1, seed=3, frequency_penalty=1.5, presence_penalty=0.5),
+    Sampling(min_tokens=5, logit_bias={256: 100.0, 97: 2.0}),
+    Sampling(0.8, 20, 0.9, 0.01, 5, 1.2, -0.5, -1.0, 3, {98: -100.0}),
+)
+
+
+def test_processed_is_what_generate_says(served, model):
+    """In company of requests without such settings, which change nothing in their own answers."""
+    server, client = served
+    prompt = PROMPTS[2]
+    tokens = server.service.texts.tokenizer.encode(prompt).ids
+    answers = generate(load_model(model), [tokens] * 4, 12, PROCESSED, ends=[256])
+
+    def request(one):
+        fields = dataclasses.asdict(one) | {"model": "tiny", "prompt": prompt, "max_tokens": 12}
+        return lambda: client.post("/completions", body=fields, cast_to=dict)["choices"][0]["text"]
+
+    plain = complete(client, "tiny", prompt).text
+    found = together([request(one) for one in (*PROCESSED, GREEDY)])
+    expected = [server.service.texts.tokenizer.decode(answer) for answer in answers]
+    assert found == [*expected, plain]
+    assert len(answers[2]) == 5
+    assert plain not in expected
+    assert complete(client, "tiny", prompt).text == plain
+
+
+def test_a_stop_string_waits_for_min_tokens(served):
+    _, client = served
+    whole = complete(client, "french", "12+30=", max_tokens=20).text
+    for least in (3, 9):
+        found = complete(
+            client,
+            "french",
+            "12+30=",
+            max_tokens=20,
+            stop=list(whole[1:3]),
+            logprobs=0,
+            extra_body={"min_tokens": least},
+        )
+        assert len(found.logprobs.tokens) > least
+        assert whole.startswith(found.text)
+
+
+@pytest.mark.parametrize("name", ["tiny", "french"])
+def test_echo_gives_the_likelihoods_of_transformers(served, model, adapters, name):
+    """Of texts and of tokens, several at once, shorter and longer than a piece of a prompt."""
+    server, client = served
+    tokenizer = server.service.texts.tokenizer
+    transformers.utils.logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    if name != "tiny":
+        theirs = peft.PeftModel.from_pretrained(theirs, adapters / name)
+    texts = [*PROMPTS, "a"]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    options = {"model": name, "temperature": 0, "logprobs": 3}
+    scored = client.completions.create(**options, prompt=prompts, max_tokens=0, echo=True)
+    answered = client.completions.create(**options, prompt=texts, max_tokens=2, echo=True)
+    assert scored.usage.completion_tokens == 0
+    assert answered.usage.completion_tokens == 2 * len(prompts)
+    assert scored.usage.prompt_tokens == answered.usage.prompt_tokens == sum(map(len, prompts))
+    for number, prompt in enumerate(prompts):
+        with torch.no_grad():
+            expected = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0], -1).numpy()
+        alone, more = scored.choices[number], answered.choices[number]
+        assert (alone.text, alone.finish_reason) == (texts[number], "length")
+        plain = complete(client, name, prompt, max_tokens=2, logprobs=3)
+        assert more.text == texts[number] + plain.text
+        logprobs = more.logprobs.token_logprobs
+        assert logprobs == alone.logprobs.token_logprobs + plain.logprobs.token_logprobs
+        assert more.logprobs.text_offset[: len(prompt)] == list(range(len(prompt)))
+        assert (logprobs[0], more.logprobs.top_logprobs[0]) == (None, None)
+        known = expected[np.arange(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(logprobs[1 : len(prompt)], known, rtol=0, atol=TIE)
+        for place, top in enumerate(more.logprobs.top_logprobs[1 : len(prompt)]):
+            three = np.sort(expected[place])[:-4:-1]
+            np.testing.assert_allclose(list(top.values()), three, rtol=0, atol=TIE)
+
+
+def test_several_answers_are_those_of_single_requests(served):
+    """In the order of the prompts, whole and streamed, and each with a seed of its own."""
+    _, client = served
+    options = {"temperature": 1.5, "max_tokens": 6}
+    prompts = list(PROMPTS[:2])
+    alone = [
+        complete(client, "german", prompt, seed=seed, **options).text
+        for prompt in prompts
+        for seed in (4, 5, 6)
+    ]
+    asked = {"model": "german", "prompt": prompts, "n": 3, "seed": 4, **options}
+    answer = client.completions.create(**asked)
+    assert [(one.index, one.text) for one in answer.choices] == list(enumerate(alone))
+    assert len(set(alone)) == 6
+    assert answer.usage.prompt_tokens == len(prompts[0]) + len(prompts[1])
+    texts = [""] * 6
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = client.completions.create(**asked, stream=True, stream_options=usage)
+    for one in events:
+        texts[one.choices[0].index] += one.choices[0].text
+    assert texts == alone
+    assert last.usage == answer.usage == events[-1].usage
+    assert events[0].usage.completion_tokens < answer.usage.completion_tokens
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "n": 2, **options}
+    answer = client.chat.completions.create(**chat, seed=1)
+    roles = [
+        one.choices[0].index
+        for one in client.chat.completions.create(**chat, stream=True)
+        if one.choices[0].delta.role
+    ]
+    assert roles == [0, 1]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
 
 
 @pytest.mark.slow
@@ -243,8 +360,8 @@ def test_tokens_have_their_spaces_and_names_of_their_own():
         Token(256, -1.0, (Token(256, -1.0), Token(98, -2.0), Token(257, -3.0))),
         Token(32, 0.0),
     ]
-    writer = Completion("m", byte_fallback_tokenizer(), 1, True)
-    told = writer.whole([Piece(" a ", tuple(drawn), "length")])["choices"][0]["logprobs"]
+    writer = Completion(0, byte_fallback_tokenizer(), has_logprobs=True)
+    told = writer.whole([Piece(" a ", tuple(drawn), "length")])["logprobs"]
     assert told["tokens"] == [" a", " "]
     assert told["text_offset"] == [0, 2]
     assert told["top_logprobs"][0] == {" a": -1.0, "b": -2.0, "token_id:257": -3.0}
@@ -253,9 +370,9 @@ def test_tokens_have_their_spaces_and_names_of_their_own():
 def test_parts_of_a_letter_stand_where_it_does():
     """And a byte that is no letter takes the place of one."""
     tokens = [257, *"😀".encode(), 257, 0xB7, 257]
-    writer = Completion("m", byte_fallback_tokenizer(), 1, True)
+    writer = Completion(0, byte_fallback_tokenizer(), has_logprobs=True)
     pieces = [Piece("b😀b\ufffdb", tuple(Token(one, 0.0) for one in tokens), "length")]
-    told = writer.whole(pieces)["choices"][0]["logprobs"]
+    told = writer.whole(pieces)["logprobs"]
     assert told["text_offset"] == [0, 1, 1, 1, 1, 2, 3, 4]
 
 
@@ -264,6 +381,6 @@ def test_special_tokens_take_no_place_in_the_text():
     tokenizer.add_special_tokens(["<think>"])
     tokens = [257, tokenizer.token_to_id("<think>"), 257]
     pieces = [Piece("bb", tuple(Token(one, 0.0) for one in tokens), "length")]
-    told = Completion("m", tokenizer, 1, True).whole(pieces)["choices"][0]["logprobs"]
+    told = Completion(0, tokenizer, has_logprobs=True).whole(pieces)["logprobs"]
     assert told["tokens"][1] == "<think>"
     assert told["text_offset"] == [0, 1, 1]

@@ -35,6 +35,7 @@ def test_nothing_is_compiled_after_the_start(served):
             for prompt in ("1", "a" * 32, PROMPT):
                 complete(client, name, prompt)
                 complete(client, name, prompt, temperature=1.1, top_p=0.8, logprobs=2)
+                complete(client, name, prompt, echo=True, logprobs=2, presence_penalty=1)
         stream = client.completions.create(model="small", prompt="1", max_tokens=80, stream=True)
         next(stream)
         stream.close()
@@ -63,7 +64,7 @@ def test_the_arrays_of_all_rows_keep_their_addresses(model):
     before = addresses()
     runner.warm_up()
     for row in range(3):
-        runner.assign_row(row, Request((5, row), 8, lambda _: None), -1)
+        runner.assign_row(row, Request((5, row), 8, lambda _: None), -1, ())
         runner.prefill([PromptPiece(row, (5, row), 0)], 16)
         runner.decode(range(row + 1))
     runner.free_row(1)
@@ -188,7 +189,7 @@ class Recorder:
     def width(self, left):
         return 8
 
-    def assign_row(self, row, request, slot):
+    def assign_row(self, row, request, slot, ends):
         self.taken.append((request.adapter and request.adapter.name, slot))
 
     def free_row(self, row):
@@ -240,7 +241,7 @@ def ask(engine, name=None, count=3, made=None):
     pieces = []
     made = {} if made is None else made
     adapter = None if name is None else made.setdefault(name, StoredAdapter(name, None))
-    answer = engine.submit(Request((1, 2, 3), count, pieces.append, adapter=adapter))
+    [answer] = engine.submit(Request((1, 2, 3), count, pieces.append, adapter=adapter))
     return answer, pieces
 
 
@@ -291,8 +292,8 @@ def test_ends_of_a_request(options, adapter_ends, finish, served, fake):
         adapter = StoredAdapter("a", None, texts)
     engine.submit(Request((1, 2, 3), 4, pieces.append, adapter=adapter, **options))
     run(engine)
-    assert (pieces[-1].finish, pieces[-1].ended) == (finish, finish == "stop")
-    assert sum(len(one.tokens) for one in pieces) == (4 if finish == "length" else 0)
+    assert pieces[-1].finish == finish
+    assert sum(len(one.tokens) for one in pieces) == (4 if finish == "length" else 1)
 
 
 def test_cancelled_requests_leave_wherever_they_are(fake):
@@ -303,7 +304,7 @@ def test_cancelled_requests_leave_wherever_they_are(fake):
         engine.cancel(answer)
     engine.cancel(asked[1][0])
     run(engine)
-    assert [pieces[-1].finish for _, pieces in asked] == ["length"] + ["cancelled"] * 3
+    assert [pieces[-1].finish for _, pieces in asked] == ["length"] + ["abort"] * 3
     assert (bank.users, engine.free_rows, engine.waiting) == (0, 2, 0)
 
 
@@ -334,7 +335,7 @@ def test_running_rows_decode_between_the_pieces_of_a_long_prompt(fake):
 def test_the_queue_is_bounded_and_ends(fake):
     engine, _, _ = fake
     asked = [ask(engine) for _ in range(20)]
-    with pytest.raises(QueueFullError, match="20 requests wait"):
+    with pytest.raises(QueueFullError, match="20 requests wait, of 20"):
         ask(engine)
     engine.turn()
     engine.fail("over")
@@ -343,7 +344,7 @@ def test_the_queue_is_bounded_and_ends(fake):
         ask(engine)
 
 
-@pytest.mark.parametrize(("prompt", "count"), [((), 1), ((1,), 0), ((1,) * 40, 11)])
+@pytest.mark.parametrize(("prompt", "count"), [((), 1), ((1,), -1), ((1,) * 40, 11)])
 def test_what_fits_into_no_row(fake, prompt, count):
     with pytest.raises(ValueError, match="and 50 together at most"):
         fake[0].submit(Request(prompt, count, print))

@@ -104,23 +104,32 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
 @pytest.mark.parametrize(
     ("path", "changes", "message"),
     [
-        ("completions", {"n": 2}, "n is 2; expected 1 or no such field"),
+        ("completions", {"n": 0}, "n is 0; expected an integer from 1 to 128"),
+        ("completions", {"n": 17}, "n: 17 answers are asked for; this server's maximum is 16"),
+        ("completions", {"prompt": ["a"] * 9, "n": 2}, "prompt: 18 answers are asked for"),
         ("completions", {"best_of": 3}, "best_of is 3"),
-        ("completions", {"echo": True}, "echo is True"),
         ("completions", {"suffix": "x"}, "suffix is 'x'"),
-        ("completions", {"logit_bias": {"5": 1}}, "logit_bias is"),
-        ("completions", {"presence_penalty": 0.5}, "presence_penalty is 0.5"),
+        ("completions", {"logit_bias": {"x": 1}}, "logit_bias is {'x': 1}; expected an object"),
+        (
+            "completions",
+            {"logit_bias": {"5": 101}},
+            "logit_bias={5: 101}: expected a token id, and",
+        ),
+        ("completions", {"logit_bias": {"257": 1}}, "logit_bias has token 257; expected 0 to 256"),
+        ("completions", {"presence_penalty": 2.5}, "presence_penalty is 2.5; expected a number fr"),
+        ("completions", {"repetition_penalty": 0}, "repetition_penalty is 0; expected a number ab"),
+        ("completions", {"min_tokens": 3}, "min_tokens is 3; expected at most max_tokens, which i"),
         ("completions", {"temprature": 1}, "Unrecognized request argument: 'temprature'"),
-        ("completions", {"prompt": ["a", "b"]}, "several are not supported"),
+        ("completions", {"prompt": ["a", 1]}, "expected a text, a list of tokens, or a list of t"),
         ("completions", {"prompt": ""}, "prompt is ''"),
-        ("completions", {"prompt": [[1], [2]]}, "several are not supported"),
-        ("completions", {"prompt": [[]]}, "several are not supported"),
+        ("completions", {"prompt": [[1], []]}, "none of them empty"),
+        ("completions", {"prompt": []}, "none of them empty"),
         ("completions", {"prompt": [257]}, "prompt has token 257; expected 0 to 256"),
         ("completions", {"prompt": [-1]}, "prompt has token -1"),
         ("completions", {"prompt": "\ud800"}, "prompt is '\\ud800'; expected valid Unicode"),
         ("completions", {"stop": ["a", "\ud800"]}, "stop is '\\ud800'; expected valid Unicode"),
-        ("completions", {"n": True}, "n is True; expected 1 or no such field"),
-        ("completions", {"echo": 0}, "echo is 0; expected False or no such"),
+        ("completions", {"n": True}, "n is True; expected an integer from 1"),
+        ("completions", {"echo": 0}, "echo is 0; expected true or false"),
         ("completions", {"safety_identifier": 3}, "safety_identifier is 3; expected a string"),
         ("completions", {"service_tier": "flex"}, "service_tier is 'flex'; expected 'auto'"),
         ("completions", {"user": 3}, "user is 3; expected a string"),
@@ -128,25 +137,29 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("completions", {"stream_options": {"include_usage": True}}, "unless stream is true"),
         ("completions", {"model": None}, "model is None"),
         ("completions", {"model": 5}, "model is 5"),
-        ("completions", {"max_tokens": 0}, "max_tokens is 0; expected an integer from 1"),
+        ("completions", {"max_tokens": -1}, "max_tokens is -1; expected an integer from 0"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens is 0; expected an integer from 1"),
         ("completions", {"max_tokens": 1.5}, "max_tokens is 1.5"),
         ("completions", {"temperature": 2.5}, "temperature is 2.5; expected a number from 0"),
         ("completions", {"temperature": 10**400}, "temperature is 1000"),
         ("completions", {"temperature": True}, "temperature is True"),
         ("completions", {"temperature": float("nan")}, "temperature is nan"),
         ("completions", {"top_p": 0}, "top_p is 0; expected a number above 0"),
-        ("completions", {"top_k": -1}, "top_k is -1; expected an integer from 0"),
+        ("completions", {"top_k": -2}, "top_k is -2; expected an integer from -1"),
         ("completions", {"min_p": 1.5}, "min_p is 1.5; expected a number from 0 to 1"),
         ("completions", {"seed": 2**63}, "seed is 9223372036854775808"),
         ("completions", {"stop": ["a"] * 5}, "stop is"),
         ("completions", {"stop": [""]}, "expected strings of 1 to 256"),
         ("completions", {"stop": 3}, "stop is 3"),
         ("completions", {"stop_token_ids": [0, 257]}, "stop_token_ids has token 257; expected 0 "),
-        ("completions", {"stop_token_ids": [-1]}, "stop_token_ids is [-1]; expected a list of tok"),
+        (
+            "completions",
+            {"stop_token_ids": [-1]},
+            "stop_token_ids is [-1]; expected a list of up t",
+        ),
         ("completions", {"stop_token_ids": [True]}, "stop_token_ids is [True]"),
         ("chat/completions", {"stop_token_ids": 3}, "stop_token_ids is 3"),
         ("completions", {"ignore_eos": 1}, "ignore_eos is 1; expected true or false"),
-        ("completions", {"min_tokens": 1}, "Unrecognized request argument: 'min_tokens'"),
         ("completions", {"logprobs": 21}, "logprobs is 21"),
         ("completions", {"stream": 1}, "stream is 1; expected true or false"),
         ("completions", {"stream_options": {"x": 1}}, "stream_options is"),
@@ -172,8 +185,16 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("chat/completions", {"messages": [MESSAGE | {"role": "\ud800"}]}, "messages is '\\ud800"),
         ("chat/completions", {"messages": [MESSAGE | {"audio": {}}]}, "messages is ['audio']"),
         ("chat/completions", {"top_logprobs": 2}, "expected true, since top_logprobs"),
-        ("chat/completions", {"tools": [{"type": "function"}]}, "tools is"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format is"),
+        ("chat/completions", {"tools": [{"type": "function"}]}, "no such field: jax-dora serve ha"),
+        ("chat/completions", {"tool_choice": "auto"}, "vLLM with the plugin of this package does"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "vLLM with the plugin"),
+        ("chat/completions", {"structured_outputs": {}}, "expected no such field: jax-dora serve "),
+        ("chat/completions", {"chat_template_kwargs": 1}, "chat_template_kwargs is 1; expected an"),
+        (
+            "chat/completions",
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "has 'enable_thinking', which the chat template does not read; expected some of none",
+        ),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -205,7 +226,7 @@ def test_a_chat_goes_on_with_the_messages_of_answers(served):
 def test_a_reply_without_text_is_empty(reply):
     """As OpenAI's and vLLM's clients send one back."""
     messages = [MESSAGE, {"role": "assistant", "refusal": None} | reply, MESSAGE]
-    _, parsed = chat({"model": "tiny", "messages": messages})
+    _, [parsed] = chat({"model": "tiny", "messages": messages})
     assert parsed[1] == {"role": "assistant", "content": ""}
 
 
@@ -220,9 +241,9 @@ def test_tokens_that_the_model_does_not_know_are_named(served):
     """Of a tokenizer that has more than the model."""
     service = dataclasses.replace(served[0].service, vocab_size=50)
     with pytest.raises(ApiError, match=r"prompt has token .*; expected 0 to 49"):
-        service.text_tokens("x", service.texts)
+        service.tokens("x", service.texts)
     with pytest.raises(ApiError, match=r"messages has token .*; expected 0 to 49"):
-        service.chat_tokens([MESSAGE], service.texts)
+        service.tokens([MESSAGE], service.texts)
 
 
 def test_bodies_that_are_none(post, served):
@@ -286,7 +307,7 @@ def test_clients_that_hang_up_free_their_rows(served):
 
 
 def cancelled(server):
-    return server.metrics.answers.labels("cancelled")._value.get()
+    return server.metrics.answers.labels("abort")._value.get()
 
 
 @pytest.mark.slow
