@@ -14,8 +14,24 @@ _THROUGH_DIFFUSERS = (
 MLX = (
     "MLX's format: merge it with mlx_lm.fuse and load the merged model, or convert it: transposed, "
     "lora_a is PEFT's lora_A.weight and lora_b its lora_B.weight; m is its lora_magnitude_vector; "
-    "lora_alpha is scale * rank"
+    "lora_alpha is scale * rank. An embedding's m is a norm per token, which PEFT has not"
 )
+_ORBAX = (
+    "an Orbax checkpoint, such as MaxText's: restore it into the model that wrote it, and save the "
+    "adapter with jax_dora.peft.save_adapter; MaxText's to_huggingface leaves out the magnitudes"
+)
+# By the end of a file's name, or by its name.
+_FILES = {
+    ".keras": (
+        keras := "Keras' format: transposed, lora_a is PEFT's lora_A.weight and lora_b its "
+        "lora_B.weight; the magnitude of a norm over the kernel's first axis, as of KerasHub's "
+        "DoRADense, is its lora_magnitude_vector"
+    ),
+    ".h5": keras,
+    ".npz": f"NumPy's format; if an old version of mlx-lm wrote it, {MLX}",
+    "_CHECKPOINT_METADATA": _ORBAX,
+    "_METADATA": _ORBAX,
+}
 # By the first pattern that is found in a key.
 _FORMATS = {
     r"\.(lora_a|lora_b|m)$": MLX,
@@ -35,9 +51,9 @@ _FORMATS = {
 def hint(path: Path) -> str:
     """Returns the end of an error message for a path that is not a PEFT folder: the format of this
     file, or of a file in this folder, or "" if it is not known."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else sorted(one for one in path.glob("*") if one.is_file())
     for file in files:
-        if description := format_of(_keys(file)):
+        if description := _FILES.get(file.suffix or file.name) or format_of(_keys(file)):
             return f"; {file.name} is in {description}"
     return ""
 
@@ -52,6 +68,8 @@ def format_of(keys: Iterable[str]) -> str:
 
 
 def _keys(file: Path) -> list[str]:
+    if file.suffix != ".safetensors":
+        return []
     try:
         with safe_open(file, framework="np") as tensors:
             return list(tensors.keys())

@@ -172,3 +172,15 @@ def test_a_linen_decoder_scanned_over_axis_1_trains_and_merges():
 
     grads = gradient(split_adapters(trained["params"])[0])
     assert all(jnp.any(nn.unbox(one)) for one in jax.tree.leaves(grads))
+
+
+def test_its_converter_leaves_the_magnitudes_out():
+    """As docs/magnitudes.md says. A change here means that the page and the message about Orbax
+    checkpoints are outdated."""
+    convert = importlib.import_module("maxtext.checkpoint_conversion.to_huggingface")
+    key = "params-decoder-layers-mlp-wi_0-kernel"
+    state = {f"{key}_{name}": np.ones((4, 1, 3)) for name in ("lora_a", "lora_b", "magnitude")}
+    found, _ = convert._transform_weights_to_adapter(
+        {key: ["model.layers.0.mlp.gate_proj.weight"]}, state
+    )
+    assert {name.partition("gate_proj.")[2] for name in found} == {"lora_A.weight", "lora_B.weight"}

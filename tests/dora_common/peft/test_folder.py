@@ -462,6 +462,22 @@ def test_the_format_of_another_tool_is_named(told: str, tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("adapter.weights.h5", "h5 is in Keras' format: transposed, lora_a is PEFT's"),
+        ("model.keras", "keras is in Keras' format"),
+        ("adapters.npz", "npz is in NumPy's format; if an old version of mlx-lm"),
+        ("_CHECKPOINT_METADATA", "METADATA is in an Orbax checkpoint, such as MaxText's"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(name: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    for folder, error in ((tmp_path / name, NotADirectoryError), (tmp_path, FileNotFoundError)):
+        with pytest.raises(error, match=told), open_folder(folder, "np"):
+            pass
+
+
 def test_mlx_writes_a_configuration_of_the_same_name(tmp_path: Path) -> None:
     parameters = {"rank": 8, "scale": 20.0, "dropout": 0.0}
     fields = {"fine_tune_type": "dora", "num_layers": 16, "lora_parameters": parameters}
