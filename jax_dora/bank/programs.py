@@ -5,7 +5,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +31,14 @@ class BaseModel:
     kernels: Mapping[str, nnx.Variable]
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Projections whose adapters are transferred together, and the programs for them: `write` a
-    block of ranks of lora_a and lora_b into a slot; `finish` it with a known scaling, and return g
-    as well; `finish_dora` computes g from the magnitudes, while the next group is transferred."""
+    block of ranks of lora_a and lora_b into a slot; `finish` it, and return g as well, which is
+    computed from kernels and magnitudes while the next group is transferred, unless it is known."""
 
     paths: list[str]
     write: Callable[..., Arrays]
     finish: Callable[..., tuple[Arrays, dict[str, jax.Array]]]
-    finish_dora: Callable[..., tuple[Arrays, dict[str, jax.Array]]]
 
 
 class BankPrograms:
@@ -79,8 +77,7 @@ class BankPrograms:
         def make_group(paths: list[str]) -> Group:
             arrays = {path: shardings[path] for path in paths}
             g = {path: _without_axis(slots.g, -2) for path, slots in arrays.items()}
-            finish = jit(self._finish, (arrays, g)), jit(self._finish_dora, (arrays, g))
-            return Group(paths, jit(write, arrays), *finish)
+            return Group(paths, jit(write, arrays), jit(self._finish, (arrays, g)))
 
         meshes = [sharding.mesh for sharding in jax.tree.leaves(shardings)]
         self._is_on_mesh = bool(meshes)
@@ -161,7 +158,7 @@ class BankPrograms:
                 part, group_g = group.finish(part, packed, number)
             if is_dora or not self._has_loaded:
                 group_kernels = {path: kernels[path] for path in group.paths}
-                part, group_g = group.finish_dora(part, packed, number, group_kernels)
+                part, group_g = group.finish(part, packed, number, group_kernels)
             arrays |= part
             g |= group_g
         self._has_loaded = True
@@ -224,23 +221,18 @@ class BankPrograms:
             self._pending_g.append(cached)
 
     def _finish(
-        self, arrays: Arrays, packed: jax.Array, slot: Any
+        self, arrays: Arrays, packed: jax.Array, slot: Any, kernels: Mapping[str, Any] | None = None
     ) -> tuple[Arrays, dict[str, jax.Array]]:
-        """Writes g, scales and ranks of a slot; returns the arrays and g, which is known."""
-        scalings = self._unpacked(arrays, packed)
-        g = {path: scaling.numerator for path, scaling in scalings.items()}
-        return with_scalings(arrays, scalings, g, slot), g
-
-    def _finish_dora(
-        self, arrays: Arrays, packed: jax.Array, slot: Any, kernels: Mapping[str, Any]
-    ) -> tuple[Arrays, dict[str, jax.Array]]:
-        """Does the same after the matrices of the slot are written, and computes g from them."""
+        """Writes g, scales and ranks of a slot whose matrices are written; returns the arrays and
+        g, which is known unless there are kernels to compute it with."""
         scalings = self._unpacked(arrays, packed)
 
         def matrix(array: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(array, slot, array.ndim - 3, keepdims=False)
 
         def g_at(path: str, scaling: Scaling) -> jax.Array:
+            if kernels is None:
+                return scaling.numerator
             adapter = matrix(arrays[path].lora_a), matrix(arrays[path].lora_b), scaling
             return g_of(self.projections[path], kernels[path], adapter)
 
