@@ -199,7 +199,7 @@ def _products(settings: Settings) -> Iterator[Measurement]:
     """Yields products without an adapter, as for prompts; "xla" multiplies by a dense copy."""
     n = settings.features
     by_xla = jax.jit(lambda x, kernel: x @ quantised.dense(kernel, x.dtype))
-    ours = jax.jit(lambda *operands: weight_only.product(row_scaled.Product(*operands)))
+    ours = jax.jit(lambda *operands: weight_only.linear(row_scaled.Factors(*operands)))
     for rows in settings.prompt_rows:
         for number, qtype in _formats("product", settings):
             operands = _operands(jax.random.key(number), rows, n, settings.rank, qtype)[:2]
@@ -223,7 +223,7 @@ def _projections(settings: Settings) -> Iterator[Measurement]:
         if activations is not None:
             row |= {"activations": activations, "in_one_piece": in_one_piece}
             static = functools.partial(row_scaled.linear, None)
-            base = jax.jit(lambda x, kernel, base=static: base(row_scaled.Product(x, kernel)))
+            base = jax.jit(lambda x, kernel, base=static: base(row_scaled.Factors(x, kernel)))
         if in_one_piece:
             kernel = row_scaled.with_contiguous_columns(kernel)
         yield row | {"kind": "base"}, base, (x, kernel)

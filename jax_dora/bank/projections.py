@@ -16,7 +16,7 @@ from jax_dora.adapt.weight import AdaptableWeight, assign_rules, raise_for_no_pa
 from jax_dora.layers import dora_class_of
 from jax_dora.layers.base_layer import pad_axes
 from jax_dora.layers.dora_linear import DoRALinear
-from jax_dora.layers.einsum import DoRAProjection
+from jax_dora.layers.einsum import DoRAContraction
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.bank_slots import Slots
@@ -60,7 +60,7 @@ def rejection_reason(weight: AdaptableWeight) -> str | None:
     kind = dora_class_of(weight.module)
     if not weight.is_layer or weight.refusal or kind is None:
         return weight.refusal or "its module keeps its class and computes the product itself"
-    if not issubclass(kind, DoRALinear | DoRAProjection):
+    if not issubclass(kind, DoRALinear | DoRAContraction):
         return f"an nnx.{kind.base_type.__name__} is no projection"
     if not kind.is_linear(weight.module):
         return "its equation is no projection"

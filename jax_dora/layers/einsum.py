@@ -17,7 +17,7 @@ from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.quantised import stored
 
 
-class DoRAProjection(DoRAProduct):
+class DoRAContraction(DoRAProduct):
     """The base class of `DoRALinearGeneral` and `DoRAEinsum`.
 
     Attributes:
@@ -61,8 +61,8 @@ class DoRAProjection(DoRAProduct):
         return meshes.on_explicit_axes(compute, spec, x, kernel)(operands)
 
 
-class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
-    """`nnx.LinearGeneral` with an adapter; see `DoRAProjection`."""
+class DoRALinearGeneral(DoRAContraction, nnx.LinearGeneral):
+    """`nnx.LinearGeneral` with an adapter; see `DoRAContraction`."""
 
     base_type = nnx.LinearGeneral
 
@@ -91,8 +91,8 @@ class DoRALinearGeneral(DoRAProjection, nnx.LinearGeneral):
         return contraction.with_sizes(cls.unstacked_shape(module), rank)
 
 
-class DoRAEinsum(DoRAProjection, nnx.Einsum):
-    """`nnx.Einsum` with an adapter; see `DoRAProjection`.
+class DoRAEinsum(DoRAContraction, nnx.Einsum):
+    """`nnx.Einsum` with an adapter; see `DoRAContraction`.
 
     Raises:
       NotImplementedError: the layer has no equation of its own, or one that is not a projection:

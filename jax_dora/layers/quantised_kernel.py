@@ -81,7 +81,7 @@ def dot_general(
     if quantised.is_quantised(rhs) and preferred_element_type is None:
         contraction = Contraction.of_dot_general(dimension_numbers, lhs.ndim, rhs.ndim)
         if _has_few_rows(lhs, contraction):
-            multiply = functools.partial(weight_only.product, precision=precision)
+            multiply = functools.partial(weight_only.linear, precision=precision)
             return _by_matrix(multiply, lhs, rhs, contraction, out_sharding)
 
     def multiply_dense(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ def row_scaled_dot_general(
         options = {"precision": precision, "out_sharding": out_sharding}
         return lax.dot_general(lhs, rhs, dimension_numbers, **options)
 
-    def multiply(operands: row_scaled.Product) -> jax.Array:
+    def multiply(operands: row_scaled.Factors) -> jax.Array:
         product = meshes.differentiable(row_scaled.linear)
         return product(static_precision(precision), meshes.vary_alike(operands))
 
@@ -133,7 +133,7 @@ def row_scaled_dot_general(
 
 
 def _by_matrix(
-    multiply: Callable[[row_scaled.Product], jax.Array],
+    multiply: Callable[[row_scaled.Factors], jax.Array],
     lhs: Any,
     rhs: Any,
     contraction: Contraction,
@@ -153,14 +153,14 @@ def _by_matrix(
         )
     groups = tuple(tuple(map(weight.index, labels)) for labels in (inner, contraction.labels("o")))
 
-    def multiply_matrix(operands: row_scaled.Product) -> jax.Array:
+    def multiply_matrix(operands: row_scaled.Factors) -> jax.Array:
         x, kernel = operands
         if isinstance(x, RowScaled):
             return multiply(operands)
         x = contraction.arrange_input(x)
         lead = x.shape[: len(contraction.rows)]
         matrix = quantised.as_matrices(kernel, kernel.shape, groups)
-        y = multiply(row_scaled.Product(x.reshape(*lead, matrix.shape[0]), matrix))
+        y = multiply(row_scaled.Factors(x.reshape(*lead, matrix.shape[0]), matrix))
         return contraction.result(y.reshape(*lead, *(kernel.shape[axis] for axis in groups[1])))
 
     x = dtype_carrier(lhs)
@@ -173,7 +173,7 @@ def _by_matrix(
         return jax.P(*(names[label] for label in contraction.y))
 
     multiply_on_mesh = meshes.on_explicit_axes(multiply_matrix, spec, x, rhs.qvalue)
-    return multiply_on_mesh(row_scaled.Product(lhs, rhs))
+    return multiply_on_mesh(row_scaled.Factors(lhs, rhs))
 
 
 def einsum(equation: str, lhs: jax.Array, rhs: Any, **kwargs: Any) -> jax.Array:
@@ -206,7 +206,7 @@ def _few_rows_einsum(equation: str, x: jax.Array, kernel: Any, precision: Any) -
     contraction = Contraction.of_letters(of_x, of_kernel[stacked:], of_result)
     if not _has_few_rows(x, contraction):
         return None
-    product = functools.partial(weight_only.product, precision=precision)
+    product = functools.partial(weight_only.linear, precision=precision)
 
     def multiply(kernel: Any) -> jax.Array:
         return _by_matrix(product, x, kernel, contraction)

@@ -181,24 +181,24 @@ def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:
     return lax.dot_general(x, transposed, axes, preferred_element_type=result)
 
 
-class Product(NamedTuple):
+class Factors(NamedTuple):
     """The operands of a product: x [..., in], or its `RowScaled`, and kernel [in, out]."""
 
     x: Any
     kernel: Any
 
 
-def linear(precision: Any, operands: Product) -> jax.Array:
+def linear(precision: Any, operands: Factors) -> jax.Array:
     """Returns x W with quantised rows of x, in x's dtype; `precision` is that of x's gradient."""
     x, kernel = operands
-    return _linear(precision, Product(x if isinstance(x, RowScaled) else coded(x), kernel))
+    return _linear(precision, Factors(x if isinstance(x, RowScaled) else coded(x), kernel))
 
 
-def _define(precision: Any, operands: Product) -> jax.Array:
+def _define(precision: Any, operands: Factors) -> jax.Array:
     return sums(*operands, Shard()).scaled.astype(operands.x.dtype)
 
 
-def _linear_fwd(precision: Any, operands: Product, wanted: Product) -> tuple[jax.Array, Any]:
+def _linear_fwd(precision: Any, operands: Factors, wanted: Factors) -> tuple[jax.Array, Any]:
     if wanted.kernel:
         check.refuse_kernel_gradient(operands.kernel)
     return _define(precision, operands), operands.kernel
@@ -209,7 +209,7 @@ def _linear_bwd(precision: Any, kernel: Any, dy: jax.Array) -> dict[str, Any]:
     return {"x": RowScaled(dx, None, None)}
 
 
-_linear = residuals.with_gradient(Product, _define, _linear_fwd, _linear_bwd)
+_linear = residuals.with_gradient(Factors, _define, _linear_fwd, _linear_bwd)
 
 
 def with_contiguous_columns(kernel: Any) -> Any:

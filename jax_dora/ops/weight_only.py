@@ -18,12 +18,12 @@ from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import dot_general, static_precision
 from jax_dora.ops.mosaic.decode import decode_project, decode_quantised
 from jax_dora.ops.operands import ProductSettings
-from jax_dora.ops.row_scaled import Product
+from jax_dora.ops.row_scaled import Factors
 
 MOST_ROWS = decode_quantised.MOST_ROWS
 
 
-def product(operands: Product, precision: lax.PrecisionLike = None) -> jax.Array:
+def linear(operands: Factors, precision: lax.PrecisionLike = None) -> jax.Array:
     """Returns x W [..., out] in x's dtype, of x with at most `MOST_ROWS` rows and a quantised
     kernel."""
     settings = ProductSettings(None, static_precision(precision))
@@ -42,7 +42,7 @@ def choice(implementation: str | None, rows: int, kernel: Any, dtype: Any) -> ch
     return choose.choose(OP.name, implementation, *candidates.items(), optional=True)
 
 
-def _run(settings: ProductSettings, shard: Shard, operands: Product) -> tuple[jax.Array]:
+def _run(settings: ProductSettings, shard: Shard, operands: Factors) -> tuple[jax.Array]:
     x, kernel = operands
     found = choice(settings.implementation, x.size // max(kernel.shape[0], 1), kernel, x.dtype)
     if found is None:
@@ -50,10 +50,10 @@ def _run(settings: ProductSettings, shard: Shard, operands: Product) -> tuple[ja
     return (shard.sum(found.launch(x, kernel.qvalue, kernel.scale)),)
 
 
-OP = Op("quantised_product", _run, Product("t i", "i o"), ("t o",), "i", is_projection=True)
+OP = Op("quantised_product", _run, Factors("t i", "i o"), ("t o",), "i", is_projection=True)
 
 
-def _define(settings: ProductSettings, operands: Product) -> tuple[jax.Array]:
+def _define(settings: ProductSettings, operands: Factors) -> tuple[jax.Array]:
     def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return dot_general(settings.precision, x, kernel, (-1, 0))
 

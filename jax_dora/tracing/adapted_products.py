@@ -24,7 +24,7 @@ from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dropout import Dropout, drop_for
 from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.ops.linear import scaled_linear, times_transposed
-from jax_dora.tracing.weight_view import Lookup, Product, Ragged, Weight, effective_weight
+from jax_dora.tracing.weight_view import DotGeneral, Lookup, RaggedDot, Weight, effective_weight
 
 
 class AdaptedReader:
@@ -36,7 +36,7 @@ class AdaptedReader:
         self.dropout = dropout
         self._products = 0
 
-    def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array | None:
+    def dot_general(self, weight: Weight, product: DotGeneral, x: jax.Array) -> jax.Array | None:
         found = _contraction_of(weight, product, x.ndim)
         if found is None:
             return None
@@ -56,7 +56,7 @@ class AdaptedReader:
         compute = meshes.on_explicit_axes(compute, spec, x, weight.kernel)
         return compute(x, dict(weight.cast(product.dtype).arrays))
 
-    def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> jax.Array | None:
+    def ragged_dot(self, weight: Weight, product: RaggedDot, x: jax.Array) -> jax.Array | None:
         group = weight.whole_part(product.group)
         used = (product.group, *product.contracted)
         out = [axis for axis in range(len(weight.view)) if axis not in used]
@@ -117,7 +117,7 @@ class AdaptedReader:
 
     def _multiply(
         self,
-        product: Product,
+        product: DotGeneral,
         is_transposed: bool,
         x: jax.Array,
         arrays: dict[str, Any],
@@ -144,7 +144,9 @@ class AdaptedReader:
         return dataclasses.replace(self.dropout, seed=seed)
 
 
-def _contraction_of(weight: Weight, product: Product, ndim: int) -> tuple[Contraction, bool] | None:
+def _contraction_of(
+    weight: Weight, product: DotGeneral, ndim: int
+) -> tuple[Contraction, bool] | None:
     """Returns the contraction of an x of `ndim` axes and a weight, and whether it contracts the
     weight's features instead of its inputs; None if it contracts neither exactly. Its labels are
     the numbers of the weight's parts, and -1, -2, … for the row axes of x."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dora.tracing.weight_view import Lookup, Product, Ragged, Weight
+from jax_dora.tracing.weight_view import DotGeneral, Lookup, RaggedDot, Weight
 
 
 def propagate(
@@ -152,14 +152,14 @@ def _dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.A
     dtype = params["preferred_element_type"]
     if dtype is None:
         dtype = jnp.promote_types(x.dtype, weight.kernel.dtype)
-    product = Product(
+    product = DotGeneral(
         params["dimension_numbers"],
         first,
         params["precision"],
         jnp.dtype(dtype),
         params.get("out_sharding"),
     )
-    return weight.reader.product(weight, product, x)
+    return weight.reader.dot_general(weight, product, x)
 
 
 def _ragged_dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array | None:
@@ -179,14 +179,14 @@ def _ragged_dot_general(weight: Weight, operands: Any, params: dict[str, Any]) -
     if not is_supported:
         return None
     dtype = params["preferred_element_type"] or jnp.promote_types(x.dtype, weight.kernel.dtype)
-    ragged = Ragged(
+    ragged = RaggedDot(
         tuple(contracted),
         numbers.rhs_group_dimensions[0],
         sizes,
         params["precision"],
         jnp.dtype(dtype),
     )
-    return weight.reader.ragged(weight, ragged, x)
+    return weight.reader.ragged_dot(weight, ragged, x)
 
 
 def _gather(weight: Weight, operands: Any, params: dict[str, Any]) -> jax.Array | None:

@@ -18,7 +18,7 @@ from jax_dora.layers.base_layer import is_node
 from jax_dora.layers.stack import STACK_LETTERS
 from jax_dora.tracing.jaxpr_interpreter import current_scopes
 from jax_dora.tracing.trace import WeightTrace
-from jax_dora.tracing.weight_view import Lookup, Product, Ragged, Weight
+from jax_dora.tracing.weight_view import DotGeneral, Lookup, RaggedDot, Weight
 
 type Key = tuple[str, str]
 """A parameter: the path of its module, and its name there."""
@@ -148,7 +148,7 @@ class Recorder:
         self.log, self.key, self.shape = log, key, shape
         self.is_recorded = False
 
-    def product(self, weight: Weight, product: Product, x: jax.Array) -> jax.Array:
+    def dot_general(self, weight: Weight, product: DotGeneral, x: jax.Array) -> jax.Array:
         contraction = product.contraction(x.ndim, len(weight.view))
         axes = contraction.labels("i"), contraction.labels("b")
         self._record_operation("dot_general", "product", weight, *axes)
@@ -160,7 +160,7 @@ class Recorder:
             out_sharding=product.out_sharding,
         )
 
-    def ragged(self, weight: Weight, product: Ragged, x: jax.Array) -> None:
+    def ragged_dot(self, weight: Weight, product: RaggedDot, x: jax.Array) -> None:
         group = (product.group,)
         self._record_operation("ragged_dot_general", "product", weight, product.contracted, group)
         # Since this returns None, the caller asks for the whole array next. That is the same read.

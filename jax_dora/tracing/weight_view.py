@@ -19,7 +19,7 @@ _ORDERS = {"lora_a": "bir", "lora_b": "bro", "g": "bo"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class DotGeneral:
     """A product of an array x and a weight, as in `jax.lax.dot_general`.
 
     Attributes:
@@ -49,9 +49,9 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ragged:
+class RaggedDot:
     """A product of groups of rows, each with its own matrix: the `contracted` axes of the weight's
-    array, its `group` axis, and the number of rows in each group, i32[groups]; else as `Product`.
+    array, its `group` axis, and the number of rows in each group, i32[groups]; else a `DotGeneral`.
     """
 
     contracted: tuple[int, ...]
@@ -75,11 +75,11 @@ class Lookup:
 class Reader(Protocol):
     """Computes the operations that read a weight."""
 
-    def product(self, weight: "Weight", product: Product, x: jax.Array) -> jax.Array | None:
+    def dot_general(self, weight: "Weight", product: DotGeneral, x: jax.Array) -> jax.Array | None:
         """Returns the product of `x` and the weight, or None if it is not supported."""
         ...
 
-    def ragged(self, weight: "Weight", product: Ragged, x: jax.Array) -> jax.Array | None:
+    def ragged_dot(self, weight: "Weight", product: RaggedDot, x: jax.Array) -> jax.Array | None:
         """Returns the ragged product of rows `x` and several matrices, or None if it is not
         supported."""
         ...

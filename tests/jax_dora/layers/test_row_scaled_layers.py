@@ -54,7 +54,7 @@ def test_plain_layers_compute_by_rows_and_a_fresh_adapter_changes_no_bit():
     # The fused half adds its biases in one rounding less.
     np.testing.assert_allclose(whole, plain, rtol=1e-5, atol=1e-6)
     wanted = jax.jit(row_scaled.linear, static_argnums=0)(
-        None, row_scaled.Product(x, base.up.kernel[...])
+        None, row_scaled.Factors(x, base.up.kernel[...])
     )
     np.testing.assert_array_equal(up, wanted)
     then = quantize(apply_dora(Block(nnx.Rngs(0)), RULE, rngs=nnx.Rngs(1)), FP8, act_qtype=FP8)

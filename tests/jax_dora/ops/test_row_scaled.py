@@ -158,7 +158,7 @@ def test_vmap_scan_and_lora_linear():
 def test_zeros_nan_and_small_rows():
     kernel = kernel_of()
     x = jnp.ones((4, 96)).at[0].set(0).at[1, 3].set(jnp.nan).at[2].multiply(1e-30)
-    y = row_scaled.linear(None, row_scaled.Product(x, kernel))
+    y = row_scaled.linear(None, row_scaled.Factors(x, kernel))
     assert not y[0].any()
     assert jnp.isnan(y[1]).all()
     near(y[2] * 1e30, y[3])
@@ -199,4 +199,4 @@ def test_unsupported_calls_raise():
     with pytest.raises(NotImplementedError, match="base has dtype float32, neither bfloat16"):
         dora_linear(x, kernel, a, b, magnitude, SCALE, implementation="mosaic", **options)
     with pytest.raises(TypeError, match="is being differentiated"):
-        jax.grad(lambda k: row_scaled.linear(None, row_scaled.Product(x, k)).sum())(kernel)
+        jax.grad(lambda k: row_scaled.linear(None, row_scaled.Factors(x, k)).sum())(kernel)
