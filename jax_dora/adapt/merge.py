@@ -250,7 +250,8 @@ def weight_change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) ->
     parameters["kernel"] = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
-    return _change_by_layer(layer.stack, Setting.of(layer), parameters)
+    setting = Setting.of(layer)
+    return layer.stack.map(lambda one: _layer_change(setting, **one), parameters)
 
 
 class Setting(NamedTuple):
@@ -272,13 +273,6 @@ def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     merged already."""
     kernel = parameters["kernel"]
     stack = Stack(kernel.shape[: kernel.ndim - len(setting.contraction.kernel.stored)])
-    return _change_by_layer(stack, setting, parameters)
-
-
-def _change_by_layer(
-    stack: Stack, setting: Setting, parameters: Mapping[str, jax.Array]
-) -> jax.Array:
-    """Returns the change of a kernel, layer by layer; all parameters are stacked by `stack`."""
     return stack.map(lambda layer: _layer_change(setting, **layer), parameters)
 
 

@@ -258,27 +258,22 @@ def infer_stack(layer: Any, axes: tuple[int, ...] | None = None) -> Stack:
         found = [known]
     elif scan_axis(kernel) is not None and by_metadata in found:
         found = [by_metadata]
-    elif axes is not None and len(found) > 1 and (0,) * count in found:
-        leading = (0,) * count
-        _LOG.warning(
-            "A stack of %s has a %s of shape %s, and a single layer's has shape %s, so the layers "
-            "may be stacked along axis %s. Axis %s is assumed, the default of nnx.vmap",
-            cls.__name__,
-            cls.kernel_name,
-            shape,
-            single,
-            " or ".join(_positions_text(one, len(shape)) for one in found),
-            _positions_text(leading, len(shape)),
-        )
-        found = [leading]
     if len(found) > 1:
         listed = " or ".join(_positions_text(one, len(shape)) for one in found)
-        raise ValueError(
+        problem = (
             f"its {cls.kernel_name} has shape {shape}, and a single layer's has shape {single}, so "
-            f"it may be stacked along axis {listed}; expected a shape with only one possible axis: "
-            "pass inputs for the model as example= of apply_dora, or set param_scan_axis in the "
-            f"metadata of the {cls.kernel_name}"
+            f"it may be stacked along axis {listed}"
         )
+        leading = (0,) * count
+        if axes is None or leading not in found:
+            raise ValueError(
+                f"{problem}; expected a shape with only one possible axis: pass inputs for the "
+                "model as example= of apply_dora, or set param_scan_axis in the metadata of the "
+                f"{cls.kernel_name}"
+            )
+        assumed = _positions_text(leading, len(shape))
+        _LOG.warning("%s: %s. Axis %s is assumed", cls.__name__, problem, assumed)
+        found = [leading]
     return Stack.of_kernel(shape, found[0], len(cls.contraction_of(layer).magnitude.stored))
 
 

@@ -167,7 +167,8 @@ class AdapterBank:
                 f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or "
                 "a PEFT folder"
             )
-        self._check_rank(read)
+        for path, scaling in read.scalings.items():
+            check_room(int(np.max(scaling.rank)), path, self.max_rank)
         return read
 
     def load(
@@ -194,7 +195,8 @@ class AdapterBank:
             function that JAX traces. ValueError also if a kernel of the model was deleted, or has
             another shape or other devices than when the bank was made.
         """
-        number = self._slot(slot)
+        check_slot(slot, self.slots)
+        number = np.int32(slot)
         # In a traced function, even a number from the host becomes a tracer.
         arrays = (jax.device_put(number), *jax.tree.leaves(self.arrays))
         if any(isinstance(array, Tracer) for array in arrays):
@@ -213,8 +215,8 @@ class AdapterBank:
         Raises:
           TypeError, ValueError: `slot` is not a slot.
         """
-        number = self._programs.number(int(self._slot(slot)))
-        arrays = self._programs.clear(self.arrays, number)
+        check_slot(slot, self.slots)
+        arrays = self._programs.clear(self.arrays, self._programs.number(int(slot)))
         return self.tree_unflatten(self._programs, (arrays,))
 
     def checked(self, adapter_ids: Any) -> jax.Array:
@@ -255,14 +257,6 @@ class AdapterBank:
                 "model, was deleted; keep a reference to one of them, or make a new AdapterBank"
             )
         return self._base
-
-    def _slot(self, slot: Any) -> np.int32:
-        check_slot(slot, self.slots)
-        return np.int32(slot)
-
-    def _check_rank(self, adapter: HostAdapter) -> None:
-        for path, scaling in adapter.scalings.items():
-            check_room(int(np.max(scaling.rank)), path, self.max_rank)
 
     def _check_fits(self, adapter: HostAdapter) -> None:
         """Raises ValueError unless the adapter was read by a bank with the same projections."""

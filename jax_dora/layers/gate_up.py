@@ -60,11 +60,15 @@ def swiglu(
     Raises:
       ValueError: the two layers' results differ in shape.
     """
-    if out_sharding is not None or not _is_fused(gate, up, inputs):
+    is_fused = out_sharding is None and _can_fuse(gate) and _can_fuse(up)
+    if not (is_fused and _dtype(gate, inputs) == _dtype(up, inputs)):
         options = {"out_sharding": out_sharding, "deterministic": deterministic, "rngs": rngs}
         options = {name: value for name, value in options.items() if value is not None}
         if options:
-            gate_result, up_result = (_call(layer, inputs, options) for layer in (gate, up))
+            gate_result, up_result = (
+                named_result(layer, layer(inputs, **_supported_options(layer, options)))
+                for layer in (gate, up)
+            )
         else:
             gate_result, up_result = apply_layers((gate, up), inputs)
         if up_result.shape != gate_result.shape:
@@ -80,10 +84,6 @@ def swiglu(
     return ops.swiglu(gate_inner, up_inner, gate_g, up_g, **biases, with_codes=with_codes)
 
 
-def _call(layer: Any, inputs: Any, options: dict[str, Any]) -> jax.Array:
-    return named_result(layer, layer(inputs, **_supported_options(layer, options)))
-
-
 def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Returns `options` without deterministic and rngs if the layer's call does not take them."""
     parameters = inspect.signature(layer).parameters
@@ -91,10 +91,6 @@ def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
         return options
     unsupported = {"deterministic", "rngs"} - parameters.keys()
     return {name: value for name, value in options.items() if name not in unsupported}
-
-
-def _is_fused(gate: Any, up: Any, inputs: Any) -> bool:
-    return _can_fuse(gate) and _can_fuse(up) and _dtype(gate, inputs) == _dtype(up, inputs)
 
 
 def _can_fuse(layer: Any) -> bool:

@@ -1,7 +1,7 @@
 """`merge_dora` and `reset_magnitudes`: new variables of an adapted linen model."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,12 +71,7 @@ def merge_dora(
         options = {"method": "call_logged", "mutable": mutable}
         jax.eval_shape(lambda: quiet.apply(recorded, calls, method, *args, **options, **kwargs))
 
-    try:
-        trace([])
-    except ModifyScopeVariableError:
-        # The call updates other collections, such as BatchNorm's statistics or a cache. They are
-        # not mutable from the start because nn.map_variables(init=True) cannot be called then.
-        trace([name for name in variables if name != "params"])
+    _with_few_mutable(trace, [], [name for name in variables if name != "params"])
     params = dict(traverse_util.flatten_dict(variables["params"]))
     reached = {adapter_paths(weight)["lora_a"] for weight in adapted.weights}
     reached |= {(*filter(None, path.split("/")), "lora_a") for path in calls.adapted}
@@ -163,11 +158,7 @@ def reset_magnitudes(
         _, made = quiet.apply(others, *args, **options, **kwargs)
         return traverse_util.flatten_dict(made["params"])
 
-    try:
-        found = call(["params"])
-    except ModifyScopeVariableError:
-        # The call updates other collections too, such as BatchNorm's statistics, which are dropped.
-        found = call([*others])
+    found = _with_few_mutable(call, ["params"], [*others])
     if missed := sorted("/".join(path) for path in magnitudes - found.keys()):
         raise ValueError(
             f"this call of the model does not reach {missed}; expected method= and inputs that "
@@ -175,3 +166,12 @@ def reset_magnitudes(
         )
     new = {path: found[path] if path in magnitudes else leaf for path, leaf in flat.items()}
     return {**variables, "params": traverse_util.unflatten_dict(new)}
+
+
+def _with_few_mutable(call: Callable[[list[str]], Any], few: list[str], many: list[str]) -> Any:
+    """Returns `call(few)` or, if the call updates other collections, such as BatchNorm's statistics
+    or a cache, `call(many)`: with these nn.map_variables(init=True) cannot be called."""
+    try:
+        return call(few)
+    except ModifyScopeVariableError:
+        return call(many)

@@ -101,7 +101,7 @@ def coded(x: Any, implementation: str | None = None) -> RowScaled:
     if implementation == "mosaic" and row_codes.refuses(*_call(x)):
         implementation = None
     settings = ProductSettings(implementation)
-    return RowScaled(x, *primitive.call(ROW_CODES, settings, _Rows(lax.stop_gradient(x))))
+    return RowScaled(x, *primitive.call(ROW_CODES, settings, (lax.stop_gradient(x),)))
 
 
 def coded_by(largest: jax.Array, x: jax.Array) -> RowScaled:
@@ -120,18 +120,12 @@ def coded_by_xla(x: jax.Array, shard: Shard) -> RowScaled:
     return coded_by(shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)), x)
 
 
-class _Rows(NamedTuple):
-    """The operands of `ROW_CODES`: x [..., in]."""
-
-    x: Any
-
-
 def _call(x: jax.Array) -> tuple[int, int, Any]:
     return x.size // max(x.shape[-1], 1), x.shape[-1], x.dtype
 
 
 def _run_codes(
-    settings: ProductSettings, shard: Shard, operands: _Rows
+    settings: ProductSettings, shard: Shard, operands: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     (x,) = operands
     choice = None
@@ -144,7 +138,7 @@ def _run_codes(
     return codes, scales
 
 
-ROW_CODES = Op("row_codes", _run_codes, _Rows("t i"), ("t i", "t"), contracted="i")
+ROW_CODES = Op("row_codes", _run_codes, ("t i",), ("t i", "t"), contracted="i")
 
 
 class Sums(NamedTuple):
