@@ -10,23 +10,6 @@ them.
 3. `adapt_weight` creates the DoRA layer that replaces a layer, or the adapter of a weight that is
    not in such a layer (`WeightAdapter`).
 4. `replace_modules` puts the DoRA layers into a copy of the model.
-
-| file | content |
-| --- | --- |
-| apply.py | `apply_dora` |
-| adapter.py | `Adapter`, `get_adapter`, `set_adapter`: an adapter as a value |
-| merge.py | `merge_dora` |
-| lora.py | `to_lora`: the best plain LoRA of an adapter |
-| quantize.py | `quantize` |
-| coverage.py | `coverage`: the table of a model's weights |
-| weight.py | `AdaptableWeight`: a weight, how it can be adapted, and how its layers are stacked |
-| weight_adapter.py | `WeightAdapter`: the adapter of a weight whose module keeps its class |
-| adapted_class.py | the subclass of such a module, whose methods trace adapted weights |
-| inventory.py | lists the weights of a model |
-| nested_weights.py | weights that cannot be adapted where they are |
-| reads.py | finds the operations that read each weight in an abstract call |
-| bridge.py | linen modules inside an nnx model |
-| tree.py | walks a model by paths, replaces its modules; `remove_dora` |
 """
 
 from jax_dora.adapt.adapter import Adapter as Adapter

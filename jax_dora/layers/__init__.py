@@ -9,23 +9,6 @@ A call of `DoRALinear` takes these steps. Other projections and convolutions dif
 2. `matrix_product` computes y = g ∘ x (kernel + s·lora_a lora_b) + bias from the operands, by
    `jax_dora.ops`.
 3. `out_sharding.with_out_sharding` shards the result if the caller asks for it.
-
-| file | content |
-| --- | --- |
-| rule.py | `DoRARule`: the options of an adapter, and their checks |
-| dora_layer.py | `DoRALayer`: the base class of all DoRA layers |
-| product.py | `DoRAProduct`: a DoRA layer that multiplies its input by its kernel |
-| dora_linear.py, einsum.py, conv.py, embed.py | the layers themselves |
-| together.py | what layers that read the same input do together |
-| gate_up.py | silu(gate(x)) * up(x) of two layers in one operation |
-| adapter_arrays.py | creates lora_a, lora_b and magnitude, fresh or from given arrays |
-| base_layer.py | the Flax layer below: which layers can be adapted, their attributes and sharding |
-| contraction.py | `Contraction`: the product over any axes, and its arrays as batches of matrices |
-| magnitude.py | the norm, and g = magnitude / norm |
-| seeds.py | the dropout seeds of a call |
-| out_sharding.py | the sharding that a caller asks for |
-| stack.py | layers that `nnx.vmap` has stacked in one module |
-| quantised_kernel.py | Flax layers that compute with a quantised kernel |
 """
 
 from typing import Any

@@ -14,18 +14,6 @@ Tracing alone cannot do without the interceptor. The parameters of a linen modul
 while it is called, so each call would need an abstract call before it; a trace sees no layers, to
 which some options of a rule belong; and `nn.vmap` rewrites convolutions as grouped ones of a joined
 kernel before a trace sees them.
-
-| file | content |
-| --- | --- |
-| adaptation.py | `apply_dora` and `coverage` |
-| variables.py | `merge_dora` and `reset_magnitudes` |
-| dense.py | `DoRADense` |
-| module.py | `DoRA`: the module that calls a model with adapters |
-| layer.py | the DoRA layer of a linen layer, and its nnx counterpart |
-| weights.py | adapted parameters outside such layers |
-| param_inventory.py | lists the weights of a linen model |
-| call_log.py | records the layers that a call reaches, and their stack axes |
-| params.py | `split_adapters`, `join_adapters`, `adapter_labels`: adapters in a tree of params |
 """
 
 from jax_dora.linen.adaptation import apply_dora as apply_dora

@@ -15,14 +15,4 @@ A call takes these steps:
 4. `AdaptedReader` (adapted_products.py) computes the adapted product or lookup. `Recorder`
    (read_log.py), which `apply_dora` and `coverage` use to find what reads each weight, records the
    operation and computes the base result.
-
-| file | content |
-| --- | --- |
-| trace.py | `WeightTrace`: the JAX trace |
-| weight_view.py | `Weight`: a view of a weight; the operations that read it, and their `Reader` |
-| jaxpr_interpreter.py | operations and jaxprs with weights among their operands |
-| primitives.py | the result of each primitive on a weight |
-| adapted_products.py | `AdaptedReader` |
-| read_log.py | `ReadLog`: the reads of an abstract call; `Example`: the inputs of that call |
-| registry.py | `register` and the parameters of public model libraries |
 """
