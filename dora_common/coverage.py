@@ -35,11 +35,7 @@ class CoveredWeight(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """A table of a model's weights of two axes or more. `str()` formats it.
-
-    Attributes:
-      weights: one row for each weight.
-    """
+    """A table of a model's weights of two axes or more, one row each; `str()` formats it."""
 
     weights: tuple[CoveredWeight, ...]
 

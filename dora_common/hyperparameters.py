@@ -16,11 +16,8 @@ LARGEST_SCALE = 2.0**60  # its square still fits into float32
 
 
 def adapter_scale(rank: Any, alpha: Any, use_rslora: bool = False) -> float:
-    """Returns s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732).
-
-    Raises:
-        TypeError: rank is not an integer, alpha is not a real number, or use_rslora is not a bool.
-        ValueError: rank is below 1, alpha is not finite, or float32 cannot hold the square of s.
+    """Returns s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732). Raises
+    TypeError or ValueError if one of them is out of range, or float32 cannot hold the square of s.
     """
     check_rank(rank)
     check_alpha(alpha)

@@ -37,14 +37,8 @@ class MergedLayer:
         error: float,
         max_abs: float,
     ) -> Self:
-        """Returns the report of one layer, computed from norms.
-
-        Args:
-            weight: the norm of the weight.
-            merged: the norm of the merged weight, before rounding.
-            change: the norm of their difference.
-            error: the norm of the rounding error.
-        """
+        """Returns the report of one layer, from the norms of the weight, the merged weight before
+        rounding, their difference, and the rounding error."""
         return cls(
             path=path,
             dtype=dtype,

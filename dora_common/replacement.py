@@ -21,11 +21,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextlib.contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """Makes a hidden folder beside `path`, from which `path` is made by renaming.
-
-    Afterwards the folder is removed, if it was not renamed. So are folders of killed processes: the
-    lock of a folder tells others that its process is alive.
-    """
+    """Makes a hidden folder beside `path`, from which `path` is made by renaming. Afterwards it is
+    removed if it is there still, and so are those of killed processes, as their locks tell."""
     for old in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
         with contextlib.suppress(OSError):
             # A process creates its folder a moment before it locks the folder.
@@ -42,11 +39,9 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def exchange_folders(new: Path, old: Path) -> bool:
-    """Exchanges two folders in one step, after linking the other files of `old` in `new`.
-
-    Returns whether it did. Only Linux can, and not every file system. It also does not if the
-    folder is this process's working folder, or another user's, since it would no longer be.
-    """
+    """Exchanges two folders in one step, after linking the other files of `old` in `new`, and
+    returns whether it did: only Linux can, not on every file system, and not if the folder is the
+    working folder or another user's, which it would cease to be."""
     try:
         theirs, mine = old.stat(), new.stat()
         is_theirs = (theirs.st_uid, theirs.st_gid) != (mine.st_uid, mine.st_gid)

@@ -99,12 +99,8 @@ def _check_expression(name: str, value: Any) -> None:
 
 
 def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
-    """Returns one rule or several rules of class ``kind`` as a tuple.
-
-    Raises:
-        TypeError: an element is not a ``kind``.
-        ValueError: there are no rules.
-    """
+    """Returns one rule or several rules of class ``kind`` as a tuple. Raises TypeError for another
+    class, ValueError if there are none."""
     if isinstance(rules, str) or not isinstance(rules, kind | Iterable):
         raise TypeError(
             f"rules is a {type(rules).__name__}; expected a {kind.__name__}, or a list of them"
@@ -123,16 +119,9 @@ def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
 def assign[R: Rule](
     rules: Sequence[R], paths: Sequence[Sequence[str]], linear: Sequence[bool]
 ) -> list[R | None]:
-    """Returns for each layer the first rule that matches one of its paths, or None.
-
-    Args:
-        rules: the rules, in order of precedence.
-        paths: all paths of each layer; a shared layer has several.
-        linear: the argument of :meth:`Rule.matches`, for each layer.
-
-    Raises:
-        ValueError: a rule applies to no layer, or its ``exclude`` matches none.
-    """
+    """Returns for each layer, by all its paths and the argument of :meth:`Rule.matches`, the first
+    rule that matches, or None. Raises ValueError if a rule applies to no layer, or its ``exclude``
+    matches none."""
 
     def matched(rule: R, index: int) -> bool:
         names = paths[index]

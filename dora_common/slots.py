@@ -56,11 +56,7 @@ def check_ids_array(ids: Any, *, are_integers: bool) -> None:
 
 
 def check_rows(shape: Any, rows: int, *, has_rows: bool = True) -> None:
-    """Raises ValueError unless the first axis of ``shape``, the shape of x, has size ``rows``.
-
-    Args:
-        has_rows: whether the first axis of x is a batch axis at all.
-    """
+    """Raises ValueError unless the first axis of x has size ``rows`` and is a batch axis at all."""
     if not has_rows or shape[0] != rows:
         raise ValueError(
             f"x has shape {tuple(shape)}, and adapter_ids has {rows} rows; expected x of shape "

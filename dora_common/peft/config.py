@@ -102,12 +102,8 @@ class AdapterConfig:
     peft_version: str | None = None
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-          TypeError, ValueError: a field has the wrong type or is out of range.
-          NotImplementedError: `init_lora_weights` names an initialization that changes the base
-            weights.
-        """
+        """Raises TypeError or ValueError if a field is out of range; NotImplementedError if
+        `init_lora_weights` changes the base weights."""
         checks.check_rank("r", self.r)
         checks.check_alpha("lora_alpha", self.lora_alpha)
         checks.check_pattern("rank_pattern", self.rank_pattern, checks.check_rank)

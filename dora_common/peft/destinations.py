@@ -61,19 +61,11 @@ def find_destinations(
     *,
     adapter: str = "default",
 ) -> Destinations:
-    """Finds the destination of every tensor.
+    """Finds the destination of every tensor, by the dtype and shape of each key.
 
-    Args:
-      config: the folder's configuration.
-      tensors: dtype and shape of every tensor of the folder, by key.
-      architecture: the model's architecture.
-      adapter: the adapter's name, which the keys may include.
-
-    Raises:
-      NotImplementedError: a selected layer is one where PEFT's adapter computes something else, or
-        the adapters of two tied layers would be tied.
-      ValueError: a tensor has no destination, a wrong shape or two keys, or is missing. The error
-        lists all such problems.
+    Raises NotImplementedError if PEFT's adapter of a selected layer computes something else, or the
+    adapters of two tied layers would be tied; ValueError that lists all tensors that have no
+    destination, a wrong shape or two keys, or are missing.
     """
     matcher = Matcher(config, architecture)
     check_layers((matcher.layers[name] for name in matcher.selected), use_dora=config.use_dora)

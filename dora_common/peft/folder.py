@@ -94,12 +94,9 @@ class Folder:
         return found
 
     def warn_about_replaced(self, destinations: Destinations, architecture: Architecture) -> None:
-        """Logs a warning if the folder replaces parameters of the base model.
-
-        The warning names the arguments with which `save_adapter` stores them again. Modules that
-        stay tied to one in modules_to_save are among them, since the loaded model does not record
-        that the folder keeps ties, and `save_adapter` then asks for all of them.
-        """
+        """Logs a warning with the arguments by which `save_adapter` stores the parameters of the
+        base model that the folder replaces. Modules that stay tied to one in modules_to_save are
+        among them: the loaded model does not record that the folder keeps ties."""
         config, rows = self.config, self.config.trainable_token_indices
         modules = [*(config.modules_to_save or ())]
         if config.keeps_ties:
@@ -224,19 +221,12 @@ def open_tensors(path: Path, framework: Literal["np", "pt"]) -> safe_open:
 def open_folder(
     folder: str | os.PathLike[str], framework: Literal["np", "pt"], adapter: str | None = None
 ) -> Iterator[Folder]:
-    """Opens an adapter folder for reading.
+    """Opens an adapter folder for reading, as NumPy arrays or PyTorch tensors.
 
-    Args:
-      folder: contains adapter_config.json and adapter_model.safetensors.
-      framework: "np" if `Folder.read` shall return NumPy arrays, "pt" for PyTorch tensors.
-      adapter: the adapter's name, which is the name of the subfolder with its files, or part of the
-        tensors' keys. "default" also means an adapter without a name.
-
-    Raises:
-      FileNotFoundError, NotADirectoryError: the folder, one of its files, or an adapter with that
-        name does not exist.
-      ValueError, TypeError, NotImplementedError: a file is damaged, or contains something that is
-        not supported.
+    `adapter` is the name of the subfolder with its files, or a part of the tensors' keys; "default"
+    also means an adapter without a name. Raises FileNotFoundError or NotADirectoryError if the
+    folder, one of its files, or the adapter does not exist; ValueError, TypeError or
+    NotImplementedError if a file is damaged, or has something that is not supported.
     """
     check_folder(folder)
     checks.check_type("adapter", adapter, str | None, "a name, or None")

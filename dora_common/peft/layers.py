@@ -40,12 +40,9 @@ class Layer:
     is_in_order: bool = True
 
     def shapes(self, rank: int) -> dict[Role, Shape]:
-        """Returns the shapes that PEFT writes for an adapter of rank `rank`, by role.
-
-        For packed experts, lora_A is [experts, rank, in] and lora_B is [out, rank, experts], each
-        with the axes of experts and rank merged. Their magnitude, which PEFT does not have, is
-        [experts, out].
-        """
+        """Returns the shapes that PEFT writes for an adapter of this rank, by role. Packed experts
+        have lora_A [experts, rank, in] and lora_B [out, rank, experts], with experts and rank
+        merged, and a magnitude [experts, out], which PEFT has not."""
         out, ones = self.out_features, (1,) * len(self.kernel_size)
         if self.kind == "experts":
             return {
@@ -66,11 +63,9 @@ class Layer:
         }
 
     def accepted_shapes(self, role: Role, rank: int) -> tuple[Shape, ...]:
-        """Returns the shapes that a tensor may have, with PEFT's shape first.
-
-        The other shapes are those that other tools write for the [out] numbers of a magnitude. The
-        shape (1, out) is not accepted for a linear layer, since it can be a norm per input feature.
-        """
+        """Returns the shapes that a tensor may have: PEFT's, and those of other tools for the [out]
+        numbers of a magnitude. A linear layer's (1, out) can be a norm per input feature, and is
+        not accepted."""
         usual = self.shapes(rank)[role]
         if role != "magnitude" or self.kind == "experts":
             return (usual,)

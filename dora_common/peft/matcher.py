@@ -76,11 +76,8 @@ class Matcher:
             )
 
     def untied(self) -> list[str]:
-        """Returns the names of the parameters that need an array of their own.
-
-        PEFT gives an array of its own to every module in modules_to_save, and does not change the
-        parameters that it was tied to, unless the configuration keeps ties.
-        """
+        """Returns the names of the parameters that need an array of their own: PEFT unties every
+        module in modules_to_save from others, unless the configuration keeps ties."""
         untied = []
         for names in self.tied:
             saved = [name for name in names if name in self.whole and self.config.saves(name)]
@@ -89,10 +86,8 @@ class Matcher:
         return untied
 
     def by_array(self, untied: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Returns the keys of every parameter that is stored whole, by the parameter's name.
-
-        Parameters that stay tied are one entry, under the first stored name.
-        """
+        """Returns the keys of every parameter that is stored whole, by the first name of those that
+        stay tied."""
         found: dict[str, tuple[str, ...]] = {}
         for name, keys in self.whole.items():
             tied = (one for one in self.ties.get(name, ()) if one in self.whole)
@@ -209,10 +204,8 @@ class Matcher:
         return key.parameter == "weight" and (is_embedding or has_known_name)
 
     def _nearest(self, name: str, existing: Iterable[str]) -> str:
-        """Returns the end of an error message with the nearest names that the model has.
-
-        The search takes time, so it is left out for problems that will not be listed.
-        """
+        """Returns the end of an error message with the nearest names, which takes time to find, if
+        listed."""
         names = sorted(existing) if len(self.problems) < MAX_LISTED else []
         nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         return f"; the nearest are {', '.join(nearest)}" if nearest else ""

@@ -23,12 +23,9 @@ def patterns_for(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def targets_for(adapted: Collection[str], all_modules: Iterable[str]) -> Names | str:
-    """Returns target_modules that select only `adapted` from `all_modules`.
-
-    The result is the first of these that selects nothing else: the last parts of the names, as
-    people usually write them; the whole names; a regular expression. It does not select a module
-    that contains others either, such as the ModuleList that has the place of an `nnx.List`.
-    """
+    """Returns target_modules that select only `adapted` from `all_modules`, and no module that
+    contains others either: the last parts of the names, as people usually write them, the whole
+    names, or a regular expression."""
     parts = [name.split(".") for name in all_modules]
     modules = {".".join(one[:length]) for one in parts for length in range(1, len(one) + 1)}
     others = modules - set(adapted)

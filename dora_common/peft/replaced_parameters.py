@@ -34,12 +34,8 @@ def replaced_parameters(model: Any) -> Mapping[str, Replacement]:
 def replace(
     model: Any, folder: str | os.PathLike[str], new: Mapping[str, Collection[int] | None]
 ) -> None:
-    """Records that `folder` replaces parameters of `model`, and warns about those that keep the
-    values of an earlier folder.
-
-    Args:
-      new: the rows that the folder replaces, or None for all, by the parameters' names.
-    """
+    """Records that `folder` replaces parameters of `model`, by name the rows or None for all, and
+    warns of those that keep the values of an earlier folder."""
 
     def is_kept(name: str, old: Replacement) -> bool:
         at = new.get(name, ())

@@ -129,13 +129,8 @@ class Source:
         return [name for name, one in self.adapted.items() if one.layer.kind == "experts"]
 
     def _check_for_peft(self, config: AdapterConfig) -> None:
-        """Raises an error for what PEFT cannot read.
-
-        Raises:
-          ValueError: PEFT does not know the task type.
-          NotImplementedError: the model has packed experts, and a setting that PEFT does not
-            support for target_parameters.
-        """
+        """Raises ValueError if PEFT does not know the task type; NotImplementedError if it does not
+        support a setting for packed experts."""
         task = config.task_type
         known = task is None or task in _TASKS
         checks.check(known, "task_type", task, f"None or one of {', '.join(_TASKS)}")
@@ -163,18 +158,11 @@ class Source:
         overwrite: bool,
         run: Callable[[Callable[[], None]], None] = lambda function: function(),
     ) -> None:
-        """Writes the folder.
+        """Writes the folder with the result of `self.config`, by safetensors' `save_file`. If
+        several processes read the same model, `run` must call its argument in one of them only.
 
-        Args:
-          config: the configuration that `self.config` returned.
-          save_file: the `save_file` function of safetensors for the framework.
-          overwrite: whether to replace an existing adapter.
-          run: calls the function that writes the folder. If several processes read the same model,
-            it has to call the function in one of them only.
-
-        Raises:
-          FileExistsError: the folder has an adapter, and `overwrite` is False.
-          ValueError: a number is not finite in the dtype in which it is stored.
+        Raises FileExistsError if the folder has an adapter, and `overwrite` is False; ValueError if
+        a number is not finite in the dtype in which it is stored.
         """
         check_writable(folder, overwrite=overwrite)
         tensors = self._tensors(config)
@@ -207,10 +195,8 @@ class Source:
         return tensors
 
     def _token_rows(self, tokens: Any) -> dict[str, tuple[int, ...]]:
-        """Returns the indices of the rows to store of each embedding or head, by its whole name.
-
-        A module that is tied to an embedding is left out if its rows are the embedding's.
-        """
+        """Returns the rows to store of each embedding or head by its whole name, of tied ones
+        once."""
         expected = "rows of an embedding, or a dict of rows by the ends of names"
         checks.check_type("trainable_token_indices", tokens, Iterable | None, expected)
         layers = self.architecture.layers
@@ -270,10 +256,8 @@ class Source:
                 _raise_unknown_name("modules_to_save", name, modules)
 
     def _check_ties(self, config: AdapterConfig) -> None:
-        """Raises ValueError if modules_to_save names only some of the modules that share a weight.
-
-        Adapted layers do not count, since their own weights are frozen.
-        """
+        """Raises ValueError if modules_to_save names only some of the modules, not adapted and so
+        not frozen, that share a weight."""
         frozen = {f"{name}.weight" for name in self.adapted}
         for names in self.architecture.tied():
             saved = [name for name in names if config.saves(name)]
@@ -287,10 +271,8 @@ class Source:
                 )
 
     def _common_value(self, field: str) -> Any:
-        """Returns the value of a setting that all layers have in common.
-
-        Dropout is not compared for embeddings, since they do not apply it.
-        """
+        """Returns the value of a setting that all layers have, though embeddings apply no
+        dropout."""
         layers = {
             name: one
             for name, one in self.adapted.items()

@@ -16,15 +16,9 @@ def new_vocabulary(
     *,
     adapter: str = "default",
 ) -> tuple[int, int] | None:
-    """Returns the model's number of tokens, and the one to which it has to be resized; None if it
-    need not be.
-
-    The arguments are those of `dora_common.peft.destinations.find_destinations`.
-
-    Raises:
-      ValueError: the folder is of a model with another number of tokens, but does not store the
-        embedding and the output head, so that the weights of new tokens are not known.
-    """
+    """Returns the model's number of tokens, and the one to which it has to be resized, or None, by
+    the arguments of `find_destinations`. Raises ValueError if the folder does not store the
+    embedding and the output head, so that the weights of new tokens are not known."""
     tables, sizes, stored = _tables(architecture), dict[str, int](), set[str]()
     for key, (_, shape) in sorted(tensors.items()):
         parsed = parse(key, adapter)
