@@ -48,10 +48,6 @@ class DoRAConvolution(DoRAProduct):
             )
 
     @classmethod
-    def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
-        return tuple(module.kernel_shape)
-
-    @classmethod
     def kernel_axes(cls, module: Any) -> str:
         return "i" * (len(module.kernel_shape) - 1) + "o"
 

@@ -182,7 +182,7 @@ class DoRALayer(nnx.Module):
     def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
         """Returns the kernel's shape in a single layer, even if `module` is a stack of layers.
         `module` is a base layer or a DoRA layer."""
-        raise NotImplementedError
+        return tuple(module.kernel_shape)
 
     @classmethod
     def kernel_axes(cls, module: Any) -> str:

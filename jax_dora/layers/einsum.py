@@ -113,10 +113,6 @@ class DoRAEinsum(DoRAContraction, nnx.Einsum):
         return why_no_projection(module.einsum_str) is None
 
     @classmethod
-    def unstacked_shape(cls, module: Any) -> tuple[int, ...]:
-        return tuple(module.kernel_shape)
-
-    @classmethod
     def contraction_of(cls, module: Any, rank: int = 1, ndim: int = 0) -> Contraction:
         contraction = Contraction.of_einsum(module.einsum_str, ndim)
         return contraction.with_sizes(cls.unstacked_shape(module), rank)
