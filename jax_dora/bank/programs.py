@@ -132,13 +132,10 @@ class BankPrograms:
     ) -> Arrays:
         """Returns the arrays, which are donated, with an adapter in a slot.
 
-        All transfers are started before any program is launched, in the order of their use. A GPU
-        has one queue for transfers from the host, where a transfer waits for the programs that were
-        launched before it.
-
-        One program computes g, and another one writes a g that is known. The host knows which one
-        is needed; in a single program it would wait for a condition. The first load launches both,
-        so that later loads compile nothing.
+        All transfers are started before any program is launched, in the order of their use: a GPU
+        has one queue for transfers, where each waits for the programs launched before it. The host
+        knows whether g is known or has to be computed; one program for both would wait for a
+        condition. The first load launches both, so that later loads compile nothing.
         """
         scalings = host.scalings_for(kernels)
         is_dora = any(scaling.is_dora.any() for scaling in scalings.values())

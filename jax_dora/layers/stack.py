@@ -21,12 +21,10 @@ STACK_LETTERS = "stuvwxyz"
 class Stack:
     """The axes that stacking adds to each parameter of a layer. Stacks may contain stacks.
 
-    Attributes:
-      shape: the sizes of the stack axes, outermost first; () for a single layer.
-      axes: for each stack axis, the axis along which a transform splits a parameter to get the
-        parameters of the next inner stack or layer; -1 for the last. For example, a parameter [in,
-        out] in stacks that are each made along axis 1 is [in, outer, inner, out]: axes is (1, 1).
-        By default, the stack axes are the leading ones.
+    `shape` has the sizes of the stack axes, outermost first; () for a single layer. `axes` has, for
+    each, the axis along which a transform splits a parameter to get those of the next inner stack
+    or layer; -1 for the last, and by default 0. A parameter [in, out] in stacks that are each made
+    along axis 1 is [in, outer, inner, out], with axes (1, 1).
     """
 
     shape: tuple[int, ...] = ()

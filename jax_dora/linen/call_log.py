@@ -17,12 +17,11 @@ class CallLog:
     """The layers that one call of a model reached.
 
     Attributes:
-      token: a number to distinguish calls; a different token makes Flax trace the model again.
-      linear: for the path of every module with parameters, whether it is a linear projection.
-      adapted: for the path of each adapted layer, the kernel's name, the setting, and the axes
-        along which the transforms around the layer have stacked the kernel, outermost first.
+      token: distinguishes calls; a different token makes Flax trace the model again.
+      linear: whether every module with parameters, by path, is a linear projection.
+      adapted: by path, the kernel's name, the setting, and the stack axes, outermost first.
       computed: the paths of adapted layers whose parameters `nn.map_variables` computes.
-      traces_weights: whether the call traces adapted weights, which uses `nn.map_variables` itself.
+      traces_weights: whether the call traces adapted weights, by `nn.map_variables` itself.
     """
 
     token: int = 0

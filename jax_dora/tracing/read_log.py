@@ -29,11 +29,10 @@ class Read:
     """One operation that reads a weight.
 
     Attributes:
-      name: the name of the primitive.
+      name: of the primitive.
       kind: "product", "lookup" or "other".
-      axes: one letter for each axis of the weight, as in `jax_dora.register`; "" for kind "other".
-      features: for a product, the number of its output features; for a lookup, the number of rows.
-      width: for a lookup, the number of features of a row; else 0.
+      axes: one letter for each axis of the weight, as in `jax_dora.register`; "" for "other".
+      features, width: of a product, its output features, 0; of a lookup, its rows, their size.
       scopes: the paths of the modules whose methods contain the operation.
       order: its position among all reads of the call.
     """

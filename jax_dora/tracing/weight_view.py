@@ -20,15 +20,8 @@ _ORDERS = {"lora_a": "bir", "lora_b": "bro", "g": "bo"}
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """A product of an array x and a weight, as in `jax.lax.dot_general`.
-
-    Attributes:
-      dimension_numbers: the contracted and the batch axes of the operands.
-      weight_first: whether the weight is the left operand.
-      precision: the precision of the product.
-      dtype: the dtype of the result.
-      out_sharding: the sharding of the result, or None.
-    """
+    """A product of an array x and a weight, as in `jax.lax.dot_general`, with the result's dtype
+    and its sharding or None; `weight_first` if the weight is the left operand."""
 
     dimension_numbers: Any
     weight_first: bool

@@ -26,16 +26,10 @@ _BLOCKWISE = ("Int8Tensor", "Float8Tensor")
 
 
 class Bits4:
-    """The weight [out, in] of bitsandbytes' Params4bit, whose own shape is that of its bytes.
-
-    It is not a tensor, so that torch.compile can create one inside a graph, but it has the
-    attributes that operators read from a frozen weight.
-
-    Attributes:
-        packed: u8, two codes a byte, the first in the upper half.
-        state: its QuantState: the format and the scales, which may be quantised too.
-        dtype: the weight's nominal dtype.
-    """
+    """The weight [out, in] of bitsandbytes' Params4bit, whose own shape is that of its bytes: u8
+    with two codes each, the first in the upper half; its QuantState, the format and the scales; and
+    its nominal dtype. It is no tensor, so that torch.compile can create one inside a graph, but has
+    the attributes that operators read from a frozen weight."""
 
     requires_grad = False
     ndim = 2

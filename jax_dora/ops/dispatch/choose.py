@@ -124,22 +124,12 @@ def choose(
     *candidates: tuple[ModuleType, tuple[Any, ...]],
     optional: bool = False,
 ) -> Choice | None:
-    """Returns the kernel for a call, or None for XLA.
+    """Returns the kernel for a call, or None for XLA. Of the (kernel, call) candidates, the best
+    first, None takes the first that supports the call and is faster than XLA, "mosaic" the first
+    that supports it, "xla" and "eager" none.
 
-    - None: the first candidate that supports the call and is faster than XLA.
-    - "mosaic": the first candidate that supports the call.
-    - "xla", "eager": no kernel.
-
-    Args:
-      op: the operator's name, for the error message.
-      implementation: None, or one of `IMPLEMENTATIONS`.
-      *candidates: (kernel, call) pairs, the best first.
-      optional: if "mosaic" is named and no candidate supports the call, return None instead of
-        raising.
-
-    Raises:
-      ValueError: the implementation is unknown.
-      NotImplementedError: "mosaic" is named and not optional, and no candidate supports the call.
+    Raises ValueError for another implementation; NotImplementedError, with the operator's name
+    `op`, if "mosaic" is named and not `optional`, and no candidate supports the call.
     """
     check_name(implementation)
     if implementation in PLAIN:

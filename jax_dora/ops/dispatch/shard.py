@@ -11,14 +11,9 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """How a call is sharded; by default not at all.
-
-    Attributes:
-      axes: pairs of a named axis and the mesh axes that it is sharded over.
-      summed: the mesh axes that a contracted axis is sharded over.
-      gathered: a matrix is gathered for the call, like kernels under FSDP, where XLA gathers the
-        next kernel while a product runs.
-    """
+    """How a call is sharded; by default not at all: pairs of a named axis and the mesh axes that it
+    is sharded over; the mesh axes that a contracted axis is sharded over, `summed`; and whether a
+    matrix is gathered for the call, like kernels under FSDP, while a product runs."""
 
     axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     summed: tuple[str, ...] = ()
