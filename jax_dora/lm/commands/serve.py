@@ -55,6 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     setting("port")
     key = "key that clients must send; @FILE reads it from a file"
     setting("api_key", type=_key, metavar="KEY", help=key)
+    setting("allowed_origins", "--allowed-origin", action="append", metavar="ORIGIN")
 
     _, setting = group("limits")
     # Without a default, so that it is known whether they are given.

@@ -43,6 +43,7 @@ OF_VLLM: Values = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
 }
+MODEL = "the name of a model, as /v1/models lists them"
 VLLM = "jax-dora serve has no tools and no JSON schemas; vLLM with the plugin of this package does"
 # Fields of messages, as clients send answers back, that say that there is no such part.
 NO_PARTS = (("tool_calls", []), ("annotations", []))
@@ -105,6 +106,35 @@ def chat(body: Any) -> tuple[Fields, list[Prompt]]:
     return dataclasses.replace(fields, template_variables=variables), [messages]
 
 
+def tokenization(body: Any) -> tuple[str | None, Prompt, dict[str, Any]]:
+    """Parses a request for the tokens of a text or of a chat.
+
+    Returns the model's name, the text or the messages, and options of `Service.tokens`.
+    """
+    body = without_nulls(body)
+    model, options = _model(body), {}
+    if "messages" in body:
+        prompt: Prompt = messages_of(body)
+        options["variables"] = template_variables(body)
+    else:
+        prompt = body.pop("prompt", None)
+        if not isinstance(prompt, str):
+            raise invalid_field("prompt", prompt, "a text, or messages")
+        options["adds_special_tokens"] = _boolean(body, "add_special_tokens", True)
+    reject_unsupported(body, {"add_generation_prompt": (True,), "return_token_strs": (False,)})
+    return model, prompt, options
+
+
+def detokenization(body: Any) -> tuple[str | None, list[int]]:
+    """Parses a request for the text of tokens; returns the model's name, and the tokens."""
+    body = without_nulls(body)
+    model, tokens = _model(body), body.pop("tokens", None)
+    if not _is_list(tokens) or not all(map(_is_int, tokens)):
+        raise invalid_field("tokens", tokens, "a list of token ids")
+    reject_unsupported(body, {})
+    return model, tokens
+
+
 def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Removes the messages from a body, and returns them."""
     messages = body.pop("messages", None)
@@ -125,9 +155,9 @@ def _fields(
     body: dict[str, Any], max_tokens: int | None, logprobs: int | None, no_effect: Values
 ) -> Fields:
     """Parses the common fields of a body from which all other used fields have been removed."""
-    model = body.pop("model", None)
-    if not isinstance(model, str):
-        raise invalid_field("model", model, "the name of a model, as /v1/models lists them")
+    model = _model(body)
+    if model is None:
+        raise invalid_field("model", model, MODEL)
     stream, options = _boolean(body, "stream"), body.pop("stream_options", {})
     names = "include_usage", "continuous_usage_stats", "include_obfuscation"
     if not isinstance(options, dict) or options.keys() - set(names):
@@ -161,6 +191,13 @@ def _fields(
         raise invalid_field("min_tokens", fields.sampling.min_tokens, expected)
     reject_unsupported(body, NO_EFFECT | no_effect | OF_VLLM)
     return fields
+
+
+def _model(body: dict[str, Any]) -> str | None:
+    model = body.pop("model", None)
+    if not isinstance(model, str | None):
+        raise invalid_field("model", model, MODEL)
+    return model
 
 
 def without_nulls(body: Any) -> dict[str, Any]:
@@ -264,8 +301,8 @@ def _value(body: dict[str, Any], name: str, domain: Domain, default: Any = None)
     return domain.kind(value)
 
 
-def _boolean(body: dict[str, Any], name: str) -> bool:
-    value = body.pop(name, False)
+def _boolean(body: dict[str, Any], name: str, default: bool = False) -> bool:
+    value = body.pop(name, default)
     if not isinstance(value, bool):
         raise invalid_field(name, value, "true or false")
     return value

@@ -102,6 +102,8 @@ class Engine:
                     f"{len(self._waiting)} requests wait, of {self.queue} that can wait"
                 )
             self._waiting += answers
+            for answer in answers:
+                self.metrics.of(answer.request.model).waiting.inc()
             self._changed.notify()
         return answers
 
@@ -156,8 +158,6 @@ class Engine:
         for drawn, answers, scores, scored in previous:
             self._add_scores(scores, scored)
             self._deliver(drawn, answers)
-        self.metrics.running.set(len(self._rows) - self.free_rows)
-        self.metrics.waiting.set(len(self._waiting))
         return bool(previous or self._launched)
 
     def _drop_cancelled(self) -> None:
@@ -195,7 +195,10 @@ class Engine:
             answer.row = free.pop(0)
             self._rows[answer.row] = answer
             self._runner.assign_row(answer.row, answer.request, slot, answer.ends)
-            self.metrics.queued.observe(time.monotonic() - answer.request.arrival)
+            metrics = self.metrics.of(answer.request.model)
+            metrics.queued.observe(time.monotonic() - answer.request.arrival)
+            metrics.waiting.dec()
+            metrics.running.inc()
             for one in blocked:
                 one.overtaken += 1
         with self._changed:
@@ -247,7 +250,8 @@ class Engine:
             if pair[0].request.scores_prompt
         ]
         scores = self._runner.score(pieces, width) if scored else None
-        self.metrics.prompt_tokens.inc(sum(len(piece.tokens) for piece in pieces))
+        for one, piece in zip(batch, pieces, strict=True):
+            self.metrics.of(one.request.model).prompt_tokens.inc(len(piece.tokens))
         complete = [(one.row, one) for one in batch if not one.prompt_left]
         for _, one in complete:
             one.launched = 1
@@ -300,11 +304,13 @@ class Engine:
     def _next_piece(self, answer: Answer, token: int, row: int, logprobs: Any) -> Piece:
         """Returns the piece of an answer with a drawn token."""
         request, stream = answer.request, answer.stream
-        if not answer.drawn:
-            self.metrics.first_token.observe(time.monotonic() - request.arrival)
+        metrics, now = self.metrics.of(request.model), time.monotonic()
+        interval = metrics.inter_token if answer.drawn else metrics.first_token
+        interval.observe(now - answer.latest)
+        answer.latest = now
         if not request.max_tokens:
             return Piece(finish="length")
-        self.metrics.tokens.inc()
+        metrics.tokens.inc()
         tokens = (_with_logprobs(token, row, request.logprobs, logprobs),)
         if token in answer.ends:
             return Piece(stream.end(), tokens, "stop")
@@ -321,13 +327,15 @@ class Engine:
         if answer.is_finished:
             return
         answer.is_finished = True
+        metrics = self.metrics.of(answer.request.model)
+        (metrics.waiting if answer.row < 0 else metrics.running).dec()
         if answer.row >= 0:
             self._rows[answer.row] = None
             self._runner.free_row(answer.row)
             if self._adapters is not None and answer.request.adapter is not None:
                 self._adapters.release(answer.request.adapter)
-        self.metrics.answers.labels(piece.finish).inc()
-        self.metrics.seconds.observe(time.monotonic() - answer.request.arrival)
+        self.metrics.answers.labels(answer.request.model, piece.finish).inc()
+        metrics.seconds.observe(time.monotonic() - answer.request.arrival)
         answer.request.sink(piece)
 
 

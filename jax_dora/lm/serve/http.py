@@ -4,17 +4,20 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, Counter
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import jax_dora
 from dora_common.fields import reject_duplicate_fields
+from jax_dora.lm.models.tokenizer import TextSettings
 from jax_dora.lm.serve import body as bodies
 from jax_dora.lm.serve.answers import DONE, Chat, Choice, Completion, Writer, event
 from jax_dora.lm.serve.body import Fields, Prompt
@@ -31,7 +34,13 @@ Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
 
 
 def make_app(
-    service: Service, *, lifespan: Lifespan, ready: Ready, api_key: str | None, body_bytes: int
+    service: Service,
+    *,
+    lifespan: Lifespan,
+    ready: Ready,
+    api_key: str | None,
+    allowed_origins: Sequence[str],
+    body_bytes: int,
 ) -> ASGIApp:
     """Returns the ASGI application.
 
@@ -40,6 +49,7 @@ def make_app(
       lifespan: a context in which the engine and the scans of adapters run.
       ready: returns whether the engine is running.
       api_key: the key that clients have to send, or None.
+      allowed_origins: the origins whose pages may ask in a browser.
       body_bytes: the maximum size of a request's body.
     """
     handlers = _Handlers(service, ready, body_bytes)
@@ -48,7 +58,10 @@ def make_app(
         Route("/v1/models/{name:path}", handlers.model, methods=["GET"]),
         Route("/v1/completions", handlers.completions, methods=["POST"]),
         Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
+        Route("/tokenize", handlers.tokenize, methods=["POST"]),
+        Route("/detokenize", handlers.detokenize, methods=["POST"]),
         Route("/metrics", handlers.metrics, methods=["GET"]),
+        Route("/version", handlers.version, methods=["GET"]),
         Route("/health", handlers.health, methods=["GET"]),
     ]
 
@@ -60,8 +73,14 @@ def make_app(
         return _json(error.body(), error.status, headers)
 
     handled: Any = dict.fromkeys((ApiError, 404, 405, 500), respond)
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
-    return app if api_key is None else _RequireKey(app, api_key, service.engine.metrics.refused)
+    app: ASGIApp = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
+    if api_key is not None:
+        app = _RequireKey(app, api_key, service.engine.metrics.refused)
+    if allowed_origins:  # around the check of the key, which a browser's first question has not
+        app = CORSMiddleware(
+            app, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
 
 
 def _as_api_error(request: Request, error: Exception) -> ApiError:
@@ -116,6 +135,26 @@ class _Handlers:
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self, _: Request) -> Response:
+        return _json({"version": jax_dora.__version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answers with the tokens of a text or of a chat, in vLLM's format."""
+        name, prompt, options = bodies.tokenization(await self._value(request))
+        texts = await asyncio.to_thread(self._texts, name)
+        tokens = await asyncio.to_thread(self._service.tokens, prompt, texts, **options)
+        length = self._service.engine.capacity
+        return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answers with the text of tokens, in vLLM's format."""
+        name, tokens = bodies.detokenization(await self._value(request))
+        texts = await asyncio.to_thread(self._texts, name)
+        return _json({"prompt": self._service.text(tokens, texts)})
+
+    def _texts(self, name: str | None) -> TextSettings:
+        return self._service.texts_of(self._service.adapter(name or self._service.name))
 
     async def models(self, _: Request) -> Response:
         data = [_model(name, self._service.name) for name in self._service.models()]

@@ -97,6 +97,7 @@ class Answer:
         self.launched = 0  # tokens that the device was asked to draw
         self.drawn = 0  # tokens that the device has drawn and the engine has processed
         self.overtaken = 0  # later requests that got a row while this one waited for a slot
+        self.latest = request.arrival  # when it had its latest token
         self.prompt: list[Token] = []  # with probabilities, until the first piece is sent
         self.is_cancelled = self.is_finished = False
 

@@ -181,6 +181,7 @@ class Server:
             lifespan=self._lifespan,
             ready=lambda: not self.failed,
             api_key=settings.api_key,
+            allowed_origins=settings.allowed_origins,
             body_bytes=settings.body_bytes,
         )
         # Also bounds requests whose bodies are incomplete, and connections without a request.

@@ -78,15 +78,24 @@ class Service:
         return self.texts if texts is None else texts
 
     def tokens(
-        self, prompt: Prompt, texts: TextSettings, variables: dict[str, Any] | None = None
+        self,
+        prompt: Prompt,
+        texts: TextSettings,
+        variables: dict[str, Any] | None = None,
+        adds_special_tokens: bool = True,
     ) -> list[int]:
         """Returns the tokens of a prompt, or of a chat up to the assistant's next message.
 
         Args:
           variables: variables for the chat template.
+          adds_special_tokens: whether a text begins with the tokenizer's special tokens.
         """
         if isinstance(prompt, str):
-            tokens = prompt_tokens(texts.tokenizer, check_unicode("prompt", prompt))
+            check_unicode("prompt", prompt)
+            if adds_special_tokens:
+                tokens = prompt_tokens(texts.tokenizer, prompt)
+            else:
+                tokens = texts.tokenizer.encode(prompt, add_special_tokens=False).ids
             return self._check_tokens("prompt", tokens, texts)
         if not isinstance(prompt[0], dict):
             return self._check_tokens("prompt", cast(list[int], prompt), texts)

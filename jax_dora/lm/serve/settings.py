@@ -37,6 +37,8 @@ class Settings:
       chunk: the number of tokens of prompts that are read between two decoding steps.
       queue: the maximum number of waiting requests.
       api_key: the key that clients must send; none by default.
+      allowed_origins: each origin, such as https://example.org, whose pages may ask this server in
+        a browser, or * for all; none by default.
       body_bytes: the maximum size of a request in bytes.
       scan_seconds: the time between two scans of the folder of adapters, in seconds.
       drain_seconds: the maximum time to finish running requests on shutdown, in seconds.
@@ -63,6 +65,7 @@ class Settings:
     chunk: int = 256
     queue: int = 256
     api_key: str | None = None
+    allowed_origins: Sequence[str] = ()
     body_bytes: int = 1 << 20
     scan_seconds: float = 1.0
     drain_seconds: int = 60

@@ -1,5 +1,6 @@
 """What clients get who ask wrongly, too much, or leave; and that it costs no row."""
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -13,8 +14,10 @@ import httpx
 import openai
 import pytest
 
+import jax_dora
 from jax_dora.lm.serve.body import chat, completion
 from jax_dora.lm.serve.errors import ApiError
+from jax_dora.lm.serve.http import make_app
 from jax_dora.lm.serve.runner import largest_file
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -307,7 +310,7 @@ def test_clients_that_hang_up_free_their_rows(served):
 
 
 def cancelled(server):
-    return server.metrics.answers.labels("abort")._value.get()
+    return server.metrics.answers.labels("tiny", "abort")._value.get()
 
 
 @pytest.mark.slow
@@ -364,6 +367,61 @@ def test_a_request_that_does_not_arrive_closes_its_connection(served, first, par
         assert sock.recv(1) == b""
 
 
+def test_tokens_of_texts_and_chats(post, served):
+    """The server's own prompts, and of an adapter's tokenizer."""
+    tokenizer = served[0].service.texts.tokenizer
+
+    def ask(path, **body):
+        return post(f"../{path}", json=body)
+
+    text = "12+30= ä"
+    told = ask("tokenize", prompt=text).json()
+    assert told == {"count": 9, "max_model_len": 96, "tokens": tokenizer.encode(text).ids}
+    assert ask("tokenize", model="french", prompt=text, add_special_tokens=False).json() == told
+    assert ask("detokenize", model="tiny", tokens=told["tokens"]).json() == {"prompt": text}
+    chat = ask("tokenize", messages=[MESSAGE]).json()
+    assert ask("detokenize", tokens=chat["tokens"]).json() == {"prompt": "user: x\n"}
+    for path, body, message in (
+        ("tokenize", {}, "prompt is None; expected a text, or messages"),
+        ("tokenize", {"prompt": "a", "x": 1}, "Unrecognized request argument: 'x'"),
+        ("tokenize", {"prompt": "a", "model": 5}, "model is 5; expected the name of a model"),
+        ("detokenize", {"tokens": "a"}, "tokens is 'a'; expected a list of token ids"),
+        ("detokenize", {"tokens": [257]}, "tokens has token 257; expected 0 to 256"),
+    ):
+        assert message in error_of(ask(path, **body), 400)["message"]
+    error_of(ask("tokenize", model="none", prompt="a"), 404)
+
+
+def test_version(served):
+    answer = httpx.get(f"http://127.0.0.1:{served[1].base_url.port}/version")
+    assert answer.json() == {"version": jax_dora.__version__}
+
+
+@pytest.mark.parametrize("origins", [(), ("https://page.example",)])
+def test_pages_of_other_origins_may_ask_only_if_they_are_named(served, origins):
+    """Their browsers first ask without the key."""
+    options = {"lifespan": contextlib.nullcontext, "ready": lambda: True, "body_bytes": 99}
+    app = make_app(served[0].service, allowed_origins=origins, api_key="secret", **options)
+
+    async def ask(origin):
+        head = {"origin": origin, "authorization": "bearer secret"}
+        first = {"access-control-request-method": "POST", "origin": origin}
+        first["access-control-request-headers"] = "authorization,content-type"
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            asked = await client.options("/v1/completions", headers=first)
+            return asked, await client.get("/v1/models", headers=head)
+
+    for origin in ("https://page.example", "https://other.example"):
+        asked, answer = asyncio.run(ask(origin))
+        is_allowed = origin in origins
+        assert (asked.status_code == 200) is is_allowed
+        assert answer.status_code == 200
+        name = "access-control-allow-origin"
+        assert (answer.headers.get(name) == origin) is is_allowed
+        assert (name in answer.headers) is is_allowed
+
+
 def test_metrics_and_health(served):
     _, client = served
     root = f"http://127.0.0.1:{client.base_url.port}"
@@ -375,6 +433,18 @@ def test_metrics_and_health(served):
         line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
     )
     assert values["jax_dora_adapters"] == "4.0"
-    assert float(values['jax_dora_answers_total{end="length"}']) >= 1
-    assert float(values["jax_dora_first_token_seconds_count"]) >= 1
-    assert float(values["jax_dora_tokens_total"]) >= 2
+    # Each adapter's, under two names.
+    labels, reason = '{model_name="german"}', '{finished_reason="length",model_name="german"}'
+    for ours, vllm, least in (
+        (f"answers_total{reason}", f"request_success_total{reason}", 1),
+        (f"first_token_seconds_count{labels}", f"time_to_first_token_seconds_count{labels}", 1),
+        (f"inter_token_seconds_count{labels}", f"inter_token_latency_seconds_count{labels}", 1),
+        (f"tokens_total{labels}", f"generation_tokens_total{labels}", 2),
+        (f"prompt_tokens_total{labels}", f"prompt_tokens_total{labels}", 2),
+        (f"seconds_count{labels}", f"e2e_request_latency_seconds_count{labels}", 1),
+        (f"queued_seconds_count{labels}", f"request_queue_time_seconds_count{labels}", 1),
+    ):
+        assert float(values[f"jax_dora_{ours}"]) >= least
+        assert values[f"vllm:{vllm}"] == values[f"jax_dora_{ours}"]
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+        assert values[name + labels] == "0.0"
