@@ -4,9 +4,10 @@
     jax-dora finetune --tiny --output RUN        # makes its own model and data, runs on a laptop
 
 The model is a Hugging Face folder with config.json, safetensors files and tokenizer.json. The data
-is JSON Lines, a JSON list, parquet, or a folder written by datasets. A record is {"messages": ...},
-{"prompt": ..., "completion": ...}, {"instruction": ..., "output": ...} or {"text": ...}. Several
-files, as in --data A B or --data A --data B, are read one after the other.
+is JSON Lines, a JSON list, CSV, parquet, or a folder written by datasets. A record is
+{"messages": ...}, {"conversations": ...}, {"prompt": ..., "completion": ...},
+{"instruction": ..., "output": ...} or {"text": ...}; --columns names fields that have other names.
+Several files, as in --data A B or --data A --data B, are read one after the other.
 
 RUN gets checkpoints, metrics.jsonl, a figure of the losses and, at the end, the adapter as a PEFT
 folder. With --eval-data it also gets the adapter with the lowest evaluation loss. --merge also
@@ -31,6 +32,7 @@ from jax_dora.lm.commands.flags import (
     add_end_token,
     add_formats,
     add_setting,
+    columns,
     in_domain,
     make_settings,
     mesh,
@@ -61,6 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--tiny", action="store_true", help="make a tiny model, and its data without --data")
     setting("data", required=False, **files)
     setting("eval_data", **files)
+    setting("columns", type=columns, metavar="FIELD=NAME,...")
     setting("output", **folder)
     setting("length")
     setting("split", nargs="?", const="all")

@@ -202,6 +202,16 @@ def mesh(*axes: str) -> Callable[[str], dict[str, int] | Literal["auto"]]:
     return parse
 
 
+def columns(text: str) -> dict[str, str]:
+    """Parses names by names, such as "prompt=question,completion=answer"."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and column for name, _, column in pairs):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no names: expected prompt=NAME,completion=NAME, or other fields"
+        )
+    return {name: column for name, _, column in pairs}
+
+
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Returns the flags of a command by the names of the settings that they set."""
     return {one.dest: one.option_strings[-1] for one in parser._actions if one.option_strings}

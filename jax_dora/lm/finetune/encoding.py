@@ -1,7 +1,7 @@
 """Turns records of the usual forms into tokens, and marks which tokens are learned."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -12,9 +12,14 @@ from jax_dora.lm.models.chat import CONTENT, ChatTemplate, text_of
 from jax_dora.lm.models.tokenizer import prompt_tokens
 
 FORMS = (
-    'a list "messages", strings "prompt" and "completion", strings "instruction" and "output" '
-    '(and "input"), or a string "text"'
+    'a list "messages" or "conversations", strings or lists of messages "prompt" and "completion", '
+    'strings "instruction" and "output" (and "input"), or a string "text"'
 )
+FIELDS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output")
+FIELDS += ("text", "system", "tools")
+# The roles of chat templates, by the names that ShareGPT and the tools around it use.
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 # A character that is a token of its own (a byte token in SentencePiece models) and not in any text.
 MARK = "\x01"
 # The prompt that Stanford Alpaca was trained with.
@@ -33,25 +38,46 @@ class Encoder:
         prompt.
       ends: the tokens that end a text. A completion that ends in none of them gets the first. Chat
         templates write their own end token.
-      template: the chat template for records with "messages"; None if the model has none.
+      template: the chat template for records with messages; None if the model has none.
+      columns: the names of fields in the data, by the names that `FORMS` has for them. If it is not
+        empty, other fields are not read.
     """
 
     tokenizer: Tokenizer
     ends: Sequence[int]
     template: ChatTemplate | None
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := self.columns.keys() - set(FIELDS):
+            raise ValueError(
+                f"columns={dict(self.columns)}: {min(unknown)!r} is no field of a record; expected "
+                f"some of {', '.join(FIELDS)}, each with the name that it has in the data"
+            )
 
     def examples(self, records: Iterable[Record]) -> Iterator[Example]:
         """Yields one example for each record, or several for some conversations.
 
         Raises:
           ValueError: a record has an unknown form or invalid contents; the message has its
-          location.
+          location. Or no record has one of `columns`.
         """
+        unseen, found = set(self.columns.values()), set()
         for where, fields in records:
+            unseen -= fields.keys()
+            found |= fields.keys()
+            if self.columns:
+                names = self.columns.items()
+                fields = {name: fields[column] for name, column in names if column in fields}
             try:
                 yield from self._examples(fields)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{where}: {error}") from error
+        if unseen:
+            raise ValueError(
+                f"columns={dict(self.columns)}: no record has a field {min(unseen)!r}; expected "
+                f"some of {', '.join(sorted(found))}"
+            )
 
     def _tokens(self, text: str) -> list[int]:
         text.encode()  # raises a clear error for unpaired surrogates; tokenizers does not
@@ -61,6 +87,14 @@ class Encoder:
         match fields:
             case {"messages": list(messages)}:
                 yield from self._chat(messages, fields.get("tools"))
+            case {"conversations": list(turns)}:
+                if system := fields.get("system"):
+                    turns = [{"from": "system", "value": system}, *turns]
+                yield from self._chat(list(map(_message, turns)), fields.get("tools"))
+            case {"prompt": list(prompt), "completion": list(completion)}:
+                # Earlier replies are part of the prompt.
+                before = [one | {"weight": 0} if isinstance(one, dict) else one for one in prompt]
+                yield from self._chat([*before, *completion], fields.get("tools"))
             case {"prompt": str(prompt), "completion": str(completion)}:
                 yield self._answer(prompt, completion)
             case {"instruction": str(instruction), "output": str(output)}:
@@ -108,7 +142,7 @@ class Encoder:
     def _chat(self, messages: Sequence[Any], tools: Any) -> Iterator[Example]:
         if self.template is None:
             raise ValueError(
-                'it has "messages", but the model has no chat template; expected one in its '
+                "it has messages, but the model has no chat template; expected one in its "
                 "tokenizer_config.json or chat_template.jinja"
             )
         messages = list(messages)
@@ -120,16 +154,18 @@ class Encoder:
                     shown = str(message["content"])[:100]
                     raise ValueError(f"message {number} has content {shown!r}; expected {CONTENT}")
                 messages[number - 1] = message | {"content": content}
-            if message.get("weight") not in (None, 1):
+            if message.get("weight") not in (None, 0, 1):
                 raise ValueError(
-                    f'message {number} has "weight" {message["weight"]!r}; expected 1, or no '
-                    "weight: every reply is learned"
+                    f'message {number} has "weight" {message["weight"]!r}; expected 1 or none for '
+                    "a reply that is learned, or 0 for one that is not"
                 )
         if tools is not None and not _are_objects(tools):
             raise ValueError(f'"tools" is {str(tools)[:100]!r}; expected a list of objects')
         turns = self.template.turns(messages, tools=tools)
         if not turns:
-            raise ValueError('no message has the role "assistant", whose replies are learned')
+            raise ValueError(
+                'no message has the role "assistant" and a weight other than 0, so none is learned'
+            )
         for pieces in turns:
             tokens: list[int] = []
             learned: list[bool] = []
@@ -139,6 +175,16 @@ class Encoder:
                 tokens += more
                 learned += [is_reply] * len(more)
             yield Example(tokens, learned)
+
+
+def _message(turn: Any) -> Any:
+    """Returns a turn of ShareGPT, {"from": ..., "value": ...}, as a message."""
+    if not isinstance(turn, dict) or "from" not in turn:
+        return turn  # some data sets have messages under this name
+    if (role := ROLES.get(turn["from"])) is None:
+        raise ValueError(f"a turn is from {turn['from']!r}; expected one of {', '.join(ROLES)}")
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return others | {"role": role, "content": turn.get("value")}
 
 
 def _are_objects(value: Any) -> bool:

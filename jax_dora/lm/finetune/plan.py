@@ -90,7 +90,9 @@ class Plan:
         check_output(settings.output, self.folder)
         config = read_config(self.folder)
         self.texts = TextSettings.of(self.folder, config, end_tokens=settings.end_tokens)
-        self.encoder = Encoder(self.texts.tokenizer, self.texts.end_tokens, self.texts.template)
+        columns = settings.columns or {}
+        texts = self.texts
+        self.encoder = Encoder(texts.tokenizer, texts.end_tokens, texts.template, columns)
         self.changes: dict[str, Any] = {"dtype": settings.dtype, "memory": "auto"}
         self.changes["unroll"] = settings.unroll
         self.config = DecoderConfig.from_hf(config, **self.changes)

@@ -1,17 +1,24 @@
 """Reads the records of a data file.
 
-The file can be JSON Lines, a JSON list, parquet, or a folder written by Hugging Face's datasets.
+The file can be JSON Lines, a JSON list, CSV or TSV, each of them also compressed by gzip; parquet;
+or a folder written by Hugging Face's datasets.
 """
 
 import codecs
+import csv
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from dora_common.fields import reject_duplicate_fields
 
-FORMS = 'JSON Lines, a JSON list, parquet, or a folder of datasets\' "save_to_disk"'
+FORMS = 'JSON Lines, a JSON list, CSV, parquet, or a folder of datasets\' "save_to_disk"'
+# The separators of tables in text, by the end of the file's name.
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Record(NamedTuple):
@@ -30,11 +37,14 @@ def read_records(path: Path) -> Iterator[Record]:
       ImportError: pyarrow is needed but not installed.
     """
     count = 0
-    for where, record in _read(path):
-        if not isinstance(record, dict):
-            raise ValueError(f"{where} is a {type(record).__name__}; expected a JSON object")
-        yield Record(where, record)
-        count += 1
+    try:
+        for where, record in _read(path):
+            if not isinstance(record, dict):
+                raise ValueError(f"{where} is a {type(record).__name__}; expected a JSON object")
+            yield Record(where, record)
+            count += 1
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a complete gzip file: {error}") from error
     if not count:
         raise ValueError(f"{path} has no records; expected {FORMS}")
 
@@ -44,15 +54,49 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
         return _arrow(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; expected {FORMS}")
-    with path.open("rb") as file:
+    with _open(path) as file:
         start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    name = path.with_suffix("") if path.suffix == ".gz" else path
+    if (separator := SEPARATORS.get(name.suffix)) is not None:
+        return _table(path, separator)
     if start.startswith(b"PAR1"):
         return _parquet(path)
     return _json_list(path) if start.startswith(b"[") else _json_lines(path)
 
 
+def _open(path: Path) -> BinaryIO:
+    """Opens a file, and decompresses what gzip has compressed."""
+    with path.open("rb") as file:
+        is_compressed = file.read(2) == b"\x1f\x8b"
+    return cast(BinaryIO, gzip.open(path)) if is_compressed else path.open("rb")
+
+
+def _table(path: Path, separator: str) -> Iterator[tuple[str, Any]]:
+    """Yields the rows of a CSV file as objects of strings. Empty cells are left out."""
+    csv.field_size_limit(2**31 - 1)  # the default is shorter than some texts
+    with io.TextIOWrapper(_open(path), "utf-8-sig", newline="") as lines:
+        rows = csv.reader(lines, delimiter=separator, strict=True)
+        try:
+            names = next(rows, [])
+            for cells in filter(None, rows):
+                where = f"{path}, line {rows.line_num}"
+                if len(cells) != len(names):
+                    raise ValueError(
+                        f"{where} has {len(cells)} cells; expected the {len(names)} of the header"
+                    )
+                fields = zip(names, cells, strict=True)
+                yield (
+                    where,
+                    reject_duplicate_fields([(name, cell) for name, cell in fields if cell]),
+                )
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path} is not valid CSV in UTF-8 after line {rows.line_num}: {error}"
+            ) from error
+
+
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, 1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -62,7 +106,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
-    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    with _open(path) as file:
+        text = file.read().removeprefix(codecs.BOM_UTF8)
     try:
         records = _parse_json(text, str(path))
     except ValueError:

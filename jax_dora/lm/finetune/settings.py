@@ -26,6 +26,8 @@ class Settings:
       data: the files of examples to train on, read one after the other.
       output: the folder of the run.
       eval_data: the files of examples to evaluate on; none by default.
+      columns: the names of fields in the data, by the names that the forms of records have for
+        them, such as prompt=question,completion=answer; other fields are not read then.
       length: the number of tokens in a packed row.
       split: which records continue in further rows if they are longer than a row: those with
         "text", all, or none; others are truncated.
@@ -71,6 +73,7 @@ class Settings:
     data: Sequence[Path]
     output: Path = Path("finetuned")
     eval_data: Sequence[Path] = ()
+    columns: Mapping[str, str] | None = None
     length: int = 1024
     split: Split = "text"
     dtype: Dtype | None = None

@@ -136,14 +136,15 @@ class ChatTemplate:
         Then there is one text for each reply, which ends with that reply.
 
         A text always holds the prompt that the template renders for a reply, and the content of the
-        reply, even if the template renders a conversation with the reply in another way.
+        reply, even if the template renders a conversation with the reply in another way. A reply
+        with the weight 0 is only part of the prompts of later ones.
 
         Raises:
           ValueError: the template failed, or does not render the content of replies.
         """
         texts: list[list[tuple[str, bool]]] = []
         for end, message in enumerate(messages, 1):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             before = self.render(messages[: end - 1], reply=True, **more)
             reply = (self._reply(before, messages[:end], more), True)

@@ -1,18 +1,20 @@
 """Data files of every form, and what is said of those that have none."""
 
+import gzip
 import json
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from jax_dora.lm.finetune import tiny
 from jax_dora.lm.finetune.encoding import Encoder
 from jax_dora.lm.finetune.records import read_records
 from jax_dora.lm.models.chat import ChatTemplate
-from tests.jax_dora.lm.chat_templates import CHATML, TALK, THINKING
+from tests.jax_dora.lm.chat_templates import CHATML, TALK, THINKING, folder_of
 
 END = 256
 SUM = {"prompt": "ab", "completion": "c"}
@@ -68,6 +70,10 @@ def test_every_file_has_the_same_records(tmp_path):
         written("bom.jsonl", b"\xef\xbb\xbf" + lines(RECORDS).encode()),
         written("windows.jsonl", lines(RECORDS).replace("\n", "\r\n\r\n").encode()),
         written("list.json", json.dumps(RECORDS, indent=1).encode()),
+        written("lines.csv", b'\xef\xbb\xbfprompt,completion,text\n"ab",c,\n,,de\n'),
+        written("tabs.tsv.gz", gzip.compress(b"prompt\tcompletion\ttext\r\nab\tc\t\r\n\t\tde")),
+        written("compressed.jsonl.gz", gzip.compress(lines(RECORDS).encode())),
+        written("compressed.json", gzip.compress(json.dumps(RECORDS).encode())),
         written("bom.json", b"\xef\xbb\xbf" + json.dumps(RECORDS).encode()),
         tmp_path / "x.parquet",
         tmp_path / "dataset",
@@ -99,8 +105,9 @@ def test_splits_are_named(tmp_path):
     [
         ('{"prompt": "a"', "line 2 is not valid JSON"),
         ("prompt,completion", "line 2 is not valid JSON: .*; expected JSON Lines, a JSON list"),
+        ('{"conversations": [{"from": "me"}]}', "line 2: a turn is from 'me'; expected one of hum"),
         ('{"prompt": "a"}', r'line 2: it has prompt \(str\); expected a list "messages"'),
-        ('{"messages": []}', 'line 2: it has "messages", but the model has no chat template'),
+        ('{"messages": []}', "line 2: it has messages, but the model has no chat template"),
         ('{"prompt": "a", "completion": 4}', r"line 2: it has .* completion \(int\); expected"),
         ('{"text": "\\ud800"}', "line 2: .*surrogates"),
         ('{"instruction": "a", "output": "b", "input": [1]}', 'line 2: "input" is a list'),
@@ -231,6 +238,61 @@ def test_replies_are_learned(tokenizer):
     assert learned == "yes<|im_end|>\nno<|im_end|>\n"
 
 
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+def test_a_completion_of_messages_is_learned_as_by_trl(template, tokenizer, tmp_path):
+    """TRL learns what the template renders behind the prompt that it renders for a reply."""
+    folder = folder_of(tmp_path, tokenizer, chat_template=template)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    encoder = Encoder(tokenizer, [END], ChatTemplate.of(folder))
+    prompt, completion = TALK[:4], TALK[4:]
+    options = {"tokenize": True, "return_dict": False}
+    before = theirs.apply_chat_template(prompt, add_generation_prompt=True, **options)
+    whole = theirs.apply_chat_template(TALK, **options)
+    record = {"prompt": prompt, "completion": completion}
+    [example] = encoder.examples([("here", record)])
+    assert example.tokens == whole
+    assert example.learned == [False] * len(before) + [True] * (len(whole) - len(before))
+    weights = {2: 0, 4: 1}
+    talk = [one | {"weight": weights.get(n)} for n, one in enumerate(TALK)]
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"], "weight": m["weight"]} for m in talk]
+    forms = [{"messages": talk}, {"conversations": turns}, {"conversations": talk}]
+    forms += [{"conversations": turns[1:], "system": turns[0]["value"]}]
+    assert [one for form in forms for one in encoder.examples([("here", form)])] == [example] * 4
+
+
+def test_fields_with_other_names(tokenizer):
+    columns = {"instruction": "question", "output": "answer", "input": "context"}
+    records = [{"question": "a", "answer": "b", "text": 1}, {"question": "c", "answer": "d"}]
+    plain = [{"instruction": "a", "output": "b"}, {"instruction": "c", "output": "d"}]
+    plain[0]["input"] = records[0]["context"] = "e"
+    where = ["here", "there"]
+    examples = Encoder(tokenizer, [END], None, columns).examples(zip(where, records, strict=True))
+    expected = Encoder(tokenizer, [END], None).examples(zip(where, plain, strict=True))
+    assert list(examples) == list(expected)
+    with pytest.raises(ValueError, match=r"no record has a field 'context'; expected some of answ"):
+        list(Encoder(tokenizer, [END], None, columns).examples([("there", records[1])]))
+    with pytest.raises(ValueError, match=r"'promt' is no field of a record; expected some of mess"):
+        Encoder(tokenizer, [END], None, {"promt": "question"})
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("x.csv", b"text,prompt\na,b\nc", "line 3 has 1 cells; expected the 2 of the header"),
+        ("x.csv", b"text,text\na,b", "text given twice"),
+        ("x.csv", b'text\n"a', "is not valid CSV in UTF-8 after line 2"),
+        ("x.csv", b"text\n\xff", "is not valid CSV in UTF-8 after line"),
+        ("x.csv", b"text\n", "has no records"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}')[:-9], "is not a complete gzip file"),
+    ],
+)
+def test_bad_tables(name, contents, message, tmp_path):
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(ValueError, match=message):
+        list(read_records(tmp_path / name))
+
+
 def test_a_template_that_rewrites_replies_gives_one_text_each(tokenizer):
     encoder = Encoder(tokenizer, [END], ChatTemplate(THINKING, {"eos_token": tiny.END}))
     examples = list(encoder.examples([("here", {"messages": TALK})]))
@@ -251,10 +313,11 @@ def test_a_template_that_rewrites_replies_gives_one_text_each(tokenizer):
         ("{{ messages[9].role }}", TALK, "here: the chat template failed: .*has no element 9"),
         ("{{ ''.__class__.__mro__ }}", TALK, "here: the chat template failed: .*unsafe"),
         (CHATML, [{"role": "user", "content": "a"}], 'here: no message has the role "assistant"'),
+        (CHATML, [TALK[2] | {"weight": 0}], 'here: no message has the role "assistant" and a wei'),
         (CHATML, [{"content": "a"}], 'here: message 1 has no "role"'),
         (CHATML, [{"role": "user", "content": [1]}], r"here: message 1 has content '\[1\]'; exp"),
         ("{{ messages | length }}", TALK, "renders message 3 without the prompt"),
-        (CHATML, [*TALK, {**TALK[-1], "weight": 0}], '"weight" 0; expected 1, or no weight'),
+        (CHATML, [*TALK, {**TALK[-1], "weight": 2}], '"weight" 2; expected 1 or none'),
     ],
 )
 def test_bad_conversations(template, messages, message, tokenizer):
