@@ -182,7 +182,7 @@ def _cases(device: str, quick: bool) -> Iterator[tuple[Work, Variant]]:
     shorter = dataclasses.replace(QWEN3, layers=6, rank=64, alpha=64)
     protocol = QUICK if quick else shorter
     for method in ("DoRA",) if quick else ("DoRA", "LoRA"):
-        kind = Kind("jax", f"{method} (no Triton)", method, (), fused_swiglu=False)
+        kind = Kind(f"{method} (no Triton)", method, (), fused_swiglu=False)
         for task in ("step",) if quick else ("inference", "step"):
             work = model.work(kind, task, protocol, device, checked=False)
             yield work, work.variants[0]

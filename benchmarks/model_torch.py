@@ -20,10 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.model.protocol import QUICK, QWEN3, Protocol
-from benchmarks.model.torch_model import random_model
 from benchmarks.results import Row, milliseconds
-from benchmarks.step_torch import Side, llama
-from parity.sides.torch.decoder import adapt, checkpoint_layers
+from benchmarks.torch_decoder import Side, adapted
 
 LORA, IN_BF16, DEFAULT = (
     Side("PEFT", "LoRA"),
@@ -54,9 +52,15 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         # Without autocast, as torch_dora's users may call it.
         (OURS[1], False): OURS[1],
     }
-    models = {key: _model(side, settings, device) for key, side in sides.items()}
+    sizes, layers, rank = settings.sizes, settings.layers, settings.rank
+    models = {
+        key: adapted(side, sizes, layers, rank, rank // 2, device, use_rslora=True)
+        for key, side in sides.items()
+    }
     tokens = torch.randint(settings.sizes.vocabulary, (1, settings.tokens), device=device)
     for task, call in (("inference", _inference), ("gradient", _gradient)):
+        for model in models.values():
+            model.train(task == "gradient")
         times: dict[Any, list[tuple[float, float]]] = {key: [] for key in models}
         peaks = dict.fromkeys(models, 0)
         for turn in range(settings.rounds + 2):
@@ -108,18 +112,6 @@ def _inference(model: Any, tokens: torch.Tensor, settings: Settings) -> None:
 
 
 def _gradient(model: Any, tokens: torch.Tensor, settings: Settings) -> None:
-    if not model.training:
-        checkpoint_layers(model)
-        model.train()
     logits = model(input_ids=tokens, logits_to_keep=settings.last, use_cache=False).logits
     targets = tokens[0, -settings.last :]
     F.cross_entropy(logits.flatten(0, 1).float(), targets).backward()
-
-
-def _model(side: Side, settings: Settings, device: str) -> Any:
-    model = random_model(llama(settings.sizes, settings.layers), device)
-    dtype = torch.float32 if side.wide else torch.bfloat16
-    package, is_dora = "peft" if side.package == "PEFT" else None, side.method == "DoRA"
-    with torch.device(device):
-        adapt(model, package, dtype, settings.rank, settings.rank // 2, use_dora=is_dora)
-    return model.eval()

@@ -15,7 +15,6 @@ the start of a batch to a request's first token, and the number of calls of `gen
 """
 
 import functools
-import gc
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -28,9 +27,8 @@ import torch_dora
 from benchmarks.bank_adapters import draw_ids
 from benchmarks.bank_torch import by_peft, filled
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
-from benchmarks.model.torch_model import random_model
 from benchmarks.results import Row, attempt, with_ratio
-from benchmarks.step_torch import llama
+from benchmarks.torch_decoder import free, random_llama
 
 
 class Settings(NamedTuple):
@@ -58,9 +56,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             row: Row = {"kind": kind, "adapters": count, "rows": settings.rows}
             row["layers"] = settings.layers
             row = attempt(row, functools.partial(_served, settings, kind, count, device))
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            free()
             yield with_ratio(row, base, "of_base", "tokens_per_s")
             if kind == "transformers":
                 base = row
@@ -69,7 +65,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 def _calls(settings: Settings, kind: str, count: int, device: str) -> Any:
     """Returns a function from the adapters of a batch's rows, i64[rows], to the model, the rows and
     the options of each call of `generate`."""
-    model = random_model(llama(settings.sizes, settings.layers, use_cache=True), device).eval()
+    model = random_llama(settings.sizes, settings.layers, device, use_cache=True).eval()
     every = np.arange(settings.rows)
     if kind == "transformers":
         return lambda ids: [(model, every, {})]

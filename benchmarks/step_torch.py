@@ -17,44 +17,16 @@ first variant, PEFT's LoRA.
 """
 
 import functools
-import gc
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from transformers import LlamaConfig
 
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
-from benchmarks.model.torch_model import random_model
 from benchmarks.results import Row, attempt, milliseconds, with_ratio
+from benchmarks.torch_decoder import Side, adapted, free
 from parity.sides.torch import processes
-from parity.sides.torch.decoder import adapt, checkpoint_layers
-
-
-class Side(NamedTuple):
-    """One way to adapt the model.
-
-    Attributes:
-      package: "torch_dora" or "PEFT".
-      method: "DoRA" or "LoRA".
-      compiled: whether each layer is compiled.
-      wide: whether adapters are fp32, under autocast; otherwise they are bf16.
-      in_4bit: whether the base's projections are in bitsandbytes' NF4.
-    """
-
-    package: str
-    method: str
-    compiled: bool = False
-    wide: bool = False
-    in_4bit: bool = False
-
-    @property
-    def name(self) -> str:
-        precision = "fp32 adapters" if self.wide else "bf16 adapters"
-        further = ", nf4" * self.in_4bit + ", compiled" * self.compiled
-        return f"{self.package} {self.method}, {precision}{further}"
-
 
 SIDES = (
     Side("PEFT", "LoRA"),
@@ -98,13 +70,6 @@ def settings(level: str, quick: bool) -> Settings:
     return chosen
 
 
-def llama(sizes: Protocol, layers: int, use_cache: bool = False) -> LlamaConfig:
-    """Returns the config of a transformers Llama of these sizes."""
-    fields = sizes.hf_config(layers, 8192)
-    del fields["model_type"]
-    return LlamaConfig(**fields, use_cache=use_cache)
-
-
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each side."""
     count = 1
@@ -117,10 +82,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         row |= {"batch": settings.shape[0], "time": settings.shape[1], "rank": settings.rank}
         row |= {"layers": settings.layers, "hidden": settings.sizes.hidden}
         row = attempt(row, functools.partial(_measured, side, settings, device, count))
-        torch.compiler.reset()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        free()
         first = first or row
         yield with_ratio(row, first, "over_lora")
 
@@ -134,7 +96,8 @@ def _measured(side: Side, settings: Settings, device: str, count: int) -> Row:
 def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
     """Returns the time, memory and losses of optimizer steps; each of `count` processes calls
     this."""
-    model = _model(side, settings, device)
+    alpha = 2 * settings.rank
+    model = adapted(side, settings.sizes, settings.layers, settings.rank, alpha, device)
     if settings.sharded:
         from torch.distributed.fsdp import fully_shard
 
@@ -173,37 +136,3 @@ def steps(side: Side, settings: Settings, device: str, count: int) -> Row:
         "first_step_s": times[0],
         "losses": losses,
     }
-
-
-def _model(side: Side, settings: Settings, device: str) -> Any:
-    model = random_model(llama(settings.sizes, settings.layers), device)
-    if side.in_4bit:
-        _quantise(model, device)
-    checkpoint_layers(model)
-    with torch.device(device):
-        adapt(
-            model,
-            "peft" if side.package == "PEFT" else None,
-            torch.float32 if side.wide else torch.bfloat16,
-            settings.rank,
-            2 * settings.rank,
-            use_rslora=False,
-            use_dora=side.method == "DoRA",
-        )
-    return model.train()
-
-
-def _quantise(model: Any, device: str) -> None:
-    """Replaces the projections of a decoder, in place, by NF4 layers with double quantisation."""
-    from bitsandbytes.nn import modules
-
-    for module in list(model.model.layers.modules()):
-        for name, linear in module.named_children():
-            if isinstance(linear, torch.nn.Linear):
-                n_out, n_in = linear.weight.shape
-                options: Any = {"bias": False, "compute_dtype": torch.bfloat16}
-                layer: Any = modules.Linear4bit(n_in, n_out, **options)
-                packed: Any = modules.Params4bit
-                layer.weight = packed(linear.weight.data, quant_type="nf4", module=layer)
-                setattr(module, name, layer.to(device))
-    model.is_loaded_in_4bit = True  # PEFT reads this.

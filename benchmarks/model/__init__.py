@@ -1,7 +1,6 @@
 """Level `model`: a decoder with the dimensions of Qwen3-8B and random bf16 weights.
 
-DoRA and LoRA on all projections with rank 384, in JAX (`benchmarks.model.jax_model`), compared with
-torch_dora and PEFT on transformers' Qwen3 (`benchmarks.model.torch_model`), on 4096 tokens:
+DoRA and LoRA on all projections with rank 384, in JAX, on 4096 tokens:
 
     inference   the logits of the last 1024 tokens
     gradient    the gradient of the adapters, every layer rematerialised, loss on the same tokens
@@ -9,17 +8,18 @@ torch_dora and PEFT on transformers' Qwen3 (`benchmarks.model.torch_model`), on 
 
 "(no Triton)" are variants without XLA's Triton products, "norm kept" computes the norms once and
 not in every call. Two layers are compared with fp32. One line is one variant of one task, with
-device time (cold L2 cache) and wall time; `benchmarks.report` lists its fields.
+device time (cold L2 cache) and wall time; `benchmarks.report` lists its fields. Level
+`model --torch` measures the same with torch_dora and PEFT.
 """
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.clock import Effort
-from benchmarks.model.protocol import KINDS, QUICK, QWEN3, Kind, Protocol, Task
+from benchmarks.model.protocol import BEST_LORA, KINDS, QUICK, QWEN3, Kind, Protocol, Task
+from benchmarks.model.tasks import variant
 from benchmarks.work import Work, matches, shape_name
 
 EFFORT: dict[Task, Effort] = {
@@ -44,10 +44,8 @@ def work(kind: Kind, task: Task, protocol: Protocol, device: str, checked: bool 
     Args:
       checked: whether the result is compared with fp32; otherwise any result passes.
     """
-    side = importlib.import_module(f"benchmarks.model.{kind.framework}_model")
-    variant = side.variant(kind, task, protocol, device)
+    only = variant(kind, task, protocol, device)
     if not checked:
-        variant = dataclasses.replace(variant, check=None, results=lambda _: {})
-    baselines = {kind.label: kind.baseline} if kind.baseline else {}
-    shape, effort = protocol.shape(), EFFORT[task]
-    return Work(f"model {task}", shape, 0, 0, {}, [variant], baselines, effort)
+        only = dataclasses.replace(only, check=None, results=lambda _: {})
+    baselines = {kind.label: BEST_LORA} if kind.is_baseline else {}
+    return Work(f"model {task}", protocol.shape(), 0, 0, {}, [only], baselines, EFFORT[task])

@@ -28,10 +28,14 @@ LEVELS = {
         {"LoRA (no Triton)", "DoRA, norm kept (no Triton)", "PEFT DoRA, defaults"},
     ),
     "model": (
-        ("--only", "model gradient*jax DoRA, norm kept (", "--only", "model gradient*torch_dora"),
+        (
+            "--only",
+            "model gradient*jax DoRA, norm kept (",
+        ),
         "variant",
-        {"DoRA, norm kept (no Triton)", "torch_dora"},
+        {"DoRA, norm kept (no Triton)"},
     ),
+    "model --torch": ((), "task", {"inference", "gradient"}),
     "tune": (
         ("--only", "norm *"),
         "variant",
