@@ -31,10 +31,15 @@ OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/layers/test_linear.py tests/ja
     tests/test_readme.py tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
     tests/jax_dora/peft/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
-# The slow tests that .ci/run has time for: kernels, operators and adapted weights, also on meshes.
+# The slow tests that .ci/run has time for: kernels, operators and adapted weights, also on meshes,
+# and some of the decoder and its server.
 SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
     tests/jax_dora/tracing --ignore tests/jax_dora/tracing/test_sharded_models.py \
-    tests/jax_dora/test_mesh.py tests/jax_dora/adapt/test_quantize.py tests/torch_dora/test_sharded.py
+    tests/jax_dora/test_mesh.py tests/jax_dora/adapt/test_quantize.py tests/torch_dora/test_sharded.py \
+    tests/jax_dora/adapt/test_stacks.py tests/jax_dora/lm/serve/test_adapter_folder.py \
+    tests/jax_dora/lm/serve/test_engine.py tests/jax_dora/lm/models/test_coded_rows.py \
+    tests/jax_dora/lm/models/test_generation.py tests/jax_dora/lm/models/test_quantised_folder.py \
+    tests/jax_dora/lm/models/test_bank.py
 
 ifdef NO_VENV
 PYTHON ?= python3

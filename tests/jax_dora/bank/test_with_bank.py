@@ -53,7 +53,8 @@ def test_every_row_is_within_its_bound_of_the_oracle(dtype, time):
     check_rows(base, adapters, x, y, IDS)
 
 
-@pytest.mark.parametrize("rows", thinned([7, 70], [7]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [7, 70])
 def test_the_kernels_read_adapters_where_loads_put_them(rows):
     """Covers slots that held an adapter of a larger rank."""
     base, bank, adapters = linear(jnp.bfloat16, 4, (64, 64))

@@ -96,7 +96,7 @@ def test_agrees_with_the_oracle(sizes, dtype, adapter_dtype):
 @pytest.mark.parametrize(
     ("n_in", "n_out", "dtype"),
     [
-        (64, 136, jnp.bfloat16),
+        slow(64, 136, jnp.bfloat16),
         slow(64, 136, jnp.float16),
         slow(64, 136, jnp.float32),
         (256, 320, jnp.bfloat16),

@@ -133,6 +133,7 @@ def test_what_a_call_changes_in_the_model_is_changed(adapted):
     )
 
 
+@pytest.mark.slow
 def test_it_can_be_pickled_copied_split_and_put_into_another_base(adapted):
     # Not compiled as a whole, and the same operations each time.
     expected = adapted(ids())

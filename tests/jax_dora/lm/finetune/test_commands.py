@@ -60,7 +60,7 @@ def test_another_format_than_that_of_the_run_is_warned_of(adapter, tmp_path, cap
     run = shutil.copytree(adapter, tmp_path / "run")
     checkpoints = Checkpoints(run / "checkpoints")
     checkpoints.save(3, {"step": jnp.zeros(2)}, {"settings": {"quantize": "int8"}})
-    command = ["generate", "--adapter", str(run), "--prompt", "1", "--tokens", "1"]
+    command = ["inspect", str(run)]
     assert main(command) == 0
     error = capsys.readouterr().err
     assert "was trained with --quantize int8 and is used without --quantize" in error

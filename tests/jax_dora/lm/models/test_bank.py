@@ -77,6 +77,7 @@ def test_step_by_step_with_a_cache(made):
     assert np.abs(together - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS
 
 
+@pytest.mark.slow
 def test_the_bank_is_not_taken_apart(made):
     """No layer's part of the bank is an array of its own, as a scan over it would make."""
     model, bank, tokens, _ = made

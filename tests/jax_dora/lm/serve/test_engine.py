@@ -50,6 +50,7 @@ def test_a_step_for_the_same_rows_sends_nothing(model):
             runner.decode(going)
 
 
+@pytest.mark.slow
 def test_the_arrays_of_all_rows_keep_their_addresses(model):
     """Otherwise XLA would update its CUDA graphs in every step."""
     runner = ModelRunner(load_model(model), None, 3, 32, 16)
@@ -72,6 +73,7 @@ def test_the_arrays_of_all_rows_keep_their_addresses(model):
     assert addresses() == before
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_weights_committed_to_a_device(model):
     """As those are whose layout is not JAX's own: a program's results are so as well."""
     fp8 = "float8_e4m3fn"

@@ -127,6 +127,7 @@ def test_the_first_product_agrees_with_fp64(on_mosaic, time, features, rank, dty
     check_shrink(arrays, z)
 
 
+@pytest.mark.slow
 def test_nonfinite_numbers_stay_in_their_group(on_mosaic):
     """The non-finite numbers are in one group's x, and in a slot that no group uses."""
     arrays = operands(2, 128, 64, 8, 64, jnp.bfloat16)

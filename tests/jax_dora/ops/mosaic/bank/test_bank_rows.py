@@ -113,6 +113,7 @@ def test_a_thread_block_has_several_slices(on_mosaic):
     check(arrays, y, 1, slots=12)
 
 
+@pytest.mark.slow
 def test_single_rows_and_ranks_above_a_tile_agree_with_fp64(on_mosaic):
     arrays = operands(1, 3, 64, 64, 72, jnp.float16, layers=1)
     with on_mosaic():
@@ -132,7 +133,8 @@ def test_few_rows_agree_with_fp64(on_mosaic, rows, n_in, rank, dtype, with_bias)
     check(arrays, y, 1, with_bias=with_bias, slots=16)
 
 
-@pytest.mark.parametrize("kernel", [slow(bank_rows), bank_decode])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [bank_rows, bank_decode])
 def test_projections_of_the_same_x_equal_single_projections(on_mosaic, kernel):
     """The results are equal bit for bit, for different widths and layers of a stack."""
     one, other = (

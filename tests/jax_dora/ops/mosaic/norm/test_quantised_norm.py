@@ -12,7 +12,7 @@ from jax_dora.ops.quantised import Format, dequantise, format_of
 from parity.oracle import fp64
 from tests import quantised
 from tests.jax_dora.programs import aval, for_cuda, largest_floats
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 SCALE = 0.7
 STORED = {"nf4": jnp.uint4, "int4": jnp.int4, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
@@ -44,8 +44,8 @@ def check(arrays, found):
     ("qtype", "tiles", "adapter_dtype"),
     [
         ("nf4", (2, 160), jnp.float32),
-        ("int4", (1, 160), jnp.bfloat16),
-        ("int8", (1, 160), jnp.bfloat16),
+        slow("int4", (1, 160), jnp.bfloat16),
+        slow("int8", (1, 160), jnp.bfloat16),
         ("float8_e4m3fn", (2, 5), jnp.bfloat16),
     ],
 )

@@ -11,7 +11,7 @@ from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.drawn import normals
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 SCALE = 0.7
 U32 = tolerances.UNIT_ROUNDOFF["float32"]
@@ -63,7 +63,7 @@ def check(arrays, y, inner, *, with_bias=True, scales=None):
     ("rows", "rank", "out", "dtype"),
     [
         (200, 96, 136, jnp.bfloat16),  # several tiles, a ragged one each way, a padded rank
-        (37, 4, 24, jnp.float16),  # smaller than one tile in all directions
+        slow(37, 4, 24, jnp.float16),  # smaller than one tile in all directions
     ],
 )
 def test_agrees_with_fp64(on_mosaic, rows, rank, out, dtype):

@@ -12,6 +12,7 @@ import pytest
 from jax_dora.ops.mosaic.rows import row_codes
 from jax_dora.ops.mosaic.rows.row_codes import Config, refuses
 from tests.jax_dora.programs import aval, for_cuda
+from tests.tables import slow
 
 TINY = np.finfo(np.float32).tiny
 
@@ -82,7 +83,7 @@ def test_refuses_with_a_reason():
     assert "too long" in refuses(64, 32768, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("in_features", [768, 16384])
+@pytest.mark.parametrize("in_features", [slow(768), 16384])
 def test_lowers_for_hopper(in_features):
     options = {"config": row_codes.config(4096, in_features, jnp.bfloat16), "sm_count": 132}
     assert "dora_row_codes" in for_cuda(row_codes.launch, aval(4096, in_features), **options)
