@@ -23,7 +23,7 @@ from tests import quantised as kernels
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.small_models import Mixed, Stacked, call, identical, ids, train
 from tests.matrices import within
-from tests.tables import thinned
+from tests.tables import slow, thinned
 
 PATH = "conv|attention/.*|blocks/.*|named/.*|pairs/.*"
 RULES = [DoRARule("conv", 2, 4.0), DoRARule(".*", 3, 4.0, use_rslora=True)]
@@ -145,7 +145,7 @@ EINSUMS = [("bd,fd->bf", (6, 8)), ("bd,nhd->bnh", (2, 3, 8))]
 
 
 @pytest.mark.parametrize(("equation", "shape"), EINSUMS)
-@pytest.mark.parametrize("qtype", ["nf4", "int8"])
+@pytest.mark.parametrize("qtype", [slow("nf4"), "int8"])
 def test_an_einsum_whose_kernel_is_stored_the_other_way_round(equation, shape, qtype):
     base = nnx.Einsum(equation, shape, rngs=nnx.Rngs(0))
     base = quantize(base, qtype, path="", tile_size=4 if qtype == "nf4" else None)

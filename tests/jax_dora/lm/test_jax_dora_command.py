@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.tables import slow
+
 WITHOUT = """
 import sys
 sys.modules[{name!r}] = None
@@ -18,7 +20,7 @@ main()
     ("name", "arguments", "extra"),
     [
         ("tokenizers", ["--help"], "finetune"),
-        ("uvicorn", ["serve", "--model", "none"], "serve"),
+        slow("uvicorn", ["serve", "--model", "none"], "serve"),
     ],
 )
 def test_the_extra_to_install_is_named(name, arguments, extra):

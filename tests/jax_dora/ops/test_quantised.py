@@ -50,7 +50,7 @@ def test_norm_and_dense_copy(qtype, tiles):
     )
 
 
-@pytest.mark.parametrize(("shape", "tiles"), [((96, 24), (3, 24)), ((97, 3), (1, 3))])
+@pytest.mark.parametrize(("shape", "tiles"), [slow((96, 24), (3, 24)), ((97, 3), (1, 3))])
 @pytest.mark.parametrize("elements", [24 * 7, slow(24 * 64)])
 def test_norm_by_blocks_smaller_and_larger_than_a_tile(shape, tiles, elements, monkeypatch):
     monkeypatch.setattr("jax_dora.ops.norm.BLOCK_ELEMENTS", elements)

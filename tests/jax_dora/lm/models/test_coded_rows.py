@@ -22,6 +22,7 @@ from tests.jax_dora.lm.models.conftest import SMALL
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import equations
 from tests.jax_dora.small_models import train
+from tests.tables import slow
 
 FP8 = "float8_e4m3fn"
 TOKENS = np.random.default_rng(0).integers(0, 97, (4, 9)).astype(np.int32)
@@ -97,7 +98,7 @@ def test_codes_of_a_norm_in_small_numbers():
     assert np.any(np.asarray(rows.scales) * 464 < largest)
 
 
-@pytest.mark.parametrize("make", [base, adapted])
+@pytest.mark.parametrize("make", [base, slow(adapted)])
 def test_layers_take_the_codes_that_are_made_before(make):
     """Codes are made for o_proj, by SwiGLU for down_proj if it is fused, and by the norms."""
     in_swiglu = "row_codes" if make is base else "swiglu_codes"
@@ -105,7 +106,7 @@ def test_layers_take_the_codes_that_are_made_before(make):
     assert made_codes(make(None)) == []
 
 
-@pytest.mark.parametrize("make", [base, adapted])
+@pytest.mark.parametrize("make", [base, slow(adapted)])
 def test_near_the_model_whose_activations_are_not_quantised(make):
     found, wanted = (np.asarray(logits_of(make(one)), np.float32) for one in (FP8, None))
     off = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
