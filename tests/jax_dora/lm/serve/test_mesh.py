@@ -21,7 +21,7 @@ def answers(runner, adapters):
     parts = []
     for row, (prompt, slot) in enumerate(zip(PROMPTS, adapters, strict=True)):
         request = Request(tuple(prompt), COUNT, lambda _: None)
-        runner.assign_row(row, request, slot)
+        runner.assign_row(row, request, slot, ())
         parts.append(PromptPiece(row, prompt, 0))
     texts = [[] for _ in PROMPTS]
     for row, part in enumerate(parts):
@@ -75,7 +75,11 @@ def test_a_server_answers_on_a_mesh_as_without_one(served, settings, monkeypatch
     asked = [(name, prompt) for prompt in ("12+30=", "a" * 40) for name in names]
 
     def answers(client):
-        given = [functools.partial(complete, client, *one) for one in asked]
+        more = {}, {"presence_penalty": 1.5, "echo": True, "logprobs": 2}
+        given = [
+            functools.partial(complete, client, *one, **more[number % 2])
+            for number, one in enumerate(asked)
+        ]
         return [one.text for one in together(given)]
 
     with serving.serving(dataclasses.replace(settings, mesh={"tp": 2})) as (server, client):
