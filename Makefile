@@ -2,8 +2,10 @@
 # make test       quick tests, no GPU needed: a few minutes
 # make test-slow  slow tests of kernels and operators
 # make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
-#                 those of other packages: make test-models, test-ray, test-deepspeed, test-vllm
+#                 those of other packages: make test-models, test-ray, test-clients,
+#                 test-deepspeed, test-vllm
 # make test-ray   two replicas of the server under Ray Serve, one of which is killed
+# make test-clients  lm-eval, langchain, litellm and guidellm with the server
 # make test-vllm  the plugin in vLLM's CPU build, and its server
 # make test-deepspeed  ZeRO-2 and ZeRO-3 in two processes
 #
@@ -14,6 +16,7 @@ VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 MODELS ?= .models
 RAY ?= .ray
+CLIENTS ?= .clients
 DEEPSPEED ?= .deepspeed
 VLLM ?= .vllm
 VLLM_VERSION ?= 0.32.0
@@ -51,8 +54,8 @@ SETUP := setup
 endif
 
 .PHONY: parity test test-slow test-all test-gpu test-gpus test-oldest lint types docs figures format \
-    setup setup-oldest setup-models test-models setup-ray test-ray setup-deepspeed \
-    test-deepspeed setup-vllm test-vllm clean
+    setup setup-oldest setup-models test-models setup-ray test-ray setup-clients \
+    test-clients setup-deepspeed test-deepspeed setup-vllm test-vllm clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -66,7 +69,8 @@ test-slow: $(SETUP)
 
 test-all: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) \
-	    -m "not gpu and not gpus and not models and not ray and not deepspeed and not vllm" \
+	    -m "not gpu and not gpus and not models and not ray and not clients and not deepspeed \
+	        and not vllm" \
 	    $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
@@ -91,6 +95,11 @@ test-models: setup-models
 # Needs Ray Serve. The tests share one cluster.
 test-ray: setup-ray
 	PYTHONPATH=$(RAY) $(RUN) -m pytest -n 0 -m ray tests/examples $(PYTEST_ARGS)
+
+# Needs the clients. Nothing is downloaded: their data are in the test.
+test-clients: setup-clients
+	HF_HUB_OFFLINE=1 LITELLM_LOCAL_MODEL_COST_MAP=True PYTHONPATH=$(CLIENTS) \
+	    $(RUN) -m pytest -n 0 --keep-programs -m clients tests/jax_dora/lm/serve $(PYTEST_ARGS)
 
 # Needs DeepSpeed and a C++ compiler.
 test-deepspeed: setup-deepspeed
@@ -139,12 +148,14 @@ setup-vllm:
 # another environment.
 setup-models: $(MODELS)/.up-to-date
 setup-ray: $(RAY)/.up-to-date
+setup-clients: $(CLIENTS)/.up-to-date
 setup-deepspeed: $(DEEPSPEED)/.up-to-date
 
 $(MODELS)/.up-to-date: tools/models.txt
 $(RAY)/.up-to-date: tools/ray.txt
+$(CLIENTS)/.up-to-date: tools/clients.txt
 $(DEEPSPEED)/.up-to-date: tools/deepspeed.txt
-$(MODELS)/.up-to-date $(RAY)/.up-to-date $(DEEPSPEED)/.up-to-date: \
+$(MODELS)/.up-to-date $(RAY)/.up-to-date $(CLIENTS)/.up-to-date $(DEEPSPEED)/.up-to-date: \
     $(wildcard $(VENV)/.up-to-date) | $(SETUP)
 	@rm -rf $(@D)
 	@$(RUN) -m pip install --quiet --no-input --disable-pip-version-check --no-compile --no-deps \
@@ -152,4 +163,4 @@ $(MODELS)/.up-to-date $(RAY)/.up-to-date $(DEEPSPEED)/.up-to-date: \
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) $(DEEPSPEED) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) $(CLIENTS) $(DEEPSPEED) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis
