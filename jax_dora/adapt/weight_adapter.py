@@ -164,9 +164,8 @@ class WeightAdapter:
                 "expected another name: rename the attribute in the class"
             )
         self.given_norm, self.given_g = nnx.data(None), nnx.data(None)
-        make_adapter(self, rule, rngs, DoRALayer.default_inits, arrays, by_layer=False)
-        drops = rule.dropout and rngs is not None
-        self.dropout = nnx.Dropout(rule.dropout, rngs=rngs) if drops else nnx.data(None)
+        dropouts = make_adapter(self, rule, rngs, DoRALayer.default_inits, arrays)
+        self.dropout = dropouts[0] if dropouts and rngs is not None else nnx.data(None)
 
     def delete_arrays(self) -> None:
         for name in ATTRIBUTES:

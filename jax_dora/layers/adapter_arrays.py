@@ -1,6 +1,7 @@
 """Creates the arrays of an adapter: fresh, or from given arrays."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -31,20 +32,16 @@ def make_adapter(
     rngs: Any,
     inits: Mapping[str, Initializer],
     arrays: Mapping[str, jax.Array] | None = None,
-    *,
-    by_layer: bool = True,
 ) -> list[nnx.Dropout]:
     """Sets lora_a, lora_b and magnitude of a `DoRALayer` or `WeightAdapter`: from `arrays`, whose
     magnitude can be left out, or fresh, by `inits` if the rule has none of its own.
 
-    Returns one `nnx.Dropout` for each layer of the stack; [] without dropout. `by_layer` draws both
-    arrays of a layer before those of the next, else lora_a of all layers first, without dropouts.
+    Returns one `nnx.Dropout` for each layer of the stack; [] without dropout.
     """
     _check_streams(rngs, params=arrays is None, dropout=bool(rule.dropout))
     contraction, kernel, stack = layer.contraction, layer.kernel_param, layer.stack
     count, values, boxes, dropouts = math.prod(stack.shape), dict[str, Any](), {}, []
-    order = [(number, name) for number in range(count) for name in ("lora_a", "lora_b")]
-    for number, name in order if by_layer else sorted(order, key=lambda pair: pair[1]):
+    for number, name in itertools.product(range(count), ("lora_a", "lora_b")):
         parameter = getattr(contraction, name)
         if arrays is None:
             init = getattr(rule, f"{name}_init") or inits[name]
@@ -58,7 +55,7 @@ def make_adapter(
             # Wait, so that at most one layer's array exists in addition to the stacked array.
             value = jax.block_until_ready(set_layer(stacked, value, number))
         values[name] = value
-        if rule.dropout and by_layer and name == "lora_b":
+        if rule.dropout and name == "lora_b":
             dropouts.append(nnx.Dropout(rule.dropout, rngs=rngs))
 
     stack_names = stack.stack_part(axis_names(kernel))

@@ -39,12 +39,8 @@ def apply_dora(
     adapted, also inside lifted transforms such as `nn.scan` and `nn.remat`.
 
     With `example`, every parameter of two axes or more that a matrix product or a lookup reads can
-    be adapted too, whoever wrote the code. "all-linear" then selects all parameters that products
-    read, but not embeddings and the output head. The model is called once with `example`,
-    abstractly, to find the operations that read each parameter. The adapter of a parameter w is
-    stored next to it, as w_lora_a, w_lora_b and w_magnitude; along the axis of a scan each layer
-    has its own adapter. Any operation other than a product or a lookup gets the merged weight W';
-    `jax_dora.linen.coverage` reports these.
+    be adapted too, as by `jax_dora.apply_dora`. The adapter of a parameter w is stored next to it,
+    as w_lora_a, w_lora_b and w_magnitude; along the axis of a scan each layer has its own adapter.
 
     Args:
       model: an unbound module. Use `method=` of `init` and `apply` to call its other methods.
@@ -52,9 +48,7 @@ def apply_dora(
         "a/b/c", the names of the nested dicts of its parameters.
       deterministic: True turns the rules' dropout off. False turns it on, and needs a "dropout"
         rng. None is for rules without dropout.
-      example: the inputs to call the model with: a tuple of arguments, a dict of keyword arguments,
-        or a function that takes the bound model and calls it. Arrays may be
-        `jax.ShapeDtypeStruct`s.
+      example: see `jax_dora.apply_dora`; a function gets the bound model.
 
     Raises:
       TypeError: `model` is not a linen module, an element of `rules` is not a rule, or `example`

@@ -124,9 +124,8 @@ def reset_magnitudes(
 ) -> dict[str, Any]:
     """Returns `variables` with every magnitude set to the current norm of its layer, so that g = 1.
 
-    Call this after other weights were put into the parameters of an adapted model. The magnitudes
-    of a fresh adapter are the norms of the weights of that moment; with them, even an adapter whose
-    lora_b is zero would scale the new weights. `variables` stays unchanged.
+    Call this after other weights were put into the parameters of an adapted model; see
+    `jax_dora.reset_magnitudes`. `variables` stays unchanged.
 
         variables = reset_magnitudes(adapted, {"params": {**params, **pretrained}}, x)
 
