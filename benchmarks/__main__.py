@@ -8,6 +8,7 @@ Levels:
     layer               one projection, compared with LoRA and PEFT
     sizes               one layer at the sizes of public models, and decoding with few rows
     model               a decoder with the dimensions of Qwen3-8B
+    vlm                 vision-language models, torch_dora compared with PEFT
     tune                each Mosaic kernel with several launch configs
     step                an optimizer step of Llama 3 8B's dimensions, for several memory budgets
     step --table        the same step, with one part of the program changed in each row
@@ -45,7 +46,7 @@ from typing import Any
 LEVELS = (
     *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
-    *("model --torch", "bank", "bank --torch", "serve", "serve --torch", "serve --vllm"),
+    *("model --torch", "vlm", "bank", "bank --torch", "serve", "serve --torch", "serve --vllm"),
 )
 # Options that set a field of the level's settings.
 FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")

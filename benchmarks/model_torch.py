@@ -13,7 +13,7 @@ PEFT's DoRA in bf16, and by that of PEFT's default.
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -61,35 +61,62 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     for task, call in (("inference", _inference), ("gradient", _gradient)):
         for model in models.values():
             model.train(task == "gradient")
-        times: dict[Any, list[tuple[float, float]]] = {key: [] for key in models}
-        peaks = dict.fromkeys(models, 0)
-        for turn in range(settings.rounds + 2):
-            for key, model in models.items():
-                gc.collect()
-                if device == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated() if device == "cuda" else 0
-                taken = _time(lambda call=call, model=model: call(model, tokens, settings), key[1])
-                if device == "cuda":
-                    peaks[key] = torch.cuda.max_memory_allocated() - before
-                if turn > 1:  # The first two turns are warm-up.
-                    times[key].append(taken)
-        wall = {key: milliseconds([wall for wall, _ in each]) for key, each in times.items()}
-        for (side, autocast), row in wall.items():
-            host = milliseconds([host for _, host in times[side, autocast]])["ms"]
+        calls = {
+            key: lambda call=call, model=model: call(model, tokens, settings)
+            for key, model in models.items()
+        }
+        timed = in_turns(calls, settings.rounds, device)
+        for side, autocast in models:
             yield {
                 "kind": side.name + ", autocast" * autocast,
                 "task": task,
                 "rank": settings.rank,
                 "layers": settings.layers,
                 "hidden": settings.sizes.hidden,
-                **row,
-                "host_ms": host,
-                "call_bytes": peaks[side, autocast],
-                "over_lora": row["ms"] / wall[LORA, False]["ms"],
-                "over_peft_bf16": row["ms"] / wall[IN_BF16, False]["ms"],
-                "over_peft_default": row["ms"] / wall[DEFAULT, True]["ms"],
+                **with_ratios(timed, side, autocast),
             }
+
+
+def in_turns(
+    calls: Mapping[tuple[Side, bool], Callable[[], Any]], rounds: int, device: str
+) -> dict[tuple[Side, bool], Row]:
+    """Returns the times of calls in turns, round by round, and the bytes that each allocates.
+
+    Args:
+      calls: by their side, and by whether they run under autocast.
+      rounds: the number of rounds to time, after two to warm up.
+    """
+    times: dict[Any, list[tuple[float, float]]] = {key: [] for key in calls}
+    peaks = dict.fromkeys(calls, 0)
+    gc.collect()
+    gc.freeze()  # The collections between the calls need not visit what is there already.
+    for turn in range(rounds + 2):
+        for key, call in calls.items():
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if device == "cuda" else 0
+            taken = _time(call, key[1])
+            if device == "cuda":
+                peaks[key] = torch.cuda.max_memory_allocated() - before
+            if turn > 1:
+                times[key].append(taken)
+    gc.unfreeze()
+    return {
+        key: milliseconds([wall for wall, _ in each])
+        | {"host_ms": milliseconds([host for _, host in each])["ms"], "call_bytes": peaks[key]}
+        for key, each in times.items()
+    }
+
+
+def with_ratios(timed: Mapping[tuple[Side, bool], Row], side: Side, autocast: bool) -> Row:
+    """Returns the times of a side from `in_turns`, also divided by PEFT's."""
+    row = timed[side, autocast]
+    return row | {
+        "over_lora": row["ms"] / timed[LORA, False]["ms"],
+        "over_peft_bf16": row["ms"] / timed[IN_BF16, False]["ms"],
+        "over_peft_default": row["ms"] / timed[DEFAULT, True]["ms"],
+    }
 
 
 def _time(call: Callable[[], Any], autocast: bool) -> tuple[float, float]:

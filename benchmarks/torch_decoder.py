@@ -1,10 +1,10 @@
-"""A transformers decoder with random weights, adapted by torch_dora or PEFT."""
+"""A transformers model with random weights, adapted by torch_dora or PEFT."""
 
 import gc
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from benchmarks.model.protocol import Protocol
 from parity.sides.torch.decoder import adapt, checkpoint_layers
@@ -38,12 +38,20 @@ def random_llama(sizes: Protocol, layers: int, device: str, use_cache: bool = Fa
     """Returns a frozen transformers Llama with random bf16 weights, drawn on the device."""
     fields = sizes.hf_config(layers, 8192)
     del fields["model_type"]
-    config = LlamaConfig(**fields, use_cache=use_cache)
+    return random_model(LlamaConfig(**fields, use_cache=use_cache), device)
+
+
+def random_model(
+    config: PretrainedConfig,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kind: Any = AutoModelForCausalLM,
+) -> Any:
+    """Returns a frozen transformers model of an Auto class, with random weights, drawn on the
+    device."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
+        model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.requires_grad_(False)
 
 

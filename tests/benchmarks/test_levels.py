@@ -15,6 +15,7 @@ from parity import oracle, tolerances
 from parity.cases import Case, layer_inputs
 
 QUICK = ("--quick", "--device", "cpu")
+COMPILED = ("", ", compiled")
 # The arguments of a level, a field of its rows, and the expected values of that field.
 LEVELS = {
     "ops": (
@@ -36,6 +37,15 @@ LEVELS = {
         {"DoRA, norm kept (no Triton)"},
     ),
     "model --torch": ((), "task", {"inference", "gradient"}),
+    "vlm": (
+        ("--only", "Qwen3-VL-8B"),
+        "kind",
+        {
+            *(f"PEFT {kind}, bf16 adapters{end}" for kind in ("LoRA", "DoRA") for end in COMPILED),
+            *(f"torch_dora DoRA, bf16 adapters{end}" for end in COMPILED),
+            *(f"{one} DoRA, fp32 adapters, autocast" for one in ("PEFT", "torch_dora")),
+        },
+    ),
     "tune": (
         ("--only", "norm *"),
         "variant",

@@ -52,6 +52,7 @@ def adapt(
     *,
     use_rslora: bool = True,
     use_dora: bool = True,
+    rule: str = RULE,
 ) -> None:
     """Adapts the projections of a transformers decoder, in place.
 
@@ -59,13 +60,14 @@ def adapt(
       implementation: of torch_dora, or "peft" for PEFT's layers.
       dtype: of lora_a and lora_b; for PEFT, fp32 or the model's own dtype.
       use_dora: for PEFT only; False is LoRA.
+      rule: a regular expression for the names of the projections.
     """
     if implementation != "peft":
         options: Any = {"adapter_dtype": dtype, "implementation": implementation}
-        apply_dora(model, DoRARule(RULE, rank, alpha, use_rslora=use_rslora, **options))
+        apply_dora(model, DoRARule(rule, rank, alpha, use_rslora=use_rslora, **options))
         return
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, use_rslora=use_rslora, use_dora=use_dora, target_modules=RULE
+        r=rank, lora_alpha=alpha, use_rslora=use_rslora, use_dora=use_dora, target_modules=rule
     )
     with warnings.catch_warnings():
         # PEFT uses a name that the newest transformers has deprecated.
