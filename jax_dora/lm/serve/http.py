@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, Counter
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,16 +19,13 @@ import jax_dora
 from dora_common.fields import reject_duplicate_fields
 from jax_dora.lm.models.tokenizer import TextSettings
 from jax_dora.lm.serve import body as bodies
-from jax_dora.lm.serve.answers import DONE, Chat, Choice, Completion, Writer, event
+from jax_dora.lm.serve.answers import Chat, Choice, Completion, Writer
 from jax_dora.lm.serve.body import Fields, Prompt
 from jax_dora.lm.serve.errors import ApiError
-from jax_dora.lm.serve.request import Piece
+from jax_dora.lm.serve.responses import EventStream, Pieces, json_response, whole_answers
 from jax_dora.lm.serve.service import Service
 
 BODY_SECONDS = 30.0
-# These errors can be sent before the whole body was received. The connection is then closed, since
-# the server would otherwise have to receive the rest of the body.
-CLOSING_STATUSES = (401, 404, 405, 408, 413, 415)
 Ready = Callable[[], bool]
 Lifespan = Callable[[Any], contextlib.AbstractAsyncContextManager[None]]
 
@@ -70,7 +67,7 @@ def make_app(
         if not isinstance(error, ApiError):
             error = _as_api_error(request, error)
         service.engine.metrics.refused.labels(error.status).inc()
-        return _json(error.body(), error.status, headers)
+        return json_response(error.body(), error.status, headers)
 
     handled: Any = dict.fromkeys((ApiError, 404, 405, 500), respond)
     app: ASGIApp = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handled)
@@ -131,13 +128,13 @@ class _Handlers:
 
     async def health(self, _: Request) -> Response:
         is_ready = self._ready()
-        return _json({"status": "ok" if is_ready else "failed"}, 200 if is_ready else 503)
+        return json_response({"status": "ok" if is_ready else "failed"}, 200 if is_ready else 503)
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, _: Request) -> Response:
-        return _json({"version": jax_dora.__version__})
+        return json_response({"version": jax_dora.__version__})
 
     async def tokenize(self, request: Request) -> Response:
         """Answers with the tokens of a text or of a chat, in vLLM's format."""
@@ -145,25 +142,25 @@ class _Handlers:
         texts = await asyncio.to_thread(self._texts, name)
         tokens = await asyncio.to_thread(self._service.tokens, prompt, texts, **options)
         length = self._service.engine.capacity
-        return _json({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+        return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         """Answers with the text of tokens, in vLLM's format."""
         name, tokens = bodies.detokenization(await self._value(request))
         texts = await asyncio.to_thread(self._texts, name)
-        return _json({"prompt": self._service.text(tokens, texts)})
+        return json_response({"prompt": self._service.text(tokens, texts)})
 
     def _texts(self, name: str | None) -> TextSettings:
         return self._service.texts_of(self._service.adapter(name or self._service.name))
 
     async def models(self, _: Request) -> Response:
         data = [_model(name, self._service.name) for name in self._service.models()]
-        return _json({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._service.check_name(name)
-        return _json(_model(name, self._service.name))
+        return json_response(_model(name, self._service.name))
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, bodies.completion, Completion)
@@ -199,7 +196,7 @@ class _Handlers:
             ]
 
         pairs = await asyncio.to_thread(tokenize)
-        pieces = _Pieces(len(pairs) * fields.n)
+        pieces = Pieces(len(pairs) * fields.n)
         answers = service.submit(
             fields, adapter, pairs, pieces.put, continues_prompt=kind.continues_prompt
         )
@@ -216,9 +213,9 @@ class _Handlers:
         count, usage = sum(len(tokens) for tokens, _ in pairs), fields.continuous_usage
         writer = Writer(fields.model, choices, count, continuous_usage=usage)
         if fields.stream:
-            return _EventStream(pieces, writer, fields.include_usage, cancel)
+            return EventStream(pieces, writer, fields.include_usage, cancel)
         try:
-            return await _whole_answers(request, pieces, writer)
+            return await whole_answers(request, pieces, writer)
         finally:
             cancel()
 
@@ -239,92 +236,6 @@ class _Handlers:
         return await read_body(request, self._body_bytes)
 
 
-class _Pieces:
-    """A queue for the pieces of answers, from the engine's thread to the event loop.
-
-    It ends with the last piece of the last answer, or with an answer that has failed.
-    """
-
-    def __init__(self, answers: int) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-        self.answers = answers
-
-    def put(self, number: int, piece: Piece) -> None:
-        # The loop may be closed already, and then nobody waits for the piece.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
-        left = self.answers
-        while left:
-            number, piece = await self._queue.get()
-            if piece.finish in ("error", "abort"):
-                raise ApiError(500, piece.error or "the server has stopped")
-            left -= piece.finish is not None
-            yield number, piece
-
-
-class _EventStream(StreamingResponse):
-    """Answers as server-sent events. Cancels the requests at the end, so that rows are freed."""
-
-    def __init__(
-        self, pieces: _Pieces, writer: Writer, include_usage: bool, cancel: Callable[[], None]
-    ) -> None:
-        self._pieces, self._cancel = pieces, cancel
-        super().__init__(
-            self._events(writer, include_usage),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache"},
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._cancel()
-
-    async def _events(self, writer: Writer, include_usage: bool) -> AsyncIterator[str]:
-        for first in writer.first_events():
-            yield first
-        try:
-            async for number, piece in self._pieces:
-                if text := writer.event(number, piece):
-                    yield text
-        except ApiError as error:
-            yield event(error.body())
-            return
-        if include_usage:
-            yield writer.usage_event()
-        yield DONE
-
-
-async def _whole_answers(request: Request, pieces: _Pieces, writer: Writer) -> Response:
-    """Waits for the whole answers, or until the client disconnects."""
-
-    async def collect() -> list[list[Piece]]:
-        answers: list[list[Piece]] = [[] for _ in range(pieces.answers)]
-        async for number, piece in pieces:
-            answers[number].append(piece)
-        return answers
-
-    collected = asyncio.create_task(collect())
-    disconnected = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait((collected, disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if not collected.done():
-            return Response(status_code=499)  # the client does not receive it
-        return _json(writer.whole(await collected))
-    finally:
-        for task in (collected, disconnected):
-            task.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 class _RequireKey:
     """Middleware that rejects requests without the API key, except to /health."""
 
@@ -341,7 +252,7 @@ class _RequireKey:
                 error = ApiError(401, message, code="invalid_api_key")
                 self._refused.labels(401).inc()
                 headers = {"www-authenticate": "Bearer"}
-                await _json(error.body(), 401, headers)(scope, receive, send)
+                await json_response(error.body(), 401, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -349,11 +260,3 @@ class _RequireKey:
 def _model(name: str, base: str) -> dict[str, Any]:
     parent = None if name == base else base
     return {"id": name, "object": "model", "created": 0, "owned_by": "jax_dora", "parent": parent}
-
-
-def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    headers = dict(headers or {})
-    if status in CLOSING_STATUSES:
-        headers["connection"] = "close"
-    # json.dumps escapes all but ASCII, including lone surrogates that an error message may quote.
-    return Response(json.dumps(body), status, headers, media_type="application/json")

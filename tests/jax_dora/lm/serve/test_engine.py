@@ -14,11 +14,17 @@ from safetensors.numpy import load_file
 from jax_dora.bank import DECODING_OPTIONS, SlotsBusy, StoredAdapter
 from jax_dora.lm.models import load_model
 from jax_dora.lm.serve import engine as module
-from jax_dora.lm.serve import runner as programs
+from jax_dora.lm.serve import programs
 from jax_dora.lm.serve.engine import Engine, QueueFullError
 from jax_dora.lm.serve.metrics import Metrics
 from jax_dora.lm.serve.request import Request
-from jax_dora.lm.serve.runner import ModelRunner, PromptPiece
+from jax_dora.lm.serve.runner import (
+    HEADER_BYTES,
+    ModelRunner,
+    PromptPiece,
+    largest_file,
+    make_store,
+)
 from tests.jax_dora.lm.serve import serving
 from tests.jax_dora.lm.serve.test_answers import complete
 from tests.jax_dora.lm.serve.test_http import until
@@ -92,7 +98,7 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
         handed[function.func.__name__] = options.get("compiler_options")
 
     monkeypatch.setattr(jax, "jit", jit)
-    programs._programs.__wrapped__(None, (("of the loop", 1),))
+    programs.model_programs.__wrapped__(None, (("of the loop", 1),))
     assert handed["_decode"] == DECODING_OPTIONS
     assert handed["_prefill"] == {"of the loop": 1}
 
@@ -100,8 +106,8 @@ def test_steps_are_compiled_as_decoding_is(monkeypatch):
 @pytest.mark.parametrize(("chunk", "concurrent"), [(256, True), (512, False)])
 def test_small_prompts_are_compiled_as_decoding_is(model, monkeypatch, chunk, concurrent):
     given = []
-    make = programs._programs
-    monkeypatch.setattr(programs, "_programs", lambda *one: given.append(one) or make(*one))
+    make = programs.model_programs
+    monkeypatch.setattr(programs, "model_programs", lambda *one: given.append(one) or make(*one))
     ModelRunner(load_model(model), None, 2, 1024, chunk)
     ((_, options),) = given
     assert (DECODING_OPTIONS.items() <= dict(options).items()) == concurrent
@@ -156,10 +162,10 @@ def test_what_is_not_finite_stays_with_its_request(served, model, adapters):
 
 
 def test_the_largest_file_of_an_adapter_is_one_in_fp64(model, adapters):
-    bank = programs.make_store(load_model(model), 1, 8).bank
+    bank = make_store(load_model(model), 1, 8).bank
     tensors = load_file(adapters / "german" / "adapter_model.safetensors")  # DoRA of rank 8, fp32
     in_fp64 = 2 * sum(one.nbytes for one in tensors.values())
-    assert programs.largest_file(bank) == in_fp64 + programs.HEADER_BYTES
+    assert largest_file(bank) == in_fp64 + HEADER_BYTES
 
 
 @pytest.mark.slow
