@@ -13,7 +13,8 @@ from jax_dora.lm.models.chat import CONTENT, text_of
 from jax_dora.lm.models.sampling import GREEDY, TOP_LOGPROBS, Sampling
 from jax_dora.lm.serve.errors import ApiError, invalid_field
 
-MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_TOKENS = 4, 256, 256
+# OpenAI's clients send up to 4 stop strings, and evaluations more.
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_TOKENS = 16, 256, 256
 COUNT, LOGPROBS = integers(1), integers(0, TOP_LOGPROBS)
 CHOICES = integers(1, 128)  # OpenAI's limit
 # The numbers that become settings of `Sampling`, with the ranges of OpenAI's interface.

@@ -1,6 +1,7 @@
 """The settings of a server."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -89,6 +90,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.name == "":
             raise ValueError("name='': expected a name, or None for that of the model's folder")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise ValueError(
+                    f"allowed_origins={origin!r}: expected * or a scheme with a host and no path, "
+                    "such as https://example.org"
+                )
         domains.check(self, self.DOMAINS)
 
     @property

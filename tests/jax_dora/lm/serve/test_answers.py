@@ -186,6 +186,13 @@ def test_echo_gives_the_likelihoods_of_transformers(served, model, adapters, nam
     assert scored.usage.completion_tokens == 0
     assert answered.usage.completion_tokens == 2 * len(prompts)
     assert scored.usage.prompt_tokens == answered.usage.prompt_tokens == sum(map(len, prompts))
+    streamed = client.completions.create(
+        **options, prompt=texts, max_tokens=2, echo=True, stream=True
+    )
+    tokens = [[] for _ in prompts]
+    for event in streamed:
+        tokens[event.choices[0].index] += event.choices[0].logprobs.token_logprobs
+    assert tokens == [one.logprobs.token_logprobs for one in answered.choices]
     for number, prompt in enumerate(prompts):
         with torch.no_grad():
             expected = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0], -1).numpy()

@@ -174,6 +174,8 @@ def test_how_many_models_are_served_is_told(model, monkeypatch, capsys, count, n
     [
         ({"max_length": 0}, "max_length=0: expected an integer from 2"),
         ({"name": ""}, "name='': expected a name"),
+        ({"allowed_origins": ["https://a.example/"]}, "allowed_origins='https://a.example/': exp"),
+        ({"allowed_origins": ["a.example"]}, r"allowed_origins='a.example': expected \* or a sch"),
         ({"batch": 0}, "batch=0: expected an integer from 1"),
         ({"chunk": 0}, "chunk=0: expected an integer from 1"),
         ({"queue": 0}, "queue=0: expected an integer from 1"),

@@ -151,7 +151,7 @@ CHAT = {"messages": [MESSAGE], "max_tokens": 1}
         ("completions", {"top_k": -2}, "top_k is -2; expected an integer from -1"),
         ("completions", {"min_p": 1.5}, "min_p is 1.5; expected a number from 0 to 1"),
         ("completions", {"seed": 2**63}, "seed is 9223372036854775808"),
-        ("completions", {"stop": ["a"] * 5}, "stop is"),
+        ("completions", {"stop": ["a"] * 17}, "stop is"),
         ("completions", {"stop": [""]}, "expected strings of 1 to 256"),
         ("completions", {"stop": 3}, "stop is 3"),
         ("completions", {"stop_token_ids": [0, 257]}, "stop_token_ids has token 257; expected 0 "),
