@@ -21,8 +21,8 @@ CONTROLLED = ("operator", "layer", "encoder", "model", "training")
 # the device is set up and returns the exit code.
 MODULES = {
     "": "parity.levels",
-    "model": "parity.model.command",
-    "training": "parity.training.command",
+    "model": "parity.model.systems",
+    "training": "parity.training.variants",
     "sharded": "parity.sharded",
     "quantised": "parity.levels",
     "bank": "parity.levels",

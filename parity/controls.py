@@ -19,13 +19,14 @@ from parity.compare import run_case
 from parity.faults import FAULTS, Fault, Level
 from parity.minilm import Adapter, Evaluation
 from parity.model.checks import judge
-from parity.model.command import execute, systems
 from parity.model.sizes import TINY, Run
+from parity.model.systems import execute, systems
 from parity.model.weights import draw
 from parity.report import Report, Row, outcome
 from parity.sides import SIDES, Backend
 from parity.sides.torch import encoder as torch_encoder
-from parity.training import compare, quick
+from parity.training import quick
+from parity.training.difference import FULL_PRECISION
 
 # Cases with some zero rows, and with g near 1: every fault shows in one of them.
 OPERATOR_CASES = ("norm 192x128 r16 float32 zero rows", "compose 7x72 bfloat16 near unity")
@@ -186,7 +187,7 @@ def _execute(side: Backend | None) -> dict[str, Any]:
 def _training(report: Report, backend: Backend | None) -> None:
     """Compares short training runs in fp32."""
     difference = quick.difference(_run_sides(quick.train, backend))
-    ok = difference.within(compare.FULL_PRECISION)
+    ok = difference.within(FULL_PRECISION)
     report.add("training", "losses, adapters", side="jax, torch", ok=ok)
 
 

@@ -11,7 +11,7 @@ import jax
 from parity.sides import SIDES, Backend
 from parity.sides.jax.training import make_base
 from parity.training import adapter as adapters
-from parity.training.compare import Difference, Run, compare
+from parity.training.difference import Difference, Run, compare
 from parity.training.settings import Settings
 
 # A nonzero initial lora_b and a high learning rate make the norm and the magnitude matter at once.

@@ -15,9 +15,9 @@ from jax_dora import DoRARule, apply_dora, coverage, get_adapter
 from jax_dora.linen import split_adapters
 from tests.jax_dora.programs import equations
 from tests.models import gemma_models
+from tests.models.model_coverage import rows
 from tests.models.tunix_models import EXAMPLE, MODELS, TOKENS, made, qwen3
 from tests.whole_models import check_nnx, difference
-from tools.model_coverage import rows
 
 pytestmark = [
     pytest.mark.models,

@@ -10,9 +10,9 @@ from jax_dora.lm.models import rope
 from parity.__main__ import main
 from parity.model import reference
 from parity.model.checks import FP64, PEFT, judge
-from parity.model.command import execute, systems
 from parity.model.measure import compare, compare_logits
 from parity.model.sizes import ADAPTER, PROJECTIONS, QWEN3_8B, TINY, Run, runs
+from parity.model.systems import execute, systems
 from parity.model.weights import Result, draw, rope_frequencies
 from parity.report import Report, read
 from parity.sides.torch import decoder as torch_decoder

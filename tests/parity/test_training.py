@@ -13,10 +13,10 @@ from parity.sides import SIDES
 from parity.sides.jax import training as jax_training
 from parity.sides.torch import training as torch_training
 from parity.training import adapter as adapters
-from parity.training import command, quick
-from parity.training.command import EAGER, MOSAIC, TRITON, XLA, XLA_OFF
-from parity.training.compare import FULL_PRECISION, PAPER, Run, compare
+from parity.training import quick, variants
+from parity.training.difference import FULL_PRECISION, PAPER, Run, compare
 from parity.training.settings import Settings
+from parity.training.variants import EAGER, MOSAIC, TRITON, XLA, XLA_OFF
 
 SMALL = Settings.tiny(layers=1, rank=4, steps=20)
 
@@ -94,8 +94,8 @@ def _run(difference=0.0, eval_after=2.5, steps=20):
 def _report(tmp_path, runs):
     report = Report(tmp_path / "training.jsonl", "training", {})
     for variant, run in runs.items():
-        command.write_run(report, (1, variant), run, curve=True)
-    command.write_pairs(report, SMALL, 1, runs, _adapter(1))
+        variants.write_run(report, (1, variant), run, curve=True)
+    variants.write_pairs(report, SMALL, 1, runs, _adapter(1))
     return report
 
 
@@ -104,7 +104,7 @@ def test_a_report_judges_across_frameworks_and_not_the_floor(tmp_path):
     assert report.passed
     rows = read(tmp_path / "training.jsonl")[1]
     judged = [row for row in rows if row["ok"] is not None]
-    assert [row["quantity"] for row in judged] == list(command.QUANTITIES)
+    assert [row["quantity"] for row in judged] == list(variants.QUANTITIES)
     assert {row["side"] for row in judged} == {"jax xla, torch eager"}
     assert [row["error"] for row in judged] == pytest.approx([1e-3 / 20, 1e-3, 0])
     assert judged[0]["worst_step"] == 8

@@ -33,7 +33,7 @@ from jax_dora.lm.finetune.training import decayed
 from jax_dora.lm.models import CausalLM, DecoderConfig, load_model, make_model, save_model
 from parity.sides.jax.decoder import adapter_of, with_adapter
 from parity.training.adapter import Adapter
-from parity.training.compare import Run
+from parity.training.difference import Run
 from parity.training.settings import Settings, schedule
 from parity.training.text import even_starts, starts, text
 

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from parity.sides.torch.decoder import adapt, parameters, set_adapter
 from parity.training.adapter import Adapter
-from parity.training.compare import Run
+from parity.training.difference import Run
 from parity.training.settings import Settings
 from parity.training.text import even_starts, starts, text
 

@@ -19,7 +19,7 @@ from parity.environment import choose_device
 from parity.report import Report
 from parity.sides import SIDES, Backend
 from parity.training import adapter as adapters
-from parity.training.compare import FULL_PRECISION, PAPER, Run, compare
+from parity.training.difference import FULL_PRECISION, PAPER, Run, compare
 from parity.training.settings import Settings
 from parity.training.text import text
 

@@ -1,15 +1,11 @@
 """Prints the table of docs/your_model.md: how much of tiny public models can be adapted.
 
 make setup-models
-PYTHONPATH=.models python tools/model_coverage.py
+PYTHONPATH=.:.models python -m tests.models.model_coverage
 """
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
