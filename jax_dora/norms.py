@@ -20,6 +20,7 @@ The results are bit for bit those of computing the norm in every call. For infer
 g = magnitude / norm a constant.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -38,6 +39,7 @@ from jax_dora.layers.magnitude import bounded_norm, g_of_call
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.ops.norm import ratio
 from jax_dora.ops.projection import INNER_NAME
+from jax_dora.ops.saved_inner import AUTOMATIC
 from jax_dora.ops.saved_norm import NORM_NAME
 
 
@@ -185,23 +187,19 @@ def freeze[Model: nnx.Module](model: Model) -> Model:
 
 
 def remat_policy(*names: str) -> Callable[..., bool]:
-    """Returns a policy for `jax.checkpoint`, `nnx.remat` and `nn.remat` that keeps the small arrays
-    of DoRA layers, rather than computing them twice.
+    """Returns a policy for `jax.checkpoint`, `nnx.remat` and `nn.remat` that keeps what only DoRA
+    reads, rather than computing it twice.
 
     The policy keeps these arrays:
 
     - The norm of every layer, f32[out], which rematerialisation keeps without a policy too.
-    - For layers with `keep_inner=True`, the result or, with a bias and in fp16, x (kernel +
-      s·lora_a lora_b), which has the same size.
+    - The array that the gradient of a magnitude reads, if the layer would be computed again for
+      this gradient alone, as the last projection of a block: nothing in the block reads its result.
+      The array is the result or, with a bias and in fp16, x (kernel + s·lora_a lora_b), which has
+      the same size. Rematerialisation without a policy keeps it too, but not with another policy.
+      Layers with `keep_inner=False` never keep it, and layers with `keep_inner=True` always do.
 
-    Consider `keep_inner` for the last projection of a rematerialised block. Nothing in the block
-    reads its result, so the backward pass does not recompute a plain or a LoRA layer there. It does
-    recompute a DoRA layer, only because the magnitude's gradient reads that array:
-
-        rules = [DoRARule(r"blocks/\\d+/down", 16, 32, keep_inner=True), DoRARule(...)]
-        nnx.remat(block, policy=jax_dora.remat_policy())
-
-    Dropout mode "input" has no such array, and does not accept `keep_inner`.
+    Dropout mode "input" has no such array, and does not accept `keep_inner=True`.
 
     Args:
       *names: further names to keep, as given to `jax.ad_checkpoint.checkpoint_name`.
@@ -218,7 +216,14 @@ def remat_policy(*names: str) -> Callable[..., bool]:
                 "remat_policy got ''; expected names that your model passes to "
                 "jax.ad_checkpoint.checkpoint_name: pass no name to keep only DoRA's own arrays"
             )
-    return jax.checkpoint_policies.save_only_these_names(NORM_NAME, INNER_NAME, *names)
+    return _remat_policy(names)
+
+
+@functools.cache
+def _remat_policy(names: tuple[str, ...]) -> Callable[..., bool]:
+    policy = jax.checkpoint_policies.save_only_these_names(NORM_NAME, INNER_NAME, *names)
+    AUTOMATIC.add(policy)
+    return policy
 
 
 def _dora_layers(model: nnx.Module) -> Modules:

@@ -150,13 +150,12 @@ class DoRALayer(nnx.Module):
     @classmethod
     def check(cls, base: Any, options: DoRARule) -> None:
         """Raises the constructor's errors if this class cannot adapt `base` with these options."""
-        for name, default in (("keep_inner", False), ("adapt_attend", None)):
-            if getattr(options, name) is not default and name not in cls.takes:
-                raise ValueError(
-                    f"{name} is {getattr(options, name)!r} for an nnx.{cls.base_type.__name__}, "
-                    f"which has no such option; expected {default}: use a separate rule for these "
-                    "layers"
-                )
+        asked = {"keep_inner": options.keep_inner, "adapt_attend": options.adapt_attend is not None}
+        for name in (name for name in asked if asked[name] and name not in cls.takes):
+            raise ValueError(
+                f"{name} is {getattr(options, name)!r} for an nnx.{cls.base_type.__name__}, "
+                "which has no such option; expected None: use a separate rule for these layers"
+            )
         check_base(base, cls.base_type)
         kernel = getattr(base, cls.kernel_name).get_value()
         if quantised.is_quantised(kernel):

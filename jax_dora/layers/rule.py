@@ -29,9 +29,11 @@ class DoRARule(Rule):
       use_rslora: makes the scale s alpha / sqrt(rank) instead.
       dropout: the probability of dropping an input in training. It must be 0 for embeddings, which
         read no activation.
-      keep_inner: whether `jax_dora.remat_policy` keeps the array that the magnitude's gradient
-        reads: the result or, with a bias and in fp16, x (kernel + s·lora_a lora_b). For linear
-        layers only.
+      keep_inner: whether rematerialisation keeps the array that the magnitude's gradient reads: the
+        result or, with a bias and in fp16, x (kernel + s·lora_a lora_b). With None it does so for a
+        layer that it would otherwise compute again for this gradient alone, as the last projection
+        of a block. False never keeps it, and saves memory. True keeps it with
+        `jax_dora.remat_policy` in any layer. For linear layers only.
       dropout_mode: "adapter" drops the input of lora_a, as LoRA does. "input" drops the input of
         the whole correction, as PEFT's DoRA does; it costs a second product with the kernel.
       adapter_dtype: the dtype of lora_a and lora_b. It never changes the dtype of the result.
@@ -51,7 +53,7 @@ class DoRARule(Rule):
         expression.
     """
 
-    keep_inner: bool = False
+    keep_inner: bool | None = None
     adapter_dtype: Dtype = jnp.float32
     lora_a_init: Initializer | None = None
     lora_b_init: Initializer | None = None
@@ -60,8 +62,8 @@ class DoRARule(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.keep_inner, bool):
-            raise TypeError(f"keep_inner is {self.keep_inner!r}; expected True or False")
+        if not isinstance(self.keep_inner, bool | None):
+            raise TypeError(f"keep_inner is {self.keep_inner!r}; expected True or False, or None")
         if self.keep_inner and self.dropout and self.dropout_mode == "input":
             raise ValueError(
                 "keep_inner is True with dropout_mode 'input', which computes the correction "

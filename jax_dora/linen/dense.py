@@ -48,7 +48,7 @@ class DoRADense(nn.Module):
     alpha: float
     use_rslora: bool = False
     dropout: float = 0.0
-    keep_inner: bool = False
+    keep_inner: bool | None = None
     dropout_mode: DropoutMode = "adapter"
     deterministic: bool | None = None
     use_bias: bool = True

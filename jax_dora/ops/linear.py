@@ -40,7 +40,7 @@ def dora_linear(
     implementation: str | None = None,
     precision: jax.lax.PrecisionLike = None,
     dropout: Dropout | None = None,
-    keep_inner: bool = False,
+    keep_inner: bool | None = None,
     act_qtype: str | None = None,
 ) -> jax.Array:
     """Returns magnitude ∘ x (kernel + scale·lora_a lora_b) / ‖kernel + scale·lora_a lora_b‖ + bias.
@@ -69,10 +69,12 @@ def dora_linear(
       precision: the precision of the matrix products with x, as in `jax.lax.dot_general`.
       dropout: the dropout of x, for training. Its mask is never stored in memory; see
         `jax_dora.ops.Dropout`.
-      keep_inner: names the array that the magnitude's gradient reads, so that
-        `jax_dora.remat_policy()` keeps it. The array is the result; with a bias or in fp16 it is
-        x (kernel + scale·lora_a lora_b) [..., out]. Ignored for dropout in mode "input", where no
-        such array exists.
+      keep_inner: whether `jax.checkpoint` keeps the array that the magnitude's gradient reads: the
+        result; with a bias or in fp16 x (kernel + scale·lora_a lora_b) [..., out]. With None it
+        does so if it would otherwise compute the projection again for this gradient alone; see
+        `saved_inner`. False never keeps it. True also gives it the name that
+        `jax_dora.remat_policy()` keeps. Ignored for dropout in mode "input", where no such array
+        exists.
       act_qtype: "float8_e4m3fn" (qwix's name) rounds x to this format for the product with the
         kernel, with one scale per row. The kernel must be a `QArray` of this format with scales
         [1, out]. The adapter's products and all gradients use the unrounded x. None rounds nothing.
@@ -126,7 +128,7 @@ def scaled_linear(
     dropout: Dropout | None = None,
     implementation: str | None = None,
     precision: jax.lax.PrecisionLike = None,
-    keep_inner: bool = False,
+    keep_inner: bool | None = None,
     act_qtype: str | None = None,
 ) -> jax.Array:
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g [out] of
@@ -164,7 +166,7 @@ def lora_linear(
     implementation: str | None = None,
     precision: jax.lax.PrecisionLike = None,
     dropout: Dropout | None = None,
-    keep_inner: bool = False,
+    keep_inner: bool | None = None,
     act_qtype: str | None = None,
 ) -> jax.Array:
     """Returns inner = x (kernel + scale·lora_a lora_b): a LoRA layer, or a DoRA layer before its

@@ -23,7 +23,7 @@ class ProjectionSettings(NamedTuple):
     implementation: str | None
     precision: Any = None
     act_qtype: str | None = None
-    keep_inner: bool = False
+    keep_inner: bool | None = None
     rate: float = 0.0
     mode: str = "adapter"
 

@@ -38,6 +38,7 @@ from jax_dora.ops.dtypes import accumulation_dtype, dot_general
 from jax_dora.ops.operands import ProductSettings, Projection, ProjectionSettings
 from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
 from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, ReductionSettings
+from jax_dora.ops.saved_inner import save_inner
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
@@ -114,6 +115,8 @@ def _projection_fwd(
         # The layers that follow need y too: keeping inner alone would not save computing y again.
         y = jnp.asarray(checkpoint_name(y, RESULT_NAME))
         inner = jnp.asarray(checkpoint_name(inner, name))
+    if wanted.g is not None and settings.keep_inner is not False:
+        y, inner = save_inner(y, inner)
     # The bias stays, because it determines whether `inner` holds inner or y.
     x = row_scaled.plain(operands.x) if wanted.lora_a or wanted.kernel else None
     kept = operands._replace(x=x)

@@ -1,6 +1,7 @@
-"""Rematerialisation computes no norm twice."""
+"""Rematerialisation computes no norm twice, and nothing for a magnitude's gradient alone."""
 
 import functools
+import gc
 from typing import Any
 
 import jax
@@ -19,9 +20,9 @@ from tests.jax_dora.programs import equations
 WIDTH = 16
 
 
-def count_norms(function, *args) -> int:
-    """How many norms the program of `function` takes."""
-    return sum(str(one.params.get("op")) == "norm" for one in equations(function, *args))
+def count(op: str, function, *args) -> int:
+    """How often the program of `function` calls an operator."""
+    return sum(str(one.params.get("op")) == op for one in equations(function, *args))
 
 
 def assert_close(one: Any, other: Any) -> None:
@@ -34,9 +35,11 @@ class Block(nnx.Module):
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
         self.mix = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / 4)
+        self.read_again = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(jnp.tanh(self.up(x))) @ self.mix[...]
+        y = self.down(jnp.tanh(self.up(x))) @ self.mix[...]
+        return x + (jnp.tanh(y) if self.read_again else y)
 
 
 class Blocks(nnx.Module):
@@ -51,9 +54,9 @@ class Blocks(nnx.Module):
         return x
 
 
-def adapted_blocks() -> tuple[Blocks, jax.Array]:
+def adapted_blocks(**options: Any) -> tuple[Blocks, jax.Array]:
     init = nnx.initializers.normal(0.1)
-    rule = DoRARule(".*", 4, 8, lora_a_init=init, lora_b_init=init)
+    rule = DoRARule(".*", 4, 8, lora_a_init=init, lora_b_init=init, **options)
     x = jax.random.normal(jax.random.key(2), (3, WIDTH))
     model = jax_dora.apply_dora(Blocks(nnx.Rngs(0)), rule, rngs=nnx.Rngs(1), example=(x,))
     return model, x
@@ -64,7 +67,7 @@ REMATS = {
     "no policy": nnx.remat,
     "nothing": functools.partial(nnx.remat, policy=jax.checkpoint_policies.nothing_saveable),
     "dots": functools.partial(nnx.remat, policy=jax.checkpoint_policies.dots_saveable),
-    "ours": functools.partial(nnx.remat, policy=jax_dora.remat_policy()),
+    "ours": lambda block: nnx.remat(block, policy=jax_dora.remat_policy()),
     "nested": lambda block: nnx.remat(lambda self, x: nnx.remat(block)(self, x)),
     "jitted": lambda block: nnx.remat(nnx.jit(block)),
     "no barrier": functools.partial(nnx.remat, prevent_cse=False),
@@ -89,7 +92,7 @@ class TestRematerialisedNorms:
     def test_blocks_of_a_list(self, remat):
         model, x = adapted_blocks()
         function, *args = self.gradient(model, x, REMATS[remat])
-        assert count_norms(function, *args) == 2 * 3
+        assert count("norm", function, *args) == 2 * 3
         found = jax.jit(function)
         plain = jax.jit(self.gradient(model, x, REMATS["none"])[0])
         assert_close(found(*args), plain(*args))
@@ -128,21 +131,62 @@ class TestRematerialisedNorms:
         graphdef, state = nnx.split(stack)
         x = jax.random.normal(jax.random.key(2), (3, WIDTH))
         found = run(functools.partial(nnx.remat, policy=policy))
-        assert count_norms(found, state, x) == 2
+        assert count("norm", found, state, x) == 2
+        # The forward pass computes both layers of a block, the backward pass only the first one.
+        assert count("project", found, state, x) == 3
         assert_close(jax.jit(found)(state, x), jax.jit(run(lambda block: block))(state, x))
 
-    def test_the_norms_are_all_that_is_kept(self, capsys):
+    @pytest.mark.parametrize(
+        ("read_again", "keep_inner", "inner"),
+        [(True, None, []), (False, None, ["f32[3,16]"]), (False, False, [])],
+    )
+    def test_what_is_kept(self, read_again, keep_inner, inner, capsys):
         """Beside the inputs of a rematerialised function."""
-        model, x = adapted_blocks()
+        model, x = adapted_blocks(keep_inner=keep_inner)
+        model.blocks[0].read_again = read_again
         graphdef, adapter, rest = nnx.split(model.blocks[0], nnx.LoRAParam, ...)
 
         @jax.checkpoint
         def run(adapter, rest, x):
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, adapter, rest)(x)))
+            return nnx.merge(graphdef, adapter, rest)(x)
 
         print_saved_residuals(run, adapter, rest, x)
         lines = [one for one in capsys.readouterr().out.splitlines() if "argument" not in one]
-        assert sorted(one.split()[0] for one in lines) == ["f32[16]", "f32[16]", "f32[32]"]
+        norms = ["f32[16]", "f32[16]", "f32[32]"]
+        assert sorted(one.split()[0] for one in lines) == sorted(norms + inner)
+
+    @pytest.mark.parametrize(
+        ("remat", "options", "twice"),
+        [
+            ("no policy", {}, 2),
+            ("ours", {}, 2),
+            ("nested", {}, 2),
+            ("jitted", {}, 2),
+            ("ours", {"keep_inner": False}, 3),
+            ("ours", {"keep_inner": True}, 2),  # the others' biases are added again
+            ("dots", {}, 3),  # a policy of the user's own
+        ],
+    )
+    @pytest.mark.parametrize("read_again", [False, True])
+    def test_the_last_projection_is_computed_once(self, remat, options, twice, read_again):
+        """Unless the block itself reads its result in the backward pass."""
+        model, x = adapted_blocks(**options)
+        for block in model.blocks:
+            block.read_again = read_again
+        function, *args = self.gradient(model, x, REMATS[remat])
+        if read_again and not options.get("keep_inner"):
+            twice = 3
+        assert count("project", function, *args) == 2 * (3 + twice)
+        plain = jax.jit(self.gradient(model, x, REMATS["none"])[0])
+        assert_close(jax.jit(function)(*args), plain(*args))
+
+    def test_a_policy_outlives_an_equal_one(self):
+        first, second = jax_dora.remat_policy("other"), jax_dora.remat_policy("other")
+        del first
+        gc.collect()
+        model, x = adapted_blocks()
+        remat = functools.partial(nnx.remat, policy=second)
+        assert count("project", *self.gradient(model, x, remat)) == 2 * (3 + 2)
 
     def test_a_mesh(self):
         mesh = automatic(model=2)
