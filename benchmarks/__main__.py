@@ -77,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     scale = parser.add_argument_group("level scale")
     scale.add_argument(
         "--model",
-        choices=("qwen3", "llama3"),
-        help="12 layers of Qwen3-8B's width (the default), or all of Llama-3-8B",
+        choices=("qwen3", "llama3", "list", "list of small layers"),
+        help="12 layers of Qwen3-8B's width (the default), all of Llama-3-8B, or a list of layers",
     )
     scale.add_argument("--ranks", nargs="+", type=int, help="of the adapters; default: 64 384")
     scale.add_argument("--layouts", nargs="+", choices=("tp", "fsdp", "dp", "alone"))

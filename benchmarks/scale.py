@@ -1,11 +1,12 @@
-"""Level `scale`: a decoder on several devices, as it is ("base"), with LoRA, and with DoRA.
+"""Level `scale`: a decoder on one or several devices, as it is ("base"), with LoRA, and with DoRA.
 
-The model is 12 layers of Qwen3-8B's width, or, with --model llama3, all of Llama-3-8B. Each layout
-is a mesh over all devices: tensor parallelism ("tp"), FSDP ("fsdp"), data parallelism ("dp"), or
-one device with its share of data parallelism ("alone"). Inference and an optimizer step are
-measured with automatic and with explicit mesh axes, and with adapters of rank 64 and 384. --only
-names the kinds to measure; with "DoRA, inner kept", the last projection of a layer keeps what its
-gradient reads.
+--model chooses the model, one of `MODELS`: 12 layers of Qwen3-8B's width, all of Llama-3-8B, or, as
+most users of Flax write a decoder, a Python list of 6 layers of Qwen3-8B's width or of 12 of
+Qwen3-0.6B's. Each layout is a mesh over all devices: tensor parallelism ("tp"), FSDP ("fsdp"), data
+parallelism ("dp"), or one device with its share of data parallelism ("alone"). Inference and an
+optimizer step are measured with automatic and with explicit mesh axes, and with adapters of rank 64
+and 384. --only names the kinds to measure; "DoRA, inner computed again" does not keep what the
+gradient of a layer's last magnitude reads, and "DoRA, frozen" is inference with a constant norm.
 
 All programs of one layout, kind of axes and rank are compiled first, and then timed in turns, so
 that a disturbance affects all of them. One line is one program: its median wall time (`ms`) in a
@@ -27,15 +28,37 @@ from flax import nnx
 
 from benchmarks.collectives import collectives
 from benchmarks.model.decoder import loss, update
-from benchmarks.model.placed import INNER_KEPT, LAYOUTS, Placed, drawing, on_own_axes, placed
+from benchmarks.model.placed import (
+    FROZEN,
+    INNER_AGAIN,
+    LAYOUTS,
+    Placed,
+    drawing,
+    on_own_axes,
+    placed,
+)
 from benchmarks.model.protocol import LLAMA3, QUICK, QWEN3, Protocol
 from benchmarks.programs import Program, compiled
 from benchmarks.results import Row, milliseconds, with_ratio
 
 KINDS = ("base", "LoRA", "DoRA")
+
+
+class Model(NamedTuple):
+    """The sizes of a decoder, and whether its layers are in a scan or in a Python list."""
+
+    sizes: Protocol
+    scanned: bool = True
+
+
 MODELS = {
-    "qwen3": dataclasses.replace(QWEN3, layers=12, tokens=2048),
-    "llama3": dataclasses.replace(LLAMA3, tokens=2048),
+    "qwen3": Model(dataclasses.replace(QWEN3, layers=12, tokens=2048)),
+    "llama3": Model(dataclasses.replace(LLAMA3, tokens=2048)),
+    "list": Model(dataclasses.replace(QWEN3, layers=6), scanned=False),
+    "list of small layers": Model(
+        dataclasses.replace(QWEN3, hidden=1024, intermediate=3072, heads=16, layers=12),
+        scanned=False,
+    ),
 }
 
 
@@ -45,7 +68,7 @@ class Settings(NamedTuple):
     Attributes:
       model: a name in `MODELS`.
       sizes, layers: override the model's own.
-      only: the kinds that are measured, of `KINDS` and `INNER_KEPT`.
+      only: the kinds that are measured, of `KINDS`, `INNER_AGAIN` and `FROZEN`.
       calls: calls of a program in one turn. As in a training loop, no call is waited for before
         the next one.
       devices: number of devices; None for all.
@@ -65,7 +88,7 @@ class Settings(NamedTuple):
     def groups(self) -> Iterator[tuple[str, str, Protocol]]:
         """Yields the layout, axes and sizes of each group that is timed in turns, the most
         interesting ones first."""
-        sizes = self.sizes or MODELS[self.model]
+        sizes = self.sizes or MODELS[self.model].sizes
         sizes = dataclasses.replace(sizes, layers=self.layers or sizes.layers)
         for rank in self.ranks:
             for layout in self.layouts:
@@ -79,7 +102,7 @@ TINY = Settings(sizes=QUICK, ranks=(8,), rounds=1, devices=2)
 
 def refuses(settings: Settings) -> str:
     """Returns an error message about the settings, or ""."""
-    known = (*KINDS, INNER_KEPT)
+    known = (*KINDS, INNER_AGAIN, FROZEN)
     if unknown := [kind for kind in settings.only if kind not in known]:
         return f"--only is {unknown[0]!r}; expected one of {', '.join(map(repr, known))}"
     return ""
@@ -89,12 +112,13 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each program."""
     for layout, axes, sizes in settings.groups():
         mesh = LAYOUTS[layout].mesh(axes, settings.devices)
-        kinds = settings.only
-        models = {kind: placed(kind, LAYOUTS[layout], mesh, sizes, device) for kind in kinds}
+        kinds, scanned = settings.only, MODELS[settings.model].scanned
+        models = {
+            kind: placed(kind, LAYOUTS[layout], mesh, sizes, device, scanned) for kind in kinds
+        }
         rows = []
         for kind in kinds:
-            # The base has no parameters to train.
-            for task in ("inference",) if kind == "base" else ("inference", "step"):
+            for task in ("inference",) if kind in ("base", FROZEN) else ("inference", "step"):
                 row: Row = {"kind": kind, "layout": layout, "axes": axes, "task": task}
                 row |= {"model": settings.model, "devices": mesh.size, "hidden": sizes.hidden}
                 row |= {"calls": settings.calls}

@@ -63,17 +63,14 @@ def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:
     return functools.partial(LoRALinear, rank=rank, scale=2.0, **options)
 
 
-def dora_rules(sizes: Protocol, keep_inner: bool = False) -> list[jax_dora.DoRARule]:
-    """Returns rules for DoRA on the projections of a decoder.
-
-    Args:
-      keep_inner: whether the last projection of a layer keeps its inner result for the gradient.
-    """
-    options = {"adapter_dtype": jnp.bfloat16, "lora_b_init": LORA_B_INIT}
-    rule = functools.partial(
-        jax_dora.DoRARule, rank=sizes.rank, alpha=sizes.alpha, use_rslora=True, **options
+def dora_rule(sizes: Protocol, keep_inner: bool | None = None) -> jax_dora.DoRARule:
+    """Returns the rule for DoRA on the projections of a decoder."""
+    return jax_dora.DoRARule(
+        rf"layers/(\d+/)?({'|'.join(PROJECTIONS)})",
+        sizes.rank,
+        sizes.alpha,
+        use_rslora=True,
+        keep_inner=keep_inner,
+        adapter_dtype=jnp.bfloat16,
+        lora_b_init=LORA_B_INIT,
     )
-    if not keep_inner:
-        return [rule(rf"layers/(\d+/)?({'|'.join(PROJECTIONS)})")]
-    others = rule(rf"layers/(\d+/)?({'|'.join(PROJECTIONS[:-1])})")
-    return [rule(rf"layers/(\d+/)?{PROJECTIONS[-1]}", keep_inner=True), others]

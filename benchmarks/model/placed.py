@@ -12,14 +12,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dora
-from benchmarks.model.adapters import LoRALinear, dora_rules
+from benchmarks.model.adapters import LoRALinear, dora_rule
 from benchmarks.model.decoder import OPTIMIZER, Decoder, Style
 from benchmarks.model.protocol import LORA_B_DEVIATION, PROJECTIONS, Protocol
 
 # Tensor parallelism shards the columns of these projections, and the rows of the others.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 AXIS = "devices"
-INNER_KEPT = "DoRA, inner kept"
+INNER_AGAIN = "DoRA, inner computed again"
+FROZEN = "DoRA, frozen"
 ROWS_PER_DEVICE = 2
 DEVIATION = 0.02
 
@@ -66,7 +67,7 @@ class Placed(NamedTuple):
 def placed(
     kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str, scanned: bool = True
 ) -> Placed:
-    """Returns the decoder of the kind "base", "LoRA", "DoRA" or `INNER_KEPT`."""
+    """Returns the decoder of the kind "base", "LoRA", "DoRA", `INNER_AGAIN` or `FROZEN`."""
     attention = "cudnn" if device == "cuda" else "xla"
     style = Style(attention=attention, fused_swiglu=False, scanned=scanned)
     rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
@@ -82,9 +83,9 @@ def placed(
     def make() -> Decoder:
         model = Decoder(sizes, style, nnx.Rngs(0))
         if kind.startswith("DoRA"):
-            rules = dora_rules(sizes, keep_inner=kind == INNER_KEPT)
-            model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
-        return model
+            rule = dora_rule(sizes, keep_inner=False if kind == INNER_AGAIN else None)
+            model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1))
+        return jax_dora.freeze(model) if kind == FROZEN else model
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
     flat = [
@@ -127,7 +128,7 @@ def drawing(placed: Placed, vocabulary: int) -> Any:
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path)
-        if "magnitude" in name or "scale" in name:
+        if any(part in name for part in ("magnitude", "scale", "given_g")):
             return jnp.ones(leaf.shape, leaf.dtype)
         deviation = LORA_B_DEVIATION if "lora_b" in name else DEVIATION
         key = jax.random.key(len(name), impl="rbg")  # quick to compile and to draw

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jax_dora
 from benchmarks.model import decoder
-from benchmarks.model.adapters import Dense, LoRALinear, dora_rules
+from benchmarks.model.adapters import Dense, LoRALinear, dora_rule
 from benchmarks.model.decoder import OPTIMIZER, Decoder, Style
 from benchmarks.model.protocol import Kind, Protocol, Task
 from benchmarks.results import Row
@@ -57,8 +57,8 @@ def build(kind: Kind, protocol: Protocol, device: str) -> Decoder:
     model = nnx.jit(lambda: Decoder(protocol, style, nnx.Rngs(0)))()
     if kind.method == "LoRA":
         return model
-    rules = dora_rules(protocol, kind.keeps_inner)
-    model = jax_dora.apply_dora(model, rules, rngs=nnx.Rngs(1))
+    rule = dora_rule(protocol, None if kind.keeps_inner else False)
+    model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1))
     magnitudes = nnx.state(model, jax_dora.DoRAParam)
     leaves, tree = jax.tree.flatten(magnitudes)
     keys = jax.random.split(jax.random.key(1), len(leaves))
