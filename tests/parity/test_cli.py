@@ -90,6 +90,12 @@ def test_a_level_is_a_command_too(level, case, tmp_path):
         assert {row["side"] for row in rows if row["ok"] is not None} == {"jax", "torch", "peft"}
 
 
+def test_the_level_of_vllm_says_what_is_missing():
+    # Where there is vLLM, tests/torch_dora/vllm runs the level.
+    with pytest.raises(SystemExit, match=r"no vLLM in this environment: `make setup-vllm`"):
+        main(["vllm", "--device", "cpu"])
+
+
 def test_every_level_runs_without_a_command(capsys):
     main(["--device", "cpu", "--quick", "--list"])
     names = capsys.readouterr().out
