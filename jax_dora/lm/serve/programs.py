@@ -64,7 +64,7 @@ def model_programs(
     functions = _prefill, _decode, _score
     read, step, score = (functools.partial(function, graphdef) for function in functions)
     return (
-        jax.jit(read, donate_argnums=(2, 3, 7), compiler_options=dict(options)),
+        jax.jit(read, donate_argnums=(2, 3, 6), compiler_options=dict(options)),
         jax.jit(step, donate_argnums=(2, 3), compiler_options=DECODING_OPTIONS),
         jax.jit(score),
     )
@@ -105,15 +105,15 @@ def _prefill(
     cache: Cache,
     logits: jax.Array,
     adapters: jax.Array,
-    tokens: jax.Array,
-    places: jax.Array,
+    pieces: tuple[jax.Array, jax.Array],
     all_hidden: jax.Array,
 ) -> tuple[jax.Array, Cache, jax.Array]:
-    """Adds tokens [pieces, width] to the cache; places i32[3, pieces] has the pieces' rows, numbers
-    of tokens and start positions.
+    """Adds pieces of prompts to the cache.
 
-    Returns the logits, the cache and `all_hidden` with what the program changes.
+    They are tokens i32[pieces, width], and i32[3, pieces] with the pieces' rows, numbers of tokens
+    and start positions. Returns the logits, the cache and `all_hidden` with what they change.
     """
+    tokens, places = pieces
     rows, counts, starts = places
     all_rows = cache.lengths.shape[0]
     # Padding has the first piece's adapter. With the base model's -1, the batch would be a mix for

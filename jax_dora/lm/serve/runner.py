@@ -180,7 +180,7 @@ class ModelRunner:
             tokens[number, : len(piece.tokens)] = piece.tokens
             places[:, number] = piece.row, len(piece.tokens), piece.start
         self._activate(tuple(piece.row for piece in pieces))
-        return self._run(self._prefill, tokens, places, self._arrays.hidden)
+        return self._run(self._prefill, (tokens, places), self._arrays.hidden)
 
     def score(self, pieces: Sequence[PromptPiece], width: int) -> Any:
         """Returns the probabilities of what follows each token of the latest pieces.
