@@ -5,11 +5,17 @@ command with one line instead of a traceback. Therefore it is not in `jax_dora`,
 long.
 """
 
+import argparse
+import ast
 import importlib
+import importlib.util
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
+
+COMMANDS = ("finetune", "generate", "merge", "inspect", "serve")
 
 # The escape sequence shows the cursor again, which a progress bar hides.
 _INTERRUPTED = b"\x1b[?25h\nInterrupted.\n" if os.isatty(2) else b"\nInterrupted.\n"
@@ -24,8 +30,27 @@ def _exit_on_interrupt(*_: object) -> NoReturn:
     os._exit(130)
 
 
+def overview() -> str:
+    """Returns the help of all commands, from their sources, since importing them takes seconds."""
+    parser = argparse.ArgumentParser(
+        prog="jax-dora", description="DoRA for Llama, Mistral and Qwen models on JAX."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    package = importlib.util.find_spec("jax_dora")
+    assert package is not None
+    assert package.origin is not None
+    for name in COMMANDS:
+        file = Path(package.origin).parent / "lm" / "commands" / f"{name}.py"
+        description = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+        commands.add_parser(name, help=description.partition("\n")[0])
+    return parser.format_help()
+
+
 def main() -> NoReturn:
     """Runs the command, and exits with its status."""
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(overview(), end="")
+        sys.exit()
     signal.signal(signal.SIGINT, _exit_on_interrupt)
     try:
         commands = importlib.import_module("jax_dora.lm.commands")

@@ -1,6 +1,6 @@
 """Serves a model and its adapters on every device of a cluster with Ray Serve.
 
-    pip install 'jax-dora[serve,ray]'
+    pip install '.[serve,ray]'
     python examples/serve_ray.py --model FOLDER --adapters DIR --replicas 2
 
 All flags of `jax-dora serve` apply: those of the address to Ray's proxy, and all others to each

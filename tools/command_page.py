@@ -17,7 +17,7 @@ def page() -> str:
         "# Commands and flags",
         "",
         "This page lists every command of `jax-dora` and all its flags. Install it with",
-        "`pip install 'jax-dora[finetune,serve]'`; `python -m jax_dora` runs the same commands.",
+        "`pip install '.[finetune,serve]'`; `python -m jax_dora` runs the same commands.",
         "",
         "| exit status | meaning |",
         "| --- | --- |",

@@ -1,5 +1,6 @@
 """Hooks of mkdocs.yml: MathJax in the site's own files; version and repository in the footer."""
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -19,12 +20,24 @@ ORIGIN = re.compile(
 
 def on_config(config: Any) -> None:
     config.copyright = f"jax_dora {__version__}, Apache-2.0"
-    git = ["git", "config", "remote.origin.url"]
-    origin = subprocess.run(git, capture_output=True, text=True, check=False).stdout
-    if address := page_of(origin.strip()):
+    if address := repository():
         # A link in the footer, because the theme's own link makes a reader's browser ask the host
         # for the number of stars.
         config.copyright += f', <a href="{address}">source</a>'
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Gives the link `[text][repository]` its address, or removes it if there is none."""
+    address = repository()
+    return re.sub(r"\[([^]]+)\]\[repository\]", rf"[\1]({address})" if address else r"\1", markdown)
+
+
+@functools.cache
+def repository() -> str | None:
+    """Returns the web address of the repository, or None if the clone has no remote on a host."""
+    git = ["git", "config", "remote.origin.url"]
+    origin = subprocess.run(git, capture_output=True, text=True, check=False).stdout
+    return page_of(origin.strip())
 
 
 def page_of(origin: str) -> str | None:

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jax_dora.lm.models import DecoderConfig, make_model, save_model
 
-MODEL, DATA = "tiny-model", "tiny.jsonl"  # in a run's folder
+# In a run's folder. `HELD_OUT` has the records to evaluate on.
+MODEL, DATA, HELD_OUT = "tiny-model", "tiny.jsonl", "tiny-eval.jsonl"
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -45,15 +46,16 @@ def make_tiny_inputs(output: Path, *, data: bool) -> Iterator[None]:
 
     If the block raises an error, what was made is removed again.
     """
-    folder, file = output / MODEL, output / DATA
+    folder, files = output / MODEL, [output / DATA, output / HELD_OUT]
     with contextlib.ExitStack() as undo:
         if not folder.exists():
             make_tiny_model(folder)
             undo.callback(shutil.rmtree, folder)
         if data:
-            if not file.exists():
-                undo.callback(file.unlink)
-            make_tiny_data(file)
+            for file in files:
+                if not file.exists():
+                    undo.callback(file.unlink, missing_ok=True)
+            make_tiny_data(*files)
         yield
         undo.pop_all()
 
@@ -91,9 +93,13 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_tiny_data(file: Path) -> None:
-    """Writes 500 sums of two numbers, as prompts and completions."""
-    rng = np.random.default_rng(0)
-    sums = rng.integers(0, 50, (500, 2)).tolist()
-    records = ({"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in sums)
-    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+def make_tiny_data(file: Path, held_out: Path | None = None) -> None:
+    """Writes the sums of two numbers below 50, as prompts and completions, in random order.
+
+    40 sums are not in `file`, but in `held_out` if it is given.
+    """
+    sums = [divmod(int(one), 50) for one in np.random.default_rng(0).permutation(50 * 50)]
+    for path, part in ((held_out, sums[:40]), (file, sums[40:])):
+        records = ({"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in part)
+        if path is not None:
+            path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")

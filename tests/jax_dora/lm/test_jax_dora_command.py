@@ -1,10 +1,13 @@
-"""The installed command where an extra is not installed."""
+"""The installed command: its quick help, and errors where an extra is not installed."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+import jax_dora_command
+from jax_dora.lm.commands import parser
 from tests.tables import slow
 
 WITHOUT = """
@@ -19,7 +22,7 @@ main()
 @pytest.mark.parametrize(
     ("name", "arguments", "extra"),
     [
-        ("tokenizers", ["--help"], "finetune"),
+        ("tokenizers", ["finetune", "--help"], "finetune"),
         slow("uvicorn", ["serve", "--model", "none"], "serve"),
     ],
 )
@@ -29,3 +32,14 @@ def test_the_extra_to_install_is_named(name, arguments, extra):
     assert done.returncode in (1, 2)
     assert f"pip install 'jax-dora[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_help_takes_less_than_a_second():
+    """Of CPU time, because it imports no package."""
+    command = [sys.executable, "-c", WITHOUT.format(name="jax", arguments=["--help"])]
+    before = os.times()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    after = os.times()
+    spent = after.children_user + after.children_system
+    assert spent - before.children_user - before.children_system < 1
+    assert done.stdout == jax_dora_command.overview() == parser().format_help()
