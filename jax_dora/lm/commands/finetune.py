@@ -1,6 +1,7 @@
 """Fine-tune a Llama, Mistral or Qwen model with DoRA.
 
     jax-dora finetune --model FOLDER --data FILE.jsonl --rank 384 --output RUN
+    jax-dora finetune --settings FILE.yaml --rank 16
     jax-dora finetune --tiny --output RUN        # makes its own model and data, runs on a laptop
 
 The model is a Hugging Face folder with config.json, safetensors files and tokenizer.json. The data
@@ -59,6 +60,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         return add, functools.partial(add_setting, add, Settings)
 
     add, setting = group("model and data")
+    help_text = "YAML file of flags without dashes, such as rank: 16; flags given here replace its"
+    add("--settings", type=Path, metavar="FILE", help=help_text)
     setting("model", required=False, **folder)
     add("--tiny", action="store_true", help="make a tiny model, and its data without --data")
     setting("data", required=False, **files)
@@ -85,15 +88,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     setting("target", metavar="REGEX")
 
     _, setting = group("training")
-    for name in ("steps", "epochs", "batch", "accumulate", "learning_rate", "schedule", "warmup"):
+    for name in ("steps", "epochs", "batch", "accumulate", "learning_rate", "optimizer"):
         setting(name)
-    for name in ("weight_decay", "clip", "unroll", "seed"):
+    for name in ("schedule", "final_rate", "warmup", "weight_decay", "clip", "unroll", "seed"):
         setting(name)
 
     add, setting = group("checkpoints and results")
     for name in ("resume", "checkpoint_every", "keep", "eval_every", "patience", "samples"):
         setting(name)
-    setting("tensorboard")
+    setting("report_to")
     add("--dry-run", action="store_true", help="print an estimate of the run and stop")
     setting("merge", **folder)
 

@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 from rich.console import Console
@@ -18,8 +19,10 @@ from jax_dora.lm.commands.flags import (
     Parser,
     UsageError,
     flags_of,
+    usage_errors,
     with_flag_names,
 )
+from jax_dora.lm.commands.settings_file import read_settings
 from jax_dora.lm.finetune import processes
 from jax_dora.lm.finetune.processes import FirstStoppedError
 from jax_dora.lm.finetune.stopping import DivergedError
@@ -30,6 +33,21 @@ FAILED, USAGE = 1, 2
 _LOST = re.compile(r"\b([Gg]loo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED)\b")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = (finetune, generate, merge, inspect, serve)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the values of a command's flags: those of `argv`, then those of --settings."""
+    args = parser().parse_args(argv)
+    if (file := getattr(args, "settings", None)) is None:
+        return args
+    without_defaults = parser()
+    [commands] = (one for one in without_defaults._actions if isinstance(one.choices, dict))
+    command = cast(dict[str, argparse.ArgumentParser], commands.choices)["finetune"]
+    for action in command._actions:
+        action.default = argparse.SUPPRESS
+    given = vars(without_defaults.parse_args(argv))
+    with usage_errors():
+        return argparse.Namespace(**vars(args) | read_settings(file, command) | given)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     flags: dict[str, str] = {}
     try:
-        args = parser().parse_args(argv)
+        args = parse(argv)
         flags = args.flags
         return args.run(args)
     except (Exception, KeyboardInterrupt) as error:

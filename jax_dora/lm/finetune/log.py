@@ -1,6 +1,9 @@
-"""Writes the metrics of a run to metrics.jsonl, one line per step, and to TensorBoard."""
+"""Writes the metrics of a run to metrics.jsonl, one line per step, and passes them on."""
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NotRequired, Self, TypedDict, cast
 
@@ -16,6 +19,10 @@ class Line(TypedDict):
     eval_loss: NotRequired[float]
 
 
+# Gets the metrics of each step.
+Callback = Callable[[Line], None]
+
+
 class Log:
     """The metrics of a run's finished steps.
 
@@ -23,24 +30,19 @@ class Log:
       lines: the lines of metrics.jsonl.
     """
 
-    def __init__(self, folder: Path | None, done: int, *, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path | None, done: int, *callbacks: Callback) -> None:
         """
         Args:
           folder: the run's folder; None writes nothing.
           done: the number of finished steps. Lines of later steps are removed from the file, and
             also everything from the first damaged line on.
-          tensorboard: whether to write TensorBoard files as well.
+          callbacks: are called with each line that is added.
         """
         self.lines: list[Line] = []
-        self._writer: Any = None
+        self._callbacks = callbacks
         self._stream = None
         if folder is None:
             return
-        if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            # TensorBoard discards earlier values of the steps from purge_step on.
-            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
         self._stream = (folder / "metrics.jsonl").open("a+b")
         self._stream.seek(0)
         end = 0
@@ -58,8 +60,6 @@ class Log:
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
             self._stream.close()
-        if self._writer is not None:
-            self._writer.close()
 
     def add(self, line: Line) -> None:
         """Writes the metrics of a step."""
@@ -67,10 +67,45 @@ class Log:
         if self._stream is not None:
             self._stream.write(json.dumps(line).encode() + b"\n")
             self._stream.flush()
-        if self._writer is not None:
-            for name, value in line.items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, line["step"])
+        for callback in self._callbacks:
+            callback(line)
+
+
+@contextlib.contextmanager
+def reporting(name: str | None, folder: Path, done: int, settings: Any) -> Iterator[list[Callback]]:
+    """Yields a callback that passes metrics to TensorBoard, wandb or trackio, or none.
+
+    Args:
+      name: "tensorboard", "wandb" or "trackio", or None. The package is imported only if it is
+        named.
+      folder: the run's folder, whose name is the name of the run.
+      done: the number of finished steps.
+      settings: the settings of the run, to show with it.
+    """
+    if name is None:
+        yield []
+        return
+    package: Any = import_module({"tensorboard": "tensorboardX"}.get(name, name))
+    writer: Any = None
+    if name == "tensorboard":
+        # TensorBoard discards earlier values of the steps from purge_step on.
+        writer = package.SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+    else:
+        package.init(project="jax-dora", name=folder.resolve().name, config=settings)
+
+    def report(line: Line) -> None:
+        values = {key: value for key, value in line.items() if key != "step"}
+        if writer is None:
+            package.log(values, step=line["step"])
+            return
+        for key, value in values.items():
+            writer.add_scalar(key, value, line["step"])
+
+    close = package.finish if writer is None else writer.close
+    try:
+        yield [report]
+    finally:
+        close()
 
 
 def _parse(raw: bytes) -> Line | None:

@@ -27,6 +27,7 @@ from jax_dora.lm.finetune.output import check_merge, check_output
 from jax_dora.lm.finetune.records import read_records
 from jax_dora.lm.finetune.reply_ends import learned_ends
 from jax_dora.lm.finetune.settings import Settings
+from jax_dora.lm.finetune.training import make_schedule
 from jax_dora.lm.models import CausalLM, DecoderConfig, DecoderSharding, abstract_model, read_config
 from jax_dora.lm.models.attention import MAX_SEGMENTS
 from jax_dora.lm.models.tensor_files import fingerprint
@@ -37,7 +38,8 @@ EMBEDDING = "model/embed_tokens"
 FIXED = (
     *("length", "dtype", "quantize", "act_qtype"),
     *("rank", "alpha", "use_rslora", "dropout", "target"),
-    *("learning_rate", "schedule", "warmup", "weight_decay", "clip", "seed"),
+    *("learning_rate", "optimizer", "schedule", "final_rate", "warmup", "weight_decay", "clip"),
+    "seed",
 )
 
 
@@ -79,10 +81,12 @@ class Plan:
             )
         if (merge := settings.merge) is not None:
             processes.run_on_first(lambda: check_merge(merge, settings.output))
-        for name, extra in {"matplotlib": "finetune", "tensorboardX": "tensorboard"}.items():
-            is_needed = extra == "finetune" or settings.tensorboard
-            if is_needed and find_spec(name) is None:
-                raise ImportError(f"{name} is not installed; run: pip install 'jax-dora[{extra}]'")
+        needed = {"matplotlib": "'jax-dora[finetune]'"}
+        if (name := settings.report_to) is not None:
+            needed |= {"tensorboardX" if name == "tensorboard" else name: f"'jax-dora[{name}]'"}
+        for name, extra in needed.items():
+            if find_spec(name) is None:
+                raise ImportError(f"{name} is not installed; run: pip install {extra}")
         for name in ("data", "eval_data"):
             if missing := [file for file in getattr(settings, name) if not file.exists()]:
                 raise FileNotFoundError(f"{name}={missing[0]}: expected a file; it does not exist")
@@ -130,18 +134,7 @@ class Plan:
     @functools.cached_property
     def schedule(self) -> optax.Schedule:
         """The learning rate as a function of the step, from 0."""
-        peak, warmup = self.settings.learning_rate, self.settings.warmup
-        steps = self.steps - warmup
-        after = {
-            "cosine": optax.cosine_decay_schedule(peak, steps),
-            "linear": optax.linear_schedule(peak, 0.0, steps),
-            "constant": optax.constant_schedule(peak),
-        }[self.settings.schedule]
-        if not warmup:
-            return after
-        # Warmup starts at 1/warmup of the learning rate: at 0, the first step would do nothing.
-        rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
-        return optax.join_schedules([rise, after], [warmup])
+        return make_schedule(self.settings, self.steps)
 
     @functools.cached_property
     def abstract_model(self) -> CausalLM:

@@ -17,7 +17,7 @@ import jax_dora
 import jax_dora.peft
 from dora_common.replacement import replace_text, replaced_file
 from jax_dora.lm.finetune import estimate, packing, processes, results, training
-from jax_dora.lm.finetune.log import Line, Log
+from jax_dora.lm.finetune.log import Callback, Line, Log, reporting
 from jax_dora.lm.finetune.output import locked_output
 from jax_dora.lm.finetune.plan import FIXED, Plan
 from jax_dora.lm.finetune.report import report
@@ -29,12 +29,16 @@ from jax_dora.lm.models.end_tokens import GENERATION
 from jax_dora.lm.models.sharding import to_host
 
 
-def run(settings: Settings, *, console: Console | None = None) -> Result:
+def run(
+    settings: Settings, *, console: Console | None = None, callback: Callback | None = None
+) -> Result:
     """Fine-tunes a model, as the command `jax-dora finetune` does.
 
     Args:
       settings: the settings.
       console: where to print the progress; standard output by default.
+      callback: is called after each step with its line of metrics.jsonl, {"step": 1, "loss": ...}.
+        An error that it raises ends the run.
 
     Raises:
       ValueError, TypeError, NotImplementedError, ImportError, OSError: a setting, file or folder is
@@ -45,7 +49,7 @@ def run(settings: Settings, *, console: Console | None = None) -> Result:
     with locked_output(settings.output):
         plan = Plan(settings, console)
         console.print(report(plan))
-        return Run(plan).train()
+        return Run(plan).train(*[] if callback is None else [callback])
 
 
 class Run:
@@ -65,7 +69,10 @@ class Run:
         self.plan, self.settings, self.console = plan, plan.settings, plan.console
         settings = plan.settings
         self.optimizer = training.make_optimizer(
-            plan.schedule, clip=settings.clip, weight_decay=settings.weight_decay
+            settings.optimizer,
+            plan.schedule,
+            clip=settings.clip,
+            weight_decay=settings.weight_decay,
         )
         options: dict[str, Any] = plan.load_options
         if jax.process_count() > 1:
@@ -109,23 +116,27 @@ class Run:
             self._print("The evaluation data have changed; earlier evaluation losses are ignored")
         self._print(f"Continuing after step {step} of {self.plan.steps}")
 
-    def train(self) -> Result:
+    def train(self, *callbacks: Callback) -> Result:
         """Trains, saves and exports.
+
+        After each step, `callbacks` are called with its metrics.
 
         An error gets a note on how to resume the run.
         """
         try:
-            return self._train()
+            return self._train(*callbacks)
         except (Exception, KeyboardInterrupt) as error:
             error.add_note(self.how_to_resume())
             raise
 
-    def _train(self) -> Result:
+    def _train(self, *callbacks: Callback) -> Result:
         settings, plan = self.settings, self.plan
         folder = settings.output if processes.is_first() else None  # only the first process writes
+        reporter = None if folder is None else settings.report_to
         with (
             Interruption() as interruption,
-            Log(folder, self.done, tensorboard=settings.tensorboard) as log,
+            reporting(reporter, settings.output, self.done, plan.fixed) as more,
+            Log(folder, self.done, *callbacks, *more) as log,
             self._progress() as progress,
         ):
             is_short = not log.lines or log.lines[-1]["step"] != self.done

@@ -14,7 +14,21 @@ from jax_dora.quantisation import FORMATS, QTYPE
 
 Split = Literal["text", "all", "none"]
 Dtype = Literal["bfloat16", "float32"]
-Schedule = Literal["cosine", "linear", "constant"]
+Schedule = Literal["cosine", "linear", "polynomial", "exponential", "constant"]
+# Names in optax. The first ones have weight decay.
+DECAYING = ("adamw", "adan", "lamb", "lion", "nadamw")
+OPTIMIZERS = (
+    *DECAYING,
+    "adabelief",
+    "adafactor",
+    "adam",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "sgd",
+    "yogi",
+)
+Reporter = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +63,9 @@ class Settings:
       batch: the number of rows in a micro-batch, on all devices together.
       accumulate: the number of micro-batches in a step.
       learning_rate: the peak learning rate.
-      schedule: the learning rate after warmup.
+      optimizer: the optimizer of optax.
+      schedule: the learning rate after warmup; polynomial is quadratic.
+      final_rate: the learning rate of the last step, as a share of the peak.
       warmup: the number of warmup steps.
       weight_decay: the weight decay of A and B; magnitudes have none.
       clip: the maximum norm of the gradient.
@@ -61,7 +77,7 @@ class Settings:
       eval_every: the number of steps between evaluations; 50 by default.
       patience: the number of evaluations without a lower loss after which the run stops.
       samples: the number of prompts of the data to complete at the end.
-      tensorboard: also write TensorBoard files.
+      report_to: a package to which the metrics of each step also go.
       merge: the folder to write the merged model to; none by default.
 
     Raises:
@@ -91,7 +107,9 @@ class Settings:
     batch: int = 1
     accumulate: int = 8
     learning_rate: float = 1e-4
+    optimizer: str = "adamw"
     schedule: Schedule = "cosine"
+    final_rate: float = 0.0
     warmup: int = 0
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -103,7 +121,7 @@ class Settings:
     eval_every: int | None = None
     patience: int | None = None
     samples: int = 3
-    tensorboard: bool = False
+    report_to: Reporter | None = None
     merge: Path | None = None
 
     DOMAINS: ClassVar[Mapping[str, Domain]] = {
@@ -117,7 +135,10 @@ class Settings:
         "dropout": domains.RATE,
         **dict.fromkeys(("steps", "checkpoint_every", "keep"), integers(1)),
         **dict.fromkeys(("eval_every", "patience"), integers(1)),
+        "optimizer": one_of(*OPTIMIZERS),
         "schedule": one_of(*get_args(Schedule)),
+        "final_rate": domains.RATE,
+        "report_to": one_of(*get_args(Reporter)),
         **dict.fromkeys(("warmup", "samples"), integers(0)),
         "weight_decay": domains.NOT_NEGATIVE,
         "seed": integers(0, 2**32 - 1),
@@ -152,6 +173,15 @@ class Settings:
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"epochs={self.epochs}: expected `steps` or `epochs`, not both")
+        if self.weight_decay and self.optimizer not in DECAYING:
+            raise ValueError(
+                f"weight_decay={self.weight_decay}: expected 0, since optimizer={self.optimizer!r} "
+                f"has no weight decay; {', '.join(DECAYING)} have"
+            )
+        if self.final_rate == 0 and self.schedule == "exponential":
+            raise ValueError("schedule='exponential': expected a `final_rate` above 0")
+        if self.final_rate and self.schedule == "constant":
+            raise ValueError(f"final_rate={self.final_rate}: expected 0 for schedule='constant'")
         for name in ("patience", "eval_every"):
             if (value := getattr(self, name)) is not None and not self.eval_data:
                 raise ValueError(f"{name}={value}: expected `eval_data` as well")

@@ -15,6 +15,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.lm.finetune.packing import Rows
+from jax_dora.lm.finetune.settings import DECAYING, Settings
 from jax_dora.lm.models import CausalLM, DecoderSharding, next_token_loss
 from jax_dora.lm.models.decoder import for_inference
 from jax_dora.lm.models.loss import Loss
@@ -46,12 +47,34 @@ class Metrics(NamedTuple):
     finite: jax.Array  # bool[]: whether loss, gradient and updated adapters are finite
 
 
+def make_schedule(settings: Settings, steps: int) -> optax.Schedule:
+    """Returns the learning rate of a run of `steps` as a function of the step, from 0."""
+    peak, warmup = settings.learning_rate, settings.warmup
+    final = settings.final_rate
+    steps -= warmup
+    after = {
+        "cosine": lambda: optax.cosine_decay_schedule(peak, steps, final),
+        "linear": lambda: optax.linear_schedule(peak, final * peak, steps),
+        "polynomial": lambda: optax.polynomial_schedule(peak, final * peak, 2, steps),
+        "exponential": lambda: optax.exponential_decay(peak, steps, final),
+        "constant": lambda: optax.constant_schedule(peak),
+    }[settings.schedule]()
+    if not warmup:
+        return after
+    # Warmup starts at 1/warmup of the learning rate: at 0, the first step would do nothing.
+    rise = optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
+    return optax.join_schedules([rise, after], [warmup])
+
+
 def make_optimizer(
-    schedule: optax.Schedule, *, clip: float, weight_decay: float
+    name: str, schedule: optax.Schedule, *, clip: float, weight_decay: float
 ) -> optax.GradientTransformation:
-    """Returns AdamW with gradient clipping. Weight decay does not apply to magnitudes."""
-    adamw = optax.adamw(schedule, weight_decay=weight_decay, mask=decayed)
-    return optax.chain(optax.clip_by_global_norm(clip), adamw)
+    """Returns an optimizer of optax with gradient clipping.
+
+    Weight decay does not apply to magnitudes.
+    """
+    options = {"weight_decay": weight_decay, "mask": decayed} if name in DECAYING else {}
+    return optax.chain(optax.clip_by_global_norm(clip), getattr(optax, name)(schedule, **options))
 
 
 def decayed(adapters: nnx.State) -> Any:

@@ -28,7 +28,9 @@ def finished(tmp_path_factory):
     eval_data.write_text('{"prompt": "3+4=", "completion": "7"}\n' * 5)
     command = ["--tiny", *OPTIONS, "--output", str(output), "--eval-data", str(eval_data)]
     command += ["--eval-every", "3"]
-    assert finetune([*command, "--merge", str(output / "merged"), "--tensorboard"]) == 0
+    assert (
+        finetune([*command, "--merge", str(output / "merged"), "--report-to", "tensorboard"]) == 0
+    )
     return output
 
 

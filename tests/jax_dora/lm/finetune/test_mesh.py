@@ -120,7 +120,7 @@ def test_a_batch_has_the_same_gradient_on_any_mesh(sizes, quantize, inputs, alon
 def trained(folder, sharding=None):
     """Returns the losses of 200 steps."""
     parts, given = training.Parts.of(adapted(folder, sharding)), rows()
-    optimizer = training.make_optimizer(lambda _: 1e-3, clip=1.0, weight_decay=0.01)
+    optimizer = training.make_optimizer("adamw", lambda _: 1e-3, clip=1.0, weight_decay=0.01)
     state = optimizer.init(parts.adapters)
     if sharding is not None:
         parts = parts._replace(streams=sharding.placed(parts.streams))

@@ -152,7 +152,7 @@ def test_what_the_end_needs_is_asked_for_at_the_start(
     package, extra, inputs, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setitem(sys.modules, package, None)
-    assert finetune([*inputs, "--tensorboard", "--output", str(tmp_path / "run")]) == 2
+    assert finetune([*inputs, "--report-to", "tensorboard", "--output", str(tmp_path / "run")]) == 2
     assert f"{package} is not installed; run: pip install 'jax-dora[{extra}]'" in told(capsys)
 
 

@@ -235,7 +235,7 @@ def test_magnitudes_are_not_decayed():
     layer = jax_dora.DoRALinear(4, 3, rank=2, alpha=2, rngs=nnx.Rngs(0))
     adapters = nnx.state(layer, nnx.LoRAParam)
     before = {name: np.array(value) for name, value in nnx.to_pure_dict(adapters).items()}
-    optimizer = training.make_optimizer(lambda _: 0.5, clip=1.0, weight_decay=0.5)
+    optimizer = training.make_optimizer("adamw", lambda _: 0.5, clip=1.0, weight_decay=0.5)
     zeros = jax.tree.map(jax.numpy.zeros_like, adapters)
     after, _, _ = training.update(
         optimizer, adapters, optimizer.init(adapters), zeros, jax.numpy.float32(0)

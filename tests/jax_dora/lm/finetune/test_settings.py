@@ -1,16 +1,26 @@
 """The settings of a run, without the command."""
 
 import dataclasses
+import sys
+import types
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import jax
+import numpy as np
+import optax
 import pytest
+import torch
+import transformers
 from rich.console import Console
 
 from jax_dora.lm import finetune
-from jax_dora.lm.commands import parser
+from jax_dora.lm.commands import main, parser
 from jax_dora.lm.commands.flags import flags_of, make_settings
-from tests.jax_dora.lm.finetune.runs import OPTIONS, last_of, metrics
+from jax_dora.lm.commands.main import parse
+from jax_dora.lm.finetune import settings, training
+from jax_dora.lm.finetune.log import Log, reporting
+from tests.jax_dora.lm.finetune.runs import OPTIONS, assert_one_line, last_of, metrics
 
 GIVEN = (Path("model"), [Path("data.jsonl")])
 
@@ -32,6 +42,11 @@ GIVEN = (Path("model"), [Path("data.jsonl")])
         ({"data": "data.jsonl"}, "data='data.jsonl': expected a list of files"),
         ({"data": []}, r"data=\(\): expected a file of examples"),
         ({"merge": ""}, "merge='': expected a path"),
+        ({"optimizer": "adamv"}, "optimizer='adamv': expected 'adamw' or"),
+        ({"optimizer": "sgd", "weight_decay": 0.1}, "weight_decay=0.1: expected 0, since optimi"),
+        ({"schedule": "exponential"}, "schedule='exponential': expected a `final_rate` above 0"),
+        ({"schedule": "constant", "final_rate": 0.1}, "final_rate=0.1: expected 0 for schedule"),
+        ({"report_to": "x"}, "report_to='x': expected 'tensorboard' or 'wandb' or 'trackio'"),
     ],
 )
 def test_a_setting_that_is_wrong_is_named(changes, message):
@@ -52,6 +67,102 @@ def test_each_setting_has_one_flag_with_its_default():
     assert names <= flags_of(commands["finetune"]).keys()
     args = parser().parse_args(["finetune", "--model", "model", "--data", "data.jsonl"])
     assert make_settings(finetune.Settings, args) == finetune.Settings(*GIVEN)
+
+
+def test_a_file_of_settings(tmp_path):
+    """It is what its lines would be as flags, which come before it."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: model\ndata: [a.jsonl, b.csv]\nlearning_rate: 1e-3\nrank: 8\nrslora: true\n"
+        "end-token: <|end|>\nmesh: fsdp=2,tp=4\ncolumns: {prompt: question}\nact_qtype:\n"
+        "eval_data: b.csv\nweight-decay: 1\n"
+    )
+    flags = "--model model --data c.jsonl --learning-rate 1e-3 --rank 64 --rslora --weight-decay 1"
+    flags += " --end-token <|end|> --mesh fsdp=2,tp=4 --columns prompt=question --eval-data b.csv"
+    given = ["finetune", "--settings", str(file), "--rank", "64", "--data", "c.jsonl"]
+    ours = make_settings(finetune.Settings, parse(given))
+    assert ours == make_settings(finetune.Settings, parse(["finetune", *flags.split()]))
+    assert make_settings(finetune.Settings, parse(given[:3])).data == (
+        Path("a.jsonl"),
+        Path("b.csv"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lerning_rate: 1", "lerning_rate is unknown; did you mean learning_rate?"),
+        ("rank: 4\nrank: 5", "rank given twice"),
+        ("rslora: 1\nuse_rslora: 1", "rslora: it is 1; expected true or false"),
+        ("rslora: true\nuse_rslora: true", "use_rslora is given twice"),
+        ("learning_rate: fast", "learning_rate: could not convert string to float: 'fast'"),
+        ("mesh: x", "mesh: 'x' is not a mesh: expected auto"),
+        ("- 1", "expected a mapping"),
+        ("a: [", "while parsing"),
+    ],
+)
+def test_a_file_of_settings_that_is_wrong(text, message, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert main(["finetune", "--settings", str(file)]) == 2
+    assert_one_line(capsys, f"Error: --settings {file}: {message}")
+
+
+def test_schedules_are_those_of_transformers():
+    peak, steps = 0.5, 8
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
+    theirs = {
+        "polynomial": transformers.get_polynomial_decay_schedule_with_warmup(
+            optimizer, 0, steps, lr_end=0.1 * peak, power=2
+        ),
+        "cosine": transformers.get_scheduler(
+            "cosine_with_min_lr", optimizer, 0, steps, {"min_lr_rate": 0.1}
+        ),
+    }
+    ours = {
+        name: training.make_schedule(
+            finetune.Settings(*GIVEN, schedule=name, learning_rate=peak, final_rate=0.1), steps
+        )
+        for name in (*theirs, "exponential")
+    }
+    for name, schedule in theirs.items():
+        expected = [peak * schedule.lr_lambdas[0](step) for step in range(steps + 1)]
+        rates = [ours[name](step) for step in range(steps + 1)]
+        np.testing.assert_allclose(rates, expected, rtol=1e-6)
+    rates = [ours["exponential"](step) for step in (0, 4, 8)]
+    np.testing.assert_allclose(rates, [peak, peak * 0.1**0.5, peak * 0.1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", settings.OPTIMIZERS)
+def test_optimizers_are_those_of_optax(name):
+    decays = name in settings.DECAYING
+    decay = 0.1 if decays else 0.0
+    ours = training.make_optimizer(name, lambda _: 0.5, clip=1.0, weight_decay=decay)
+    arrays = {"lora_b": np.full((2, 3), 0.2, np.float32), "magnitude": np.ones(3, np.float32)}
+    gradients = jax.tree.map(lambda x: 0.1 * x, arrays)
+    updates: Any = ours.update(gradients, ours.init(arrays), arrays)[0]
+    for key, array in arrays.items():
+        options = {"weight_decay": decay * (key == "lora_b")} if decays else {}
+        plain = getattr(optax, name)(0.5, **options)
+        expected, _ = plain.update(gradients[key], plain.init(array), array)
+        np.testing.assert_allclose(updates[key], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_metrics_go_to_a_package(name, monkeypatch, tmp_path):
+    calls = []
+    stub = types.SimpleNamespace(
+        init=lambda **options: calls.append(options),
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append("finish"),
+    )
+    monkeypatch.setitem(sys.modules, name, stub)
+    line = {"step": 3, "loss": 1.0}
+    with reporting(name, tmp_path / "run", 2, {"rank": 4}) as callbacks:
+        with Log(None, 2, *callbacks) as log:
+            log.add(line)
+    begin = {"project": "jax-dora", "name": "run", "config": {"rank": 4}}
+    assert calls == [begin, (3, {"loss": 1.0}), "finish"]
 
 
 @pytest.mark.slow
