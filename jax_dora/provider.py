@@ -105,14 +105,10 @@ class DoRAProvider(LoraProvider):
         self, model: Any, model_args: Sequence[Any], model_kwargs: dict[str, Any]
     ) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         """Adapts `model`, in place; qwix calls this when it calls the model for the first time.
+        Returns a copy without adapters for this call, which may change the copy's state, and the
+        inputs.
 
-        Returns:
-          A copy of the model without adapters, for this call, and the inputs. The call may change
-          the copy's state.
-
-        Raises:
-          TypeError, ValueError, NotImplementedError: the errors of `apply_dora` and `quantize`; or
-            no rule adapts anything.
+        Raises the errors of `apply_dora` and `quantize`, or ValueError if no rule adapts anything.
         """
         if not isinstance(model, nnx.Module):
             raise TypeError(

@@ -42,16 +42,9 @@ def _of_rule(name: str) -> Any:
 
 
 class WeightAdapter:
-    """An adapted weight with the interface of `jax_dora.DoRALayer`. All its state is in the module.
-
-    Attributes:
-      module: the module that owns the weight.
-      weight: the weight, its paths from the module, and its rule.
-      lora_a: [*stack, *b, *i, rank].
-      lora_b: [*stack, *b, rank, *o].
-      magnitude: [*stack, *b, *o].
-      dropout, given_norm, given_g: see `DoRALayer`.
-    """
+    """An adapted weight with the interface of `jax_dora.DoRALayer`, whose state is in the module
+    that owns it: lora_a [*stack, *b, *i, rank], lora_b [*stack, *b, rank, *o], magnitude [*stack,
+    *b, *o], and the rest. `weight` has paths from the module, and the rule."""
 
     takes = frozenset({"keep_inner"})
 

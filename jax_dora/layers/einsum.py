@@ -18,14 +18,9 @@ from jax_dora.ops.quantised import stored
 
 
 class DoRAContraction(DoRAProduct):
-    """The base class of `DoRALinearGeneral` and `DoRAEinsum`.
-
-    Attributes:
-      kernel: as in the base layer.
-      lora_a: [*batch, *in, rank]; the axes of each role are in the kernel's order.
-      lora_b: [*batch, rank, *out].
-      magnitude: [*batch, *out].
-    """
+    """The base class of `DoRALinearGeneral` and `DoRAEinsum`: lora_a [*batch, *in, rank], lora_b
+    [*batch, rank, *out] and magnitude [*batch, *out], with the axes of each role in the kernel's
+    order."""
 
     takes = frozenset({"keep_inner"})
 

@@ -81,13 +81,11 @@ def counterpart(
 def dora_layer(
     module: nn.Module, cls: type[DoRALayer], base: Any, options: DoRARule, kernel: Any
 ) -> DoRALayer:
-    """Returns the DoRA layer over `base` with the adapter in the params of `module`, which is
-    created if it is missing, in the same kind of box as `kernel` unless an initializer returns its
-    own. A magnitude that alone is missing is set such that g = 1.
-
-    Raises ValueError if the adapter or a part of it is missing and params is not mutable, or the
-    call is in an `nn.while_loop`; or if code of the model has declared one of its names.
-    """
+    """Returns the DoRA layer over `base` with the adapter in the params of `module`. If it is
+    missing it is created, in the same kind of box as `kernel` unless an initializer returns its
+    own; a magnitude that alone is missing gives g = 1. Raises ValueError if that cannot be, since
+    params is not mutable or the call is in an `nn.while_loop`; or if code of the model has declared
+    one of its names."""
     for name in ADAPTER_NAMES:
         cast(Any, module.scope).reservations[name].add(_ADAPTER)
     check_own_names(module)
