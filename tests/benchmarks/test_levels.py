@@ -85,6 +85,7 @@ def run(level: str, folder: Path, *options: str) -> tuple[int, dict, list[dict]]
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own, of layers
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_level_is_measured(level: str, tmp_path: Path) -> None:
     options, field, values = LEVELS[level]
