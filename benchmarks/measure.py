@@ -174,7 +174,7 @@ def _compile(variant: Variant) -> tuple[Step, int | None]:
 
 
 def _first_run(step: Step, variant: Variant, device: str) -> tuple[Any, int | None]:
-    """Returns the first result, and the largest number of bytes that torch had allocated."""
+    """Returns the first result, and the largest number of bytes of torch's temporaries."""
     result = step(*variant.inputs[0])
     clock.synchronise(result)
     if variant.framework == "jax" or device == "cpu":
@@ -185,6 +185,5 @@ def _first_run(step: Step, variant: Variant, device: str) -> tuple[Any, int | No
     torch.cuda.reset_peak_memory_stats()
     result = step(*variant.inputs[0])
     torch.cuda.synchronize()
-    peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     # Temporaries are all memory but arguments and results.
-    return result, peak if variant.peak_memory else peak - after
+    return result, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()

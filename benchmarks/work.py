@@ -50,7 +50,7 @@ class Variant:
       flops: if different from the work's.
       expected: if different from the work's, for a variant that computes another function.
       compiler_options: for XLA, as in `jax.stages.Lowered.compile`.
-      peak_memory: whether to report the peak of all memory, not of temporaries alone.
+      peak_memory: whether to report the peak of all memory, not of temporaries alone; for JAX.
     """
 
     framework: Framework
