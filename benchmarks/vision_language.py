@@ -191,8 +191,8 @@ class VisionLanguageModel(NamedTuple):
         generator = torch.Generator(device).manual_seed(3)
         vocabulary, side = self.sizes.vocabulary, self.image
         ids = torch.randint(vocabulary - 8, (1, tokens), generator=generator, device=device)
+        rows = side // (self.patch or 14)
         if self.patch:
-            rows = side // self.patch
             count, pixels = rows * rows // 4, (rows * rows, 3 * 2 * self.patch**2)
         else:
             count, pixels = (
