@@ -180,9 +180,9 @@ def _is_padding(layer: TorchLayer, is_lora: Callable[[str], bool]) -> bool:
     """Returns whether a layer of a stack has no real adapter, unlike others: its lora_a and lora_b
     are zero, which training does not lead to, and its magnitude is the norm."""
     holder: Any = adapter_of(layer.weight)
-    if not layer.index or any(
-        bool(jnp.any(part[...][layer.at])) for part in (holder.lora_a, holder.lora_b)
-    ):
+    arrays = [part[...] for part in (holder.lora_a, holder.lora_b)]
+    has_adapter = any(bool(jnp.any(array[layer.at])) for array in arrays)
+    if not layer.index or has_adapter or not any(bool(jnp.any(array)) for array in arrays):
         return False
     return is_lora(layer.layer.name)
 

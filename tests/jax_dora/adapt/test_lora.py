@@ -146,6 +146,16 @@ def test_peft_loads_what_is_saved_and_computes_the_same(stacked, tmp_path):
     assert not np.allclose(found, test_peft.outputs(model), atol=1e-4)
 
 
+def test_the_lora_of_an_adapter_that_changes_nothing_is_saved(tmp_path):
+    rules = DoRARule("layers/.*_proj", 3, 4)
+    model = apply_dora(test_peft.flax_model(stacked=True), rules, rngs=nnx.Rngs(1))
+    adapter, report = to_lora(model, 2, limit=0)
+    assert {row.needed for row in report.layers} == {1}
+    save_adapter(set_adapter(model, adapter), tmp_path / "lora", use_dora=False)
+    theirs = peft.PeftModel.from_pretrained(test_peft.base(), tmp_path / "lora").eval()
+    assert theirs.peft_config["default"].r == 2
+
+
 def test_a_layer_above_the_limit_is_refused_and_the_named_rank_does():
     model = train(apply_dora(Mixed(nnx.Rngs(0)), ALL, rngs=nnx.Rngs(1)))
     with pytest.raises(ValueError, match=r"at least 7|at least 8") as error:
