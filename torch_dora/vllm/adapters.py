@@ -12,8 +12,9 @@ from vllm.utils.torch_utils import PIN_MEMORY  # pyright: ignore[reportMissingIm
 
 from dora_common.rules import listing
 from torch_dora.ops import magnitude_scale
-from torch_dora.vllm import base_weight, processes, scaling, slices
+from torch_dora.vllm import base_weight, processes, punica, scaling, slices
 from torch_dora.vllm.base_weight import BaseWeight
+from torch_dora.vllm.batch import Batch
 from torch_dora.vllm.folder import FolderError, Layer
 from torch_dora.vllm.slices import Part
 
@@ -32,20 +33,39 @@ class Adapters:
         is_outdated: whether the base weights have changed since the norms were computed.
     """
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, *, keeps_punica: bool) -> None:
         self.manager = manager
         self.is_outdated = False
         self._scaled_slots: set[int] = set()
         self._weights: dict[str, BaseWeight] = {}
         self._layers: dict[str, Any] = {}
-        for wrapper in set(manager.punica_wrapper_mapping.values()):
-            wrapper._token_lora_indices.fill_(-1)  # vLLM leaves it uninitialized
         for name, layer in manager.modules.items():
             if slices.refuses(layer) is None:
                 rows = layer.punica_wrapper._token_lora_indices
                 features = slices.features_out(layer)
                 scaling.attach(layer.base_layer, manager.lora_slots, features, rows)
                 self._layers[name] = layer
+        self._ranks = [manager.lora_config.max_lora_rank] * manager.lora_slots
+        for wrapper in set(manager.punica_wrapper_mapping.values()):
+            wrapper._token_lora_indices.fill_(-1)  # vLLM leaves it uninitialized
+            if not keeps_punica:
+                self._replace_punica(wrapper)
+
+    def _replace_punica(self, wrapper: Any) -> None:
+        """Gives the layers of a Punica wrapper their kernels."""
+        slots, rows = self.manager.lora_slots, wrapper._token_lora_indices
+        layers = [one for one in self.manager.modules.values() if one.punica_wrapper is wrapper]
+        ours = [one for one in self._layers.values() if one.punica_wrapper is wrapper]
+        ours = [one for one in ours if punica.refuses(one) is None]
+        if not ours:
+            return
+        tables = Batch(len(rows), slots, rows.device)
+        for layer in ours:
+            scales = layer.base_layer.row_scales
+            layer.slot_products = punica.SlotProducts(layer, scales.g, tables)
+            scales.is_left_to_kernels = True
+        is_alone = len(ours) == len(layers)
+        wrapper.update_metadata = punica.makes_tables(wrapper, tables, self._ranks, is_alone)
 
     def prepare(self, lora: Any, error: Exception | None = None) -> None:
         """Packs a DoRA adapter and computes its g. A LoRA adapter is left as it is.
@@ -75,7 +95,10 @@ class Adapters:
             lora.dora_scales = self._scales(parts, squares)
 
     def place(self, lora: Any, slot: int) -> None:
-        """Puts the g of an adapter that vLLM has copied into ``slot`` there too."""
+        """Puts the g of an adapter that vLLM has copied into ``slot`` there too, and its rank."""
+        found = (self.manager._get_lora_layer_weights(lora, name) for name in self._layers)
+        self._ranks[slot] = max(map(_rank, filter(None, found)), default=0)
+        self.manager._last_mapping = None  # The tables of the batch hold the ranks.
         scales: Mapping[str, Tensor] = getattr(lora, "dora_scales", {})
         if not scales and slot not in self._scaled_slots:
             return
@@ -202,6 +225,13 @@ class Adapters:
     def _is_summed(self, name: str) -> bool:
         layer = self._layers[name]
         return slices.is_row_parallel(layer) and layer.tp_size > 1
+
+
+def _rank(weights: Any) -> int:
+    """Returns the largest rank of an adapter's layer, which may be packed."""
+    lora_a = weights.lora_a
+    tensors = [lora_a] if isinstance(lora_a, Tensor) else lora_a
+    return max((one.shape[0] for one in tensors if one is not None), default=0)
 
 
 def _base_weight(name: str, layer: Any) -> BaseWeight:

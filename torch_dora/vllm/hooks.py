@@ -7,6 +7,7 @@ PEFTHelper._validate_features         accepts it
 parse_fine_tuned_lora_name            knows magnitudes
 LoRAModel.from_lora_tensors           takes the magnitudes out
 LoRAModelManager._create_lora_modules makes the layers multiply by g
+BaseLinearLayerWithLoRA.apply         has the kernels compute the part of the adapters
 WorkerLoRAManager._load_adapter       computes g, before vLLM makes room for the adapter
 LoRAModelManager._add_adapter         the same, for programs that replace _load_adapter
 LoRAModelManager.activate_adapter     puts g into the slot
@@ -20,20 +21,34 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch_dora.vllm import folder
 
 VERSIONS = "0.25.0, 0.32.0 and 0.33.0"
+SWITCH = "TORCH_DORA_VLLM_PUNICA"
 _MARK = "replaced_by_torch_dora"
 
 Function = Callable[..., Any]
 
 
+def keeps_punica() -> bool:
+    """Returns whether the user wants vLLM's own LoRA kernels.
+
+    Raises:
+        ValueError: the environment variable is neither 0 nor 1.
+    """
+    value = os.environ.get(SWITCH, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH}={value!r}; expected 1 to keep vLLM's own LoRA kernels, or 0")
+    return value == "1"
+
+
 def _compute_hash(original: Function) -> Function:
     # Stored graphs are looked up by this hash before anything is traced.
-    return lambda self: original(self) + "-torch_dora.vllm-1"
+    return lambda self: f"{original(self)}-torch_dora.vllm-2-{keeps_punica()}"
 
 
 def _from_dict(original: Function) -> Function:
@@ -98,10 +113,22 @@ def _create_lora_modules(original: Function) -> Function:
         from torch_dora.vllm.adapters import Adapters
 
         original(self)
-        self.dora = Adapters(self)
+        self.dora = Adapters(self, keeps_punica=keeps_punica())
         _outdate_after(self.model, "load_weights", self.dora)
 
     return create_lora_modules
+
+
+def _apply(original: Function) -> Function:
+    def apply(self: Any, x: Any, bias: Any = None) -> Any:
+        products = getattr(self, "slot_products", None)
+        if products is None:
+            return original(self, x, bias)
+        y = self._get_quant_method().apply(self.base_layer, x, bias)
+        products(y, x, bias)
+        return y
+
+    return apply
 
 
 def _load_adapter(original: Function) -> Function:
@@ -199,6 +226,8 @@ class Hook(NamedTuple):
 _MANAGER = "vllm.lora.model_manager:LoRAModelManager"
 _HELPER = "vllm.lora.peft_helper:PEFTHelper"
 _MODEL = "vllm.lora.lora_model"
+_LINEAR = "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA"
+_PUNICA = "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase"
 _WORKER = "vllm.lora.worker_manager"
 _RUNNER = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"
 _TENSORS = (
@@ -211,6 +240,7 @@ HOOKS = (
     Hook(_MODEL, "parse_fine_tuned_lora_name", "name weights_mapper", _parse_name),
     Hook(f"{_MODEL}:LoRAModel", "from_lora_tensors", _TENSORS, _from_lora_tensors),
     Hook(_MANAGER, "_create_lora_modules", "self", _create_lora_modules),
+    Hook(_LINEAR, "apply", "self x bias", _apply),
     Hook(f"{_WORKER}:WorkerLoRAManager", "_load_adapter", "self lora_request", _load_adapter),
     Hook(_MANAGER, "_add_adapter", "self lora", _add_adapter),
     Hook(_MANAGER, "activate_adapter", "self lora_id", _activate_adapter),
@@ -224,7 +254,8 @@ HOOKS = (
     Hook(f"{_MODEL}:LoRAModel", "_should_skip_module", "module_name skip_prefixes"),
     Hook(_MANAGER, "_create_merged_loras_inplace", "self lora_model"),
     Hook(_MANAGER, "_get_lora_layer_weights", "self lora_model module_name"),
-    Hook("vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA", "_get_quant_method", "self"),
+    Hook(_LINEAR, "_get_quant_method", "self"),
+    Hook(_PUNICA, "update_metadata", "self mapping lora_index_to_id max_loras vocab_size"),
     Hook("vllm.lora.layers:BaseLayerWithLoRA", "set_lora", "self index lora_a lora_b"),
     Hook("vllm.distributed", "tensor_model_parallel_all_reduce", "input_"),
     Hook("vllm.distributed", "get_tp_group", ""),

@@ -20,6 +20,7 @@ class RowScales(nn.Module):
         g: f32[slots + 1, out], with the outputs of this process. The last row, of ones, is that of
             slot -1, which means no adapter.
         slots: i64[tokens], the slot of every token of the batch; vLLM writes it in place.
+        is_left_to_kernels: whether something else multiplies, as in :mod:`torch_dora.vllm.punica`.
     """
 
     g: Tensor
@@ -30,6 +31,7 @@ class RowScales(nn.Module):
         ones = torch.ones(slots + 1, features, dtype=torch.float32, device=rows.device)
         self.register_buffer("g", ones, persistent=False)
         self.register_buffer("slots", rows, persistent=False)
+        self.is_left_to_kernels = False
 
     def forward(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """Returns g ∘ (y - bias) + bias for y [..., out]; the bits of y where g is 1."""
@@ -46,7 +48,8 @@ class _Scaled:
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         # Called in this form, which torch.compile traces.
         y = super().apply(layer, x, bias)  # pyright: ignore[reportAttributeAccessIssue]
-        return layer.row_scales(y, bias)
+        scales = layer.row_scales
+        return y if scales.is_left_to_kernels else scales(y, bias)
 
 
 def attach(base_layer: Any, slots: int, features: int, rows: Tensor) -> None:

@@ -9,6 +9,8 @@ import pytest
 def _settings():
     os.environ.update(
         HF_HUB_OFFLINE="1",
+        # Interpreted, this package's kernels are slow; one test uses them.
+        TORCH_DORA_VLLM_PUNICA="1",
         TOKENIZERS_PARALLELISM="false",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",

@@ -2,6 +2,9 @@
 
 import pytest
 
+from parity import serving
+from parity.report import Report
+from tests.torch_dora.vllm import engines
 from tests.torch_dora.vllm.engines import (
     ADAPTERS,
     MODELS,
@@ -38,3 +41,44 @@ def test_every_adapter_alone_and_in_mixed_batches_answers_as_with_peft(kind, tmp
         check(mixed, expected)
         alone = [generate(made, [prompt], [requests[name]])[0] for name, prompt in pairs[:7]]
         check(alone, expected[:7])
+
+
+def test_the_kernels_answer_as_peft(tmp_path, monkeypatch):
+    """Interpreted, in place of Punica. Qwen2 has biases."""
+    monkeypatch.setenv("TORCH_DORA_VLLM_PUNICA", "0")
+    monkeypatch.setattr(engines, "TOKENS", 3)
+    zoo, names = Zoo("Qwen2", tmp_path), [None, "rslora", "some", "lora"]
+    requests = {
+        name: request(name, name and zoo.path(name), number) for number, name in enumerate(names)
+    }
+    prompts = [[7, 8, 9], [5, 6], [*range(1, 8)], [100, 3]]
+    with engine(zoo.folder, max_num_batched_tokens=32, max_loras=4) as made:
+        found = generate(made, prompts, [requests[name] for name in names])
+        check(found, [zoo.expected(name, tuple(p)) for name, p in zip(names, prompts, strict=True)])
+        # In other slots, with other ranks, after the first ones were removed.
+        for name in ("rslora", "some"):
+            made.llm_engine.remove_lora(requests[name].lora_int_id)
+        found = generate(made, prompts[:2], [request("dora", zoo.path("dora"), 9), None])
+        expected = [zoo.expected("dora", tuple(prompts[0])), zoo.expected(None, tuple(prompts[1]))]
+        check(found, expected)
+
+
+def test_speculative_decoding_answers_as_peft(tmp_path):
+    """Tokens that are guessed from the prompt are verified by the row's own adapter."""
+    zoo, names = Zoo("Llama", tmp_path), [None, "dora", "lora"]
+    requests = [request(name, name and zoo.path(name), number) for number, name in enumerate(names)]
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9] * 6, [*range(1, 9)]]
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with engine(zoo.folder, max_loras=3, speculative_config=guess) as made:
+        assert made.llm_engine.vllm_config.speculative_config.num_speculative_tokens == 3
+        found = generate(made, prompts, requests)
+    pairs = zip(names, prompts, strict=True)
+    check(found, [zoo.expected(name, tuple(prompt)) for name, prompt in pairs])
+
+
+def test_the_parity_level_passes():
+    report = Report(None, "vllm", {})
+    serving.run(report, "cpu")
+    assert report.passed
+    judged = {row["side"] for row in report.rows if row["ok"] is not None}
+    assert judged == {"torch", "jax", "vllm"}

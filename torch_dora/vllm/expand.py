@@ -1,0 +1,219 @@
+"""Adds the part of the adapters to a base layer's result, in one pass over it:
+
+    y = g[slot] ∘ (y - bias) + bias + z B[slot]
+
+y: [tokens, out] in place, its rows contiguous, and B: [slots, out, max_rank], already multiplied by
+g and s, both fp16 or bf16; z: f32[splits, tokens, ranks], as parts that are added here, with the
+ranks of the projections of a packed layer side by side, rounded to B's dtype; g: f32[slots + 1,
+out]; bias: [out]. Tokens without an adapter are neither read nor written.
+
+Traffic: y of the tokens with an adapter once each way; B once for every tile of its slot; the parts
+once for every block of outputs.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from torch_dora.ops.choose import TRITON_MODE
+from torch_dora.ops.triton.jit import jit, launch_kernel, next_power_of_2
+from torch_dora.vllm import batch, shrink
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A program computes a block of outputs of a tile, `COLUMNS` at a time, then another block."""
+
+    programs: int
+    warps: int
+
+
+SMALL = Config(programs=1056, warps=4)
+LARGE = Config(programs=65536, warps=8)
+COLUMNS = 128
+# Outputs of a block, for layers of at least so many outputs.
+BLOCKS = {16384: 512, 0: 128}
+
+
+def unit_of(sizes: Sequence[int]) -> int:
+    """Returns the number of outputs in which blocks are counted, for projections of such sizes.
+    The compiler knows from it that addresses are aligned."""
+    return 16 if all(size % 16 == 0 for size in sizes) else 1
+
+
+def column_blocks(sizes: Sequence[int], device: torch.device | str) -> Tensor:
+    """Returns i32[blocks, 4]: the projection of each block of outputs, its begin and its end."""
+    unit, blocks, begin = unit_of(sizes), [], 0
+    width = next(width for least, width in BLOCKS.items() if sum(sizes) >= least)
+    for projection, size in enumerate(sizes):
+        end = begin + size
+        for first in range(begin, end, width):
+            last = min(end, first + width)
+            blocks.append((projection, first // unit, last // unit, 0))
+        begin = end
+    return torch.tensor(blocks, dtype=torch.int32, device=device).view(-1, 4)
+
+
+@jit
+def _columns(
+    y_ptr,
+    b_ptr,
+    g_ptr,
+    slot,
+    rank,
+    tokens_of_tile,
+    begin,
+    end,
+    features,
+    y_stride,
+    MAX_RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Returns what is read of `COLUMNS` outputs, and where y is."""
+    column = begin + tl.arange(0, COLUMNS)  # [COLUMNS]
+    inside = column < end
+    r = tl.arange(0, PADDED_RANK)  # [PADDED_RANK]
+    # In steps of 16, so that the ranks of an output are read together; B is zero beyond its rank.
+    has_rank = (r < MAX_RANK) & (r // 16 * 16 < rank)
+    b = tl.load(
+        b_ptr + (slot * features + column[None, :]) * MAX_RANK + r[:, None],
+        mask=has_rank[:, None] & inside[None, :],
+        other=0.0,
+    )
+    g = tl.load(g_ptr + slot * features + column, mask=inside, other=0.0)
+    target = y_ptr + tokens_of_tile[:, None].to(tl.int64) * y_stride + column[None, :]
+    mask = (tokens_of_tile >= 0)[:, None] & inside[None, :]
+    return b, g, tl.load(target, mask=mask, other=0.0)
+
+
+@jit
+def _kernel(
+    y_ptr,  # [tokens, out], its rows y_stride apart
+    parts_ptr,  # f32[SPLITS, tokens, RANKS]
+    b_ptr,  # [slots, out, MAX_RANK]
+    g_ptr,  # f32[slots + 1, out]
+    bias_ptr,  # [out], not read unless HAS_BIAS
+    blocks_ptr,  # i32[blocks, 4]
+    tiles_ptr,  # i32[tiles, HEAD + ROWS]
+    tokens,
+    features,
+    y_stride,
+    tiles,
+    blocks,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
+):
+    item = tl.program_id(0)
+    slot, rank, tokens_of_tile = shrink.load_tile(tiles_ptr, item // blocks, tiles, ROWS, HEAD)
+    r = tl.arange(0, PADDED_RANK)  # [PADDED_RANK]
+    while rank > 0:
+        block = blocks_ptr + 4 * (item % blocks)
+        projection, begin = tl.load(block), tl.load(block + 1) * UNIT
+        end = tl.load(block + 2) * UNIT
+        # The shrinking kernel has waited for what writes y before it let this one in.
+        b, g, y = _columns(
+            y_ptr, b_ptr, g_ptr, slot, rank, tokens_of_tile, begin, end, features, y_stride,
+            MAX_RANK, PADDED_RANK, COLUMNS,
+        )  # fmt: skip
+        row_mask = tokens_of_tile >= 0
+        row = tl.where(row_mask, tokens_of_tile, 0).to(tl.int64)
+        if OVERLAPS:
+            cuda.gdc_wait()
+        z = tl.zeros((ROWS, PADDED_RANK), tl.float32)
+        source = parts_ptr + row[:, None] * RANKS + projection * MAX_RANK + r[None, :]
+        for split in range(SPLITS):
+            z += tl.load(
+                source + split * tokens * RANKS,
+                mask=row_mask[:, None] & (r < MAX_RANK)[None, :],
+                other=0.0,
+            )
+        z = z.to(b_ptr.dtype.element_ty)
+        if WIDEN:
+            z = z.to(tl.float32)
+        for first in range(begin, end, COLUMNS):
+            # Reads the next columns while it computes these.
+            next_b, next_g, next_y = _columns(
+                y_ptr, b_ptr, g_ptr, slot, rank, tokens_of_tile, first + COLUMNS, end, features,
+                y_stride, MAX_RANK, PADDED_RANK, COLUMNS,
+            )  # fmt: skip
+            if WIDEN:
+                b = b.to(tl.float32)
+            added = tl.dot(z, b)
+            column = first + tl.arange(0, COLUMNS)
+            inside = column < end
+            g, scaled = g[None, :], y.to(tl.float32)
+            if HAS_BIAS:
+                bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+                scaled = g * (scaled - bias) + bias
+            else:
+                scaled = g * scaled
+            target = y_ptr + row[:, None] * y_stride + column[None, :]
+            result = (scaled + added).to(y_ptr.dtype.element_ty)
+            tl.store(target, result, mask=row_mask[:, None] & inside[None, :])
+            b, g, y = next_b, next_g, next_y
+        item += tl.num_programs(0)
+        slot, rank, tokens_of_tile = shrink.load_tile(tiles_ptr, item // blocks, tiles, ROWS, HEAD)
+
+
+def launch(
+    y: Tensor,
+    parts: Tensor,
+    lora_b: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    blocks: Tensor,
+    unit: int,
+    tiles: Tensor,
+) -> None:
+    """Computes y in place; ``parts`` are those of `shrink`."""
+    tokens, features = y.shape
+    splits, _, ranks = parts.shape
+    slots, _, max_rank = lora_b.shape
+    rows, count = batch.rows_of_tile(tokens), blocks.shape[0]
+    config = SMALL if rows == batch.SMALL else LARGE
+    most = min(tiles.shape[0], batch.most_tiles(tokens, slots, rows))
+    overlaps = shrink.config_of(tokens).overlaps and shrink.can_overlap(y.device)
+    launch_kernel(
+        _kernel,
+        (max(1, min(most * count, config.programs)),),
+        y,
+        parts,
+        lora_b,
+        g,
+        g if bias is None else bias,
+        blocks,
+        tiles,
+        tokens,
+        features,
+        y.stride(0),
+        most,
+        count,
+        SPLITS=splits,
+        RANKS=ranks,
+        MAX_RANK=max_rank,
+        PADDED_RANK=max(16, next_power_of_2(max_rank)),
+        HAS_BIAS=bias is not None,
+        ROWS=rows,
+        COLUMNS=COLUMNS,
+        UNIT=unit,
+        HEAD=batch.HEAD,
+        OVERLAPS=overlaps,
+        WIDEN=TRITON_MODE == "interpreted",
+        num_warps=config.warps,
+        num_stages=1,  # A program mostly has one tile.
+        launch_pdl=overlaps,
+    )

@@ -1,0 +1,215 @@
+"""Multiplies each token by the A of its adapter, in parts: parts[p] = x[:, p] A[slot][:, p]ᵀ.
+
+x: [tokens, in] and A: [slots, ranks, in], both fp16 or bf16, where A holds the projections of a
+packed layer one below the other, each with max_rank ranks; parts: f32[splits, tokens, ranks], whose
+sum is z. Tokens without an adapter are not written, nor are ranks read beyond the adapter's.
+
+A program computes a part of the features of a tile of tokens, for one projection or for all, and
+goes on to another until it finds no tile: a CUDA graph launches the same programs for any batch.
+
+Traffic: x once for every tile (in small ones, for every projection), A once for every tile of its
+slot, up to the real rank.
+"""
+
+import dataclasses
+import functools
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from torch_dora.ops.choose import TRITON_MODE
+from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
+from torch_dora.vllm import batch
+
+# The expanding kernel adds the parts for each of its blocks.
+MAX_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A program multiplies ``chunk`` features or more of a tile, ``lanes`` times ``depth`` of them
+    at a time.
+
+    Attributes:
+        lanes: parts of the features that different warps multiply.
+        divides: whether a program computes one projection. Small tiles have few programs.
+        overlaps: whether the kernel is launched while the one before it ends, and lets the next
+            one be launched when it has begun (programmatic dependent launch). That next kernel
+            waits on multiprocessors that large tiles need.
+        programs: the most programs.
+    """
+
+    chunk: int
+    lanes: int
+    depth: int
+    divides: bool
+    overlaps: bool
+    programs: int
+    warps: int = 4
+    stages: int = 3
+
+
+# With few tokens, all that counts is how many reads follow one another.
+SMALL = Config(chunk=512, lanes=4, depth=128, divides=True, overlaps=True, programs=528)
+LARGE = Config(chunk=256, lanes=1, depth=64, divides=False, overlaps=False, programs=65536)
+
+
+@jit
+def load_tile(tiles_ptr, number, tiles, ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """Returns the slot of a tile, its rank and its tokens [ROWS]; the rank 0 if there is none.
+
+    All are read at once. They are variables of the loop, which ends at rank 0."""
+    entry = tiles_ptr + (HEAD + ROWS) * number
+    slot = tl.load(entry, mask=number < tiles, other=0)
+    rank = tl.load(entry + 1, mask=number < tiles, other=0)
+    row = tl.load(entry + HEAD + tl.arange(0, ROWS), mask=number < tiles, other=-1)
+    return slot.to(tl.int64), rank, row
+
+
+@jit
+def _kernel(
+    x_ptr,  # [tokens, in]
+    a_ptr,  # [slots, PROJECTIONS * RANKS, in]
+    tiles_ptr,  # i32[tiles, HEAD + ROWS]
+    parts_ptr,  # f32[splits, tokens, PROJECTIONS * RANKS]
+    tokens,
+    features,
+    tiles,
+    splits,
+    CHUNK: tl.constexpr,  # features per part
+    PROJECTIONS: tl.constexpr,  # groups of ranks, each of a program of its own
+    RANKS: tl.constexpr,  # in a group
+    MAX_RANK: tl.constexpr,  # in a projection
+    PADDED_RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
+):
+    item = tl.program_id(0)
+    slot, rank, tokens_of_tile = load_tile(
+        tiles_ptr, item // (PROJECTIONS * splits), tiles, ROWS, HEAD
+    )
+    r = tl.arange(0, PADDED_RANKS)  # [PADDED_RANKS]
+    while rank > 0:
+        first = item % PROJECTIONS * RANKS
+        split = item // PROJECTIONS % splits
+        row_mask = tokens_of_tile >= 0
+        row = tl.where(row_mask, tokens_of_tile, 0).to(tl.int64)
+        has_rank = (r < RANKS) & (r % MAX_RANK < rank)
+        a_row = (slot * RANKS * PROJECTIONS + first + r) * features
+        if LANES == 1:
+            sums = tl.zeros((ROWS, PADDED_RANKS), tl.float32)
+            for start in range(0, CHUNK, DEPTH):
+                k = split * CHUNK + start + tl.arange(0, DEPTH)  # [DEPTH]
+                inside = k < features
+                x = tl.load(
+                    x_ptr + row[:, None] * features + k[None, :],
+                    mask=row_mask[:, None] & inside[None, :],
+                    other=0.0,
+                )
+                a = tl.load(
+                    a_ptr + a_row[None, :] + k[:, None],
+                    mask=has_rank[None, :] & inside[:, None],
+                    other=0.0,
+                )
+                if WIDEN:
+                    x, a = x.to(tl.float32), a.to(tl.float32)
+                sums = tl.dot(x, a, sums)
+        else:
+            lanes = tl.zeros((LANES, ROWS, PADDED_RANKS), tl.float32)
+            lane = tl.arange(0, LANES)[:, None] * DEPTH
+            for start in range(0, CHUNK, LANES * DEPTH):
+                k = split * CHUNK + start + lane + tl.arange(0, DEPTH)[None, :]  # [LANES, DEPTH]
+                inside = k < features
+                a = tl.load(
+                    a_ptr + a_row[None, None, :] + k[:, :, None],
+                    mask=has_rank[None, None, :] & inside[:, :, None],
+                    other=0.0,
+                )
+                if OVERLAPS:
+                    # The kernels before this one have written x; the next one may read y.
+                    cuda.gdc_wait()
+                    cuda.gdc_launch_dependents()
+                x = tl.load(
+                    x_ptr + row[None, :, None] * features + k[:, None, :],
+                    mask=row_mask[None, :, None] & inside[:, None, :],
+                    other=0.0,
+                )
+                if WIDEN:
+                    x, a = x.to(tl.float32), a.to(tl.float32)
+                lanes = tl.dot(x, a, lanes)
+            sums = tl.sum(lanes, 0)
+        target = (split.to(tl.int64) * tokens + row[:, None]) * RANKS * PROJECTIONS + first
+        tl.store(
+            parts_ptr + target + r[None, :], sums, mask=row_mask[:, None] & (r < RANKS)[None, :]
+        )
+        item += tl.num_programs(0)
+        slot, rank, tokens_of_tile = load_tile(
+            tiles_ptr, item // (PROJECTIONS * splits), tiles, ROWS, HEAD
+        )
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Returns whether a GPU has programmatic dependent launch."""
+    return TRITON_MODE == "compiled" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def config_of(tokens: int) -> Config:
+    """Returns the configuration for a batch that is padded to ``tokens``."""
+    return SMALL if batch.rows_of_tile(tokens) == batch.SMALL else LARGE
+
+
+def launch(x: Tensor, lora_a: Tensor, tiles: Tensor, max_rank: int) -> Tensor:
+    """Returns the parts of z, f32[splits, tokens, ranks].
+
+    Args:
+        tiles: the table of :class:`batch.Batch` for so many tokens.
+        max_rank: the ranks of one projection in ``lora_a``.
+    """
+    tokens, features = x.shape
+    slots, ranks, _ = lora_a.shape
+    config, rows = config_of(tokens), batch.rows_of_tile(tokens)
+    most = min(tiles.shape[0], batch.most_tiles(tokens, slots, rows))
+    chunk = config.chunk
+    if rows == batch.LARGE:
+        # As many programs as a large GPU runs at a time; more parts only are more to add.
+        chunk = max(chunk, next_power_of_2(cdiv(features * cdiv(tokens, rows), 256)))
+    step = config.lanes * config.depth
+    chunk = max(chunk, cdiv(cdiv(features, step), MAX_SPLITS) * step)
+    splits = max(1, cdiv(features, chunk))
+    groups = ranks // max_rank if config.divides else 1
+    parts = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)
+    overlaps = config.overlaps and can_overlap(x.device)
+    launch_kernel(
+        _kernel,
+        (min(config.programs, max(1, most) * splits * groups),),
+        x,
+        lora_a,
+        tiles,
+        parts,
+        tokens,
+        features,
+        most,
+        splits,
+        CHUNK=chunk,
+        PROJECTIONS=groups,
+        RANKS=ranks // groups,
+        MAX_RANK=max_rank,
+        PADDED_RANKS=max(16, next_power_of_2(ranks // groups)),
+        ROWS=rows,
+        LANES=config.lanes,
+        DEPTH=config.depth,
+        HEAD=batch.HEAD,
+        OVERLAPS=overlaps,
+        WIDEN=TRITON_MODE == "interpreted",
+        num_warps=config.warps,
+        num_stages=config.stages,
+        launch_pdl=overlaps,
+    )
+    return parts
