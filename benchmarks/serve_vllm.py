@@ -5,7 +5,8 @@
     LoRA    vLLM's LoRA, without the plugin
     DoRA    the plugin, on adapters of the same sizes; also a batch of base, LoRA and DoRA
 
-Needs vLLM in the environment. Each kind runs in an engine, and in a process, of its own. The model
+Needs vLLM in the environment. Each kind runs in an engine, and in a process, of its own; they start
+at the same time, with the check, and are measured one after another. The model
 has Llama 3 8B's dimensions and dummy weights in bf16; 64 rows, prompts and answers of 128 tokens,
 greedy. There are four times as many requests as rows, which vLLM schedules. The adapters have rank
 16 on all projections, are requested by Zipf's law with exponent 1.5, and have 64 slots.
@@ -16,6 +17,7 @@ into a slot, and the first's, which compiles. A line of a check has the largest 
 chosen token's log-probability, and how many tokens PEFT would not have chosen by more than that.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -89,22 +91,33 @@ def facts(settings: Settings, device: str) -> Row:
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields the rows of all kinds."""
+    """Yields the rows of all kinds. The engines start at the same time, which takes longest, and
+    are measured one after another."""
     settings, base = settings._replace(device=device), None
     with tempfile.TemporaryDirectory() as folder:
-        for kind in settings.only:
-            for row in _engine(settings, kind, Path(folder)):
-                if kind == "base":
-                    base = row
-                yield with_ratio(row, base, "of_base", "tokens_per_s")
+        engines = {kind: _start(settings, kind, Path(folder)) for kind in settings.only}
+        try:
+            if "check" in engines:
+                yield from _rows("check", engines["check"])
+            timed = {kind: one for kind, one in engines.items() if kind != "check"}
+            for process in timed.values():
+                next(_lines(process), None)  # Until all have started, they disturb one another.
+            for kind, process in timed.items():
+                for row in _rows(kind, process):
+                    if kind == "base":
+                        base = row
+                    yield with_ratio(row, base, "of_base", "tokens_per_s")
+        finally:
+            for process in engines.values():
+                process.kill()
 
 
-def _engine(settings: Settings, kind: str, folder: Path) -> Iterator[Row]:
-    """Yields what a process prints that runs an engine for one kind."""
+def _start(settings: Settings, kind: str, folder: Path) -> subprocess.Popen[str]:
+    """Starts the process of one kind. Unless it is the check, it says READY and waits."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_CACHE_ROOT": str(folder / "cache" / kind),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "torch_dora" if kind in ("check", "DoRA") else "",
@@ -114,19 +127,37 @@ def _engine(settings: Settings, kind: str, folder: Path) -> Iterator[Row]:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
     paths = [str(ROOT), str(_plugin(folder)), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [sys.executable, "-m", "benchmarks.vllm_engine", kind, str(folder)]
-    process = subprocess.Popen(
+    own = folder / kind
+    own.mkdir()
+    command = [sys.executable, "-m", "benchmarks.vllm_engine", kind, str(own)]
+    return subprocess.Popen(
         [*command, json.dumps(settings._asdict())],
         env=environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Yields the lines that are for this process, and prints the others."""
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("ROW "):
-            yield json.loads(line.removeprefix("ROW "))
+        if line.startswith(("ROW ", "READY")):
+            yield line
         else:
             print(line, end="", flush=True)
+
+
+def _rows(kind: str, process: subprocess.Popen[str]) -> Iterator[Row]:
+    """Lets an engine go on, and yields its rows."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # It has failed.
+        process.stdin.write("\n")
+        process.stdin.close()
+    for line in _lines(process):
+        if line.startswith("ROW "):
+            yield json.loads(line.removeprefix("ROW "))
     if process.wait():
         yield {"kind": kind, "failed": f"the engine's process ended with {process.returncode}"}
 

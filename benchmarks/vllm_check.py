@@ -59,10 +59,16 @@ def check(folder: Path, device: str) -> Iterator[Row]:
         yield {"kind": "check"} | layout | _served(model, adapters, layout)
 
 
-def _served(model: Path, adapters: dict[str, Path], layout: dict[str, Any]) -> Row:
+def _served(
+    model: Path, adapters: dict[str, Path], layout: dict[str, Any], oracle: Path | None = None
+) -> Row:
+    """Returns the row of an engine. ``oracle`` is the model that PEFT gets, if not the same."""
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
+    memory: dict[str, Any] = {}
+    if torch.cuda.is_available():  # Other engines may start on the same device.
+        memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
     engine = LLM(
         model=str(model),
         dtype="bfloat16",
@@ -74,6 +80,7 @@ def _served(model: Path, adapters: dict[str, Path], layout: dict[str, Any]) -> R
         max_lora_rank=16,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        **memory,
         **layout,
     )
     names = [None, *adapters]
@@ -103,13 +110,13 @@ def _served(model: Path, adapters: dict[str, Path], layout: dict[str, Any]) -> R
         tuple(a.outputs[0].token_ids) == tuple(b.outputs[0].token_ids)
         for a, b in zip(mixed, alone, strict=True)
     )
-    worst, wrong, without = 0.0, 0, []
+    oracle, worst, wrong, without = oracle or model, 0.0, 0, []
     for (name, _), prompt, answer, single in zip(pairs, prompts, mixed, alone, strict=True):
         for one in (answer, single):
-            error, missed = _judge(model, adapters.get(name or ""), prompt, one.outputs[0])
+            error, missed = _judge(oracle, adapters.get(name or ""), prompt, one.outputs[0])
             worst, wrong = max(worst, error), wrong + missed
         if name and name.startswith("DoRA"):
-            without.append(_judge(model, None, prompt, answer.outputs[0])[0])
+            without.append(_judge(oracle, None, prompt, answer.outputs[0])[0])
     passed = worst <= BOUND and wrong == 0 and min(without) > 2 * BOUND
     return {
         "requests": len(prompts),
@@ -137,15 +144,15 @@ def _judge(model: Path, adapter: Path | None, prompt: list[int], answer: Any) ->
     return float((found - chosen).abs().max()), missed
 
 
-_ORACLES: dict[Path | None, Any] = {}
+_ORACLES: dict[tuple[Path, Path | None], Any] = {}
 
 
 def _oracle(model: Path, adapter: Path | None) -> Any:
-    if adapter not in _ORACLES:
+    if (model, adapter) not in _ORACLES:
         base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         found = peft.PeftModel.from_pretrained(base, str(adapter)) if adapter else base
-        _ORACLES[adapter] = found.eval()
-    return _ORACLES[adapter]
+        _ORACLES[model, adapter] = found.eval()
+    return _ORACLES[model, adapter]
 
 
 def _write(folder: Path) -> tuple[Path, dict[str, Path]]:

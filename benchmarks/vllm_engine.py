@@ -1,5 +1,5 @@
 """One engine of vLLM for level `serve --vllm`, in a process of its own. Prints a line "ROW {json}"
-for each row.
+for each row; an engine that is measured first prints "READY" and waits for a line.
 
     python -m benchmarks.vllm_engine KIND FOLDER SETTINGS
 """
@@ -52,7 +52,11 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
             "lora_target_modules": list(PROJECTIONS),
         }
     if settings.device == "cuda":
-        options["gpu_memory_utilization"] = 0.85
+        # Its own memory for keys and values, since vLLM would measure that of other engines too.
+        tokens = 2 * settings.rows * (settings.prompt + settings.answer)
+        features = settings.key_heads * settings.width // settings.heads
+        options["kv_cache_memory_bytes"] = 4 * settings.layers * features * tokens
+        options["gpu_memory_utilization"] = 0.2
     begin = time.monotonic()
     engine = LLM(
         model=str(model),
@@ -89,11 +93,14 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
             rates.append(tokens / (time.monotonic() - begin))
         return {"tokens_per_s": max(rates), "rates": rates}
 
+    most = max(settings.adapters) if count else 0
+    adapters = write_adapters(folder, settings, most, dora=kind == "DoRA")
+    lora = write_adapters(folder, settings, 1, dora=False) if kind == "DoRA" else []
+    print("READY", flush=True)
+    sys.stdin.readline()
     report({"kind": kind, "adapters": 0} | row | served(None))
     if not count:
         return
-    most = max(settings.adapters)
-    adapters = write_adapters(folder, settings, most, dora=kind == "DoRA")
     requests = [_request(kind, i, adapter) for i, adapter in enumerate(adapters)]
     times = []
     for one in requests[:FILES]:
@@ -108,7 +115,6 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
         measured = served([requests[i] for i in drawn])
         report({"kind": kind, "adapters": adapters_used} | row | measured)
     if kind == "DoRA":
-        lora = write_adapters(folder, settings, 1, dora=False)
         other = _request("LoRA", most, lora[0])
         mixed = [(None, other, requests[0], requests[-1])[i % 4] for i in range(number)]
         report({"kind": "base, LoRA and DoRA", "adapters": 3} | row | served(mixed))
