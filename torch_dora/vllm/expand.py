@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
@@ -91,10 +92,10 @@ def _columns(
     return b, g, tl.load(target, mask=mask, other=0.0)
 
 
-@jit
+@triton.jit(do_not_specialize=["tokens", "tiles", "blocks", "splits"])
 def _kernel(
     y_ptr,  # [tokens, out], its rows y_stride apart
-    parts_ptr,  # f32[SPLITS, tokens, RANKS]
+    parts_ptr,  # f32[splits, tokens, RANKS]
     b_ptr,  # [slots, out, MAX_RANK]
     g_ptr,  # f32[slots + 1, out]
     bias_ptr,  # [out], not read unless HAS_BIAS
@@ -105,7 +106,8 @@ def _kernel(
     y_stride,
     tiles,
     blocks,
-    SPLITS: tl.constexpr,
+    splits,
+    SPLITS: tl.constexpr,  # 0: `splits`
     RANKS: tl.constexpr,
     MAX_RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
@@ -135,7 +137,7 @@ def _kernel(
             cuda.gdc_wait()
         z = tl.zeros((ROWS, PADDED_RANK), tl.float32)
         source = parts_ptr + row[:, None] * RANKS + projection * MAX_RANK + r[None, :]
-        for split in range(SPLITS):
+        for split in range(SPLITS if SPLITS > 0 else splits):
             z += tl.load(
                 source + split * tokens * RANKS,
                 mask=row_mask[:, None] & (r < MAX_RANK)[None, :],
@@ -202,7 +204,8 @@ def launch(
         y.stride(0),
         most,
         count,
-        SPLITS=splits,
+        splits,
+        SPLITS=splits if rows == batch.SMALL else 0,
         RANKS=ranks,
         MAX_RANK=max_rank,
         PADDED_RANK=max(16, next_power_of_2(max_rank)),

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
@@ -68,7 +69,7 @@ def load_tile(tiles_ptr, number, tiles, ROWS: tl.constexpr, HEAD: tl.constexpr):
     return slot.to(tl.int64), rank, row
 
 
-@jit
+@triton.jit(do_not_specialize=["tokens", "tiles", "splits"])
 def _kernel(
     x_ptr,  # [tokens, in]
     a_ptr,  # [slots, PROJECTIONS * RANKS, in]
@@ -78,7 +79,8 @@ def _kernel(
     features,
     tiles,
     splits,
-    CHUNK: tl.constexpr,  # features per part
+    chunk,
+    CHUNK: tl.constexpr,  # features per part; 0: `chunk`
     PROJECTIONS: tl.constexpr,  # groups of ranks, each of a program of its own
     RANKS: tl.constexpr,  # in a group
     MAX_RANK: tl.constexpr,  # in a projection
@@ -95,6 +97,10 @@ def _kernel(
         tiles_ptr, item // (PROJECTIONS * splits), tiles, ROWS, HEAD
     )
     r = tl.arange(0, PADDED_RANKS)  # [PADDED_RANKS]
+    if CHUNK > 0:
+        length = CHUNK
+    else:
+        length = chunk
     while rank > 0:
         first = item % PROJECTIONS * RANKS
         split = item // PROJECTIONS % splits
@@ -104,8 +110,8 @@ def _kernel(
         a_row = (slot * RANKS * PROJECTIONS + first + r) * features
         if LANES == 1:
             sums = tl.zeros((ROWS, PADDED_RANKS), tl.float32)
-            for start in range(0, CHUNK, DEPTH):
-                k = split * CHUNK + start + tl.arange(0, DEPTH)  # [DEPTH]
+            for start in range(0, length, DEPTH):
+                k = split * length + start + tl.arange(0, DEPTH)  # [DEPTH]
                 inside = k < features
                 x = tl.load(
                     x_ptr + row[:, None] * features + k[None, :],
@@ -123,8 +129,8 @@ def _kernel(
         else:
             lanes = tl.zeros((LANES, ROWS, PADDED_RANKS), tl.float32)
             lane = tl.arange(0, LANES)[:, None] * DEPTH
-            for start in range(0, CHUNK, LANES * DEPTH):
-                k = split * CHUNK + start + lane + tl.arange(0, DEPTH)[None, :]  # [LANES, DEPTH]
+            for start in range(0, length, LANES * DEPTH):
+                k = split * length + start + lane + tl.arange(0, DEPTH)[None, :]  # [LANES, DEPTH]
                 inside = k < features
                 a = tl.load(
                     a_ptr + a_row[None, None, :] + k[:, :, None],
@@ -197,7 +203,9 @@ def launch(x: Tensor, lora_a: Tensor, tiles: Tensor, max_rank: int) -> Tensor:
         features,
         most,
         splits,
-        CHUNK=chunk,
+        chunk,
+        # Of large tiles it follows the tokens, and must not be compiled for each number of them.
+        CHUNK=chunk if rows == batch.SMALL else 0,
         PROJECTIONS=groups,
         RANKS=ranks // groups,
         MAX_RANK=max_rank,

@@ -149,3 +149,22 @@ def test_ranks_beyond_the_adapters_are_not_read():
         given["lora_b"][slot, :, -(-rank // 16) * 16 :] = torch.nan
     run(slots, [20, 12], **given)
     assert torch.equal(given["y"], expected)
+
+
+def test_a_kernel_is_compiled_once_for_all_numbers_of_tokens(monkeypatch):
+    """Otherwise requests would wait for the compiler while vLLM runs."""
+    for module in (shrink, expand):
+        constants = []
+        monkeypatch.setattr(
+            module, "launch_kernel", lambda *arguments, to=constants, **named: to.append(named)
+        )
+        for tokens in (257, 1000, 5000, 16384):
+            x = torch.zeros(tokens, 1024)
+            lora_a, lora_b = torch.zeros(3, 16, 1024), torch.zeros(3, 64, 16)
+            tiles = torch.zeros(400, batch.HEAD + batch.LARGE, dtype=torch.int32)
+            parts = shrink.launch(x, lora_a, tiles, 16)
+            blocks = expand.column_blocks([64], "cpu")
+            y, g = torch.zeros(tokens, 64), torch.zeros(4, 64)
+            expand.launch(y, parts, lora_b, g, None, blocks, 16, tiles)
+        assert len(constants) == 4
+        assert all(one == constants[0] for one in constants)

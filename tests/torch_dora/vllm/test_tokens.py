@@ -79,6 +79,6 @@ def test_speculative_decoding_answers_as_peft(tmp_path):
 def test_the_parity_level_passes():
     report = Report(None, "vllm", {})
     serving.run(report, "cpu")
-    assert report.passed
+    assert not [row for row in report.rows if row["ok"] is False]
     judged = {row["side"] for row in report.rows if row["ok"] is not None}
     assert judged == {"torch", "jax", "vllm"}
