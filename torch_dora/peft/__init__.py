@@ -2,8 +2,11 @@
 
 model = torch_dora.peft.load_adapter(model, "folder")
 torch_dora.peft.save_adapter(model, "another")
+
+``accelerate`` makes the DoRA layers of a live PeftModel compute by torch_dora.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dora_common.peft.config import AdapterConfig
@@ -11,16 +14,24 @@ from torch_dora.peft.load import load_adapter
 from torch_dora.peft.save import save_adapter
 
 if TYPE_CHECKING:
+    from torch_dora.peft.acceleration import accelerate, restore
     from torch_dora.peft.trainer import TrainerCallback
 
-__all__ = ["AdapterConfig", "TrainerCallback", "load_adapter", "save_adapter"]
+__all__ = [
+    "AdapterConfig",
+    "TrainerCallback",
+    "accelerate",
+    "load_adapter",
+    "restore",
+    "save_adapter",
+]
+
+_LAZY = {"TrainerCallback": "trainer", "accelerate": "acceleration", "restore": "acceleration"}
 
 if not TYPE_CHECKING:  # a type checker would accept any attribute of the package
 
     def __getattr__(name: str) -> Any:
-        """Imports what needs transformers only when it is used."""
-        if name != "TrainerCallback":
+        """Imports what needs transformers or PEFT only when it is used."""
+        if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from torch_dora.peft.trainer import TrainerCallback
-
-        return TrainerCallback
+        return getattr(import_module(f"torch_dora.peft.{_LAZY[name]}"), name)

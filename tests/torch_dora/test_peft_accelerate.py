@@ -1,0 +1,430 @@
+"""The layers of a live PeftModel compute by torch_dora; everything else about them stays PEFT's."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import numpy as np
+import peft
+import pytest
+import torch
+import torchao.quantization as torchao
+import transformers
+from peft.tuners.lora import dora, variants
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from parity import tolerances
+from parity.sides.torch import processes
+from tests.torch_dora.peft_folders import (
+    IDS,
+    Convolutions,
+    assert_same,
+    base,
+    gpt2,
+    llama,
+    output,
+    perturbed,
+    tensors_of,
+)
+from tests.torch_dora.test_trainer import losses, trainer
+from torch_dora.peft import accelerate, restore
+
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT, transformers and bitsandbytes about their own.
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    "ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning",
+    "ignore:Already unmerged:UserWarning",
+    "ignore:LoRA adapter added to ConvNd layer with groups:UserWarning",
+    "ignore:TorchaoLoraLinear was instantiated without:UserWarning",
+)
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (llama, {"target_modules": "all-linear"}),
+    "dropout": (llama, {"target_modules": "all-linear", "lora_dropout": 0.3}),
+    "embedding": (llama, {"target_modules": ["embed_tokens", "q_proj"], "use_rslora": True}),
+    "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "gpt2 dropout": (
+        gpt2,
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_dropout": 0.3},
+    ),
+    "conv": (Convolutions, {"target_modules": ["conv", "image", "volume", "embed", "0"]}),
+    "conv dropout": (Convolutions, {"target_modules": ["conv", "image"], "lora_dropout": 0.3}),
+}
+
+
+def config(**fields: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "use_dora": True} | fields))
+
+
+def peft_model(name: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    make, fields = MODELS[name]
+    return perturbed(peft.get_peft_model(base(make).to(dtype), config(**fields), **options))
+
+
+def both(model: Any) -> tuple[Any, Any]:
+    """PEFT's model and an accelerated copy of it, all of whose layers are taken."""
+    ours = copy.deepcopy(model)
+    report = accelerate(ours)
+    assert report.accelerated
+    assert not report.left
+    return model, ours
+
+
+def results(model: Any, autocast: bool = False) -> dict[str, Tensor]:
+    """The result and the gradients, in training."""
+    model.train().zero_grad()
+    torch.manual_seed(3)
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        y = model(IDS.to(device))
+    y = y if isinstance(y, Tensor) else y.logits
+    y.float().square().mean().backward()
+    named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {name: one.detach().double().cpu() for name, one in ({"y": y} | named).items()}
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == wanted.keys()
+    return {n: float((found[n] - w).norm() / w.norm().clamp(min=1e-6)) for n, w in wanted.items()}
+
+
+def assert_agree(ours: Any, theirs: Any, **options: Any) -> None:
+    assert max(distance(results(ours, **options), results(theirs, **options)).values()) < 2e-4
+
+
+@pytest.fixture
+def no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's norm, which forms BA, raises."""
+
+    def get_lora_weight(*_: Any, **__: Any) -> None:
+        raise AssertionError("PEFT computed BA")
+
+    for kind in (dora.DoraLinearLayer, dora.DoraEmbeddingLayer, dora._DoraConvNdLayer):
+        monkeypatch.setattr(kind, "get_lora_weight", get_lora_weight)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_and_gradients_are_pefts(name: str, device: str) -> None:
+    theirs, ours = both(peft_model(name).to(device))
+    if device == "cpu" or "dropout" not in name:  # a GPU's masks depend on the kernel
+        assert_agree(ours, theirs)
+    torch.testing.assert_close(output(ours.cpu()), output(theirs.cpu()), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_layer_forms_the_product(name: str, no_products: None) -> None:
+    model = peft_model(name)
+    with pytest.raises(AssertionError, match="computed BA"):
+        results(model)
+    accelerate(model)
+    results(model)
+    for layer in model.modules():  # and PEFT's own loop over adapters calls torch_dora, too
+        vars(layer).pop("forward", None)
+    results(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "embedding", "gpt2", "conv"])
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32 adapters", "bf16 adapters"])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", ""])
+def test_half_precision_is_as_near_to_fp64_as_pefts(
+    name: str, wide: bool, autocast: bool, device: str
+) -> None:
+    if name == "conv" and wide and not autocast:
+        name = "llama"  # PEFT's convolutions refuse it
+    model = peft_model(name, torch.bfloat16, autocast_adapter_dtype=wide).to(device)
+    theirs, ours = both(model)
+    exact = results(copy.deepcopy(theirs).double())
+    peak = max(distance(results(theirs, autocast), exact).values())
+    floor = 4 * tolerances.unit_roundoff("bfloat16")
+    assert max(distance(results(ours, autocast), exact).values()) <= 2 * peak + floor
+
+
+def test_everything_else_stays_pefts(tmp_path: Path) -> None:
+    """Adapters of several kinds, switched, active together, merged, disabled, deleted and saved."""
+    theirs, ours = both(peft_model())
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        model.add_adapter("plain", config(target_modules="all-linear", use_dora=False))
+        # New layers, and a second DoRA adapter on the old ones.
+        model.add_adapter("more", config(r=2, target_modules=["embed_tokens", "q_proj", "lm_head"]))
+        perturbed(model, 5)
+    kinds = {type(v) for layer in lora_layers(ours) for v in layer.lora_variant.values()}
+    assert not kinds & {variants.DoraLinearVariant, variants.DoraEmbeddingVariant}
+
+    def assert_same_output() -> None:
+        torch.testing.assert_close(output(ours), output(theirs), atol=1e-5, rtol=1e-4)
+
+    for active in ("plain", "more", ["default", "more"], ["default", "plain"], "default"):
+        for model in (theirs, ours):
+            model.base_model.set_adapter(active)
+        assert_same_output()
+    for model in (theirs, ours):
+        model.base_model.merge_adapter(safe_merge=True)
+    assert torch.equal(output(ours), output(theirs))
+    for model in (theirs, ours):
+        model.base_model.unmerge_adapter()
+    assert_same_output()
+    with theirs.disable_adapter(), ours.disable_adapter():
+        assert torch.equal(output(ours), output(theirs))
+    for model in (theirs, ours):
+        model.delete_adapter("more")
+        model.set_adapter("default")
+    assert_same_output()
+    assert_same(ours.state_dict(), theirs.state_dict())
+    for model, folder in ((theirs, "theirs"), (ours, "ours")):
+        model.save_pretrained(tmp_path / folder, save_embedding_layers=False)
+    assert_same(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs"))
+    with pytest.raises(ValueError, match="adapter_names` when DoRA"):
+        ours(IDS, adapter_names=["default", "plain"])
+    assert torch.equal(output(ours.merge_and_unload()), output(theirs.merge_and_unload()))
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_variant")]
+
+
+def test_restored_layers_compute_as_before() -> None:
+    theirs, ours = both(peft_model("embedding"))
+    restore(ours)
+    assert [vars(module).keys() for module in ours.modules()] == [
+        vars(module).keys() for module in theirs.modules()
+    ]
+    ours.add_adapter("more", config(target_modules=["q_proj"]))
+    for layer in lora_layers(ours):
+        for variant in layer.lora_variant.values():
+            assert type(variant).__module__ == "peft.tuners.lora.variants"
+    wanted, found = results(theirs), results(ours)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_accelerated_models_of_their_own(how: str, no_products: None) -> None:
+    model = peft_model("dropout")
+    accelerate(model)
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    assert_agree(copied, model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.fill_(0)
+    assert output(copied).abs().max() == 0 < output(model).abs().max()
+    copied.add_adapter("more", config(target_modules=["embed_tokens"]))
+    assert not any("more" in layer.lora_variant for layer in lora_layers(model))
+
+
+class OtherVariant(variants.DoraLinearVariant):
+    pass
+
+
+def test_layers_that_are_left_to_peft_are_listed() -> None:
+    model = nn.Sequential(
+        *(nn.Linear(6, 6) for _ in range(5)), nn.Unflatten(1, (6, 1)), nn.Conv1d(6, 6, 1, groups=2)
+    )
+    model = peft.get_peft_model(model, config(r=2, target_modules=[*"01234", "6"]))
+    perturbed(model)
+    theirs = copy.deepcopy(model)
+    layers: Any = model.base_model.model
+    layers[1].lora_A["default"].register_forward_hook(lambda *_: None)
+    layers[2].lora_B["default"] = nn.Sequential(layers[2].lora_B["default"])
+    layers[2].lora_B["default"].weight = layers[2].lora_B["default"][0].weight
+    layers[3].lora_variant["default"] = OtherVariant()
+    layers[4].ephemeral_gpu_offload = True
+    report = accelerate(model)
+    assert report.accelerated == ("base_model.model.0",)
+    for at, reason in {
+        1: "its Linear is wrapped by itself or has hooks",
+        2: "its Sequential is wrapped",
+        3: "a variant of its own, OtherVariant",
+        4: "ephemeral_gpu_offload",
+        6: "grouped convolution",
+    }.items():
+        assert reason in report.left[f"base_model.model.{at}"]
+    assert "1 DoRA layers, and PEFT computes 5:" in str(report)
+    layers[4].ephemeral_gpu_offload = False
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(model(x), theirs(x))
+
+
+def test_wrong_models_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"peft_model is a str; expected a peft\.PeftModel"):
+        accelerate("model")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"Linear has 0 LoRA layers of PEFT, none with a DoRA"):
+        accelerate(nn.Linear(2, 2))
+    plain = peft.get_peft_model(base(llama), config(use_dora=False, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"3 LoRA layers .*use_dora=True"):
+        accelerate(plain)
+
+
+def test_wrong_inputs_raise_pefts_errors() -> None:
+    theirs, ours = both(peft_model("llama", torch.bfloat16))
+    for model in (theirs, ours):
+        layer = next(layer for layer in lora_layers(model))
+        with pytest.raises(RuntimeError, match="same dtype"):
+            layer(torch.ones(2, 24))
+
+
+def test_norms_are_cached_while_pefts_caching_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = both(peft_model("embedding"))
+    caches = [m._dora_cache for m in ours.modules() if hasattr(m, "_dora_cache")]
+    wanted = output(theirs)
+    with peft.helpers.DoraCaching():
+        torch.testing.assert_close(output(ours), wanted, atol=1e-5, rtol=1e-4)
+        assert all(caches)
+        kept = [list(cache.values()) for cache in caches]
+        output(ours)
+        for cache, old in zip(caches, kept, strict=True):
+            assert all(a is b for a, b in zip(cache.values(), old, strict=True))
+        results(ours)
+        assert not any(caches)
+        output(ours)
+        assert all(caches)
+    output(ours)
+    assert not any(caches)
+
+
+def quantised(kind: str) -> Any:
+    """A model whose weights bitsandbytes or torchao has quantised, with PEFT's adapter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    if kind == "torchao":
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig(version=2))
+    else:
+        for at, linear in enumerate(model):
+            out, width = linear.weight.shape
+            if kind == "4bit":
+                new: Any = bnb.nn.Linear4bit(width, out, compute_dtype=torch.float32)
+            else:
+                new = bnb.nn.Linear8bitLt(width, out, has_fp16_weights=False, threshold=6.0)
+            new.load_state_dict(linear.state_dict())
+            model[at] = new.to("cpu")
+        setattr(model, f"is_loaded_in_{kind}", True)
+    return perturbed(peft.get_peft_model(model, config(target_modules=["0", "1"])))
+
+
+@pytest.mark.parametrize("kind", ["4bit", "8bit", "torchao"])
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt", "ignore:.*inputs will be cast from")
+def test_quantised_bases(kind: str, no_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = quantised(kind)
+    monkeypatch.undo()
+    theirs = quantised(kind)
+    assert not accelerate(ours).left
+    x = torch.randn(3, 64)
+    found = []
+    for model in (theirs, ours):
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        found.append(
+            {"y": y.detach()}
+            | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        )
+    assert max(distance(*found).values()) < 1e-4
+
+
+@pytest.mark.parametrize("way", ["compiled", "checkpointed"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compilers_and_checkpoints(way: str) -> None:
+    theirs, ours = both(peft_model())
+    if way == "compiled":
+        ours.compile(fullgraph=True, backend="aot_eager")
+    else:
+        for model in (theirs, ours):
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert_agree(ours, theirs)
+
+
+def wrapped(kind: str) -> float:
+    """Steps of an accelerated model under DDP or FSDP2, compared with PEFT's in one process."""
+    theirs, ours = both(peft_model())
+    steps: list[list[Tensor]] = []
+    for model in (theirs, ours):
+        is_ours = model is ours
+        whole = model
+        if is_ours and kind == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif is_ours:
+            for layer in model.base_model.model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+        for _ in range(2):
+            rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            ids = IDS[rank::count] if is_ours else IDS
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tensors = [p for p in whole.parameters() if p.requires_grad]
+        steps.append([getattr(p, "full_tensor", lambda p=p: p)().detach() for p in tensors])
+    pairs = zip(*steps, strict=True)
+    return max(float((a - b).norm() / b.norm()) for b, a in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_wrapped_in_several_processes(kind: str) -> None:
+    assert processes.run(wrapped, 2, "cpu", kind) < 1e-4
+
+
+def test_trainer_accumulates_saves_and_resumes_as_with_peft(tmp_path: Path) -> None:
+    found = {}
+    for kind in ("theirs", "ours"):
+        model = peft_model("llama")
+        if kind == "ours":
+            accelerate(model)
+        run = trainer(model, tmp_path / kind, callback=transformers.TrainerCallback())
+        run.train()
+        resumed = peft_model("llama")
+        if kind == "ours":
+            accelerate(resumed)
+        again = trainer(resumed, tmp_path / kind, callback=transformers.TrainerCallback())
+        again.train(resume_from_checkpoint=str(tmp_path / kind / "checkpoint-4"))
+        found[kind] = losses(run), losses(again), tensors_of(tmp_path / kind / "checkpoint-6")
+    np.testing.assert_allclose(found["ours"][0], found["theirs"][0], rtol=1e-4)
+    np.testing.assert_allclose(found["ours"][1], found["ours"][0], rtol=1e-4)
+    for name, tensor in found["theirs"][2].items():
+        torch.testing.assert_close(found["ours"][2][name], tensor, atol=1e-4, rtol=1e-3)
+
+
+PROGRAM = """
+import pickle, sys
+import peft
+from torch import nn
+class Model(nn.Sequential): pass
+config = peft.LoraConfig(use_dora=True, target_modules=["0"])
+model = peft.get_peft_model(Model(nn.Linear(4, 4)), config)
+pickle.dumps(model)
+print(sys.argv[1:], __name__, type(model.base_model.model[0].lora_variant["default"]).__module__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["program.py"], ["-m", "program"]])
+def test_a_program_that_nobody_edits(how: list[str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-W", "ignore", "-m", "torch_dora.accelerate"]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*command, *how, "--steps", "3"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "['--steps', '3'] __main__ torch_dora.peft.variants\n"
+    assert "torch_dora computes 1 DoRA layers" in done.stderr
+    done = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "usage: python -m torch_dora.accelerate" in done.stderr

@@ -1,0 +1,128 @@
+"""Makes the DoRA layers of a live PeftModel compute by torch_dora, and undoes it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+
+from dora_common.rules import listing
+from torch_dora.peft.variants import OURS, THEIRS, forward, refuses
+
+
+class Report(NamedTuple):
+    """What :func:`accelerate` did; ``str()`` lists it.
+
+    Attributes:
+        accelerated: the names of the layers whose DoRA adapters compute by torch_dora.
+        left: the names of the other layers with DoRA adapters, and why PEFT computes them.
+    """
+
+    accelerated: tuple[str, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        text = f"torch_dora computes {len(self.accelerated)} DoRA layers"
+        if not self.left:
+            return text
+        left = [f"{name}: {reason}" for name, reason in self.left.items()]
+        return f"{text}, and PEFT computes {len(left)}:{listing(left)}"
+
+
+def accelerate(peft_model: nn.Module) -> Report:
+    """Makes the DoRA layers of ``peft_model`` compute by torch_dora's operators, in place.
+
+        model = peft.get_peft_model(model, LoraConfig(use_dora=True, ...))
+        print(torch_dora.peft.accelerate(model))
+
+    Parameters, their names, files, and all that PEFT does with adapters stay as they are. Adapters
+    that are added to the PeftModel later are accelerated, too. A layer that cannot be is left to
+    PEFT and listed.
+
+    Args:
+        peft_model: a PeftModel, or another module that contains PEFT's layers. After PEFT's
+            ``inject_adapter_in_model`` or transformers' ``add_adapter`` has added an adapter to a
+            model that is not a PeftModel, call this function again.
+
+    Raises:
+        TypeError: ``peft_model`` is not a module.
+        ValueError: it has no DoRA adapter of PEFT.
+    """
+    report = _accelerate(peft_model)
+    if not any(report):
+        raise ValueError(
+            f"{type(peft_model).__name__} has {len(_layers(peft_model))} LoRA layers of PEFT, none "
+            "with a DoRA adapter; expected a model from peft.get_peft_model with "
+            "LoraConfig(use_dora=True)"
+        )
+    return report
+
+
+def restore(peft_model: nn.Module) -> None:
+    """Undoes :func:`accelerate`: PEFT computes all layers of ``peft_model`` again.
+
+    Raises:
+        TypeError: ``peft_model`` is not a module.
+    """
+    for layer in _layers(peft_model).values():
+        for adapter, variant in layer.lora_variant.items():
+            if type(variant) in THEIRS:
+                layer.lora_variant[adapter] = THEIRS[type(variant)]()
+    for module in peft_model.modules():
+        for name in ("forward", "inject_adapter"):
+            if getattr(vars(module).get(name), "func", None) in (forward, _inject):
+                delattr(module, name)
+
+
+def accelerate_process(tell: Callable[[Report], object]) -> None:
+    """Accelerates every model that gets a DoRA adapter of PEFT in this process from now on, and
+    calls ``tell`` with each report."""
+    original = BaseTuner.inject_adapter
+
+    @functools.wraps(original)
+    def inject_adapter(tuner: Any, *arguments: Any, **named: Any) -> None:
+        original(tuner, *arguments, **named)
+        if any(report := _accelerate(tuner.model)):
+            tell(report)
+
+    BaseTuner.inject_adapter = inject_adapter
+
+
+def _accelerate(model: nn.Module) -> Report:
+    accelerated, left = [], {}
+    for name, layer in _layers(model).items():
+        for adapter, variant in layer.lora_variant.items():
+            theirs = THEIRS.get(type(variant), type(variant))
+            if theirs in OURS:
+                layer.lora_variant[adapter] = OURS[theirs]()
+                if reason := refuses(layer, adapter):
+                    left[name] = f"adapter {adapter!r}: {reason}"
+            elif isinstance(variant, tuple(OURS)):
+                left[name] = f"adapter {adapter!r} has a variant of its own, {theirs.__name__}"
+        if not any(type(variant) in THEIRS for variant in layer.lora_variant.values()):
+            continue
+        if name not in left:
+            accelerated.append(name)
+        # A forward that is set already is a hook of accelerate's, and calls PEFT's.
+        if type(layer).forward is Linear.forward and "forward" not in vars(layer):
+            layer.forward = functools.partial(forward, layer)
+    for module in model.modules():
+        if isinstance(module, BaseTuner):
+            vars(module)["inject_adapter"] = functools.partial(_inject, module)
+    return Report(tuple(accelerated), left)
+
+
+def _layers(model: Any) -> dict[str, Any]:
+    """Returns PEFT's LoRA layers by name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"peft_model is a {type(model).__name__}; expected a peft.PeftModel")
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+
+
+def _inject(tuner: Any, *arguments: Any, **named: Any) -> None:
+    """Replaces the ``inject_adapter`` of an accelerated model's tuner."""
+    type(tuner).inject_adapter(tuner, *arguments, **named)
+    _accelerate(tuner.model)

@@ -1,0 +1,239 @@
+"""How the layers of an accelerated PeftModel compute.
+
+PEFT's layers have a *variant* for each adapter that is not plain LoRA. Here are subclasses of
+PEFT's DoRA variants with another ``forward``: the norm is computed from the factors, so BA is never
+formed. In training PEFT applies dropout to the input of the whole correction:
+
+    y = x Wᵀ + b + (g-1)∘(drop(x) Wᵀ) + g∘(s·drop(x) AᵀBᵀ)
+
+If a layer has one active adapter over a torch.nn.Linear or transformers' Conv1D, then its whole
+forward is one call of ``dora_linear``. In all other cases PEFT's forward calls the variants.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.lora import dora, variants
+from peft.utils.integrations import dequantize_module_weight
+from peft.utils.other import transpose
+from torch import Tensor, nn
+
+from torch_dora.layers.linear import is_conv1d
+from torch_dora.ops import (
+    compose,
+    compose_delta,
+    dora_linear,
+    factored_norm,
+    magnitude_scale,
+    quantised,
+)
+from torch_dora.ops.linear import Operands, corrected_linear, result_dtype
+from torch_dora.ops.operator import PLAIN
+
+# The key in PEFT's cache of a DoRA layer. PEFT's own norms there have another dtype or shape.
+_CACHED = "torch_dora-norm"
+
+
+def refuses(layer: Any, adapter: str) -> str | None:
+    """Returns the reason why PEFT must compute an adapter, or None. This is asked in each call: the
+    model may have been wrapped since the last one."""
+    for part in _parts(layer, adapter):
+        if type(part) not in _PARTS or _is_hooked(part):
+            return f"its {type(part).__name__} is wrapped by itself or has hooks"
+    if getattr(layer.get_base_layer(), "groups", 1) > 1:
+        return "PEFT's DoRA of a grouped convolution is not that of its weight"
+    if layer.ephemeral_gpu_offload:
+        return "ephemeral_gpu_offload moves its tensors in each call"
+    return None
+
+
+def _parts(layer: Any, adapter: str) -> list[Any]:
+    """Returns the modules of an adapter; an embedding has its other parameters itself."""
+    parts = [layer.lora_magnitude_vector[adapter]]
+    if adapter in layer.lora_A:
+        parts += [layer.lora_A[adapter], layer.lora_B[adapter]]
+    return parts
+
+
+def _is_refused(layer: Any, adapter: str, *tensors: Any) -> bool:
+    """Returns whether PEFT must compute a call: one of :func:`refuses`'s reasons, or DTensors."""
+    if refuses(layer, adapter):
+        return True
+    tensors += tuple(part.weight for part in _parts(layer, adapter))
+    return any(type(tensor) not in PLAIN for tensor in tensors)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Returns whether a call of ``module`` does more than its class's ``forward``."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
+
+
+def forward(layer: Any, x: Any, *arguments: Any, **named: Any) -> Any:
+    """Replaces the ``forward`` of PEFT's Linear."""
+    adapters = layer.active_adapters
+    is_plain = not (arguments or named or layer.disable_adapters or layer.merged)
+    if is_plain and len(adapters) == 1 and (y := _one_call(layer, adapters[0], x)) is not None:
+        return y
+    return type(layer).forward(layer, x, *arguments, **named)
+
+
+def _one_call(layer: Any, adapter: str, x: Any) -> Tensor | None:
+    """Returns the layer's result, or None if PEFT's forward is needed, also for its errors."""
+    base: Any = layer.base_layer
+    if type(layer.lora_variant.get(adapter)) is not _LinearVariant or _is_hooked(base):
+        return None
+    weight = base.weight
+    if not weight.is_floating_point() or _is_refused(layer, adapter, weight, x):
+        return None
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        return None
+    if layer.fan_in_fan_out:
+        if not is_conv1d(base):
+            return None
+        weight = weight.T
+    elif type(base).forward is not nn.Linear.forward:
+        return None
+    magnitude, scale = layer.lora_magnitude_vector[adapter], float(layer.scaling[adapter])
+    lora_a, lora_b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    dropped, norm = _dropped(layer, adapter, x), None
+    if dropped is not None or dora.ENABLE_DORA_CACHING or magnitude._dora_cache:
+        norm = _norm(magnitude, weight, lora_a, lora_b, scale)
+    if norm is None or dropped is None:
+        return dora_linear(
+            x, weight, lora_a, lora_b, magnitude.weight, scale, bias=base.bias, norm=norm
+        )
+    g = magnitude_scale(magnitude.weight, norm, result_dtype(x, weight))
+    operands = Operands(x, dropped, weight, base.bias, lora_a, lora_b, g)
+    return corrected_linear(operands, scale, None)
+
+
+def _dropped(layer: Any, adapter: str, x: Tensor) -> Tensor | None:
+    """Returns x after the adapter's dropout, or None if none is applied."""
+    dropout = layer.lora_dropout[adapter]
+    return dropout(x) if layer.training and not isinstance(dropout, nn.Identity) else None
+
+
+def _norm(magnitude: Any, weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """Returns the norm, f32[out], for PEFT's layer of the magnitude; from its cache while
+    peft.helpers.DoraCaching is on."""
+    if not dora.ENABLE_DORA_CACHING or magnitude.training:
+        magnitude._cache_clear()
+        return factored_norm(weight, lora_a, lora_b, scale)
+    if (norm := magnitude._cache_get(_CACHED, None)) is None:
+        norm = factored_norm(weight, lora_a, lora_b, scale)
+        magnitude._cache_store(_CACHED, norm)
+    return norm
+
+
+def _g(
+    layer: Any, adapter: str, weight: Any, lora_a: Tensor, lora_b: Tensor, result: Tensor
+) -> Tensor:
+    """Returns g, f32[out], for the matrices of one adapter."""
+    magnitude = layer.lora_magnitude_vector[adapter]
+    norm = _norm(magnitude, weight, lora_a, lora_b, layer.scaling[adapter])
+    return magnitude_scale(magnitude.weight.flatten(), norm, result.dtype)
+
+
+def _matrix(base: Any) -> Any:
+    """Returns the weight of a base layer of any kind, quantised if torch_dora reads it so."""
+    weight = getattr(base, "weight", None)
+    try:
+        if type(weight) not in PLAIN:
+            quantised.check("weight", weight := quantised.as_matrix(weight))
+    except (NotImplementedError, TypeError):
+        return dequantize_module_weight(base)
+    return weight
+
+
+class _Variant:
+    """The base of torch_dora's variants: ``forward`` returns the layer's result so far, ``result``,
+    with the adapter's part."""
+
+    def forward(
+        self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **named: Any
+    ) -> Tensor:
+        if _is_refused(module, active_adapter, result):
+            theirs: Any = super()
+            return theirs.forward(module, active_adapter, x, result, **named)
+        return self.compute(module, active_adapter, x, result)
+
+    def compute(self, layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _LinearVariant(_Variant, variants.DoraLinearVariant):
+    def compute(self, layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
+        a, b = layer.lora_A[adapter], layer.lora_B[adapter]
+        base, scale = layer.get_base_layer(), layer.scaling[adapter]
+        is_swapped = getattr(layer, "fan_in_fan_out", False)
+        g = _g(layer, adapter, transpose(_matrix(base), is_swapped), a.weight, b.weight, result)
+        dropped = _dropped(layer, adapter, x)
+        if dropped is not None:
+            weight = dequantize_module_weight(base).to(x.dtype)
+            x, unbiased = dropped, F.linear(dropped, transpose(weight, is_swapped))
+        else:
+            unbiased = result if base.bias is None else result - base.bias
+        lora = b(a(x)).to(unbiased.dtype)
+        return result + compose_delta(unbiased, lora, g, scale)
+
+
+class _EmbeddingVariant(_Variant, variants.DoraEmbeddingVariant):
+    def compute(self, layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
+        a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+        g = _g(layer, adapter, layer.get_base_layer().weight.T, a, b, result)
+        lora = layer._embed(x, a.T) @ b.T
+        if (embed_scale := layer._get_embed_scale()) is not None:
+            lora = lora * embed_scale.to(lora.dtype)
+        return compose(result, lora.to(result.dtype), g, layer.scaling[adapter])
+
+
+class _ConvVariant(_Variant):
+    def compute(self, layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
+        a, b = layer.lora_A[adapter], layer.lora_B[adapter]
+        base, magnitude = layer.get_base_layer(), layer.lora_magnitude_vector[adapter]
+        shape = magnitude.weight.shape
+        matrices = (tensor.flatten(1) for tensor in (base.weight, a.weight, b.weight))
+        g = _g(layer, adapter, *matrices, result).view(shape)
+        dropped = _dropped(layer, adapter, x)
+        if dropped is not None:
+            x, unbiased = dropped, base._conv_forward(dropped, base.weight, None)
+        else:
+            unbiased = result if base.bias is None else result - base.bias.view(shape)
+        return result + ((g - 1) * unbiased + g * b(a(x)) * layer.scaling[adapter])
+
+
+class _Conv1dVariant(_ConvVariant, variants.DoraConv1dVariant): ...
+
+
+class _Conv2dVariant(_ConvVariant, variants.DoraConv2dVariant): ...
+
+
+class _Conv3dVariant(_ConvVariant, variants.DoraConv3dVariant): ...
+
+
+# ``__bases__`` of each is the base of torch_dora's variants and the variant of PEFT.
+THEIRS: dict[type, type] = {
+    ours: ours.__bases__[1]
+    for ours in (_LinearVariant, _EmbeddingVariant, _Conv1dVariant, _Conv2dVariant, _Conv3dVariant)
+}
+OURS = {theirs: ours for ours, theirs in THEIRS.items()}
+_PARTS = frozenset(
+    (
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        dora.DoraLinearLayer,
+        dora.DoraEmbeddingLayer,
+        dora.DoraConv1dLayer,
+        dora.DoraConv2dLayer,
+        dora.DoraConv3dLayer,
+    )
+)
