@@ -21,6 +21,7 @@ if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import adapter_pieces, one_pass_norm
 
 _HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (*_HALVES, torch.float32)
 
 
 def takes(
@@ -45,9 +46,9 @@ def takes(
         if tensor is not None and (type(tensor) not in PLAIN or tensor.get_device() != device):
             return False
     adapter_dtype = lora_a.dtype
-    if weight.dtype not in _HALVES or magnitude.dtype != torch.float32:
+    if weight.dtype not in _HALVES or lora_b.dtype != adapter_dtype:
         return False
-    if adapter_dtype not in (*_HALVES, torch.float32) or lora_b.dtype != adapter_dtype:
+    if adapter_dtype not in _FLOATS or magnitude.dtype not in _FLOATS:
         return False
     if weight.ndim != 2 or lora_a.ndim != 2 or x.ndim < 2 or not x.numel() or not weight.numel():
         return False

@@ -222,6 +222,7 @@ class _DoRALinear(torch.autograd.Function):
             None if t is None else t.dtype for t in (x, adapter_x, weight, bias, lora_a, lora_b)
         )
         ctx.scale, ctx.implementation = static.scale, static.implementation
+        ctx.g_dtype = tensors[-1].dtype
         return y
 
     @staticmethod
@@ -265,7 +266,7 @@ class _DoRALinear(torch.autograd.Function):
             if d_adapter_x is not None:
                 d_adapter_x = d_adapter_x.reshape(x_shape).to(adapter_x_dtype)
         if d_g is not None:
-            d_g = d_g.to(g.dtype)
+            d_g = d_g.to(ctx.g_dtype)
         return None, None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g
 
 

@@ -25,7 +25,7 @@ ELEMENTS, MIN_COLUMNS, WARPS = 4096, 8, 4
 @jit
 def _kernel(
     partial_ptr,  # f32[parts, features]
-    factor_ptr,  # f32[features], for "scale" and "divide"
+    factor_ptr,  # [features], for "scale" and "divide"
     result_ptr,  # f32[features], or f32[2, features] for "scale"
     parts,
     features,
@@ -43,7 +43,7 @@ def _kernel(
     if THEN == "root" or THEN == "scale":
         total = tl.sqrt_rn(total)
     if THEN == "scale" or THEN == "divide":
-        factor = tl.load(factor_ptr + column, mask=column_mask, other=1.0)
+        factor = tl.load(factor_ptr + column, mask=column_mask, other=1.0).to(tl.float32)
         if THEN == "divide":
             total = tl.div_rn(total, factor)
         else:

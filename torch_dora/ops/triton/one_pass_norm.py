@@ -151,7 +151,7 @@ def launch(
 
     Args:
         pieces: those of an fp32 adapter, if there are any already.
-        magnitude: f32[out]; the result is then f32[2, out], max(norm, eps) and magnitude divided by
+        magnitude: [out]; the result is then f32[2, out], max(norm, eps) and magnitude divided by
             it.
     """
     out_features, in_features = lora_b.shape[0], lora_a.shape[1]
