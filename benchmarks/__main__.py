@@ -9,6 +9,7 @@ Levels:
     sizes               one layer at the sizes of public models, and decoding with few rows
     model               a decoder with the dimensions of Qwen3-8B
     vlm                 vision-language models, torch_dora compared with PEFT
+    method_comparison   PEFT's own benchmark, with its DoRA accelerated
     tune                each Mosaic kernel with several launch configs
     step                an optimizer step of Llama 3 8B's dimensions, for several memory budgets
     step --table        the same step, with one part of the program changed in each row
@@ -46,7 +47,16 @@ from typing import Any
 LEVELS = (
     *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
-    *("model --torch", "vlm", "bank", "bank --torch", "serve", "serve --torch", "serve --vllm"),
+    *(
+        "model --torch",
+        "vlm",
+        "method_comparison",
+        "bank",
+        "bank --torch",
+        "serve",
+        "serve --torch",
+        "serve --vllm",
+    ),
 )
 # Options that set a field of the level's settings.
 FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")

@@ -1,0 +1,275 @@
+"""Level `method_comparison`: the time and memory columns of PEFT's own benchmark of that name.
+
+PEFT's LoRA, its DoRA, and its DoRA accelerated by `torch_dora.peft.accelerate`, in the two
+configurations of PEFT's repository, with random weights, and tokens of the same lengths:
+
+    MetaMathQA   transformers' Llama with the dimensions of Llama-3.2-3B, rank 32 on q_proj and
+                 v_proj, 4 × 212 tokens; and generation for 50 prompts of 128 tokens
+    image        the blocks of FLUX.2-klein-base-4B, rank 64 on 11 projections, checkpointed, 2 ×
+                 (1024 latents and 512 tokens of text)
+
+The base is bf16, adapters are fp32, and there is no autocast, as there. A step is the gradient, its
+norm clipped to 1, and AdamW. The variants take turns, round by round. One line is one variant of
+one task: the median wall time of a call in ms, the largest minus the smallest, the peak of
+allocated memory without the other models, and both divided by those of PEFT's LoRA.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+
+import torch_dora
+from benchmarks.model.torch_model import random_model
+from benchmarks.results import Row, milliseconds, with_ratio
+
+KINDS = "PEFT LoRA", "PEFT DoRA", "PEFT DoRA, accelerated"
+TARGETS = (
+    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    *("linear_in", "linear_out", "to_qkv_mlp_proj"),
+)
+
+
+class Settings(NamedTuple):
+    """The settings of the level.
+
+    Attributes:
+      blocks: FLUX's double and single blocks.
+      shape: batch and length of a training step of MetaMathQA.
+      prompts: batch and length of the prompts, and the number of generated tokens.
+      image: batch, latents and tokens of text.
+    """
+
+    hidden: int = 3072
+    heads: int = 24
+    layers: int = 28
+    vocabulary: int = 128_256
+    blocks: tuple[int, int] = (5, 20)
+    shape: tuple[int, int] = (4, 212)
+    prompts: tuple[int, int, int] = (50, 128, 32)
+    image: tuple[int, int, int] = (2, 1024, 512)
+    rounds: int = 9
+
+
+TINY = Settings(48, 3, 2, 64, (1, 1), (2, 9), (2, 5, 3), (2, 8, 4), 1)
+
+
+def measure(settings: Settings, device: str) -> Iterator[Row]:
+    """Yields one row for each task and variant."""
+    for name, make, tasks in (
+        ("MetaMathQA", _llama, {"step": _text_step, "generation": _generate}),
+        ("image", _flux, {"step": _image_step}),
+    ):
+        models = {kind: _model(kind, make(settings, device)) for kind in KINDS}
+        for task, call in tasks.items():
+            first: Row = {}
+            for kind, row in _in_turns(models, call, settings, device).items():
+                row = {"task": f"{name} {task}", "kind": kind, **row}
+                first = first or row
+                row = with_ratio(row, first, "over_lora")
+                yield with_ratio(row, first, "bytes_over_lora", "peak_bytes")
+        del models
+
+
+def _in_turns(
+    models: dict[str, Any], call: Callable[..., Callable[[], Any]], settings: Settings, device: str
+) -> dict[str, Row]:
+    calls = {kind: call(model, settings, device) for kind, model in models.items()}
+    times: dict[str, list[float]] = {kind: [] for kind in models}
+    peaks = dict.fromkeys(models, 0)
+    weights = {kind: sum(p.nbytes for p in model.parameters()) for kind, model in models.items()}
+    gc.collect()
+    for turn in range(settings.rounds + 2):
+        for kind, step in calls.items():
+            before = 0
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            begin = time.perf_counter()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+                peaks[kind] = weights[kind] + torch.cuda.max_memory_allocated() - before
+            if turn > 1:  # The first two turns are warm-up.
+                times[kind].append(time.perf_counter() - begin)
+    bytes_of = {kind: {"peak_bytes": peak} for kind, peak in peaks.items() if peak}
+    return {kind: milliseconds(each) | bytes_of.get(kind, {}) for kind, each in times.items()}
+
+
+def _model(kind: str, base: Any) -> Any:
+    is_text = hasattr(base, "config")
+    rank, targets = (32, ("q_proj", "v_proj")) if is_text else (64, TARGETS)
+    config = LoraConfig(
+        r=rank, lora_alpha=64, target_modules=list(targets), use_dora="DoRA" in kind
+    )
+    with warnings.catch_warnings():
+        # PEFT uses a name that the newest transformers has deprecated.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        model = get_peft_model(base, config)
+    if "accelerated" in kind and (left := torch_dora.peft.accelerate(model).left):
+        raise RuntimeError(f"PEFT computes {left}")
+    return model
+
+
+def _stepping(model: Any, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """Returns a function that makes one optimizer step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1)
+
+    model.train()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+
+    return step
+
+
+def _text_step(model: Any, settings: Settings, device: str) -> Callable[[], None]:
+    tokens = torch.randint(settings.vocabulary, settings.shape, device=device)
+    mask = torch.ones_like(tokens)
+    return _stepping(
+        model, lambda: model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+    )
+
+
+def _generate(model: Any, settings: Settings, device: str) -> Callable[[], Any]:
+    *shape, new = settings.prompts
+    tokens = torch.randint(settings.vocabulary, shape, device=device)
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "use_cache": True}
+    mask = torch.ones_like(tokens)
+    model.eval()
+
+    def generate() -> None:
+        model.generate(input_ids=tokens, attention_mask=mask, pad_token_id=0, **options)
+
+    return torch.no_grad()(generate)
+
+
+def _image_step(model: Any, settings: Settings, device: str) -> Callable[[], None]:
+    batch, *lengths = settings.image
+    options = {"device": device, "dtype": torch.bfloat16}
+    image, text = (torch.randn(batch, length, settings.hidden, **options) for length in lengths)
+    target = torch.randn_like(image)
+    return _stepping(model, lambda: F.mse_loss(model(image, text).float(), target.float()))
+
+
+def _llama(settings: Settings, device: str) -> Any:
+    config = LlamaConfig(
+        vocab_size=settings.vocabulary,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.hidden * 8 // 3,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads // 3,
+        tie_word_embeddings=True,
+    )
+    return random_model(config, device)
+
+
+def _flux(settings: Settings, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return _Flux(settings).to(torch.bfloat16).requires_grad_(False)
+
+
+class _Flux(nn.Module):
+    """The blocks of FLUX.2's transformer, without embeddings, the rotation and the last layer."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        double, single = settings.blocks
+        sizes = settings.hidden, settings.heads
+        self.double_blocks = nn.ModuleList(_DoubleBlock(*sizes) for _ in range(double))
+        self.single_blocks = nn.ModuleList(_SingleBlock(*sizes) for _ in range(single))
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        run = functools.partial(checkpoint, use_reentrant=False)
+        for block in self.double_blocks:
+            image, text = run(block, image, text)
+        x = torch.cat([text, image], 1)
+        for block in self.single_blocks:
+            x = run(block, x)
+        return x[:, text.shape[1] :]
+
+
+class _Modulated(nn.Module):
+    """A block with the shift, scale and gate that FLUX computes once for all blocks."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.hidden, self.heads = hidden, heads
+        self.register_buffer("modulation", 0.1 * torch.randn(3, hidden))
+
+    def normed(self, x: Tensor) -> Tensor:
+        shift, scale, _ = self.modulation
+        return (1 + scale) * F.layer_norm(x, (self.hidden,)) + shift
+
+    def gated(self, x: Tensor, change: Tensor) -> Tensor:
+        return x + self.modulation[2] * change
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+        q, k = (F.rms_norm(t, t.shape[-1:]) for t in (q, k))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear_in = nn.Linear(hidden, 6 * hidden, bias=False)
+        self.linear_out = nn.Linear(3 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.linear_in(x).chunk(2, -1)
+        return self.linear_out(F.silu(gate) * up)
+
+
+class _DoubleBlock(_Modulated):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__(hidden, heads)
+        for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+            self.add_module(name, nn.Linear(hidden, hidden, bias=False))
+        self.to_out = nn.ModuleList([nn.Linear(hidden, hidden, bias=False)])
+        self.to_add_out = nn.Linear(hidden, hidden, bias=False)
+        self.ff, self.ff_context = _FeedForward(hidden), _FeedForward(hidden)
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.normed(image), self.normed(text)
+        pairs = (
+            (self.add_q_proj, self.to_q),
+            (self.add_k_proj, self.to_k),
+            (self.add_v_proj, self.to_v),
+        )
+        both = self.attention(*(torch.cat([of_y(y), of_x(x)], 1) for of_y, of_x in pairs))
+        text = self.gated(text, self.to_add_out(both[:, : text.shape[1]]))
+        image = self.gated(image, self.to_out[0](both[:, text.shape[1] :]))
+        image = self.gated(image, self.ff(self.normed(image)))
+        return image, self.gated(text, self.ff_context(self.normed(text)))
+
+
+class _SingleBlock(_Modulated):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__(hidden, heads)
+        self.to_qkv_mlp_proj = nn.Linear(hidden, 9 * hidden, bias=False)
+        self.to_out = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = [self.hidden] * 3 + [3 * self.hidden] * 2
+        q, k, v, gate, up = self.to_qkv_mlp_proj(self.normed(x)).split(sizes, -1)
+        change = torch.cat([self.attention(q, k, v), F.silu(gate) * up], -1)
+        return self.gated(x, self.to_out(change))
