@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 import torch_dora
-from benchmarks.model.torch_model import random_model
 from benchmarks.results import Row, milliseconds, with_ratio
+from benchmarks.torch_decoder import random_model
 
 KINDS = "PEFT LoRA", "PEFT DoRA", "PEFT DoRA, accelerated"
 TARGETS = (
