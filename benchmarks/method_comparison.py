@@ -16,6 +16,7 @@ allocated memory without the other models, and both divided by those of PEFT's L
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import time
@@ -28,11 +29,11 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
 
 import torch_dora
+from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.results import Row, milliseconds, with_ratio
-from benchmarks.torch_decoder import random_model
+from benchmarks.torch_decoder import random_llama
 
 KINDS = "PEFT LoRA", "PEFT DoRA", "PEFT DoRA, accelerated"
 TARGETS = (
@@ -51,10 +52,9 @@ class Settings(NamedTuple):
       image: batch, latents and tokens of text.
     """
 
-    hidden: int = 3072
-    heads: int = 24
-    layers: int = 28
-    vocabulary: int = 128_256
+    sizes: Protocol = dataclasses.replace(
+        LLAMA3, hidden=3072, intermediate=8192, heads=24, layers=28
+    )
     blocks: tuple[int, int] = (5, 20)
     shape: tuple[int, int] = (4, 212)
     prompts: tuple[int, int, int] = (50, 128, 32)
@@ -62,7 +62,7 @@ class Settings(NamedTuple):
     rounds: int = 9
 
 
-TINY = Settings(48, 3, 2, 64, (1, 1), (2, 9), (2, 5, 3), (2, 8, 4), 1)
+TINY = Settings(QUICK, (1, 1), (2, 9), (2, 5, 3), (2, 8, 4), 1)
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
@@ -140,7 +140,7 @@ def _stepping(model: Any, loss: Callable[[], Tensor]) -> Callable[[], None]:
 
 
 def _text_step(model: Any, settings: Settings, device: str) -> Callable[[], None]:
-    tokens = torch.randint(settings.vocabulary, settings.shape, device=device)
+    tokens = torch.randint(settings.sizes.vocabulary, settings.shape, device=device)
     mask = torch.ones_like(tokens)
     return _stepping(
         model, lambda: model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
@@ -149,7 +149,7 @@ def _text_step(model: Any, settings: Settings, device: str) -> Callable[[], None
 
 def _generate(model: Any, settings: Settings, device: str) -> Callable[[], Any]:
     *shape, new = settings.prompts
-    tokens = torch.randint(settings.vocabulary, shape, device=device)
+    tokens = torch.randint(settings.sizes.vocabulary, shape, device=device)
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "use_cache": True}
     mask = torch.ones_like(tokens)
     model.eval()
@@ -163,22 +163,15 @@ def _generate(model: Any, settings: Settings, device: str) -> Callable[[], Any]:
 def _image_step(model: Any, settings: Settings, device: str) -> Callable[[], None]:
     batch, *lengths = settings.image
     options = {"device": device, "dtype": torch.bfloat16}
-    image, text = (torch.randn(batch, length, settings.hidden, **options) for length in lengths)
+    image, text = (
+        torch.randn(batch, length, settings.sizes.hidden, **options) for length in lengths
+    )
     target = torch.randn_like(image)
     return _stepping(model, lambda: F.mse_loss(model(image, text).float(), target.float()))
 
 
 def _llama(settings: Settings, device: str) -> Any:
-    config = LlamaConfig(
-        vocab_size=settings.vocabulary,
-        hidden_size=settings.hidden,
-        intermediate_size=settings.hidden * 8 // 3,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        num_key_value_heads=settings.heads // 3,
-        tie_word_embeddings=True,
-    )
-    return random_model(config, device)
+    return random_llama(settings.sizes, settings.sizes.layers, device, use_cache=True)
 
 
 def _flux(settings: Settings, device: str) -> nn.Module:
@@ -193,9 +186,9 @@ class _Flux(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         double, single = settings.blocks
-        sizes = settings.hidden, settings.heads
-        self.double_blocks = nn.ModuleList(_DoubleBlock(*sizes) for _ in range(double))
-        self.single_blocks = nn.ModuleList(_SingleBlock(*sizes) for _ in range(single))
+        sizes = settings.sizes.hidden, settings.sizes.heads
+        self.double_blocks: Any = nn.ModuleList(_DoubleBlock(*sizes) for _ in range(double))
+        self.single_blocks: Any = nn.ModuleList(_SingleBlock(*sizes) for _ in range(single))
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
         run = functools.partial(checkpoint, use_reentrant=False)
@@ -213,10 +206,10 @@ class _Modulated(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.hidden, self.heads = hidden, heads
-        self.register_buffer("modulation", 0.1 * torch.randn(3, hidden))
+        self.modulation = nn.Buffer(0.1 * torch.randn(3, hidden))
 
     def normed(self, x: Tensor) -> Tensor:
-        shift, scale, _ = self.modulation
+        shift, scale = self.modulation[0], self.modulation[1]
         return (1 + scale) * F.layer_norm(x, (self.hidden,)) + shift
 
     def gated(self, x: Tensor, change: Tensor) -> Tensor:
@@ -244,13 +237,13 @@ class _DoubleBlock(_Modulated):
         super().__init__(hidden, heads)
         for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
             self.add_module(name, nn.Linear(hidden, hidden, bias=False))
-        self.to_out = nn.ModuleList([nn.Linear(hidden, hidden, bias=False)])
+        self.to_out: Any = nn.ModuleList([nn.Linear(hidden, hidden, bias=False)])
         self.to_add_out = nn.Linear(hidden, hidden, bias=False)
         self.ff, self.ff_context = _FeedForward(hidden), _FeedForward(hidden)
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         x, y = self.normed(image), self.normed(text)
-        pairs = (
+        pairs: Any = (
             (self.add_q_proj, self.to_q),
             (self.add_k_proj, self.to_k),
             (self.add_v_proj, self.to_v),

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import numpy as np
 import peft
 import pytest
 import torch
 import torchao.quantization as torchao
 import transformers
+from bitsandbytes.nn import modules as bnb
 from peft.tuners.lora import dora, variants
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -296,16 +296,16 @@ def test_norms_are_cached_while_pefts_caching_is_on(monkeypatch: pytest.MonkeyPa
 def quantised(kind: str) -> Any:
     """A model whose weights bitsandbytes or torchao has quantised, with PEFT's adapter."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    model: Any = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
     if kind == "torchao":
         torchao.quantize_(model, torchao.Int8WeightOnlyConfig(version=2))
     else:
         for at, linear in enumerate(model):
             out, width = linear.weight.shape
             if kind == "4bit":
-                new: Any = bnb.nn.Linear4bit(width, out, compute_dtype=torch.float32)
+                new: Any = bnb.Linear4bit(width, out, compute_dtype=torch.float32)
             else:
-                new = bnb.nn.Linear8bitLt(width, out, has_fp16_weights=False, threshold=6.0)
+                new = bnb.Linear8bitLt(width, out, has_fp16_weights=False, threshold=6.0)
             new.load_state_dict(linear.state_dict())
             model[at] = new.to("cpu")
         setattr(model, f"is_loaded_in_{kind}", True)
@@ -329,7 +329,7 @@ def test_quantised_bases(kind: str, no_products: None, monkeypatch: pytest.Monke
             {"y": y.detach()}
             | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         )
-    assert max(distance(*found).values()) < 1e-4
+    assert max(distance(*found).values()) < 2e-4
 
 
 @pytest.mark.parametrize("way", ["compiled", "checkpointed"])

@@ -80,7 +80,8 @@ def restore(peft_model: nn.Module) -> None:
 def accelerate_process(tell: Callable[[Report], object]) -> None:
     """Accelerates every model that gets a DoRA adapter of PEFT in this process from now on, and
     calls ``tell`` with each report."""
-    original = BaseTuner.inject_adapter
+    tuners: Any = BaseTuner
+    original = tuners.inject_adapter
 
     @functools.wraps(original)
     def inject_adapter(tuner: Any, *arguments: Any, **named: Any) -> None:
@@ -88,7 +89,7 @@ def accelerate_process(tell: Callable[[Report], object]) -> None:
         if any(report := _accelerate(tuner.model)):
             tell(report)
 
-    BaseTuner.inject_adapter = inject_adapter
+    tuners.inject_adapter = inject_adapter
 
 
 def _accelerate(model: nn.Module) -> Report:

@@ -153,16 +153,18 @@ def _matrix(base: Any) -> Any:
 
 
 class _Variant:
-    """The base of torch_dora's variants: ``forward`` returns the layer's result so far, ``result``,
-    with the adapter's part."""
+    """The base of torch_dora's variants. ``forward`` adds the adapter's part to ``result``, the
+    layer's result so far."""
 
-    def forward(
+    def _forward(
         self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **named: Any
     ) -> Tensor:
         if _is_refused(module, active_adapter, result):
             theirs: Any = super()
             return theirs.forward(module, active_adapter, x, result, **named)
         return self.compute(module, active_adapter, x, result)
+
+    forward: Any = _forward
 
     def compute(self, layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
         raise NotImplementedError
@@ -199,8 +201,8 @@ class _ConvVariant(_Variant):
         a, b = layer.lora_A[adapter], layer.lora_B[adapter]
         base, magnitude = layer.get_base_layer(), layer.lora_magnitude_vector[adapter]
         shape = magnitude.weight.shape
-        matrices = (tensor.flatten(1) for tensor in (base.weight, a.weight, b.weight))
-        g = _g(layer, adapter, *matrices, result).view(shape)
+        weight, lora_a, lora_b = (one.weight.flatten(1) for one in (base, a, b))
+        g = _g(layer, adapter, weight, lora_a, lora_b, result).view(shape)
         dropped = _dropped(layer, adapter, x)
         if dropped is not None:
             x, unbiased = dropped, base._conv_forward(dropped, base.weight, None)
