@@ -47,16 +47,8 @@ from typing import Any
 LEVELS = (
     *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
-    *(
-        "model --torch",
-        "vlm",
-        "method_comparison",
-        "bank",
-        "bank --torch",
-        "serve",
-        "serve --torch",
-        "serve --vllm",
-    ),
+    *("model --torch", "vlm", "method_comparison", "bank", "bank --torch"),
+    *("serve", "serve --torch", "serve --vllm"),
 )
 # Options that set a field of the level's settings.
 FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")

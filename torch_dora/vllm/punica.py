@@ -96,7 +96,7 @@ class SlotProducts(nn.Module):
         )
 
 
-def _add_adapters(
+def add_adapters(
     y: Tensor,
     x: Tensor,
     lora_a: Tensor,
@@ -109,6 +109,7 @@ def _add_adapters(
     large_tiles: Tensor,
     has_adapters: Tensor,
 ) -> None:
+    """The operator ``torch_dora::add_adapters``, whose tensors the schema below describes."""
     if not has_adapters.item() or not y.shape[0]:
         return
     is_small = batch.rows_of_tile(y.shape[0]) == batch.SMALL
@@ -124,8 +125,8 @@ _LIBRARY.define(
     "Tensor blocks, int unit, Tensor small_tiles, Tensor large_tiles, Tensor has_adapters) "
     "-> ()"
 )
-_LIBRARY.impl("add_adapters", _add_adapters, "CUDA")
-_LIBRARY.impl("add_adapters", _add_adapters, "CPU")
+_LIBRARY.impl("add_adapters", add_adapters, "CUDA")
+_LIBRARY.impl("add_adapters", add_adapters, "CPU")
 _LIBRARY._register_fake("add_adapters", lambda *arguments: None)
 
 
