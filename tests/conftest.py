@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tracing and interpreting make many objects, few of them in circles. Collecting as often as
-    # Python does by default would take a sixth of the time of the tests.
+    # Python does by default would take a tenth of the time of the tests.
     gc.set_threshold(100_000, 50, 100)
     # Workers share the cores, so torch's threads of several workers would wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
