@@ -125,6 +125,18 @@ def test_processors_leave_rows_without_their_settings_as_they_are():
     assert drawn.tokens[1] == draw(logits, [rows[1]] * 3, positions).tokens[1]
 
 
+def test_one_penalty_counts_a_token_and_the_other_does_not():
+    """In the answer [2, 2, 2, 3] to the prompt [1], of which neither speaks."""
+    rows, ones = [Sampling(frequency_penalty=0.5), Sampling(presence_penalty=0.5)], jnp.ones(2)
+    processors = LogitsProcessors.of(rows, [[1]] * 2, [()] * 2, 8)
+    processors = jax.tree.map(jnp.asarray, processors)
+    for position, token in enumerate([2, 2, 2, 3], 1):
+        at = jnp.full(2, position, jnp.int32)
+        processors = processors.with_tokens(jnp.full(2, token, jnp.int32), at, ones)
+    found = processors.apply(jnp.zeros((2, 5)), jnp.full(2, 5, jnp.int32))
+    assert (-found).tolist() == [[0, 0, 1.5, 0.5, 0], [0, 0, 0.5, 0.5, 0]]
+
+
 def test_probabilities_are_those_before_processors():
     logits, rows = jnp.array([[1.0, 2.0, 0.5]]), [Sampling(logit_bias={2: 100.0})]
     processors = jax.tree.map(jnp.asarray, LogitsProcessors.of(rows, [[0]], [()], 4))
