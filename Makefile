@@ -99,7 +99,7 @@ test-ray: setup-ray
 
 # Needs the clients. Nothing is downloaded: their data are in the test.
 test-clients: setup-clients
-	HF_HUB_OFFLINE=1 LITELLM_LOCAL_MODEL_COST_MAP=True PYTHONPATH=$(CLIENTS) \
+	HF_HUB_OFFLINE=1 LITELLM_LOCAL_MODEL_COST_MAP=True PYTHONPATH=$(abspath $(CLIENTS)) \
 	    $(RUN) -m pytest -n 0 --keep-programs -m clients tests/jax_dora/lm/serve $(PYTEST_ARGS)
 
 # Needs DeepSpeed and a C++ compiler.
