@@ -31,7 +31,8 @@ def is_public(name: str) -> bool:
         if f"{package}.{attribute}" not in PUBLIC:
             value = getattr(importlib.import_module(package), attribute, None)
             is_module = value is None or isinstance(value, ModuleType)
-            return not is_module and not attribute.startswith("_")
+            is_private = attribute.startswith("_") and attribute != "__version__"
+            return not is_module and not is_private
     return True
 
 

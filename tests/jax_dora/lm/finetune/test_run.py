@@ -177,7 +177,7 @@ def test_dry_run(inputs, tmp_path, capsys):
     trained = 2 * sum(4 * (a + b) + b for a, b in features)
     assert f"of which {trained:,} are trained" in output
     assert "81.4% of the base parameters (model/layers/.*_proj)" in output
-    assert "6 of 4 rows, 0.19 epochs" in output
+    assert "6 of 4 rows, 0.04 epochs" in output
     assert "MiB base model" in output
     assert list((tmp_path / "run").iterdir()) == []
 

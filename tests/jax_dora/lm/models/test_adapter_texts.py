@@ -78,6 +78,7 @@ def test_the_adapter_s_own_are_used(name, weights, tmp_path):
     write(adapter, **of_adapter)
     (adapter / "adapter_config.json").write_text("{}")
     args = argparse.Namespace(adapter=adapter, end_tokens=None, chat=True, system=None)
+    args.chat_template_kwargs = None
     texts = text_settings(args, base)
     if own is not None:
         assert texts.own == own
