@@ -114,7 +114,9 @@ class Plan:
             raise ValueError(
                 f"warmup={settings.warmup}: expected less than the run's {self.steps} steps"
             )
-        if jax.default_backend() == "gpu" and self.config.dtype != jnp.float32:
+        # cuDNN has no sliding window within packed texts.
+        is_short = self.config.dtype != jnp.float32 and self.config.sliding_window is None
+        if jax.default_backend() == "gpu" and is_short:
             self.changes |= {"attention": "cudnn", "segments": self._segments()}
         self.sharding: DecoderSharding | None = None
         self.sharding = self._sharding()

@@ -28,13 +28,17 @@ class Segments(NamedTuple):
     complete: jax.Array
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-    """Returns `jax.nn.dot_product_attention`.
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, **options: Any
+) -> jax.Array:
+    """Returns `jax.nn.dot_product_attention`, over the latest `window` tokens if it is given.
 
     On CPU, float16 inputs are computed in float32, since XLA has no float16 product with a float32
     result there (jax 0.12).
     """
     is_wide = q.dtype == jnp.float16 and choose.target().platform == "cpu"
+    if window is not None:
+        options["local_window_size"] = (window - 1, 0)
     wide = [x.astype(jnp.float32) if is_wide else x for x in (q, k, v)]
     return jax.nn.dot_product_attention(*wide, **options).astype(q.dtype)
 

@@ -86,6 +86,7 @@ class LayerCache(NamedTuple):
     layer: int | jax.Array
     lengths: jax.Array  # i32[batch]: number of tokens in each row
     rows: jax.Array | None = None  # i32[batch]: the rows of the cache to read; None for all
+    window: int | None = None  # the number of latest tokens to attend to; None for all
 
     def attend(self, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         """Returns the causal attention of new tokens to the cached tokens and to each other.
@@ -109,7 +110,9 @@ class LayerCache(NamedTuple):
             for old, new in ((old_keys, keys), (old_values, values))
         )
         cached_positions = jnp.arange(keys.shape[1])[None, None, None]
-        return attend(q, keys, values, mask=cached_positions <= positions[:, None, :, None])
+        return attend(
+            q, keys, values, mask=self._seen(cached_positions, positions[:, None, :, None])
+        )
 
     def _attend_one_token(
         self, q: jax.Array, key: jax.Array, value: jax.Array, keys: jax.Array, values: jax.Array
@@ -128,12 +131,17 @@ class LayerCache(NamedTuple):
         logits = jnp.where(
             is_new, dot("bkgh,bkoh->bkgo", grouped_q, key), dot("bkgh,bksh->bkgs", grouped_q, keys)
         )
-        logits = jnp.where(positions <= lengths, logits * size**-0.5, -jnp.inf)
+        logits = jnp.where(self._seen(positions, lengths), logits * size**-0.5, -jnp.inf)
         weights = jax.nn.softmax(logits, axis=-1).astype(values.dtype)
         new = weights.at[jnp.arange(batch), :, :, self.lengths].get(mode="fill", fill_value=0)
         attended = dot("bkgs,bksh->bkgh", jnp.where(is_new, 0, weights), values)
         attended = attended + new[..., None].astype(jnp.float32) * value.astype(jnp.float32)
         return attended.astype(q.dtype).reshape(q.shape)
+
+    def _seen(self, cached: jax.Array, new: jax.Array) -> jax.Array:
+        """Returns whether tokens at positions `new` attend to those at positions `cached`."""
+        seen = cached <= new
+        return seen if self.window is None else seen & (cached > new - self.window)
 
     def _read(self, stack: jax.Array) -> jax.Array:
         """Returns this layer's entries of the rows, [batch, kv_heads, capacity, head_dim]."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from flax.typing import Dtype
 from jax_dora.lm.models.sharding import SHARDED_SIZES, DecoderSharding
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 # Fields of a `DecoderConfig` that say how to compute and are not determined by config.json.
 COMPUTATION = ("dtype", "attention", "segments", "remat", "memory", "unroll", "sharding")
 DTYPES = {
@@ -35,12 +36,19 @@ class Rope:
 
     Kind "linear" divides every frequency by `factor`. Kind "llama3" (Llama 3.1) divides the
     frequencies whose wavelength exceeds original_length / low_freq_factor, keeps the frequencies
-    whose wavelength is below original_length / high_freq_factor, and interpolates in between.
+    whose wavelength is below original_length / high_freq_factor, and interpolates in between. Kind
+    "yarn" (arXiv 2309.00071) divides the frequencies with fewer than beta_slow turns within
+    original_length, keeps those with more than beta_fast, and multiplies cosine and sine by
+    attention_factor. Kind "dynamic" raises theta for texts longer than original_length.
     """
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "dynamic"] = "default"
     factor: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: float = 8192
@@ -61,6 +69,10 @@ class Rope:
                 f"config.json has rope_type {kind!r}; expected one of {', '.join(ROPE_KINDS)}"
             )
         names = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        truncate = True
+        if kind == "yarn":
+            names |= {name: name for name in ("attention_factor", "beta_fast", "beta_slow")}
+            truncate = parameters.pop("truncate", truncate)
         names["original_max_position_embeddings"] = "original_length"
         unknown = sorted(set(parameters) - set(names))
         if unknown:
@@ -80,7 +92,16 @@ class Rope:
             # As in transformers, a top-level length overrides the one in the rope parameters.
             length = config.get(name) or parameters.get(name)
             parameters[name] = length or config.get("max_position_embeddings")
-        fields = {names[name]: _positive(name, value) for name, value in parameters.items()}
+        if kind in ("yarn", "dynamic"):
+            name, length = "original_max_position_embeddings", config.get("max_position_embeddings")
+            # As in transformers, dynamic scaling knows only the model's own length.
+            parameters[name] = parameters.get(name, length) if kind == "yarn" else length
+        fields: dict[str, Any] = {
+            names[name]: _positive(name, value) for name, value in parameters.items()
+        }
+        if kind == "yarn":
+            scale = 0.1 * math.log(max(fields["factor"], 1)) + 1
+            fields = {"attention_factor": scale, "truncate": bool(truncate)} | fields
         return cls(theta=_positive("rope_theta", theta), kind=kind, **fields)
 
 
@@ -91,6 +112,8 @@ class DecoderConfig:
     Differences between model families are separate boolean fields, such as `qk_norm`.
 
     Attributes:
+      sliding_window: the number of latest tokens, its own included, that a token attends to; None
+        for all.
       dtype: the dtype of parameters and activations. Norms, rotations and losses are computed in
         fp32.
       attention: `implementation` of `jax.nn.dot_product_attention`. On a GPU, "cudnn" is the fast
@@ -123,6 +146,7 @@ class DecoderConfig:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope: Rope = Rope()
+    sliding_window: int | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -185,6 +209,7 @@ class DecoderConfig:
             raise NotImplementedError(
                 f"config.json has model_type {kind!r}; expected one of {', '.join(MODEL_TYPES)}"
             )
+        window = _sliding_window(config)
         _check_supported(config)
 
         def size(name: str, default: int | None = None) -> int:
@@ -220,6 +245,7 @@ class DecoderConfig:
                 "rms_norm_eps", config.get("rms_norm_eps", 1e-6), or_zero=True
             ),
             "rope": Rope.from_hf(config),
+            "sliding_window": window,
             "qk_norm": kind == "qwen3",
             "qkv_bias": kind == "qwen2" or attention_bias,
             "o_bias": attention_bias,
@@ -258,34 +284,46 @@ def _positive(name: str, value: Any, *, or_zero: bool = False) -> float:
     return float(value)
 
 
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Returns the window of attention, or None if it spans all positions or no layer has one."""
+    # Llama has no sliding window. Mistral uses sliding_window if it is set. Qwen also has the
+    # switch use_sliding_window, and layer_types or max_window_layers say which layers slide.
+    kind, layers = config["model_type"], config.get("num_hidden_layers") or 0
+    if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window")):
+        return None
+    window, limit = config.get("sliding_window", DEFAULT_WINDOW), max_positions(config)
+    if window is None or (limit is not None and window >= limit):
+        return None
+    if type(window) is not int or window < 1:
+        raise ValueError(f"config.json has sliding_window {window!r}; expected a positive integer")
+    sliding = layers
+    if types := config.get("layer_types"):
+        sliding = types.count("sliding_attention")
+    elif kind != "mistral":
+        sliding = max(0, layers - config.get("max_window_layers", 28))
+    if sliding not in (0, layers):
+        raise NotImplementedError(
+            f"config.json has sliding_window {window} in {sliding} of {layers} layers; expected it "
+            "in all or none: for texts of up to that many tokens, set use_sliding_window to false"
+        )
+    return window if sliding else None
+
+
 def _check_supported(config: Mapping[str, Any]) -> None:
     """Raises an error if the model uses a feature that the decoder does not compute."""
-    layers = config.get("num_hidden_layers") or 0
-    # Llama has no sliding window. Mistral uses sliding_window if it is set. Qwen also has the
-    # switch use_sliding_window.
-    kind = config["model_type"]
-    uses_window = kind == "mistral" or (kind != "llama" and config.get("use_sliding_window"))
-    if uses_window and "sliding_window" not in config:
-        config = {**config, "sliding_window": DEFAULT_WINDOW}
-    window, limit = config.get("sliding_window"), max_positions(config)
-    covers_all = window is not None and limit is not None and window >= limit
-    kinds = {"full_attention", "sliding_attention"} if covers_all else {"full_attention"}
-    slides = window is not None and uses_window
-    if slides and kind != "mistral":
-        # In Qwen, layer_types says which layers slide. Without layer_types, all layers from
-        # max_window_layers on do.
-        slides = not config.get("layer_types") and layers > config.get("max_window_layers", 28)
+    kinds = {"full_attention"}
+    if config["model_type"] == "mistral" or config.get("use_sliding_window"):
+        kinds.add("sliding_attention")
     wrong = {
         "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
-        "sliding_window": slides and not covers_all,
-        "layer_types": layers and set(config.get("layer_types") or ()) - kinds,
+        "layer_types": set(config.get("layer_types") or ()) - kinds,
         "partial_rotary_factor": config.get("partial_rotary_factor") not in (None, 1),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
             raise NotImplementedError(
                 f"config.json has {name} {config[name]!r}, which this decoder does not support; "
-                "expected full attention, SiLU, and rotations of whole heads"
+                "expected full or sliding attention, SiLU, and rotations of whole heads"
             )
     quantization = config.get("quantization_config")
     if not _is_supported_quantization(quantization):

@@ -86,7 +86,8 @@ class Attention(nnx.Module):
         elif isinstance(mask, Segments):
             attended = attend_segments(q, k, v, mask)
         else:
-            attended = attend(q, k, v, mask=mask, is_causal=True, implementation=config.attention)
+            options = {"is_causal": True, "implementation": config.attention}
+            attended = attend(q, k, v, mask=mask, window=config.sliding_window, **options)
         attended = attended.reshape(*x.shape[:2], config.num_attention_heads * size)
         [y] = jax_dora.apply_layers([self.o_proj], attended)
         return y, (k, v)

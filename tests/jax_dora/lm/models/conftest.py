@@ -48,6 +48,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-linear": lambda: transformers.LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     ),
+    # The texts of the tests, of 37 tokens, are longer than these lengths and windows.
+    "llama-yarn": lambda: transformers.LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama-dynamic": lambda: transformers.LlamaConfig(
+        **SIZES | {"max_position_embeddings": 16},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    ),
+    "mistral-sliding": lambda: transformers.MistralConfig(**SIZES, sliding_window=9),
+    "qwen3-sliding": lambda: transformers.Qwen3Config(
+        **SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=0
+    ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=256),
     "qwen2": lambda: transformers.Qwen2Config(
         **{name: size for name, size in SIZES.items() if name != "head_dim"}

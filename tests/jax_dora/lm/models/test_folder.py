@@ -31,6 +31,13 @@ from tests.jax_dora.peft.peft_folders import peft_model
 from tests.tables import thinned
 
 ROOT = Path(__file__).parents[4]
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0}
+YARNS = (
+    {},
+    {"attention_factor": 1.5, "original_max_position_embeddings": 64},
+    {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
+    {"beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},
+)
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 
 
@@ -343,25 +350,16 @@ def test_tied_head_stored_as_well(make_folder, tmp_path):
     [
         ({"model_type": "gpt2"}, NotImplementedError, "model_type 'gpt2'; expected one of llama"),
         ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, NotImplementedError, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, NotImplementedError, "pe 'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ValueError, "'yarn' without a factor"),
         ({"rope_parameters": {"rope_type": "linear"}}, ValueError, "'linear' without a factor"),
         ({"rope_parameters": {"short_factor": []}}, NotImplementedError, "short_factor"),
         ({"quantization_config": {}}, NotImplementedError, "quantization_config"),
-        (
-            {"model_type": "mistral", "sliding_window": 9, "use_sliding_window": False},
-            NotImplementedError,
-            "sliding_window 9",
-        ),
-        ({"model_type": "mistral", "sliding_window": 255}, NotImplementedError, "window 255"),
-        (
-            {"model_type": "mistral", "max_position_embeddings": 4097},
-            NotImplementedError,
-            "sliding_window 4096",
-        ),
+        ({"model_type": "mistral", "sliding_window": 0}, ValueError, "sliding_window 0; expected"),
         (
             {"model_type": "qwen3", "max_window_layers": 2} | WINDOW,
             NotImplementedError,
-            "sliding_window 9",
+            "sliding_window 9 in 1 of 3 layers; expected it in all or none",
         ),
         ({"layer_types": ["sliding_attention"]}, NotImplementedError, "layer_types"),
         ({"hidden_size": None}, ValueError, "hidden_size None; expected a positive integer"),
@@ -475,6 +473,7 @@ def test_a_change_is_no_fault_of_the_file(llama):
         {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 5e5}},
         {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}},
         {"rope_parameters": LLAMA3, "original_max_position_embeddings": 32},
+        *({"rope_parameters": YARN | more, "max_position_embeddings": 512} for more in YARNS),
         {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 2.0}},
         {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}},
     ],
@@ -483,7 +482,9 @@ def test_forms_of_a_rope(fields):
     """Old fields, nulls, and what goes before what, as in transformers."""
     config = {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 3} | fields
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(config)))
-    ours = rope.frequencies(decoder.Rope.from_hf(config), 16)
+    described = decoder.Rope.from_hf(config)
+    ours = rope.frequencies(described, 16)
+    assert described.attention_factor == theirs.attention_scaling
     np.testing.assert_allclose(ours, theirs.inv_freq.numpy(), rtol=0, atol=OPERATOR_FP32_MAX_ABS)
 
 
