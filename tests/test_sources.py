@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-JAX, TORCH = {"jax", "jaxlib", "flax", "optax", "jax_dora"}, {"torch", "triton", "torch_dora"}
+JAX, TORCH = {"jax", "jaxlib", "flax", "optax", "jax_dora"}, {"torch", "torch_dora"}
 CHECKOUT = {"parity", "benchmarks", "tools", "examples", "tests"}
 FOREIGN = {"jax_dora": TORCH, "torch_dora": JAX, "dora_common": JAX | TORCH}
 

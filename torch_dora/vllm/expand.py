@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.ops.triton.jit import jit, launch_kernel, next_power_of_2
+from dora_common.triton.jit import WIDEN, jit, next_power_of_2
+from torch_dora.ops.triton.jit import launch_kernel
 from torch_dora.vllm import batch, shrink
 
 
@@ -117,7 +117,6 @@ def _kernel(
     UNIT: tl.constexpr,
     HEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
 ):
     item = tl.program_id(0)
     slot, rank, tokens_of_tile = shrink.load_tile(tiles_ptr, item // blocks, tiles, ROWS, HEAD)
@@ -215,7 +214,6 @@ def launch(
         UNIT=unit,
         HEAD=batch.HEAD,
         OVERLAPS=overlaps,
-        WIDEN=TRITON_MODE == "interpreted",
         num_warps=config.warps,
         num_stages=1,  # A program mostly has one tile.
         launch_pdl=overlaps,

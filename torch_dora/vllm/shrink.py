@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from dora_common.triton.jit import WIDEN, cdiv, jit, next_power_of_2
 from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.ops.triton.jit import cdiv, jit, launch_kernel, next_power_of_2
+from torch_dora.ops.triton.jit import launch_kernel
 from torch_dora.vllm import batch
 
 # The expanding kernel adds the parts for each of its blocks.
@@ -90,7 +91,6 @@ def _kernel(
     DEPTH: tl.constexpr,
     HEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    WIDEN: tl.constexpr,  # for the interpreter, which cannot multiply bf16
 ):
     item = tl.program_id(0)
     slot, rank, tokens_of_tile = load_tile(
@@ -215,7 +215,6 @@ def launch(x: Tensor, lora_a: Tensor, tiles: Tensor, max_rank: int) -> Tensor:
         DEPTH=config.depth,
         HEAD=batch.HEAD,
         OVERLAPS=overlaps,
-        WIDEN=TRITON_MODE == "interpreted",
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=overlaps,

@@ -1,17 +1,11 @@
-"""Launches of kernels with little work on the host. Triton's own `cdiv` and `next_power_of_2` also
-work inside kernels, and are too slow there."""
+"""Launches of kernels with little work on the host."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE
-
-jit: Callable[[Callable[..., Any]], Any] = triton.jit
-"""``triton.jit``, with a type that allows indexing the result with a grid and calling it."""
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
@@ -48,13 +42,3 @@ def _fact(argument: Any) -> Any:
     if isinstance(argument, int):
         return argument % 16 == 0, argument == 1, argument.bit_length() > 31
     return type(argument)
-
-
-def cdiv(count: int, size: int) -> int:
-    """Returns ``count / size``, rounded up."""
-    return -(-count // size)
-
-
-def next_power_of_2(count: int) -> int:
-    """Returns the smallest power of two that is at least ``count``, and at least 1."""
-    return 1 << max(0, count - 1).bit_length()

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from dora_common.triton.compose_backward import Config, strip_height
 from torch_dora.ops.compose import backward
 from torch_dora.ops.triton import column_sums, compose_backward
-from torch_dora.ops.triton.compose_backward import Config, strip_height
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -28,7 +28,7 @@ def test_every_variant_equals_the_plain_evaluation(operands, monkeypatch, delta,
 @pytest.mark.parametrize("features", [1, 64, 4096, 28672, 10**6])
 def test_strips_are_few_enough_to_add_up_and_enough_to_fill_a_gpu(rows, features):
     config = Config()
-    height = strip_height(rows, features)
+    height = strip_height(config, rows, features)
     strips = -(-rows // height)
     assert height % config.rows == 0
     assert strips <= config.most_strips

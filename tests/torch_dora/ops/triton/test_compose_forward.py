@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from dora_common.triton.compose_forward import Config
 from torch_dora.ops.compose import forward
 from torch_dora.ops.triton import compose_forward
-from torch_dora.ops.triton.compose_forward import Config
 
 
 @pytest.mark.usefixtures("poisoned")

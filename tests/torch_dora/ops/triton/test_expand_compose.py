@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from dora_common.triton.expand_compose import Config
 from torch_dora.ops import compose, dora_linear
 from torch_dora.ops.triton import expand_compose
-from torch_dora.ops.triton.expand_compose import Config
 
 HALVES = [torch.bfloat16, torch.float16]
 

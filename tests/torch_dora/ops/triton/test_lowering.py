@@ -15,7 +15,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_dora.ops.triton import (
+from dora_common.triton import (
     adapter_pieces, bank_expand, bank_shrink, column_sums, compose_backward, compose_forward,
     expand_compose, norm_assembly, one_pass_norm,
 )
@@ -45,7 +45,7 @@ FORWARD = """
 config = compose_forward.CONFIG
 pointers = dict.fromkeys(["base_ptr", "lora_ptr", "bias_ptr", "result_ptr", "inner_ptr"], half)
 code = lower(
-    compose_forward._kernel,
+    compose_forward.kernel,
     pointers | sizes | dict(g_ptr=full),
     dict(DELTA=False, HAS_BIAS=True, WITH_INNER=True, ROWS=config.rows, COLUMNS=config.columns),
     config.warps,
@@ -58,7 +58,7 @@ BACKWARD = """
 config = compose_backward.CONFIG
 pointers = dict.fromkeys(["dy_ptr", "inner_ptr", "d_base_ptr", "d_lora_ptr"], half)
 code = lower(
-    compose_backward._kernel,
+    compose_backward.kernel,
     pointers | sizes | dict(g_ptr=full, partial_ptr=full, strips="i32"),
     dict(
         DELTA=False, WITH_BASE=True, WITH_LORA=True, WITH_G=True, STEPS=4,
@@ -69,7 +69,7 @@ code = lower(
 )
 assert "st.global.v4" in code
 code = lower(
-    column_sums._kernel,
+    column_sums.kernel,
     dict(partial_ptr=full, factor_ptr=full, result_ptr=full)
     | dict(parts="i32", features="i32", eps="fp32"),
     dict(THEN="scale", PARTS=64, COLUMNS=64),
@@ -81,7 +81,7 @@ assert "sqrt.rn.f32" in code and "atom" not in code
 
 ASSEMBLY = """
 code = lower(
-    norm_assembly._kernel,
+    norm_assembly.kernel,
     dict.fromkeys(["base_sq_ptr", "cross_ptr", "ba_sq_ptr", "norm_ptr"], full)
     | dict(features="i32", twice="fp32", square="fp32"),
     dict(COLUMNS=norm_assembly.COLUMNS),
@@ -100,10 +100,10 @@ pointers = dict.fromkeys(
 for rank in (16, 384):
     config = expand_compose.config(rank)
     tile = dict(
-        RANK=rank, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth, WIDEN=False
+        RANK=rank, ROWS=config.rows, COLUMNS=config.columns, DEPTH=config.depth
     )
     code = lower(
-        expand_compose._kernel,
+        expand_compose.kernel,
         pointers | sizes | dict(g_ptr=full),
         tile | dict(HAS_BIAS=True, WITH_INNER=True),
         config.warps,
@@ -128,9 +128,9 @@ def one_pass(rank, is_in_pieces, types, constants):
     if is_in_pieces:
         adapter, units = adapter | units, {}
     code = lower(
-        one_pass_norm._kernel,
+        one_pass_norm.kernel,
         types | others | adapter,
-        tile | constants | units | dict(PIECES=is_in_pieces, WIDEN=False),
+        tile | constants | units | dict(PIECES=is_in_pieces),
         config.warps,
         num_stages=config.stages,
         enable_fp_fusion=True,
@@ -147,7 +147,7 @@ for rank in (16, 64, 384):
     assert "bf16" in one_pass(rank, False, *codes)
     assert "f16" in one_pass(rank, True, *codes)
 code = lower(
-    adapter_pieces._kernel,
+    adapter_pieces.kernel,
     dict.fromkeys(["lora_a_ptr", "lora_b_ptr", "unit_a_ptr", "unit_b_ptr"], full)
     | dict(a_ptr="*fp16", b_ptr="*fp16", cast_a_ptr=half, cast_b_ptr=half)
     | dict(in_features="i32", out_features="i32"),
@@ -158,7 +158,7 @@ assert "st.global.v" in code
 # A size of 1 is a constant.
 one = dict(in_features=1, out_features=1)
 lower(
-    adapter_pieces._kernel,
+    adapter_pieces.kernel,
     dict.fromkeys(["lora_a_ptr", "lora_b_ptr", "unit_a_ptr", "unit_b_ptr"], full)
     | dict(a_ptr="*fp16", b_ptr="*fp16", cast_a_ptr=half, cast_b_ptr=half),
     one | dict(RANK=4, DEPTH=4, COUNT=2048),
@@ -172,9 +172,9 @@ config = bank_shrink.CONFIG
 counts = dict.fromkeys(["batch", "time", "features", "slots"], "i32")
 counts |= dict(ids_ptr="*i64", groups_ptr="*i32", rank_ptr="*i32")
 for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
-    sizes = dict(RANKS=64, PADDED_RANKS=64, ROWS=rows, GROUPED=rows == 16, WIDEN=False)
+    sizes = dict(RANKS=64, PADDED_RANKS=64, ROWS=rows, GROUPED=rows == 16)
     code = lower(
-        bank_shrink._kernel,
+        bank_shrink.kernel,
         counts | dict(x_ptr=half, a_ptr=half, parts_ptr=full),
         sizes | dict(DEPTH=config.depth, CHUNK=4 * config.depth),
         config.warps,
@@ -183,7 +183,7 @@ for rows, product in ((16, "mma.sync"), (64, "wgmma.mma_async")):
     assert product in code and "atom" not in code
     pointers = dict.fromkeys(["base_ptr", "b_ptr", "bias_ptr", "y_ptr"], half)
     code = lower(
-        bank_expand._kernel,
+        bank_expand.kernel,
         counts | pointers | dict(z_ptr=full, g_ptr=full, scale_ptr=full),
         sizes | dict(HAS_BIAS=True, COLUMNS=bank_expand.CONFIG.columns),
         bank_expand.CONFIG.warps,

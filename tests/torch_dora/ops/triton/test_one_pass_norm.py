@@ -1,12 +1,12 @@
 import pytest
 import torch
 
+from dora_common.triton.expand_compose import Config
 from parity import oracle, tolerances
 from torch_dora.ops import factored_norm
 from torch_dora.ops.choose import Call
 from torch_dora.ops.quantised import Codes
 from torch_dora.ops.triton import column_sums, one_pass_norm
-from torch_dora.ops.triton.one_pass_norm import Config
 
 HALVES = [torch.bfloat16, torch.float16]
 

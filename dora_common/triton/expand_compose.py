@@ -1,0 +1,101 @@
+"""Expand and compose in one kernel: the adapter's second product, z Bᵀ, with compose as its
+epilogue.
+
+    lora     = z Bᵀ
+    unbiased = base - bias                  (base if there is no bias)
+    y        = base + ((g-1)·unbiased + g·(s·lora))       inner = unbiased + s·lora
+
+z: [rows, r], lora_b B: [out, r], base, y, inner: [rows, out], all fp16 or all bf16; g: f32[out];
+bias: [out]. lora stays in the fp32 accumulator and is never written to memory.
+
+Traffic: 1 read and 1 write of rows·out (2 writes with inner); z and B are small and stay in L2.
+Flops: 2·rows·out·r. At 4096×384×8192 in bf16: 32 µs of traffic at 4.2 TB/s and 32 µs of tensor
+cores at 800 TFLOP/s, which overlap between the programs on a multiprocessor.
+"""
+
+import dataclasses
+
+import triton.language as tl
+
+from dora_common.triton.jit import WIDEN, jit, next_power_of_2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A program computes a tile of ``rows`` × ``columns`` and loops over the rank, ``depth`` at a
+    time.
+
+    A tile of 128 × 128 in fp32 takes 128 registers per thread of 4 warps. So two programs fit on a
+    multiprocessor, and one's epilogue (memory traffic) overlaps with the other's products. A low
+    rank has little arithmetic, and many small programs then keep more loads and stores in flight.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+def config(rank: int) -> Config:
+    """Returns the fastest config (H100; 4096 and 14336 features)."""
+    depth = min(64, max(16, next_power_of_2(rank)))
+    if rank <= 16:
+        return Config(rows=32, depth=depth, stages=2)
+    if rank <= 128:
+        return Config(rows=64, depth=depth, warps=8, stages=2)
+    return Config()
+
+
+@jit
+def kernel(
+    base_ptr,  # [rows, out]
+    z_ptr,  # [rows, r]
+    lora_b_ptr,  # [out, r]
+    g_ptr,  # [out]
+    bias_ptr,  # [out], not read unless HAS_BIAS
+    y_ptr,  # [rows, out]
+    inner_ptr,  # [rows, out], not written unless WITH_INNER
+    rows,
+    features,
+    scale,
+    RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WITH_INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    row_tiles = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    row = (program % row_tiles) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column = (program // row_tiles) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    row_mask, column_mask = row < rows, column < features
+    inside = tl.arange(0, DEPTH)  # [DEPTH]
+    z_ptrs = z_ptr + row.to(tl.int64)[:, None] * RANK + inside[None, :]
+    b_ptrs = lora_b_ptr + column.to(tl.int64)[None, :] * RANK + inside[:, None]
+    mask = row_mask[:, None] & column_mask[None, :]
+    # rows·out may exceed 2³¹.
+    offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
+    # This load comes before the products, so that it runs in parallel with them.
+    base = tl.load(base_ptr + offset, mask=mask, other=0.0)
+    lora = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, RANK, DEPTH):
+        left = inside < RANK - first
+        z = tl.load(z_ptrs + first, mask=row_mask[:, None] & left[None, :], other=0.0)
+        b = tl.load(b_ptrs + first, mask=left[:, None] & column_mask[None, :], other=0.0)
+        if WIDEN:
+            z, b = z.to(tl.float32), b.to(tl.float32)
+        lora = tl.dot(z, b, lora)
+
+    g = tl.load(g_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    base = base.to(tl.float32)
+    unbiased = base
+    if HAS_BIAS:
+        unbiased -= tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    scaled = scale * lora
+    y = base + ((g - 1.0) * unbiased + g * scaled)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if WITH_INNER:
+        inner = unbiased + scaled
+        tl.store(inner_ptr + offset, inner.to(inner_ptr.dtype.element_ty), mask=mask)

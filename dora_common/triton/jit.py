@@ -1,0 +1,25 @@
+"""What all kernels share. Triton's own `cdiv` and `next_power_of_2` also work inside kernels, and
+are too slow on the host."""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+jit: Callable[[Callable[..., Any]], Any] = triton.jit
+"""``triton.jit``, with a type that allows indexing the result with a grid and calling it."""
+
+# The interpreter cannot multiply bf16: there, operands of a product are widened first.
+WIDEN = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+def cdiv(count: int, size: int) -> int:
+    """Returns ``count / size``, rounded up."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """Returns the smallest power of two that is at least ``count``, and at least 1."""
+    return 1 << max(0, count - 1).bit_length()
