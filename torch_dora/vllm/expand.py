@@ -60,6 +60,14 @@ def column_blocks(sizes: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 @jit
+def _load_block(blocks_ptr, number, UNIT: tl.constexpr):
+    """Returns the projection of a block, its begin and its end. Read beside the tile, since one
+    read after the other would take twice as long."""
+    block = blocks_ptr + 4 * number
+    return tl.load(block), tl.load(block + 1) * UNIT, tl.load(block + 2) * UNIT
+
+
+@jit
 def _columns(
     y_ptr,
     b_ptr,
@@ -120,11 +128,9 @@ def _kernel(
 ):
     item = tl.program_id(0)
     slot, rank, tokens_of_tile = shrink.load_tile(tiles_ptr, item // blocks, tiles, ROWS, HEAD)
+    projection, begin, end = _load_block(blocks_ptr, item % blocks, UNIT)
     r = tl.arange(0, PADDED_RANK)  # [PADDED_RANK]
     while rank > 0:
-        block = blocks_ptr + 4 * (item % blocks)
-        projection, begin = tl.load(block), tl.load(block + 1) * UNIT
-        end = tl.load(block + 2) * UNIT
         # The shrinking kernel has waited for what writes y before it let this one in.
         b, g, y = _columns(
             y_ptr, b_ptr, g_ptr, slot, rank, tokens_of_tile, begin, end, features, y_stride,
@@ -168,6 +174,7 @@ def _kernel(
             b, g, y = next_b, next_g, next_y
         item += tl.num_programs(0)
         slot, rank, tokens_of_tile = shrink.load_tile(tiles_ptr, item // blocks, tiles, ROWS, HEAD)
+        projection, begin, end = _load_block(blocks_ptr, item % blocks, UNIT)
 
 
 def launch(
