@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.model_executor.models.utils import (  # pyright: ignore[reportMissingImports]
     PPMissingLayer,
 )
@@ -50,6 +50,20 @@ class Adapters:
             wrapper._token_lora_indices.fill_(-1)  # vLLM leaves it uninitialized
             if not keeps_punica:
                 self._replace_punica(wrapper)
+        self._compile_norms()
+
+    def _compile_norms(self) -> None:
+        """Computes a norm of each shape, so that the first adapter does not wait for Triton."""
+        seen = set()
+        for name, layer in self._layers.items():
+            weight = _base_weight(name, layer)
+            if weight.weight is None or layer.device.type != "cuda":
+                continue  # Others take long to measure, and need no kernel of Triton.
+            if (shape := tuple(weight.weight.shape)) not in seen:
+                seen.add(shape)
+                dtype = self.manager.lora_config.lora_dtype
+                zeros = torch.zeros(1, shape[1], dtype=dtype), torch.zeros(shape[0], 1, dtype=dtype)
+                weight.squares([self._operands(weight, slice(None), *zeros)])
 
     def _replace_punica(self, wrapper: Any) -> None:
         """Gives the layers of a Punica wrapper their kernels."""
@@ -192,11 +206,22 @@ class Adapters:
             if name not in self._weights:
                 self._weights[name] = _base_weight(name, self._layers[name])
             weight = self._weights[name]
-            operands = [
-                (p.rows, p.lora_a.to(weight.device), p.lora_b.to(weight.device)) for p in found
-            ]
+            operands = [self._operands(weight, p.rows, p.lora_a, p.lora_b) for p in found]
             squares += weight.squares(operands)
         return squares
+
+    def _operands(
+        self, weight: BaseWeight, rows: slice, lora_a: Tensor, lora_b: Tensor
+    ) -> base_weight.Part:
+        """Returns A and B on the device; for a kernel of Triton, which is compiled for one rank,
+        with the largest rank."""
+        lora_a = lora_a.to(weight.device, non_blocking=True)
+        lora_b = lora_b.to(weight.device, non_blocking=True)
+        more = self.manager.lora_config.max_lora_rank - len(lora_a)
+        if more and weight.weight is not None and weight.device.type == "cuda":
+            lora_a = nn.functional.pad(lora_a, (0, 0, 0, more))
+            lora_b = nn.functional.pad(lora_b, (0, more))
+        return rows, lora_a, lora_b
 
     def _scales(self, parts: Parts, squares: list[Tensor]) -> dict[str, Tensor]:
         flat = [(name, part) for name, found in parts.items() for part in found]
@@ -213,11 +238,11 @@ class Adapters:
         processes.agree(_bad_norm(flat, squares) if bool(is_bad.any()) else None)
         magnitude = torch.cat([part.magnitude for _, part in flat]).to(square.device)
         g = magnitude_scale(magnitude, square.sqrt(), torch.float32).cpu()
-        result = {}
-        for name in parts:
-            result[name] = torch.ones(slices.features_out(self._layers[name]))
-            if PIN_MEMORY and square.device.type != "cpu":
-                result[name] = result[name].pin_memory()
+        sizes = [slices.features_out(self._layers[name]) for name in parts]
+        # Pinned once, since that takes longer than the copies.
+        is_pinned = PIN_MEMORY and square.device.type != "cpu"
+        ones = torch.empty(sum(sizes), pin_memory=is_pinned).fill_(1)
+        result = dict(zip(parts, ones.split(sizes), strict=True))
         for (name, part), values in zip(flat, g.split([len(s) for s in squares]), strict=True):
             result[name][part.rows] = values
         return result
