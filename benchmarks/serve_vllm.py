@@ -6,15 +6,18 @@
     DoRA    the plugin, on adapters of the same sizes; also a batch of base, LoRA and DoRA
 
 Needs vLLM in the environment. Each kind runs in an engine, and in a process, of its own; they start
-at the same time, with the check, and are measured one after another. The model
-has Llama 3 8B's dimensions and dummy weights in bf16; 64 rows, prompts and answers of 128 tokens,
-greedy. There are four times as many requests as rows, which vLLM schedules. The adapters have rank
-16 on all projections, are requested by Zipf's law with exponent 1.5, and have 64 slots.
+at the same time, and then are measured in turns, most important first. On two GPUs, LoRA is left
+out, the engines are tensor-parallel, and there are more checks. The model has Llama 3 8B's
+dimensions and dummy weights in bf16; prompts and answers have 128 tokens, greedy. A batch has 64
+rows, or 256, or 64 with prompts of 1,024, all requested at once; a round is some batches one after
+another. The adapters have rank 16 on all projections, are drawn by Zipf's law with exponent 1.5,
+and have 64 slots. Before a line is timed, its adapters are loaded and a batch is
+answered.
 
 One line of a kind is one number of adapters: answered tokens per second of wall time, the best of
 `rounds`, and `of_base`. A line with `load_ms` is the median time to load an adapter from its folder
-into a slot, and the first's, which compiles. A line of a check has the largest difference of a
-chosen token's log-probability, and how many tokens PEFT would not have chosen by more than that.
+into a slot, and the first's. A line of a check has the largest difference of a chosen token's
+log-probability, and how many tokens PEFT would not have chosen by more than that.
 """
 
 import contextlib
@@ -27,6 +30,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.results import Row, with_ratio
 
@@ -44,14 +49,17 @@ class Settings(NamedTuple):
     key_heads: int = 8
     vocabulary: int = 128256
     rows: int = 64
+    wide: int = 256
     prompt: int = 128
+    long: int = 1024
     answer: int = 128
     slots: int = 64
     rank: int = 16
     adapters: tuple[int, ...] = (1, 8, 64)
     rounds: int = 2
-    only: tuple[str, ...] = ("check", "base", "LoRA", "DoRA")
+    only: tuple[str, ...] = ("check", "base", "DoRA", "LoRA")
     device: str = "cuda"
+    gpus: int = 1
 
 
 TINY = Settings(
@@ -62,13 +70,60 @@ TINY = Settings(
     key_heads=2,
     vocabulary=512,
     rows=3,
+    wide=5,
     prompt=6,
+    long=24,
     answer=4,
-    slots=3,
+    slots=4,
     rank=8,
-    adapters=(1, 2),
+    adapters=(1, 2, 3),
     rounds=1,
 )
+# The layouts of the checks.
+CHECKS: dict[str, dict[str, Any]] = {
+    "check": {},
+    "check, two GPUs": {"tensor_parallel_size": 2},
+    "check, two GPUs, fully sharded": {"tensor_parallel_size": 2, "fully_sharded_loras": True},
+}
+
+
+class Work(NamedTuple):
+    """What one line measures.
+
+    Attributes:
+        kind: the engine.
+        adapters: how many are drawn; None for the time to load them.
+        rows, prompt: of a batch.
+        batches: in a round.
+        is_mixed: whether the rows are of the base, LoRA and DoRA in turns.
+    """
+
+    kind: str
+    adapters: int | None
+    rows: int
+    prompt: int
+    batches: int = 4
+    is_mixed: bool = False
+
+
+def plan(settings: Settings) -> list[Work]:
+    """Returns what is measured, most important first."""
+    usual = settings.rows, settings.prompt
+    some, more, most = settings.adapters
+    works = [Work("base", 0, *usual), Work("DoRA", 0, *usual)]
+    works += [Work(kind, None, *usual) for kind in ("DoRA", "LoRA")]
+    works += [Work("DoRA", count, *usual) for count in (most, some, more)]
+    works += [Work("LoRA", count, *usual) for count in (most, more)]
+    for sizes in ((settings.wide, settings.prompt), (settings.rows, settings.long)):
+        works += [Work("base", 0, *sizes, 2)]
+        works += [Work("DoRA", count, *sizes, 2) for count in (some, most)]
+    works += [Work("DoRA", 3, *usual, is_mixed=True)]
+    works += [Work("LoRA", count, *usual) for count in (some, 0)]
+    if settings.gpus > 1:
+        kept = (("base", 0), ("DoRA", None), ("DoRA", more))
+        works = [one for one in works if (one.kind, one.adapters) in kept]
+        works = [one for one in works if one[2:4] == usual]
+    return [one for one in works if one.kind in settings.only]
 
 
 def refuses(settings: Settings) -> str | None:
@@ -91,36 +146,60 @@ def facts(settings: Settings, device: str) -> Row:
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields the rows of all kinds. The engines start at the same time, which takes longest, and
-    are measured one after another."""
-    settings, base = settings._replace(device=device), None
+    """Yields the rows of all kinds. The engines start at the same time, which takes longest."""
+    settings, bases, tokens = settings._replace(device=device), {}, {}
+    if device == "cuda":
+        settings = settings._replace(gpus=min(2, torch.cuda.device_count()))
+    checks = list(CHECKS)[: 1 if settings.gpus == 1 else None] if "check" in settings.only else []
+    works = plan(settings)
     with tempfile.TemporaryDirectory() as folder:
-        engines = {kind: _start(settings, kind, Path(folder)) for kind in settings.only}
+        kinds = [*checks, *dict.fromkeys(one.kind for one in works)]
+        engines = {kind: _start(settings, kind, Path(folder)) for kind in kinds}
         try:
-            if "check" in engines:
-                yield from _rows("check", engines["check"])
-            timed = {kind: one for kind, one in engines.items() if kind != "check"}
-            for process in timed.values():
-                next(_lines(process), None)  # Until all have started, they disturb one another.
-            for kind, process in timed.items():
-                for row in _rows(kind, process):
-                    if kind == "base":
-                        base = row
-                    yield with_ratio(row, base, "of_base", "tokens_per_s")
+            for kind in checks:
+                row = _next_row(engines[kind], kind)
+                tokens[kind] = row.pop("tokens", [])
+                if kind != "check":
+                    row["same_on_one"] = sum(map(list.__eq__, tokens[kind], tokens["check"]))
+                yield row
+            for kind in kinds[len(checks) :]:  # Until all have started, they disturb one another.
+                next(_lines(engines[kind]), None)
+            for kind in checks:
+                yield from _rows(_told(engines[kind], ""))
+                engines[kind].kill()
+            for work in works:
+                row = _next_row(_told(engines[work.kind], json.dumps(work)), work.kind)
+                sizes = work.rows, work.prompt
+                if work.kind == "base":
+                    bases[sizes] = row
+                yield with_ratio(row, bases.get(sizes), "of_base", "tokens_per_s")
         finally:
             for process in engines.values():
                 process.kill()
 
 
+def _told(process: subprocess.Popen[str], line: str) -> subprocess.Popen[str]:
+    """Lets a process go on with a line."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # It has failed.
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+    return process
+
+
+def _next_row(process: subprocess.Popen[str], kind: str) -> Row:
+    return next(_rows(process), {"kind": kind, "failed": "the engine's process has ended"})
+
+
 def _start(settings: Settings, kind: str, folder: Path) -> subprocess.Popen[str]:
-    """Starts the process of one kind. Unless it is the check, it says READY and waits."""
+    """Starts the process of one kind. Unless it is a check, it says READY and waits."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CACHE_ROOT": str(folder / "cache" / kind),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "torch_dora" if kind in ("check", "DoRA") else "",
+        "VLLM_PLUGINS": "" if kind in ("base", "LoRA") else "torch_dora",
     }
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if settings.device == "cpu":
@@ -149,17 +228,12 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
             print(line, end="", flush=True)
 
 
-def _rows(kind: str, process: subprocess.Popen[str]) -> Iterator[Row]:
-    """Lets an engine go on, and yields its rows."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # It has failed.
-        process.stdin.write("\n")
-        process.stdin.close()
+def _rows(process: subprocess.Popen[str]) -> Iterator[Row]:
+    """Yields rows until the process is ready for something else."""
     for line in _lines(process):
-        if line.startswith("ROW "):
-            yield json.loads(line.removeprefix("ROW "))
-    if process.wait():
-        yield {"kind": kind, "failed": f"the engine's process ended with {process.returncode}"}
+        if line.startswith("READY"):
+            break
+        yield json.loads(line.removeprefix("ROW "))
 
 
 def _plugin(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """One engine of vLLM for level `serve --vllm`, in a process of its own. Prints a line "ROW {json}"
-for each row; an engine that is measured first prints "READY" and waits for a line.
+for each row; an engine that is measured first prints "READY", and then a row for each line that it
+reads, which is the JSON of a `serve_vllm.Work`.
 
     python -m benchmarks.vllm_engine KIND FOLDER SETTINGS
 """
@@ -17,18 +18,19 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.results import Row
-from benchmarks.serve_vllm import Settings
+from benchmarks.serve_vllm import CHECKS, Settings, Work
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FILES = 8  # different files of tensors; further adapters are links to them
 
 
 def main(kind: str, folder: Path, settings: Settings) -> None:
-    if kind == "check":
+    if kind in CHECKS:
         from benchmarks import vllm_check
 
-        for row in vllm_check.check(folder / "check", settings.device):
-            report(row)
+        for row in vllm_check.check(folder, CHECKS[kind]):
+            report({"kind": kind} | row)
+        print("READY", flush=True)
         return
     model = write_model(folder / "model", settings)
     measure(kind, model, folder, settings)
@@ -51,20 +53,26 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
             "max_lora_rank": settings.rank,
             "lora_target_modules": list(PROJECTIONS),
         }
+    rows = max(settings.rows, settings.wide)
+    longest = max(settings.prompt, settings.long) + settings.answer
     if settings.device == "cuda":
         # Its own memory for keys and values, since vLLM would measure that of other engines too.
-        tokens = 2 * settings.rows * (settings.prompt + settings.answer)
-        features = settings.key_heads * settings.width // settings.heads
+        sizes = (rows, settings.prompt), (settings.rows, settings.long)
+        tokens = max(many * (length + settings.answer + 16) for many, length in sizes)
+        features = settings.key_heads * settings.width // settings.heads // settings.gpus
         options["kv_cache_memory_bytes"] = 4 * settings.layers * features * tokens
         options["gpu_memory_utilization"] = 0.2
+        options["tensor_parallel_size"] = settings.gpus
+        captured = [1, 2, 4, *range(8, settings.rows + 1, 8), *range(128, rows + 1, 64)]
+        options["compilation_config"] = {"cudagraph_capture_sizes": captured}
     begin = time.monotonic()
     engine = LLM(
         model=str(model),
         load_format="dummy",
         dtype="bfloat16",
         skip_tokenizer_init=True,
-        max_model_len=2 * (settings.prompt + settings.answer),
-        max_num_seqs=settings.rows,
+        max_model_len=longest,
+        max_num_seqs=rows,
         max_num_batched_tokens=max(2048, settings.rows * settings.prompt),
         enable_prefix_caching=False,
         disable_log_stats=True,
@@ -72,52 +80,64 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
         **options,
     )
     started = time.monotonic() - begin
-    row = {"rows": settings.rows, "layers": settings.layers, "slots": count, "start_s": started}
-    rng, number = random.Random(0), 4 * settings.rows
-    prompts: Any = [
-        {"prompt_token_ids": [rng.randrange(settings.vocabulary) for _ in range(settings.prompt)]}
-        for _ in range(number)
-    ]
+    most = max(settings.adapters) if count else 0
+    folders = write_adapters(folder, settings, most, dora=kind == "DoRA")
+    adapters = [_request(kind, i, one) for i, one in enumerate(folders)]
+    other = None
+    if kind == "DoRA":
+        [lora] = write_adapters(folder, settings, 1, dora=False)
+        other = _request("LoRA", most, lora)
     sampling = SamplingParams(
         temperature=0, max_tokens=settings.answer, ignore_eos=True, detokenize=False
     )
 
-    def served(requests: list[Any] | None) -> Row:
-        first = requests and requests[: settings.rows]
-        engine.generate(prompts[: settings.rows], sampling, lora_request=first, use_tqdm=False)
+    def served(work: Work) -> Row:
+        number, rng = work.batches * work.rows, random.Random(0)
+        prompts: list[Any] = [
+            {"prompt_token_ids": [rng.randrange(settings.vocabulary) for _ in range(work.prompt)]}
+            for _ in range(number)
+        ]
+        requests: list[Any] = [None] * number
+        if work.is_mixed:
+            requests = [(None, other, adapters[0], adapters[-1])[i % 4] for i in range(number)]
+        elif work.adapters:
+            shares = np.arange(1, work.adapters + 1) ** -1.5
+            drawn = np.random.default_rng(0).choice(work.adapters, number, p=shares / shares.sum())
+            requests = [adapters[i] for i in drawn]
+
+        def answer(batch: int) -> int:
+            part = slice(batch * work.rows, (batch + 1) * work.rows)
+            answers = engine.generate(
+                prompts[part], sampling, lora_request=requests[part], use_tqdm=False
+            )
+            return sum(len(one.outputs[0].token_ids) for one in answers)
+
+        for one in {one.lora_int_id: one for one in requests if one}.values():
+            engine.llm_engine.add_lora(one)
+        answer(0)
         rates = []
         for _ in range(settings.rounds):
             begin = time.monotonic()
-            answers = engine.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
-            tokens = sum(len(one.outputs[0].token_ids) for one in answers)
+            tokens = sum(map(answer, range(work.batches)))
             rates.append(tokens / (time.monotonic() - begin))
         return {"tokens_per_s": max(rates), "rates": rates}
 
-    most = max(settings.adapters) if count else 0
-    adapters = write_adapters(folder, settings, most, dora=kind == "DoRA")
-    lora = write_adapters(folder, settings, 1, dora=False) if kind == "DoRA" else []
+    def loaded(work: Work) -> Row:
+        times = []
+        for one in adapters[:FILES]:
+            begin = time.monotonic()
+            engine.llm_engine.add_lora(one)
+            times.append(1e3 * (time.monotonic() - begin))
+        return {"first_load_ms": times[0], "load_ms": statistics.median(times[1:] or times)}
+
     print("READY", flush=True)
-    sys.stdin.readline()
-    report({"kind": kind, "adapters": 0} | row | served(None))
-    if not count:
-        return
-    requests = [_request(kind, i, adapter) for i, adapter in enumerate(adapters)]
-    times = []
-    for one in requests[:FILES]:
-        begin = time.monotonic()
-        engine.llm_engine.add_lora(one)
-        times.append(1e3 * (time.monotonic() - begin))
-    loading = {"first_load_ms": times[0], "load_ms": statistics.median(times[1:] or times)}
-    report({"kind": kind} | row | loading)
-    for adapters_used in settings.adapters:
-        shares = np.arange(1, adapters_used + 1) ** -1.5
-        drawn = np.random.default_rng(0).choice(adapters_used, number, p=shares / shares.sum())
-        measured = served([requests[i] for i in drawn])
-        report({"kind": kind, "adapters": adapters_used} | row | measured)
-    if kind == "DoRA":
-        other = _request("LoRA", most, lora[0])
-        mixed = [(None, other, requests[0], requests[-1])[i % 4] for i in range(number)]
-        report({"kind": "base, LoRA and DoRA", "adapters": 3} | row | served(mixed))
+    for line in sys.stdin:
+        work = Work(*json.loads(line))
+        row = {"kind": "base, LoRA and DoRA" if work.is_mixed else kind}
+        row |= {"adapters": work.adapters, "rows": work.rows, "prompt": work.prompt}
+        row |= {"layers": settings.layers, "slots": count, "gpus": settings.gpus}
+        row |= {"start_s": started}
+        report(row | (loaded(work) if work.adapters is None else served(work)))
 
 
 def _request(kind: str, number: int, folder: Path) -> Any:
