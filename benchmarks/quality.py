@@ -1,18 +1,15 @@
-"""Level `quality`: how much each quantised format changes the results of two models.
+"""Level `quality`: how much each quantised format changes the results of a model.
 
-Nothing is timed, so results from a CPU are as good as from a GPU. The models are:
-
-- A pretrained sentence encoder, that of `parity.minilm`. Its logits compare lines of this
-  repository's documentation with the lines that follow them.
-- A decoder over bytes, pretrained here on the sources of Python's standard library, with weights
-  rounded to bf16. DoRA is trained over each quantised base, from one seed and on the same rows of
-  this repository's documentation.
+Nothing is timed, so results from a CPU are as good as from a GPU. The model is a decoder over
+bytes, pretrained here on the sources of Python's standard library, with weights rounded to bf16.
+DoRA is trained over each quantised base, from one seed and on the same rows of this repository's
+documentation.
 
 Arithmetic is fp32, except where a format says FP8. Kernels that would be dequantised for a product
 are dequantised in advance, so that one program serves all formats; the long run over NF4 reads the
 codes.
 
-One line is one `format` and `model`, compared with the same model in bf16: the mean relative error
+One line is one `format`, compared with the same model in bf16: the mean relative error
 of the kernels (`weights`), 1 - cosine of the results (`cosine`), the mean KL divergence of the
 logits (`kl`), the share of rows with the same largest logit (`agreement`), and the loss of held-out
 text before and after training (`held_out_before`, `held_out`). The last two lines are long runs
@@ -39,10 +36,8 @@ from jax_dora.lm.finetune.training import decayed
 from jax_dora.lm.models import load_model
 from jax_dora.ops import quantised, row_scaled
 from jax_dora.ops.rounding import bound, round_to
-from parity import minilm
 from parity.model.measure import compare_logits
 from parity.sides.jax import training
-from parity.sides.jax.encoder import Encoder
 from parity.training.settings import Settings as Decoder
 from parity.training.text import even_starts, starts, text
 
@@ -80,7 +75,6 @@ class Settings(NamedTuple):
     """The settings of the level.
 
     Attributes:
-      pairs: number of pairs of lines for the encoder.
       steps: of training over every format.
       long: number of steps of the long runs over bf16 and NF4.
     """
@@ -102,7 +96,6 @@ class Settings(NamedTuple):
         base_steps=400,
         eval_rows=512,
     )
-    pairs: int = 256
     steps: int = 50
     long: int = 500
     formats: tuple[Format, ...] = FORMATS
@@ -110,7 +103,6 @@ class Settings(NamedTuple):
 
 TINY = Settings(
     Decoder.tiny(dtype="float32", length=16, base_steps=4, eval_rows=32, rank=4, alpha=8),
-    pairs=8,
     steps=2,
     long=10,
     formats=(FORMATS[3], FORMATS[5]),
@@ -119,31 +111,11 @@ PARTS = 10  # of a long run, each with its mean loss
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row for each format and model, and for each long run."""
-    yield from _encoder(settings)
+    """Yields one row for each format, and for each long run."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "base"
         training.make_base(settings.decoder, folder)
         yield from _decoder(settings, folder)
-
-
-def _encoder(settings: Settings) -> Iterator[Row]:
-    batch = minilm.batch(neighbours(settings.pairs))
-    arrays = jnp.asarray(batch.ids, jnp.int32), jnp.asarray(batch.mask, jnp.int32)
-    embed = nnx.jit(lambda encoder, *arrays: encoder(*arrays))
-
-    def logits(embeddings: np.ndarray) -> np.ndarray:
-        firsts, seconds = np.split(embeddings, 2)
-        return firsts @ seconds.T / minilm.TEMPERATURE
-
-    exact = np.asarray(embed(Encoder(lambda name, linear: linear), *arrays), np.float64)
-    for form in settings.formats:
-        encoder = Encoder(lambda name, linear: linear)
-        weights = quantise(encoder, form)
-        found = np.asarray(embed(encoder, *arrays), np.float64)
-        row: Row = {"model": "encoder", "format": form.name, "weights": weights}
-        row["cosine"] = _cosine(exact, found)
-        yield row | _logits(logits(exact), logits(found))
 
 
 def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
@@ -217,17 +189,6 @@ def prose() -> tuple[np.ndarray, np.ndarray]:
     parts = ([page for page in pages() if page not in held_out], held_out)
     train, rest = (b"".join(page.read_bytes() for page in part) for part in parts)
     return np.frombuffer(train, np.uint8), np.frombuffer(rest, np.uint8)
-
-
-def neighbours(count: int) -> list[tuple[str, str]]:
-    """Returns `count` lines of prose from all pages of this repository's documentation, each with
-    the next line."""
-    pairs = []
-    for page in pages():
-        lines = page.read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if len(line) > 60 and line[0].isalpha()]
-        pairs += zip(lines[::2], lines[1::2], strict=False)
-    return pairs[:: max(1, len(pairs) // count)][:count]
 
 
 def quantise(model: nnx.Module, form: Format, *, as_codes: bool = False) -> float:

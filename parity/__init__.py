@@ -5,10 +5,9 @@ reference, and the two packages' results with each other.
 
 Terms:
 
-    level       what is computed: operators, a layer, a pretrained encoder, a whole decoder,
-                training runs, ... A level writes one report. `python -m parity` runs the levels
-                operator, layer, quantised, bank and encoder; others have a command
-                (`parity.command.MODULES`).
+    level       what is computed: operators, a layer, a whole decoder, training runs, ... A level
+                writes one report. `python -m parity` runs the levels operator, layer, quantised and
+                bank; others have a command (`parity.command.MODULES`).
     side        a framework, "jax" or "torch", with one module of functions per level
                 (`parity.sides`). Tensors on both sides have PyTorch's layout.
     oracle      the fp64 reference (`parity.oracle`; `parity.model.reference` for the decoder). It

@@ -14,8 +14,8 @@ from parity.environment import environment
 from parity.report import Report
 
 REPORTS = Path(__file__).parent / "reports"
-LEVELS = ("operator", "layer", "quantised", "bank", "encoder")
-CONTROLLED = ("operator", "layer", "encoder", "model", "training")
+LEVELS = ("operator", "layer", "quantised", "bank")
+CONTROLLED = ("operator", "layer", "model", "training")
 
 # The command's module by the first word of the command line. Its `main(options)` is called after
 # the device is set up and returns the exit code.

@@ -12,19 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-
-from parity import cases, command, encoder, minilm
+from parity import cases, command
 from parity.compare import run_case
 from parity.faults import FAULTS, Fault, Level
-from parity.minilm import Adapter, Evaluation
 from parity.model.checks import judge
 from parity.model.sizes import TINY, Run
 from parity.model.systems import execute, systems
 from parity.model.weights import draw
 from parity.report import Report, Row, outcome
 from parity.sides import SIDES, Backend
-from parity.sides.torch import encoder as torch_encoder
 from parity.training import quick
 from parity.training.difference import FULL_PRECISION
 
@@ -32,10 +28,6 @@ from parity.training.difference import FULL_PRECISION
 OPERATOR_CASES = ("norm 192x128 r16 float32 zero rows", "compose 7x72 bfloat16 near unity")
 LAYER_CASES = ("layer 33x96x64 r16 float32 zero rows",)
 MODEL_RUN = Run(TINY, "float32", layers=2, tokens=24, last=16)
-# The changes to the encoder's initial adapter, whose lora_b is zero and whose magnitudes are the
-# norms.
-LORA_B_DEVIATION = 0.02
-MAGNITUDE_DEVIATION = 0.05
 
 # Runs a level's cases and adds the verdicts to a report. The second argument is the package with
 # the planted fault, or None; results of the other package may be cached.
@@ -135,37 +127,6 @@ def _run_sides(run: Callable[[Backend], Any], backend: Backend | None) -> dict[B
     return {side: run(side) if side == backend else _without_fault(run, side) for side in SIDES}
 
 
-def _encoder(report: Report, backend: Backend | None) -> None:
-    """Compares embeddings and the adapter's gradients of the pretrained encoder in fp32."""
-    exact, plain = _references()
-    encoder.compare(report, "float32", encoder.PLAIN, exact, _run_sides(_evaluate, backend), plain)
-
-
-@functools.cache
-def _references() -> tuple[Evaluation, dict[Backend, Evaluation]]:
-    adapter, batch = _inputs()
-    exact = torch_encoder.evaluate(encoder.dense(adapter, "cpu"), batch, True)
-    return exact, {side: _evaluate(side, "plain") for side in SIDES}
-
-
-def _evaluate(side: Backend, implementation: str | None = None) -> Evaluation:
-    adapter, batch = _inputs()
-    level = SIDES[side].encoder
-    model = level.adapted(adapter, "float32", implementation or SIDES[side].plain)
-    return level.evaluate(model, batch, True)
-
-
-@functools.cache
-def _inputs() -> tuple[Adapter, minilm.Batch]:
-    adapter = minilm.initial_adapter()
-    generator = torch.Generator().manual_seed(0)
-    for values in adapter.values():
-        values["lora_b"].normal_(0, LORA_B_DEVIATION, generator=generator)
-        factor = torch.empty_like(values["magnitude"])
-        values["magnitude"] *= factor.normal_(1, MAGNITUDE_DEVIATION, generator=generator)
-    return adapter, minilm.batch(minilm.sentence_pairs()[:2])
-
-
 def _model(report: Report, backend: Backend | None) -> None:
     """Compares a tiny decoder in fp32 with transformers, with PEFT and with fp64."""
     found = {side: result[side] for side, result in _run_sides(_execute, backend).items()}
@@ -195,7 +156,6 @@ def _training(report: Report, backend: Backend | None) -> None:
 CASE_SETS: dict[Level, CaseSet] = {
     "operator": functools.partial(_cases, OPERATOR_CASES),
     "layer": functools.partial(_cases, LAYER_CASES),
-    "encoder": _encoder,
     "model": _model,
     "training": _training,
 }

