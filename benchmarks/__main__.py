@@ -19,7 +19,6 @@ Levels:
     serve               the engine of the server
     scale               a decoder on several devices
     compile             the time until a user's model can run, on one device and on several
-    against CHECKOUT    layers and a model with this checkout and with another one, in turns
 
 model, step, scale, quantised, bank and serve also exist with --torch: torch_dora compared with
 PEFT; serve also with --vllm: torch_dora's plugin in vLLM. The docstring of each level's module says
@@ -45,13 +44,13 @@ from pathlib import Path
 from typing import Any
 
 LEVELS = (
-    *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch", "against"),
+    *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     *("model --torch", "vlm", "method_comparison", "bank", "bank --torch"),
     *("serve", "serve --torch", "serve --vllm"),
 )
 # Options that set a field of the level's settings.
-FIELDS = ("checkout", "only", "layers", "rank", "model", "ranks", "layouts", "axes")
+FIELDS = ("only", "layers", "rank", "model", "ranks", "layouts", "axes")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +59,6 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("level", choices=[name for name in LEVELS if " " not in name])
-    add("checkout", nargs="?", type=Path, help="level against: the root of the other checkout")
     add("--out", type=Path, help="a .jsonl file, or a folder for <level>.jsonl")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add("--quick", action="store_true", help="tiny shapes and few steps")

@@ -27,6 +27,8 @@ from parity import oracle
 from parity.cases import Case, LayerInputs, layer, layer_inputs
 from parity.compare import prepare_layer
 from parity.sides.jax.operators import to_torch, with_gradients
+from parity.sides.torch import peft_layer
+from torch_dora import ops as torch_ops
 
 DTYPE = "bfloat16"
 ITEM = 2  # bytes
@@ -120,15 +122,11 @@ def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
             yield functools.partial(work, problem, every, backward)
 
 
-def work(make: Callable[[], Problem], every: bool, backward: bool, with_torch: bool = True) -> Work:
-    """Returns the work of one problem, with all variants if `every`.
-
-    Without torch's variants, neither torch_dora nor PEFT is imported.
-    """
+def work(make: Callable[[], Problem], every: bool, backward: bool) -> Work:
+    """Returns the work of one problem, with all variants if `every`."""
     problem = make()
-    c, variants = problem.case, [*jax_variants(problem, every, backward)]
-    if with_torch:
-        variants += torch_variants(problem, every, backward)
+    c = problem.case
+    variants = [*jax_variants(problem, every, backward), *torch_variants(problem, every, backward)]
     return Work(
         "layer forward+backward" if backward else "layer forward",
         {"rows": c.rows, "in": c.n_in, "out": c.n_out, "rank": c.rank},
@@ -193,9 +191,6 @@ def jax_variants(problem: Problem, every: bool, backward: bool) -> Iterator[Vari
 
 def torch_variants(problem: Problem, every: bool, backward: bool) -> Iterator[Variant]:
     """Yields torch's variants; PEFT's compiled DoRA only if `every`."""
-    from parity.sides.torch import peft_layer
-    from torch_dora import ops as torch_ops
-
     i, s, rank = problem.inputs, problem.case.scale, problem.case.rank
     inputs = [(x.clone().requires_grad_(backward), dy) for x, dy in rotate([i.x, i.dy])]
     adapter = [t.clone().requires_grad_(backward) for t in (i.lora_a, i.lora_b, i.magnitude)]

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import clock
 from benchmarks.arrays import to_jax
-from benchmarks.clock import Effort, Spread, device_clock
+from benchmarks.clock import Effort, device_clock
 from benchmarks.report import Report
 from benchmarks.results import Row
 from benchmarks.work import Variant, Work, judge, matches
@@ -64,47 +64,36 @@ def measured(work: Work, variant: Variant, device: str, quick: bool) -> Row:
     An exception becomes the row's `refused` or `failed`, so that one variant that cannot be built
     or run does not end the others' measurements.
     """
-    row = identity(work, variant)
-    effort = clock.QUICK if quick or device == "cpu" else work.effort or Effort()
-    try:
-        step, facts = prepare(work, variant, device)
-        row |= facts
-        spreads = take_times(variant, step, device, effort)
-        row |= {name: spread._asdict() for name, spread in spreads.items()}
-    except NotImplementedError as error:
-        return identity(work, variant) | {"refused": str(error)[:200]}
-    except Exception as error:
-        row["failed"] = f"{type(error).__name__}: {error}"[:400]
-    return row
-
-
-def identity(work: Work, variant: Variant) -> Row:
-    """Returns the fields of a row that are known before anything is run."""
     row: Row = {"group": work.group, "shape": work.shape}
     row |= {"framework": variant.framework, "variant": variant.name}
     row |= {"bytes": work.bytes, "flops": variant.flops or work.flops}
     if variant.label in work.baselines:
         row["baseline"] = work.baselines[variant.label]
+    known, effort = dict(row), clock.QUICK if quick or device == "cpu" else work.effort or Effort()
+    try:
+        step, planned = _compile(variant)
+        outputs, allocated = _first_run(step, variant, device)
+        if memory := planned if variant.framework == "jax" else allocated:
+            row["peak_bytes" if variant.peak_memory else "temp_bytes"] = memory
+        if variant.check is not None:
+            row["check"] = variant.check()
+        else:
+            expected = variant.expected or work.expected
+            row["check"] = judge(_named(variant, outputs, expected), expected, variant.exact)
+        del outputs
+        spreads = {}
+        if device == "cuda":
+            times = device_clock().time(variant.framework, step, variant.inputs, effort)
+            spreads["device"] = times
+        spreads["wall"] = clock.wall_time(step, variant.inputs, effort)
+        if device == "cuda":
+            clock.check_clocks(variant.framework, **spreads)
+        row |= {name: spread._asdict() for name, spread in spreads.items()}
+    except NotImplementedError as error:
+        return known | {"refused": str(error)[:200]}
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {error}"[:400]
     return row
-
-
-def prepare(work: Work, variant: Variant, device: str) -> tuple[Step, Row]:
-    """Returns the step, compiled and run once, with its memory and the verdict on its results.
-
-    Raises:
-      NotImplementedError: the variant does not run on this device.
-    """
-    step, planned = _compile(variant)
-    outputs, allocated = _first_run(step, variant, device)
-    facts: Row = {}
-    if memory := planned if variant.framework == "jax" else allocated:
-        facts["peak_bytes" if variant.peak_memory else "temp_bytes"] = memory
-    if variant.check is not None:
-        facts["check"] = variant.check()
-    else:
-        expected = variant.expected or work.expected
-        facts["check"] = judge(_named(variant, outputs, expected), expected, variant.exact)
-    return step, facts
 
 
 def _named(variant: Variant, outputs: Any, expected: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,16 +103,6 @@ def _named(variant: Variant, outputs: Any, expected: Mapping[str, Any]) -> Mappi
     if not isinstance(outputs, Mapping):
         outputs = dict(zip(expected, jax.tree.leaves(outputs), strict=True))
     return outputs if variant.framework == "torch" else jax.tree.map(to_torch, outputs)
-
-
-def take_times(variant: Variant, step: Step, device: str, effort: Effort) -> dict[str, Spread]:
-    """Returns the "wall" time of a prepared step, and, on a GPU, its "device" time."""
-    if device != "cuda":
-        return {"wall": clock.wall_time(step, variant.inputs, effort)}
-    on_device = device_clock().time(variant.framework, step, variant.inputs, effort)
-    wall = clock.wall_time(step, variant.inputs, effort)
-    clock.check_clocks(variant.framework, on_device, wall)
-    return {"device": on_device, "wall": wall}
 
 
 def free() -> None:

@@ -12,7 +12,6 @@ device time (cold L2 cache) and wall time; `benchmarks.report` lists its fields.
 `model --torch` measures the same with torch_dora and PEFT.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,14 +37,8 @@ def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
                 yield functools.partial(work, kind, task, protocol, device)
 
 
-def work(kind: Kind, task: Task, protocol: Protocol, device: str, checked: bool = True) -> Work:
-    """Returns one task of a kind as a piece of work with one variant.
-
-    Args:
-      checked: whether the result is compared with fp32; otherwise any result passes.
-    """
+def work(kind: Kind, task: Task, protocol: Protocol, device: str) -> Work:
+    """Returns one task of a kind as a piece of work with one variant."""
     only = variant(kind, task, protocol, device)
-    if not checked:
-        only = dataclasses.replace(only, check=None, results=lambda _: {})
     baselines = {kind.label: BEST_LORA} if kind.is_baseline else {}
     return Work(f"model {task}", protocol.shape(), 0, 0, {}, [only], baselines, EFFORT[task])

@@ -1,8 +1,7 @@
 """A decoder like Qwen3, written as a user of Flax would: no part of it depends on adapters.
 
 It calls `jax_dora.remat_policy` and, if `fused_swiglu` is set, `jax_dora.swiglu`. It is not a
-decoder of `jax_dora.lm.models`, because `against` needs the same program for LoRA in both
-checkouts, of which one may have no models, and `scale` runs it on explicit mesh axes.
+decoder of `jax_dora.lm.models`, because `scale` runs it on explicit mesh axes.
 """
 
 from collections.abc import Callable

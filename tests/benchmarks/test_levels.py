@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import against, baselines, ops, results, scale, step_table, step_torch
+from benchmarks import baselines, ops, results, scale, step_table, step_torch
 from benchmarks.model import placed
 from benchmarks.model.protocol import QUICK as QUICK_SIZES
 from benchmarks.work import Expectation, judge
@@ -47,7 +47,7 @@ LEVELS = {
         },
     ),
     "tune": (
-        ("--only", "norm *"),
+        ("--only", "one pass norm *"),
         "variant",
         {"xla", "mosaic, chosen: no", "mosaic by default"},
     ),
@@ -128,8 +128,6 @@ def test_wrong_results_and_errors_are_caught(
         (["quality", "--only", "encoder", *QUICK], "has no only"),
         (["ops", "--out", str(results.FOLDER / "new"), *QUICK], "nothing worth keeping"),
         (["ops", "--device", "cuda"], "no GPU"),
-        (["against", str(against.ROOT / "docs"), *QUICK], "holds no jax_dora"),
-        (["against", str(against.ROOT), *QUICK], "this very checkout"),
     ],
 )
 def test_wrong_arguments_are_rejected(words, message, monkeypatch, capsys) -> None:
@@ -159,19 +157,6 @@ def test_the_paper_s_norm_adds_up_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = Expectation(oracle.norm(*operands), tolerances.norm(*operands))
     found = {"norm": baselines.paper_norm(*operands)}
     assert judge(found, {"norm": expected}, exact=True)["passed"]
-
-
-@pytest.mark.slow
-def test_two_checkouts_are_measured_in_turns() -> None:
-    settings = against.Settings(against.ROOT, True, ("layer*DoRA", "model step"))
-    rows = list(against.measure(settings, "cpu"))
-    assert not any(map(results.failed, rows))
-    states = [(row["group"], row["state"], row["wall"]["samples"]) for row in rows]
-    assert states == [
-        (group, state, against.ROUNDS)
-        for group in ("layer forward+backward", "model step")
-        for state in ("here", "there")
-    ]
 
 
 def test_kernels_are_counted_by_operator() -> None:
