@@ -14,7 +14,7 @@ import io
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -72,14 +72,11 @@ class _Kernel(NamedTuple):
 
     def run(self, *leaves: jax.Array) -> Any:
         """Returns the results for the arrays."""
-
-        def run(*leaves: jax.Array) -> Any:
-            args, kwargs = self.tree.unflatten(leaves)
-            return self.launch(*args, **kwargs, **dict(self.settings))
-
-        for axes in self.axes:
-            run = jax.vmap(run, axes)
-        return run(*leaves)
+        if self.axes:
+            *axes, last = self.axes
+            return jax.vmap(self._replace(axes=tuple(axes)).run, last)(*leaves)
+        args, kwargs = self.tree.unflatten(leaves)
+        return self.launch(*args, **kwargs, **dict(self.settings))
 
 
 def _types(arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -87,28 +84,17 @@ def _types(arrays: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
 
 
-def _in_thread[R](function: Callable[[Future[R]], None]) -> R:
-    """Returns the result that `function` sets. It runs in a thread of its own, where no mesh, no
-    axis and no trace of the caller is in effect, and may go on after it has set the result."""
-    future: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            function(future)
-        except BaseException as error:
-            if not future.done():
-                future.set_exception(error)
-
-    threading.Thread(target=run, name="jax_dora kernel").start()
-    return future.result()
+def _in_thread[R](function: Callable[[], R]) -> R:
+    """Returns the result of `function`, called in a thread of its own, where no mesh, no axis and
+    no trace of the caller is in effect."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
 @functools.cache
 def _traced(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
     """Returns the kernel as traced for operands of these types."""
-    return _in_thread(
-        lambda result: result.set_result(jax.jit(kernel.run, keep_unused=True).trace(*types))
-    )
+    return _in_thread(functools.partial(jax.jit(kernel.run, keep_unused=True).trace, *types))
 
 
 @functools.cache
@@ -120,11 +106,7 @@ def _stored(kernel: _Kernel, types: tuple[Any, ...]) -> kernel_files.Stored | No
 
 def _file(kernel: _Kernel, types: tuple[Any, ...]) -> pathlib.Path | None:
     """Returns the file of the kernel, or None without a compilation cache."""
-
-    def find(file: Future[pathlib.Path | None]) -> None:
-        file.set_result(kernel_files.path(digest("kernel", tuple(kernel), types)))
-
-    return _in_thread(find)
+    return _in_thread(lambda: kernel_files.path(digest("kernel", tuple(kernel), types)))
 
 
 def _results(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
@@ -144,11 +126,11 @@ def _lowered(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
     """Lowers the kernel to a StableHLO module, which it stores and returns."""
     traced = _traced(kernel, types)
 
-    def lower(code: Future[bytes]) -> None:
+    def lower() -> bytes:
         lowered = traced.lower(lowering_platforms=("cuda",))
         buffer = io.BytesIO()
         lowered.compiler_ir().operation.write_bytecode(buffer)
-        code.set_result(buffer.getvalue())
+        return buffer.getvalue()
 
     code = _in_thread(lower)
     if file := _file(kernel, types):
@@ -166,12 +148,11 @@ def _compile_ahead(kernel: _Kernel, types: tuple[Any, ...]) -> None:
         return
     _compiled.add((kernel, types))  # before the kernel's own program is lowered in the thread
 
-    def compile_kernel(started: Future[None]) -> None:
-        started.set_result(None)
+    def compile_kernel() -> None:
         with contextlib.suppress(Exception):  # the programs that contain the kernel report it
             _bound.lower(kernel, *types).compile()
 
-    _in_thread(compile_kernel)
+    threading.Thread(target=compile_kernel, name="jax_dora kernel").start()
 
 
 _kernel_p = Primitive("dora_kernel")
