@@ -19,16 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import peft
 import torch
 import transformers
-from flax import nnx
 
-import jax_dora
 import torch_dora
-from jax_dora.lm.models import load_model
 from parity import tolerances
 from parity.report import Report
 
@@ -122,13 +118,13 @@ def write(root: Path) -> Problem:
     """Writes the model and its adapters, with random values that make them answer differently."""
     torch.manual_seed(0)
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
-    _randomize(base, 1)
+    randomize(base, 1)
     base.save_pretrained(root / "model")
     folders = {}
     for number, (name, options) in enumerate(ADAPTERS.items()):
         config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=PROJECTIONS, **options)
         adapted = peft.get_peft_model(copy.deepcopy(base), config)
-        _randomize(adapted, 10 + number)
+        randomize(adapted, 10 + number)
         folders[name] = root / str(number)
         adapted.save_pretrained(folders[name])
     names = [None, *ADAPTERS]
@@ -173,6 +169,13 @@ def torch_answers(problem: Problem, chosen: np.ndarray, device: str) -> Answers:
 
 def jax_answers(problem: Problem, chosen: np.ndarray, device: str) -> Answers:
     """Returns what jax_dora's bank computes."""
+    # Not at the top: the tests of vLLM use this module, and JAX must not be in processes that fork.
+    import jax.numpy as jnp
+    from flax import nnx
+
+    import jax_dora
+    from jax_dora.lm.models import load_model
+
     model = load_model(problem.model, dtype=jnp.float32)
     bank = jax_dora.AdapterBank(model, slots=len(ADAPTERS), max_rank=16)
     for slot, folder in enumerate(problem.adapters.values()):
@@ -249,7 +252,8 @@ def _chosen(logits: np.ndarray, begin: int, answer: Sequence[int]) -> np.ndarray
     return (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))[range(len(answer)), answer]
 
 
-def _randomize(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Sets what requires a gradient so that answers differ, and magnitudes are no norms."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,7 +16,8 @@ import peft
 import tokenizers
 import torch
 import transformers
-from torch import nn
+
+from parity.serving import randomize
 
 TOKENS = 12
 VOCABULARY = 128
@@ -127,23 +128,6 @@ class Zoo:
     def expected(self, name: str | None, prompt: tuple[int, ...]) -> Answer:
         """Returns the greedy answer of transformers with PEFT."""
         return greedy(self.model(name), prompt)
-
-
-def randomize(model: nn.Module, seed: int) -> None:
-    """Sets what requires a gradient so that answers differ, and magnitudes are no norms."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "magnitude" in name:
-                parameter.mul_(1 + 0.3 * noise)
-            elif "lora_" in name:
-                parameter.add_(0.1 * noise)
-            else:
-                width = parameter.shape[-1] ** 0.5 / 1.5 if parameter.ndim == 2 else 4.0
-                parameter.add_(noise / width)
 
 
 def greedy(model: Any, prompt: tuple[int, ...]) -> Answer:
