@@ -14,6 +14,7 @@ LoRAModelManager.activate_adapter     puts g into the slot
 LRUCacheWorkerLoRAManager
 ._apply_adapters                      the same order in all processes; renews outdated norms
 LoRAModelRunnerMixin.load_lora_model  finds out when weights are reloaded
+Worker.finish_weight_update           or written by a trainer
 ====================================  ==============================================================
 """
 
@@ -22,7 +23,7 @@ import importlib
 import importlib.metadata
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch_dora.vllm import folder
@@ -183,9 +184,19 @@ def _load_lora_model(original: Function) -> Function:
     def load_lora_model(self: Any, model: Any, vllm_config: Any, device: Any) -> Any:
         result = original(self, model, vllm_config, device)
         _outdate_after(self, "reload_weights", self.lora_manager._adapter_manager.dora)
+        install((_SESSION,))
         return result
 
     return load_lora_model
+
+
+def _finish_weight_update(original: Function) -> Function:
+    def finish_weight_update(self: Any) -> None:
+        original(self)
+        if manager := getattr(self.model_runner, "lora_manager", None):
+            manager._adapter_manager.dora.is_outdated = True
+
+    return finish_weight_update
 
 
 def _renew(adapters: Any) -> None:
@@ -260,21 +271,25 @@ HOOKS = (
     Hook("vllm.distributed", "tensor_model_parallel_all_reduce", "input_"),
     Hook("vllm.distributed", "get_tp_group", ""),
 )
+# Set by the worker, where its module is loaded anyway.
+_SESSION = Hook(
+    "vllm.v1.worker.gpu_worker:Worker", "finish_weight_update", "self", _finish_weight_update
+)
 
 
-def install() -> None:
+def install(hooks: Sequence[Hook] = HOOKS) -> None:
     """Checks all hooks, then sets them.
 
     Raises:
         RuntimeError: something in vLLM is not as expected.
     """
-    if problems := [text for hook in HOOKS if (text := _difference(hook))]:
+    if problems := [text for hook in hooks if (text := _difference(hook))]:
         raise RuntimeError(
             f"torch_dora.vllm does not know vLLM {_version()}; it works with {VERSIONS}. Install "
             "one of these, or leave torch_dora out of VLLM_PLUGINS, the plugins that vLLM loads. "
             f"What differs: {'; '.join(problems)}"
         )
-    for hook in HOOKS:
+    for hook in hooks:
         owner = _owner(hook.owner)
         original = getattr(owner, hook.name)  # of a class method, with its class bound
         if hook.replacement is None or hasattr(original, _MARK):

@@ -237,19 +237,44 @@ def test_what_cannot_be_served_is_refused_and_the_engine_lives_on(zoo, made, nam
     check(generate(made, [PROMPT], [good]), asked(zoo, "dora"))
 
 
-@pytest.mark.parametrize("keeps_adapters", [False, True])
-def test_norms_follow_the_base_weights(zoo, made, tmp_path, monkeypatch, keeps_adapters):
+class Trainer:
+    """In place of vLLM's weight transfer: writes weights without a call that the plugin sees."""
+
+    supports_draft_weight_update = False
+
+    def __init__(self, runner):
+        self.runner = runner
+
+    def start_weight_update(self):
+        pass
+
+    reset_weight_update_target = finish_weight_update = start_weight_update
+
+    def update_weights(self, info):
+        self.runner.reload_weights(**info)
+        self.runner.lora_manager._adapter_manager.dora.is_outdated = False
+
+
+@pytest.mark.parametrize("how", ["reloaded", "reloaded, adapters kept", "by a trainer"])
+def test_norms_follow_the_base_weights(zoo, made, tmp_path, monkeypatch, how):
     """Last, since the engine has other weights afterwards. vLLM 0.25 keeps the adapters, in memory
     and in slots, when it reloads weights, and 0.32 drops them."""
-    if keeps_adapters:
-        core = made.llm_engine.engine_core.engine_core
-        runner = core.model_executor.driver_worker.worker.model_runner
+    worker = made.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner = worker.model_runner
+    if how != "reloaded":
         monkeypatch.setattr(runner, "reset_lora_state", lambda: None)
     requests = {name: request(name, zoo.path(name), next(numbers)) for name in DORA[:2]}
     for one in requests.values():
         generate(made, [PROMPT], [one])
-    other = Zoo("Llama", tmp_path, seed=99 + keeps_adapters)
-    made.collective_rpc("reload_weights", kwargs={"weights_path": str(other.folder)})
+    other = Zoo("Llama", tmp_path, seed=99 + len(how))
+    path = {"weights_path": str(other.folder)}
+    if how == "by a trainer":
+        monkeypatch.setattr(worker, "weight_transfer_engine", Trainer(runner))
+        made.collective_rpc("start_weight_update")
+        made.collective_rpc("update_weights", args=(path,))
+        made.collective_rpc("finish_weight_update")
+    else:
+        made.collective_rpc("reload_weights", kwargs=path)
     made.reset_prefix_cache()
     for name, one in requests.items():
         base = copy.deepcopy(other.base)
