@@ -68,7 +68,11 @@ def client(zoo):
     command += ["--enable-lora", "--max-loras", "6", "--max-cpu-loras", "8"]
     command += ["--max-lora-rank", "16", "--fully-sharded-loras", "--lora-modules"]
     command += [f"{name}={zoo.path(name)}" for name in ("dora", "lora", "some")]
-    environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    (zoo.root / "resolved").mkdir()
+    environment = os.environ | {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_LORA_RESOLVER_CACHE_DIR": str(zoo.root / "resolved"),
+    }
     log = zoo.root / "log"
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -96,6 +100,23 @@ def check(zoo, client, names):
 
 def test_adapters_of_the_command_line_answer_together(zoo, client):
     check(zoo, client, ["base", "dora", "lora", "some"])
+
+
+def test_a_resolver_finds_an_adapter_that_a_request_names(zoo, client):
+    folder = zoo.root / "resolved" / "found"
+    shutil.copytree(zoo.path("rslora"), folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(zoo.folder)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    prompt = PROMPTS[0]
+    assert client.tokens("found", prompt) == zoo.expected("rslora", tuple(prompt))[0]
+    assert client.post("/v1/unload_lora_adapter", lora_name="found")[0] == 200
+
+    config.pop("use_dora")
+    refused = zoo.root / "resolved" / "refused"
+    shutil.copytree(folder, refused)
+    (refused / "adapter_config.json").write_text(json.dumps(config))
+    assert client.post("/v1/completions", model="refused", prompt=[1])[0] == 400
 
 
 def test_adapters_are_loaded_replaced_refused_and_removed_while_it_runs(zoo, client):
