@@ -4,8 +4,8 @@
     jax-dora finetune --settings FILE.yaml --rank 16
     jax-dora finetune --tiny --output RUN        # makes its own model and data, runs on a laptop
 
-The model is a Hugging Face folder with config.json, safetensors files and tokenizer.json. The data
-is JSON Lines, a JSON list, CSV, parquet, or a folder written by datasets. A record is
+The model is a Hugging Face folder with config.json, safetensors or .bin files, and tokenizer.json.
+The data is JSON Lines, a JSON list, CSV, parquet, or a folder written by datasets. A record is
 {"messages": ...}, {"conversations": ...}, {"prompt": ..., "completion": ...},
 {"instruction": ..., "output": ...} or {"text": ...}; --columns names fields that have other names.
 Several files, as in --data A B or --data A --data B, are read one after the other.

@@ -85,7 +85,7 @@ def load_model(
 
     Args:
       folder: a folder with config.json and model.safetensors, or several safetensors files and
-        their index.
+        their index; or the same in PyTorch's format, pytorch_model.bin.
       sharding: the sharding of every array, or a function that returns the sharding for a path and
         a shape. By default, arrays are on the default device. Each device reads only its part. A
         `DecoderSharding` also shards activations.
@@ -318,7 +318,9 @@ def _check_tensors(
 
 def _copy_other_files(source: Path, folder: Path) -> None:
     for file in source.iterdir():
-        is_weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".gguf")
+        is_weights = ".safetensors" in file.name or file.name.endswith(
+            (".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+        )
         if file.is_file() and not is_weights and file.name != "config.json":
             shutil.copy2(file, folder)
     if (templates := source / EXTRA_TEMPLATES).is_dir():

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder's safetensors files block by block, and writes them file by file."""
+"""Reads the weights of a Hugging Face folder block by block, and writes them file by file."""
 
 import hashlib
 import json
@@ -13,8 +13,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jax_dora.lm.models.torch_files import torch_tensors
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# The file, or the index of several files. As in transformers, the first that exists is read.
+WEIGHTS = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
@@ -65,26 +69,28 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns all tensors of a folder's safetensors files, by name. Reads only the headers.
+    """Returns all tensors of a folder's files, by name. Reads only the headers.
+
+    The files are in safetensors' format, or PyTorch's (.bin), from which nothing but tensors is
+    read.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, or the index does not match the files.
-      NotImplementedError: a tensor has an unsupported dtype.
+      NotImplementedError: a tensor has an unsupported dtype or order.
     """
-    index = folder / INDEX
-    if index.exists():
+    name = next((name for name in WEIGHTS if (folder / name).exists()), None)
+    if name is None:
+        raise FileNotFoundError(f"{folder} has no weights; expected {', '.join(WEIGHTS)}")
+    index = folder / name
+    if name.endswith(".json"):
         try:
             mapping = json.loads(index.read_text())["weight_map"]
             files = {folder / name for name in mapping.values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{index} is not a valid index of safetensors files: {error}"
-            ) from error
-    elif (folder / SINGLE).exists():
-        mapping, files = None, {folder / SINGLE}
+            raise ValueError(f"{index} is not a valid index of files: {error}") from error
     else:
-        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        mapping, files = None, {index}
 
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(files):
@@ -119,6 +125,12 @@ def fingerprint(folder: Path) -> str:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
+    if file.suffix == ".bin":
+        sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+        return {
+            name: StoredTensor(file, name, DTYPES[dtype], shape, offset)
+            for name, (dtype, shape, offset) in torch_tensors(file, sizes).items()
+        }
     # Opened before safe_open, which reports a file that may not be read as one that does not exist.
     with file.open("rb") as stream:
         try:
