@@ -93,9 +93,9 @@ test-models: setup-models
 	PYTHONPATH=$(MODELS) $(RUN) -m pytest $(WORKERS) --keep-programs -m models tests/models \
 	    $(PYTEST_ARGS)
 
-# Needs Ray Serve. The tests share one cluster.
+# Needs Ray Serve. The tests share one cluster, whose processes take long to start on a busy machine.
 test-ray: setup-ray
-	PYTHONPATH=$(RAY) $(RUN) -m pytest -n 0 -m ray tests/examples $(PYTEST_ARGS)
+	RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60 PYTHONPATH=$(RAY) $(RUN) -m pytest -n 0 -m ray tests/examples $(PYTEST_ARGS)
 
 # Needs the clients. Nothing is downloaded: their data are in the test.
 test-clients: setup-clients
