@@ -246,7 +246,7 @@ class AdapterConfig:
             return is_linear
         if isinstance(self.target_modules, str) or name in (self.target_modules or ()):
             return matches(self.target_modules, name)
-        return matches(self.target_modules, name) and self._is_in_chosen_block(name)
+        return matches(self.target_modules, name) and self.has_block_of(name)
 
     @property
     def square_experts_refusal(self) -> str:
@@ -292,7 +292,8 @@ class AdapterConfig:
         saved = self.modules_to_save or ()
         return any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)
 
-    def _is_in_chosen_block(self, name: str) -> bool:
+    def has_block_of(self, name: str) -> bool:
+        """Returns whether `layers_to_transform` chooses the block of the module `name`."""
         if not self.layers_to_transform:
             return True
         named = [rf"(?:^|.*?\.){block}\.(?P<index>\d+)\." for block in self.layers_pattern or ()]

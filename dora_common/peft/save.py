@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,6 +59,7 @@ class Source:
         given: AdapterConfig | None,
         modules_to_save: Any = (),
         trainable_token_indices: Any = None,
+        layers_to_transform: Sequence[int] = (),
         *,
         for_peft: bool = True,
         **fields: Any,
@@ -69,6 +70,8 @@ class Source:
           given: a complete configuration, or None.
           modules_to_save: ends of the names of modules, or one of them.
           trainable_token_indices: indices by the ends of names, or of the only embedding.
+          layers_to_transform: the only indices of layers with adapters; if empty, the names of
+            modules tell them.
           for_peft: whether to reject what PEFT cannot read.
           **fields: the fields that do not follow from the layers: use_dora, bias and so on.
 
@@ -94,6 +97,9 @@ class Source:
             saved = (modules_to_save,) if isinstance(modules_to_save, str) else modules_to_save
             experts = self._experts()
             modules = [name for name in self.adapted if name not in experts]
+            blocks = tuple(map(int, layers_to_transform)) or None
+            chosen = AdapterConfig(r=1, layers_to_transform=blocks)
+            others = [name for name in self.modules if chosen.has_block_of(name)]
             if experts:
                 fields |= {
                     "target_parameters": parameters_for(experts, self.architecture.parameters),
@@ -104,7 +110,8 @@ class Source:
                 lora_alpha=alpha,
                 rank_pattern=rank_pattern,
                 alpha_pattern=alpha_pattern,
-                target_modules=targets_for(modules, self.modules) if modules else (),
+                target_modules=targets_for(modules, others) if modules else (),
+                layers_to_transform=blocks,
                 use_rslora=self._common_value("use_rslora"),
                 lora_dropout=self._common_value("dropout"),
                 modules_to_save=tuple(saved) or None,

@@ -127,17 +127,13 @@ def load_adapter[Model: nnx.Module](
         named = named_model(loaded, names, known)
         stacks = _by_weight(named, destinations)
         rules = {
-            weight: DoRARule(
-                re.escape(weight.path),
-                **source.options(_largest(source, adapters.values()), dropout_mode),
-                adapter_dtype=adapter_dtype or _dtype(source, weight.path, adapters.values()),
-                adapt_attend=False if one.layer.kind == "embedding" else None,
+            weight: dataclasses.replace(
+                _rule(source, weight, adapters.values(), dropout_mode, adapter_dtype),
                 lora_a_init=_FolderInit("lora_a", source, named, weight, adapters),
                 lora_b_init=_FolderInit("lora_b", source, named, weight, adapters),
                 implementation=implementation,
             )
             for weight, adapters in stacks.items()
-            for one in [next(iter(adapters.values()))]
         }
         rngs = rngs or nnx.Rngs(0)
         replacements = {}
@@ -152,6 +148,43 @@ def load_adapter[Model: nnx.Module](
         source.warn_about_replaced(destinations, architecture)
         replace(loaded, folder, destinations.replaced_rows(architecture))
     return loaded
+
+
+def folder_rules(
+    model: nnx.Module,
+    folder: str | os.PathLike[str],
+    dropout_mode: DropoutMode | None = None,
+    adapter_dtype: Dtype | None = None,
+) -> list[DoRARule]:
+    """Returns rules by which `apply_dora` makes an adapter as in a folder, but a fresh one. The
+    shapes of a model without adapters are enough.
+
+    The arguments and errors are those of `load_adapter`.
+    """
+    named = named_model(model, Names())
+    with open_folder(folder, "np") as source:
+        stacks = _by_weight(named, source.destinations(named.architecture()))
+        return [
+            _rule(source, weight, adapters.values(), dropout_mode, adapter_dtype)
+            for weight, adapters in stacks.items()
+        ]
+
+
+def _rule(
+    source: Folder,
+    weight: AdaptableWeight,
+    adapters: Collection[Adapter],
+    dropout_mode: DropoutMode | None,
+    adapter_dtype: Dtype | None,
+) -> DoRARule:
+    """Returns the rule of the adapters of a weight, which may be a stack."""
+    is_embedding = next(iter(adapters)).layer.kind == "embedding"
+    return DoRARule(
+        re.escape(weight.path),
+        **source.options(_largest(source, adapters), dropout_mode),
+        adapter_dtype=adapter_dtype or _dtype(source, weight.path, adapters),
+        adapt_attend=False if is_embedding else None,
+    )
 
 
 def _by_weight(

@@ -37,6 +37,7 @@ def save_adapter(
     use_dora: bool = True,
     modules_to_save: Sequence[str] | str = (),
     trainable_token_indices: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
+    layers_to_transform: Sequence[int] = (),
     bias: str = "none",
     fan_in_fan_out: bool = False,
     for_peft: bool = True,
@@ -63,6 +64,8 @@ def save_adapter(
         weight have to be stored together.
       trainable_token_indices: rows of embeddings to store, by the ends of the embeddings' PyTorch
         names; or only the rows if the model has a single embedding.
+      layers_to_transform: the only indices of layers that have adapters, for adapter_config.json.
+        Not needed: without it the names of the adapted layers say so.
       bias: the biases to store: "none", "all", or "lora_only" for the biases of adapted layers.
       fan_in_fan_out: whether the layers are GPT-2's Conv1D in PyTorch.
       for_peft: False also allows what only jax_dora can read: a DoRA adapter of packed experts,
@@ -141,6 +144,7 @@ def save_adapter(
         config,
         modules_to_save,
         trainable_token_indices,
+        layers_to_transform,
         use_dora=use_dora,
         bias=bias,
         fan_in_fan_out=fan_in_fan_out,

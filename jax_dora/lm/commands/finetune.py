@@ -81,11 +81,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--process", type=index, metavar="N", help="number of this process, from 0; not with auto")
 
     _, setting = group("adapter")
+    setting("from_adapter", **folder)
+    setting("method")
     setting("rank")
     setting("alpha")
     setting("use_rslora", "--rslora")
     setting("dropout")
     setting("target", metavar="REGEX")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    setting("layers", type=in_domain(integers(0)), metavar="N", **several)
+    setting("modules_to_save", metavar="NAME", **several)
 
     _, setting = group("training")
     for name in ("steps", "epochs", "batch", "accumulate", "learning_rate", "optimizer"):

@@ -60,6 +60,7 @@ def _value(action: argparse.Action, value: Any) -> Any:
     if action.nargs == 0 and not isinstance(value, bool):
         raise ValueError(f"it is {value!r}; expected true or false")
     if isinstance(action, argparse._AppendAction):  # of which "extend" is one, too
-        return list(map(str, value if isinstance(value, list) else [value]))
+        values = map(str, value if isinstance(value, list) else [value])
+        return [action.type(one) if callable(action.type) else one for one in values]
     # YAML reads 1e-4 as a text.
     return action.type(value) if isinstance(value, str) and callable(action.type) else value

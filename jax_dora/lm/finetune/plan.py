@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +18,8 @@ import optax
 from flax import nnx
 from rich.console import Console
 
-import jax_dora
-from jax_dora.lm.finetune import estimate, packing, processes
+from dora_common.peft.folder import TENSORS
+from jax_dora.lm.finetune import adapter, estimate, packing, processes
 from jax_dora.lm.finetune.checkpoints import Checkpoints
 from jax_dora.lm.finetune.encoding import Encoder
 from jax_dora.lm.finetune.output import check_merge, check_output
@@ -33,11 +32,10 @@ from jax_dora.lm.models.attention import MAX_SEGMENTS
 from jax_dora.lm.models.tensor_files import fingerprint
 from jax_dora.lm.models.tokenizer import TextSettings
 
-EMBEDDING = "model/embed_tokens"
 # Settings that must not change when a run is resumed, since they change its steps.
 FIXED = (
     *("length", "dtype", "quantize", "act_qtype"),
-    *("rank", "alpha", "use_rslora", "dropout", "target"),
+    *("method", "rank", "alpha", "use_rslora", "dropout", "target", "layers", "modules_to_save"),
     *("learning_rate", "optimizer", "schedule", "final_rate", "warmup", "weight_decay", "clip"),
     "seed",
 )
@@ -47,6 +45,7 @@ class Plan:
     """The inputs, data, steps and rules of a run.
 
     Attributes:
+      settings: the settings, with those of the adapter that `adapter.complete` fills in.
       folder: the folder of the base model.
       texts: the text settings of the adapted model: the base model's, and the tokens that end the
         learned replies.
@@ -71,8 +70,9 @@ class Plan:
           ValueError, TypeError, NotImplementedError, ImportError, OSError: a setting, file or
             folder is wrong.
         """
-        self.settings, self.console = settings, console
         processes.check_equal(dataclasses.asdict(settings))
+        self.settings = settings = adapter.complete(settings)
+        self.console = console
         self.checkpoints = Checkpoints(settings.output / "checkpoints", settings.keep)
         if not settings.resume and self.checkpoints.steps():
             raise FileExistsError(
@@ -121,7 +121,8 @@ class Plan:
         self.sharding: DecoderSharding | None = None
         self.sharding = self._sharding()
         self.config = dataclasses.replace(self.config, sharding=self.sharding)
-        self.rules = self._rules()
+        base = abstract_model(self.folder, **self.load_options)
+        self.rules = adapter.rules(settings, base)
         self.fixed = {name: getattr(settings, name) for name in FIXED} | {
             # The split of a step into micro-batches can change, but not its number of rows.
             "rows of a step": math.prod(self.step_rows),
@@ -130,6 +131,9 @@ class Plan:
             "weights": fingerprint(self.folder),
             "config": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         }
+        if settings.from_adapter is not None:
+            tensors = (settings.from_adapter / TENSORS).read_bytes()
+            self.fixed["from_adapter"] = hashlib.sha256(tensors).hexdigest()
         self.eval_digest = None if self.eval_rows is None else _digest(self.eval_rows)
         processes.check_equal(self.fixed | {"eval_data": self.eval_digest})
 
@@ -143,7 +147,12 @@ class Plan:
         """The adapted model, with shapes and dtypes instead of arrays."""
         base = abstract_model(self.folder, **self.load_options)
         graphdef, state = nnx.split(base)
-        return nnx.eval_shape(lambda state: self.adapt(nnx.merge(graphdef, state)), state)
+
+        def adapt(state: nnx.State) -> CausalLM:
+            model = nnx.merge(graphdef, state)
+            return adapter.adapt(model, self.settings, self.rules, is_abstract=True)
+
+        return nnx.eval_shape(adapt, state)
 
     @property
     def load_options(self) -> dict[str, Any]:
@@ -152,10 +161,8 @@ class Plan:
         return {"sharding": self.sharding, **formats, **self.changes}
 
     def adapt(self, model: CausalLM) -> CausalLM:
-        """Returns `model` with new adapters, in training mode."""
-        model = jax_dora.apply_dora(model, self.rules, rngs=nnx.Rngs(self.settings.seed))
-        model.train()
-        return model
+        """Returns `model` with the adapter that training starts from, in training mode."""
+        return adapter.adapt(model, self.settings, self.rules)
 
     def _segments(self) -> int | None:
         """Returns the maximum number of texts in a row, rounded up to a power of two.
@@ -237,37 +244,6 @@ class Plan:
 
     def _print(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False)
-
-    def _rules(self) -> list[jax_dora.DoRARule]:
-        """Returns the rule of the target, and a separate rule for the embedding if it is a target.
-
-        In the separate rule, only the lookup is adapted, without dropout, as in PEFT.
-        """
-        settings = self.settings
-        rule = jax_dora.DoRARule(
-            settings.target,
-            rank=settings.rank,
-            alpha=settings.rank / 2 if settings.alpha is None else settings.alpha,
-            use_rslora=settings.use_rslora,
-            dropout=settings.dropout,
-        )
-        if not rule.matches(EMBEDDING):
-            return [rule]
-        embedding = dataclasses.replace(
-            rule, path=re.escape(EMBEDDING), dropout=0.0, adapt_attend=False
-        )
-        model = nnx.eval_shape(lambda: CausalLM(self.config, rngs=nnx.Rngs(0)))
-        paths = ("/".join(map(str, path)) for path, _ in nnx.iter_modules(model))
-        matches_others = any(rule.matches(path) for path in paths if path != EMBEDDING)
-        if matches_others:
-            return [embedding, rule]
-        if settings.dropout:
-            raise ValueError(
-                f"dropout={settings.dropout}: expected 0, since target={settings.target!r} matches "
-                "only the embedding, which reads token ids and has no activation to drop: leave "
-                "out `dropout`"
-            )
-        return [embedding]
 
 
 def _digest(rows: packing.Rows) -> str:

@@ -76,6 +76,7 @@ def take_samples(plan: Plan, model: CausalLM) -> list[Sample]:
 def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path) -> None:
     """Writes the model card of the adapter, with its losses, settings and samples."""
     evaluated = [one["eval_loss"] for one in lines if "eval_loss" in one]
+    name = {"dora": "DoRA", "lora": "LoRA"}[plan.settings.method or "dora"]
     settings = {name: getattr(plan.settings, name) for name in FIXED}
     settings |= {"steps": lines[-1]["step"], "rows of a step": plan.fixed["rows of a step"]}
     text = [
@@ -83,10 +84,10 @@ def write_card(plan: Plan, lines: list[Line], samples: list[Sample], file: Path)
         f"base_model: {json.dumps(str(plan.folder))}",
         "library_name: peft",
         "pipeline_tag: text-generation",
-        "tags: [dora, lora, jax_dora]",
+        f"tags: [{', '.join(dict.fromkeys((name.lower(), 'lora')))}, jax_dora]",
         "---",
         "",
-        f"# A DoRA adapter for {plan.folder.name}",
+        f"# A {name} adapter for {plan.folder.name}",
         "",
         f"Trained by `jax-dora finetune` for {lines[-1]['step']} steps to a loss of "
         f"{lines[-1]['loss']:.4f} nats per token"

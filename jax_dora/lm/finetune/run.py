@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import jax_dora
 import jax_dora.peft
 from dora_common.replacement import replace_text, replaced_file
-from jax_dora.lm.finetune import estimate, packing, processes, results, training
+from jax_dora.lm.finetune import adapter, estimate, packing, processes, results, training
 from jax_dora.lm.finetune.log import Callback, Line, Log, reporting
 from jax_dora.lm.finetune.output import locked_output
 from jax_dora.lm.finetune.plan import FIXED, Plan
@@ -24,7 +24,7 @@ from jax_dora.lm.finetune.report import report
 from jax_dora.lm.finetune.results import Result
 from jax_dora.lm.finetune.settings import Settings
 from jax_dora.lm.finetune.stopping import DivergenceCheck, Interruption
-from jax_dora.lm.models import activations, load_model, read_config, save_model
+from jax_dora.lm.models import CausalLM, activations, load_model, read_config, save_model
 from jax_dora.lm.models.end_tokens import GENERATION
 from jax_dora.lm.models.sharding import to_host
 
@@ -67,7 +67,7 @@ class Run:
           ValueError: all checkpoints are damaged, or the settings of the run have changed.
         """
         self.plan, self.settings, self.console = plan, plan.settings, plan.console
-        settings = plan.settings
+        settings = self.settings
         self.optimizer = training.make_optimizer(
             settings.optimizer,
             plan.schedule,
@@ -81,6 +81,7 @@ class Run:
             free = estimate.free_memory(plan.abstract_model, *sizes)
             options["memory"] = free / activations.GIB
         model = plan.adapt(load_model(plan.folder, **options))
+        self.trained = adapter.trained_magnitudes(model, settings.method)
         self.parts = training.Parts.of(model)
         self.state = self.optimizer.init(self.parts.adapters)
         if plan.sharding is not None:
@@ -182,9 +183,9 @@ class Run:
 
     def _result(self, lines: list[Line], *, is_interrupted: bool = False) -> Result:
         output = self.settings.output
-        adapter = None if is_interrupted else output / "adapter"
+        exported = None if is_interrupted else output / "adapter"
         best = None if self.best is None else output / "best"
-        return Result(lines, adapter, best, is_interrupted)
+        return Result(lines, exported, best, is_interrupted)
 
     def how_to_resume(self) -> str:
         """Returns a sentence on how to continue the run after it has stopped."""
@@ -212,7 +213,7 @@ class Run:
     def _step(self, rows: packing.Rows) -> training.Metrics:
         if self.plan.sharding is not None:
             rows = rows.placed(self.plan.sharding.micro_batches)
-        loss, gradients, streams = training.accumulate(*self.parts, rows)
+        loss, gradients, streams = training.accumulate(*self.parts, rows, self.trained)
         adapters, self.state, metrics = training.update(
             self.optimizer, self.parts.adapters, self.state, gradients, loss
         )
@@ -237,9 +238,13 @@ class Run:
         processes.run_on_first(lambda: self.plan.checkpoints.save(self.done, arrays, facts))
         self.saved = self.done
 
+    def _model(self, parts: training.Parts) -> CausalLM:
+        """Returns the model to evaluate and to save."""
+        return adapter.finished(parts.model(), self.trained)
+
     def _evaluate(self, step: int) -> float:
         assert self.plan.eval_rows is not None
-        loss = training.evaluate(self.parts.model(), self.plan.eval_rows, self.settings.batch)
+        loss = training.evaluate(self._model(self.parts), self.plan.eval_rows, self.settings.batch)
         note = ""
         if self.best is None or loss < self.best:
             self.best, self.worse, note = loss, 0, " (best so far)"
@@ -259,18 +264,18 @@ class Run:
 
     def _export(self, lines: list[Line]) -> None:
         settings, folder = self.settings, self.plan.folder
-        adapter, model = settings.output / "adapter", self.parts.model()
+        exported, model = settings.output / "adapter", self._model(self.parts)
         model.eval()
         self._save_adapter("adapter")
         samples = results.take_samples(self.plan, model)
         if lines and processes.is_first():
             results.draw_losses(lines, settings.output / "loss.svg")
-            with replaced_file(adapter / "loss.svg") as file:
+            with replaced_file(exported / "loss.svg") as file:
                 shutil.copy(settings.output / "loss.svg", file)
-            results.write_card(self.plan, lines, samples, adapter / "README.md")
+            results.write_card(self.plan, lines, samples, exported / "README.md")
         for one in samples:
             self._print(f"{one.prompt!r} -> {one.generated!r} (expected {one.expected!r})")
-        self._print(f"Saved the adapter to {adapter}")
+        self._print(f"Saved the adapter to {exported}")
         if self.best is not None:
             best = settings.output / "best"
             self._print(f"Saved the best adapter (evaluation loss {self.best:.4f}) to {best}")
@@ -299,8 +304,11 @@ class Run:
             if text is not None and not (file.is_file() and file.read_text("utf-8") == text):
                 replace_text(file, text)
             jax_dora.peft.save_adapter(
-                parts.model(),
+                self._model(parts),
                 folder,
+                use_dora=self.settings.method == "dora",
+                modules_to_save=self.settings.modules_to_save,
+                layers_to_transform=self.settings.layers,
                 base_model_name_or_path=str(self.plan.folder),
                 task_type="CAUSAL_LM",
                 overwrite=True,

@@ -28,6 +28,7 @@ OPTIMIZERS = (
     "sgd",
     "yogi",
 )
+Method = Literal["dora", "lora"]
 Reporter = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -53,11 +54,19 @@ class Settings:
         with the first.
       mesh: the devices to use, as sizes of the axes dp, fsdp and tp, or auto for all of them; one
         device by default, and auto with several processes.
-      rank: the rank of the adapter.
+      from_adapter: the PEFT folder, or the folder of a run, with the adapter to train further; the
+        settings of the adapter are those of the folder then, and the optimizer starts anew.
+      method: the kind of adapter; lora has no magnitudes. It is dora by default.
+      rank: the rank of the adapter; 64 by default.
       alpha: the numerator of the scale alpha/rank; rank/2 by default.
       use_rslora: use the scale alpha/sqrt(rank) instead.
-      dropout: the dropout rate of adapter inputs; an embedding's adapter has none.
-      target: the regular expression for the paths of layers to adapt.
+      dropout: the dropout rate of adapter inputs; an embedding's adapter has none. It is 0 by
+        default.
+      target: the regular expression for the paths of layers to adapt; model/layers/.*_proj by
+        default.
+      layers: the indices of the only layers to adapt, from 0; all by default.
+      modules_to_save: the ends of the names of modules to train whole, such as lm_head, or norm for
+        all norms; tied ones stay tied.
       steps: the number of optimizer steps; set by `epochs` by default.
       epochs: the number of passes over the data; 1 by default.
       batch: the number of rows in a micro-batch, on all devices together.
@@ -97,11 +106,15 @@ class Settings:
     act_qtype: str | None = None
     end_tokens: Sequence[str] = ()
     mesh: Mapping[str, int] | Literal["auto"] | None = None
-    rank: int = 64
+    from_adapter: Path | None = None
+    method: Method | None = None
+    rank: int | None = None
     alpha: float | None = None
     use_rslora: bool = False
-    dropout: float = 0.0
-    target: str = "model/layers/.*_proj"
+    dropout: float | None = None
+    target: str | None = None
+    layers: Sequence[int] = ()
+    modules_to_save: Sequence[str] = ()
     steps: int | None = None
     epochs: float | None = None
     batch: int = 1
@@ -130,6 +143,7 @@ class Settings:
         "dtype": one_of(*get_args(Dtype)),
         "quantize": one_of(*FORMATS),
         "act_qtype": one_of(QTYPE),
+        "method": one_of(*get_args(Method)),
         **dict.fromkeys(("rank", "batch", "accumulate"), integers(1, 2**20)),
         **dict.fromkeys(("alpha", "epochs", "learning_rate", "clip"), domains.POSITIVE),
         "dropout": domains.RATE,
@@ -145,7 +159,7 @@ class Settings:
     }
 
     def __post_init__(self) -> None:
-        for name in ("model", "output", "merge"):
+        for name in ("model", "output", "merge", "from_adapter"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _path(name, path))
         for name in ("data", "eval_data"):
@@ -155,8 +169,16 @@ class Settings:
         if not self.data:
             raise ValueError("data=(): expected a file of examples, or several")
         domains.check(self, self.DOMAINS)
+        for name, kind, words in (("layers", int, "indices"), ("modules_to_save", str, "names")):
+            values = getattr(self, name)
+            is_list = isinstance(values, Sequence) and not isinstance(values, str)
+            if not is_list or not all(type(one) is kind for one in values):
+                raise ValueError(f"{name}={values!r}: expected a list of {words}")
+            object.__setattr__(self, name, tuple(sorted(set(values))))
+        if "" in self.modules_to_save or any(one < 0 for one in self.layers):
+            raise ValueError("layers, modules_to_save: expected indices from 0, and names")
         try:
-            re.compile(self.target)
+            re.compile(self.target or "")
         except re.error as error:
             raise ValueError(
                 f"target={self.target!r}: expected a regular expression: {error}"

@@ -5,6 +5,7 @@ returns them, as with `nnx.jit`, would copy the base model in every step.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -14,6 +15,7 @@ import optax
 from flax import nnx
 
 import jax_dora
+from jax_dora.lm.finetune.adapter import keep_norms
 from jax_dora.lm.finetune.packing import Rows
 from jax_dora.lm.finetune.settings import DECAYING, Settings
 from jax_dora.lm.models import CausalLM, DecoderSharding, next_token_loss
@@ -81,12 +83,13 @@ def decayed(adapters: nnx.State) -> Any:
     """Returns for each parameter whether weight decay applies to it.
 
     It does not apply to magnitudes: without training, they equal the norms of the base weights, not
-    0. They are recognised by their names, because `nnx.Optimizer` passes arrays without variables
-    to a mask when it updates.
+    0. Nor does it to the scales of norms, and to biases, as is usual. They are recognised by their
+    names, because `nnx.Optimizer` passes arrays without variables to a mask when it updates.
     """
 
     def is_decayed(path: Any, _: Any) -> bool:
-        return not jax.tree_util.keystr(path, simple=True).endswith("magnitude")
+        name = jax.tree_util.keystr(path, simple=True)
+        return not name.endswith(("magnitude", "scale", "bias"))
 
     return jax.tree.map_with_path(
         is_decayed, adapters, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -100,11 +103,13 @@ def accumulate(
     streams: nnx.State,
     frozen: nnx.State,
     rows: Rows,
+    trained: Mapping[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, nnx.State, nnx.State]:
     """Computes the gradient of the mean loss over all learned tokens of `rows`.
 
     Args:
       rows: [accumulate, batch, time].
+      trained: which magnitudes are trained, of `trained_magnitudes`.
 
     Returns:
       The loss, the gradient by the adapters, and the updated streams.
@@ -119,6 +124,8 @@ def accumulate(
         # changed here, and the dropout streams count their calls.
         model = nnx.merge(graphdef, adapters, streams, frozen, copy=True)
         model = jax_dora.with_norms(model, norms)
+        if trained is not None:
+            keep_norms(model, trained, norms)
         total = next_token_loss(model, **rows._asdict()).total
         return total / weight, nnx.state(model, nnx.RngState)
 

@@ -32,7 +32,8 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         normed = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
-        return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        # A scale that is trained is float32.
+        return normed * self.scale[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
     def largest(self, x: jax.Array) -> jax.Array:
         """Returns the largest result of each row before rounding f32[...], by its absolute value.

@@ -30,7 +30,10 @@ GIVEN = (Path("model"), [Path("data.jsonl")])
     [
         ({"rank": 0}, "rank=0: expected an integer from 1 to 1,048,576"),
         ({"rank": True}, "rank=True: expected an integer"),
-        ({"rank": None}, "rank=None: expected an integer"),
+        ({"method": "qlora"}, "method='qlora': expected 'dora' or 'lora'"),
+        ({"layers": 1}, "layers=1: expected a list of indices"),
+        ({"layers": [-1]}, "layers, modules_to_save: expected indices from 0"),
+        ({"modules_to_save": "norm"}, "modules_to_save='norm': expected a list of names"),
         ({"alpha": float("nan")}, "alpha=nan: expected a number above 0"),
         ({"learning_rate": "1e-4"}, "learning_rate='1e-4': expected a number above 0"),
         ({"split": "some"}, "split='some': expected 'text' or 'all' or 'none'"),
@@ -75,10 +78,12 @@ def test_a_file_of_settings(tmp_path):
     file.write_text(
         "model: model\ndata: [a.jsonl, b.csv]\nlearning_rate: 1e-3\nrank: 8\nrslora: true\n"
         "end-token: <|end|>\nmesh: fsdp=2,tp=4\ncolumns: {prompt: question}\nact_qtype:\n"
-        "eval_data: b.csv\nweight-decay: 1\n"
+        "eval_data: b.csv\nweight-decay: 1\nmethod: lora\nlayers: [1, 0]\nmodules_to_save: norm\n"
+        "from-adapter: run\n"
     )
     flags = "--model model --data c.jsonl --learning-rate 1e-3 --rank 64 --rslora --weight-decay 1"
     flags += " --end-token <|end|> --mesh fsdp=2,tp=4 --columns prompt=question --eval-data b.csv"
+    flags += " --method lora --layers 0 1 --modules-to-save norm --from-adapter run"
     given = ["finetune", "--settings", str(file), "--rank", "64", "--data", "c.jsonl"]
     ours = make_settings(finetune.Settings, parse(given))
     assert ours == make_settings(finetune.Settings, parse(["finetune", *flags.split()]))

@@ -1,0 +1,270 @@
+"""The adapter of a run: fresh or from a folder, in which layers, and what of it is trained."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jax_dora
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.folder import find_adapter_folder, open_folder
+from jax_dora.adapt.tree import by_path, find_dora_layers, find_modules
+from jax_dora.layers.magnitude import bounded_norm
+from jax_dora.lm.finetune.settings import Settings
+from jax_dora.lm.models import CausalLM
+from jax_dora.peft.load import folder_rules, load_adapter
+from jax_dora.peft.named_model import named_model
+from jax_dora.peft.names import Names
+
+EMBEDDING, LAYERS = "model/embed_tokens", "model/layers"
+DEFAULTS = {"method": "dora", "rank": 64, "dropout": 0.0, "target": f"{LAYERS}/.*_proj"}
+
+
+class SavedParam(nnx.LoRAParam):
+    """A parameter of a module in `modules_to_save`, in float32, since a step changes it little."""
+
+
+def complete(settings: Settings) -> Settings:
+    """Returns `settings` with values for what None leaves open: those of `from_adapter`, if given.
+
+    Raises:
+      ValueError: a setting differs from the folder's.
+      NotImplementedError: the folder has something that is not trained.
+      FileNotFoundError, TypeError, OSError: the folder cannot be read.
+    """
+    if settings.from_adapter is None:
+        alpha = (settings.rank or DEFAULTS["rank"]) / 2
+        found = DEFAULTS | {"alpha": alpha}
+        missing = {name for name in found if getattr(settings, name) is None}
+        return dataclasses.replace(settings, **{name: found[name] for name in missing})
+    folder = find_adapter_folder(settings.from_adapter) or settings.from_adapter
+    with open_folder(folder, "np") as source:
+        config = source.config
+    rows, is_biased = config.trainable_token_indices, config.bias != "none"
+    if rows or is_biased:
+        name = "trainable_token_indices" if rows else f"bias={config.bias!r}"
+        raise NotImplementedError(
+            f"from_adapter={folder}: it has {name}, which is not trained here; expected a folder "
+            "with adapters and modules_to_save only: train it further with PEFT"
+        )
+    found = {
+        "from_adapter": folder,
+        "method": "dora" if config.use_dora else "lora",
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "use_rslora": config.use_rslora,
+        "dropout": config.lora_dropout,
+        "layers": tuple(sorted(config.layers_to_transform or ())),
+        "modules_to_save": config.modules_to_save or (),
+    }
+    for name, value in found.items():
+        given = getattr(settings, name)
+        is_given = given is not None and given is not False and given != ()
+        if is_given and given != value and name != "from_adapter":
+            raise ValueError(
+                f"{name}={given!r}: expected {value!r}, as in from_adapter={folder}: leave out "
+                f"`{name}`"
+            )
+    return dataclasses.replace(settings, **found)
+
+
+def rules(settings: Settings, base: CausalLM) -> list[jax_dora.DoRARule]:
+    """Returns the rules of the adapter.
+
+    Args:
+      settings: `complete` settings.
+      base: the base model; shapes and dtypes are enough.
+    """
+    if settings.from_adapter is None:
+        return _fresh_rules(settings, base)
+    found = folder_rules(base, settings.from_adapter, "adapter", jnp.float32)
+    adapted = {re.sub(r"\\(.)", r"\1", rule.path) for rule in found}
+    if settings.target is not None and adapted != (matched := _matched(settings.target, base)):
+        raise ValueError(
+            f"target={settings.target!r}: expected the layers of from_adapter="
+            f"{settings.from_adapter}, but {min(adapted ^ matched)} is in one of them only: leave "
+            "out `target`"
+        )
+    return found
+
+
+def _matched(target: str, base: CausalLM) -> set[str]:
+    """Returns the paths of the modules with weights that a target matches."""
+    rule = jax_dora.DoRARule(target, rank=1, alpha=1)
+    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(base)}
+    return {
+        path
+        for path, module in modules.items()
+        if isinstance(module, nnx.Linear | nnx.Embed)
+        and rule.matches(path, linear=isinstance(module, nnx.Linear))
+    }
+
+
+def _fresh_rules(settings: Settings, base: CausalLM) -> list[jax_dora.DoRARule]:
+    """Returns the rule of the target, and a separate rule for the embedding if it is a target.
+
+    In the separate rule, only the lookup is adapted, without dropout, as in PEFT.
+    """
+    target: Any = settings.target
+    options: Any = {
+        name: getattr(settings, name) for name in ("rank", "alpha", "use_rslora", "dropout")
+    }
+    rule = jax_dora.DoRARule(target, **options)
+    matched = _matched(target, base)
+    count = base.config.num_hidden_layers
+    if outside := [path for path in matched if settings.layers and not path.startswith(LAYERS)]:
+        raise ValueError(
+            f"layers={settings.layers}: expected a `target` in {LAYERS} only, but {target!r} also "
+            f"matches {outside[0]}"
+        )
+    if settings.layers and max(settings.layers) >= count:
+        raise ValueError(f"layers={settings.layers}: expected indices from 0 to {count - 1}")
+    if EMBEDDING not in matched:
+        return [rule]
+    embedding = dataclasses.replace(
+        rule, path=re.escape(EMBEDDING), dropout=0.0, adapt_attend=False
+    )
+    if matched != {EMBEDDING}:
+        return [embedding, rule]
+    if settings.dropout:
+        raise ValueError(
+            f"dropout={settings.dropout}: expected 0, since target={settings.target!r} matches "
+            "only the embedding, which reads token ids and has no activation to drop: leave "
+            "out `dropout`"
+        )
+    return [embedding]
+
+
+def adapt(
+    model: CausalLM,
+    settings: Settings,
+    rules: list[jax_dora.DoRARule],
+    *,
+    is_abstract: bool = False,
+) -> CausalLM:
+    """Returns `model` with the adapter that training starts from, in training mode.
+
+    Args:
+      model: the base model.
+      settings, rules: `complete` settings, and the rules for them.
+      is_abstract: whether the model has no values; the adapter is a fresh one then.
+    """
+    rngs: Any = nnx.Rngs(settings.seed)
+    if settings.from_adapter is not None and not is_abstract:
+        options: Any = {"adapter_dtype": jnp.float32, "dropout_mode": "adapter"}
+        model = load_adapter(model, settings.from_adapter, rngs=rngs, **options)
+    else:
+        model = jax_dora.apply_dora(model, rules, rngs=rngs)
+        for layer in find_dora_layers(model).values() if settings.layers else ():
+            # Of the other layers lora_b is zero too, so that neither gets a gradient.
+            mask = np.isin(np.arange(len(layer.lora_a[...])), settings.layers)[:, None, None]
+            layer.lora_a.set_value(layer.lora_a[...] * mask)
+    # What is tied in a model is not in one from a folder, which has an array for each.
+    can_share = is_abstract and settings.from_adapter is not None
+    _train_modules(model, settings.modules_to_save, can_share=can_share)
+    model.train()
+    return model
+
+
+def _train_modules(model: CausalLM, names: Any, *, can_share: bool) -> None:
+    """Makes the parameters of modules `SavedParam`s, in place.
+
+    Raises:
+      ValueError: a name is unknown, or the module is adapted or quantised, or, unless it
+        `can_share`, it shares an array with another one that is not saved.
+    """
+    if not names:
+        return
+    named = named_model(model, Names())
+    config = AdapterConfig(r=1, modules_to_save=tuple(names))
+    for name in names:
+        one = AdapterConfig(r=1, modules_to_save=(name,))
+        if not any(map(one.saves, named.parameters)):
+            modules = sorted({parameter.rsplit(".", 2)[-2] for parameter in named.parameters})
+            raise ValueError(
+                f"modules_to_save={list(names)}: no module has the name {name!r}; expected some of "
+                f"{', '.join(modules)}"
+            )
+    shared: dict[tuple[str, str], list[str]] = {}
+    for name, parameter in named.parameters.items():
+        shared.setdefault((parameter.path, parameter.attribute), []).append(name)
+    adapted = {path for paths in find_dora_layers(model) for path in paths}
+    modules = by_path(find_modules(model))
+    for (path, attribute), parameters in shared.items():
+        saved = [name for name in parameters if config.saves(name)]
+        if not saved:
+            continue
+        others = sorted(set(parameters) - set(saved))
+        if others and not can_share:
+            raise ValueError(
+                f"modules_to_save={list(names)}: it has {saved[0]}, but not {others[0]}, which is "
+                "in the same array and stays so in training; expected both or none"
+            )
+        if path in adapted:
+            raise ValueError(
+                f"modules_to_save={list(names)}: {saved[0]} is adapted too; expected a `target` "
+                "that leaves it out"
+            )
+        named.check_not_quantised(saved)
+        variable = getattr(modules[path], attribute)
+        value = variable.get_value().astype(jnp.float32)
+        setattr(modules[path], attribute, SavedParam.from_metadata(value, variable.get_metadata()))
+
+
+def trained_magnitudes(model: CausalLM, method: str | None) -> dict[str, jax.Array] | None:
+    """Returns which magnitudes are trained, in a shape that fits them, by the layer's path; None if
+    all are.
+
+    Those of LoRA are not, and in a stack, those of layers without an adapter are not: their lora_a
+    and lora_b are zero.
+
+    Raises:
+      NotImplementedError: not all are trained, and there are several processes.
+    """
+    found = {}
+    for paths, layer in find_dora_layers(model).items():
+        arrays = layer.lora_a[...], layer.lora_b[...]
+        axes = tuple(range(len(layer.stack.shape), arrays[0].ndim))
+        has_adapter = jnp.logical_or(*(jnp.any(array != 0, axes) for array in arrays))[..., None]
+        found[paths[0]] = has_adapter & (method == "dora")
+    if all(mask.all() for mask in found.values()):
+        return None
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f"method={method!r}: expected DoRA in all layers with several processes, one of which "
+            "could not compute the norms of weights that are spread over them for the adapter's "
+            "folder: use one process, whose `mesh` may have several devices"
+        )
+    return found
+
+
+def keep_norms(
+    model: Any, trained: Mapping[str, jax.Array], norms: Mapping[str, jax.Array]
+) -> None:
+    """Sets the magnitudes that are not trained to the norms, in place, so that they scale nothing.
+
+    So a layer computes what LoRA does, and its lora_a and lora_b have LoRA's gradients, since no
+    gradient flows through a norm.
+    """
+    for (path, *_), layer in find_dora_layers(model).items():
+        norm = bounded_norm(norms[path], layer.result_dtype)
+        value = jnp.where(trained[path], layer.magnitude[...], norm)
+        # A new variable, since models that are merged from one state share theirs.
+        layer.magnitude = layer.magnitude.replace(value)
+
+
+def finished(model: CausalLM, trained: Mapping[str, jax.Array] | None) -> CausalLM:
+    """Returns `model`, whose parameters are changed in place to those that are saved."""
+    if trained is not None:
+        keep_norms(model, trained, jax_dora.norms(model))
+    for module in find_modules(model).values():
+        for name, value in vars(module).items():
+            if isinstance(value, SavedParam):
+                array = value.get_value().astype(model.config.dtype)
+                setattr(module, name, nnx.Param.from_metadata(array, value.get_metadata()))
+    return model
