@@ -52,12 +52,14 @@ class Format(NamedTuple):
       rows: number of inputs that share a scale; 0 for all inputs of an output, -1 for one scale of
         the whole matrix.
       activations: quantised with a scale for each "row", with one for the "tensor", or not (None).
+      gradients: the format of their products with the kernels.
     """
 
     name: str
     qtype: str
     rows: int
     activations: str | None = None
+    gradients: str | None = None
 
 
 FORMATS = (
@@ -126,7 +128,7 @@ def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
     logits = jax.jit(lambda graphdef, state: nnx.merge(graphdef, state)(held_out), static_argnums=0)
     base = load()
     exact = np.asarray(logits(*nnx.split(base)), np.float64)
-    yield {"model": "decoder", "format": BASE} | _trained(base, sizes, settings.steps)[1]
+    yield {"model": "decoder", "format": BASE} | trained(base, sizes, settings.steps)[2]
     for form in settings.formats:
         model = load()
         row: Row = {"model": "decoder", "format": form.name}
@@ -136,30 +138,33 @@ def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
         row |= _logits(exact, found)
         # Adapted layers do not support one scale for all activations.
         if form.activations != "tensor":
-            row |= _trained(model, sizes, settings.steps)[1]
+            row |= trained(model, sizes, settings.steps)[2]
         yield row
     nf4 = next(form for form in settings.formats if form.qtype == "nf4")
     for name in (BASE, nf4.name):
         model = load()
         if name != BASE:
             quantise(model, nf4, as_codes=True)
-        losses, row = _trained(model, sizes, settings.long)
+        _, losses, row = trained(model, sizes, settings.long)
         means = [float(part.mean()) for part in np.array_split(losses, PARTS)]
         facts = {"model": "decoder", "format": name, "steps": settings.long, "losses": means}
         yield facts | row
 
 
-def _trained(base: Any, sizes: Decoder, steps: int) -> tuple[np.ndarray, Row]:
-    """Trains an adapter over a base; returns the loss of each step, and that of held-out text
-    before and after training."""
+def trained(
+    base: Any, sizes: Decoder, steps: int, seed: int = 0
+) -> tuple[nnx.Module, np.ndarray, Row]:
+    """Trains an adapter over a base; returns the model, the loss of each step, and that of held-out
+    text before and after training."""
     rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
-    model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
-    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    model = jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(seed))
+    graphdef, adapter, frozen = nnx.split(model, nnx.LoRAParam, ...)
     run, evaluate, optimizer = _compiled(graphdef, sizes)
-    before = evaluate(trained, frozen)
-    where = starts(prose()[0], (steps, sizes.rows), sizes.length, 1)
-    trained, losses, _ = training.run(run, trained, optimizer.init(trained), frozen, where)
-    return losses, {"held_out_before": before, "held_out": evaluate(trained, frozen)}
+    before = evaluate(adapter, frozen)
+    where = starts(prose()[0], (steps, sizes.rows), sizes.length, 1 + seed)
+    adapter, losses, _ = training.run(run, adapter, optimizer.init(adapter), frozen, where)
+    row = {"held_out_before": before, "held_out": evaluate(adapter, frozen)}
+    return nnx.merge(graphdef, adapter, frozen), losses, row
 
 
 @functools.cache
@@ -213,7 +218,7 @@ def quantise(model: nnx.Module, form: Format, *, as_codes: bool = False) -> floa
             module.kernel.set_value(dequantised)
             continue
         module.kernel.set_value(rounded)
-        compute_quantised(module, FP8 if form.activations == "row" else None)
+        compute_quantised(module, FP8 if form.activations == "row" else None, form.gradients)
         if form.activations == "tensor":
             module.dot_general = by_tensors
     return float(np.mean(errors))

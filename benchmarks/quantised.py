@@ -11,6 +11,8 @@ One line is one measurement (`work`) with one format (`qtype`):
     projection    4096 rows times the same kernel, alone (`kind` "base") and with a frozen adapter
                   ("DoRA"); with FP8 `activations` the kernel's columns are contiguous
                   (`in_one_piece`) or in JAX's own layout
+    gradient      4096 rows of a gradient times the transposed kernel, with the rounding of both
+                  (`gradients`), or by a dense copy of the kernel
     decode        a decoding step of the projections of Llama 3 8B's layers, with the base alone and
                   with a bank of adapters, as in level `bank`
     step          an optimizer step of Llama 3 8B or 70B as in level `step`, with DoRA or LoRA
@@ -18,7 +20,7 @@ One line is one measurement (`work`) with one format (`qtype`):
     memory        the same with DoRA, for models from 8B to 70B, as far as they fit on a card of
                   80 GB
 
-The first five are timed by device time with a cold L2 cache: `us`, `p10`, `p90`, and `bytes` is the
+The first six are timed by device time with a cold L2 cache: `us`, `p10`, `p90`, and `bytes` is the
 size of the kernel. A step is timed by wall time: `ms`, `tokens_per_s` and XLA's account of memory;
 so is decoding, by layer.
 """
@@ -47,9 +49,10 @@ from jax_dora import ops
 from jax_dora.layers.quantised_kernel import compute_quantised
 from jax_dora.lm.models import DecoderConfig, make_model
 from jax_dora.ops import linear, quantised, row_scaled, weight_only
+from jax_dora.ops.operands import ProductSettings
 from jax_dora.ops.rounding import round_to
 
-FORMATS = ("bf16", *quantised.FORMATS)
+FORMATS, FP8 = ("bf16", *quantised.FORMATS), row_scaled.QTYPE
 LLAMA_3_70B = dataclasses.replace(
     LLAMA_3_8B,
     hidden_size=8192,
@@ -79,6 +82,8 @@ class Case(NamedTuple):
       qtype: format of the base's projections.
       shape: batch and time.
       keep_inner: whether each layer's last projection keeps its inner result for the gradient.
+      activations, gradients: the formats of products in FP8.
+      memory: that of `DecoderConfig`.
     """
 
     name: str
@@ -87,6 +92,9 @@ class Case(NamedTuple):
     qtype: str
     shape: tuple[int, int]
     keep_inner: bool = False
+    activations: str | None = None
+    gradients: str | None = None
+    memory: Any = None
 
 
 class Settings(NamedTuple):
@@ -118,6 +126,14 @@ class Settings(NamedTuple):
         Case("8B", LLAMA_3_8B, "DoRA", "nf4", (1, 4096), keep_inner=True),
         Case("8B", LLAMA_3_8B, "LoRA", "nf4", (1, 4096)),
         Case("70B", LLAMA_3_70B, "DoRA", "nf4", (1, 2048)),
+        *(
+            Case(name, config, kind, FP8, shape, False, FP8, "float8_e5m2", memory)
+            for name, config, shape, memory, kinds in (
+                ("8B", LLAMA_3_8B, (2, 4096), "auto", ("LoRA", "DoRA")),
+                ("70B", LLAMA_3_70B, (1, 4096), 44.0, ("DoRA",)),
+            )
+            for kind in kinds
+        ),
     )
     memory: tuple[Case, ...] = tuple(
         Case(name, config, "DoRA", qtype, (1, 4096))
@@ -139,7 +155,10 @@ TINY = Settings(
     many_rows=24,
     rounds=1,
     decoding=bank.TINY._replace(only=("base", "DoRA")),
-    cases=(Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16), keep_inner=True),),
+    cases=(
+        Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16), keep_inner=True),
+        Case("tiny", TINY_DECODER, "LoRA", FP8, (1, 16), False, FP8, "float8_e5m2", "auto"),
+    ),
     memory=(Case("tiny", TINY_DECODER, "DoRA", "int8", (1, 16)),),
 )
 
@@ -148,7 +167,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row a measurement."""
     if device == "cuda":
         yield _copy(device)
-    for works in (_norms, _few_rows, _products, _projections):
+    for works in (_norms, _few_rows, _products, _projections, _gradients):
         for row, function, operands in works(settings):
             yield _timed(device, row, function, operands)
     yield from _decoding(settings)
@@ -160,6 +179,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
             if case.keep_inner:
                 row["keep_inner"] = "down_proj"
+            formats = {"activations": case.activations, "gradients": case.gradients}
+            row |= {name: qtype for name, qtype in formats.items() if qtype}
             yield attempt(row, functools.partial(_step, case, settings, device))
 
 
@@ -222,13 +243,24 @@ def _projections(settings: Settings) -> Iterator[Measurement]:
         base = jax.jit(lambda x, kernel: x @ quantised.dense(kernel, x.dtype))
         if activations is not None:
             row |= {"activations": activations, "in_one_piece": in_one_piece}
-            static = functools.partial(row_scaled.linear, None)
+            static = functools.partial(row_scaled.linear, ProductSettings(None))
             base = jax.jit(lambda x, kernel, base=static: base(row_scaled.Factors(x, kernel)))
         if in_one_piece:
             kernel = row_scaled.with_contiguous_columns(kernel)
         yield row | {"kind": "base"}, base, (x, kernel)
         dora = _frozen(n, act_qtype=activations)
         yield row | {"kind": "DoRA"}, dora, (x, kernel, lora_a, lora_b)
+
+
+def _gradients(settings: Settings) -> Iterator[Measurement]:
+    n, rows, fp8 = settings.features, settings.many_rows, row_scaled.QTYPE
+    for qtype, bwd_qtype in (("bf16", None), (fp8, None), (fp8, fp8), (fp8, "float8_e5m2")):
+        if matches(f"gradient {qtype}", settings.only):
+            operands = _operands(jax.random.key(0), rows, n, settings.rank, qtype)[:2]
+            row: Row = {"work": "gradient", "qtype": qtype, "features": n, "rows": rows}
+            row |= {"gradients": bwd_qtype} if bwd_qtype else {}
+            static = ProductSettings(None, None, bwd_qtype)
+            yield row, jax.jit(functools.partial(row_scaled.times_transposed, static)), operands
 
 
 def _decoding(settings: Settings) -> Iterator[Row]:
@@ -293,7 +325,7 @@ def _timed(device: str, row: Row, function: Callable[..., Any], operands: tuple)
 
 def _step(case: Case, settings: Settings, device: str) -> Row:
     attention = "cudnn" if device == "cuda" else "xla"
-    config = dataclasses.replace(case.config, attention=attention)
+    config = dataclasses.replace(case.config, attention=attention, memory=case.memory)
     make = functools.partial(make_model, config)
     model = nnx.eval_shape(functools.partial(make, linear=linear_of(case.kind, settings.rank)))
     if case.keep_inner:
@@ -303,7 +335,7 @@ def _step(case: Case, settings: Settings, device: str) -> Row:
             if isinstance(module, nnx.Linear) and hasattr(module, "lora_a"):
                 kernel: Any = _abstract(module.kernel.get_value(), case.qtype)
                 module.kernel.set_value(kernel)
-                compute_quantised(module)
+                compute_quantised(module, case.activations, case.gradients)
     graphdef, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))

@@ -16,8 +16,8 @@ from jax_dora.ops.quantised import NF4 as NF4
 from jax_dora.ops.quantised import dense as dense
 from jax_dora.ops.rounding import make as make
 from jax_dora.ops.rounding import round_to
+from jax_dora.ops.row_scaled import BWD_QTYPES as BWD_QTYPES
 from jax_dora.ops.row_scaled import QTYPE as QTYPE
-from jax_dora.ops.row_scaled import with_contiguous_columns
 
 
 def set_kernel(module: Any, kernel: Any) -> None:
@@ -27,9 +27,11 @@ def set_kernel(module: Any, kernel: Any) -> None:
     compute_quantised(module)
 
 
-def quantise_activations(model: nnx.Module, act_qtype: str) -> None:
+def quantise_activations(model: nnx.Module, act_qtype: Any, bwd_qtype: Any = None) -> None:
     """Makes the projections of a quantised model quantise their activations as well, in place, to
-    "float8_e4m3fn"; raises ValueError if the model is not quantised, or in another format."""
+    "float8_e4m3fn", and gradients to `bwd_qtype` as in `jax_dora.quantize`; raises ValueError if
+    the model is not quantised, or in another format."""
+    row_scaled.check_formats(act_qtype, bwd_qtype)
     layers = [
         ("/".join(map(str, path)), module)
         for path, module in nnx.iter_modules(model)
@@ -42,7 +44,7 @@ def quantise_activations(model: nnx.Module, act_qtype: str) -> None:
         )
     for name, module in layers:
         row_scaled.check_act_qtype(act_qtype, name, module.kernel.get_value())
-        compute_quantised(module, act_qtype)
+        compute_quantised(module, act_qtype, bwd_qtype)
 
 
 def load_kernel(
@@ -52,7 +54,6 @@ def load_kernel(
     sharding: jax.sharding.Sharding | None,
     *,
     is_stacked: bool,
-    has_act_qtype: bool = False,
 ) -> Any:
     """Returns a quantised kernel, loaded layer by layer.
 
@@ -62,7 +63,6 @@ def load_kernel(
         floats, which are rounded to it.
       names: the layers' names; a single one unless `is_stacked` along the leading axis.
       sharding: of the whole array. Scales are sharded alike where possible.
-      has_act_qtype: whether the model quantises its activations.
     """
     layer_sharding, result = sharding, None
     if is_stacked and isinstance(sharding, NamedSharding):
@@ -82,4 +82,4 @@ def load_kernel(
             # Wait, so that only one layer's float weights are in memory at a time.
             jax.block_until_ready(layer)
         result = layer
-    return with_contiguous_columns(result) if has_act_qtype else result
+    return result

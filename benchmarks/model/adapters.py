@@ -11,12 +11,15 @@ from jax import lax
 
 import jax_dora
 from benchmarks.model.protocol import LORA_B_DEVIATION, PROJECTIONS, Protocol
+from jax_dora.ops.row_scaled import plain
 
 LORA_B_INIT = nnx.initializers.normal(LORA_B_DEVIATION)
 
 
 class LoRALinear(nnx.Linear):
     """y = x W + s·(x A) B (arXiv 2106.09685)."""
+
+    can_take_codes = True
 
     def __init__(self, *sizes: int, rank: int, scale: float, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -27,7 +30,7 @@ class LoRALinear(nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         dot = functools.partial(jnp.matmul, out_sharding=out_sharding)
-        added = dot(dot(inputs, self.lora_a[...]), self.lora_b[...])
+        added = dot(dot(plain(inputs), self.lora_a[...]), self.lora_b[...])
         base = super().__call__(inputs, out_sharding=out_sharding)
         return base + added * jnp.asarray(self.scale, added.dtype)
 

@@ -11,7 +11,7 @@ from jax_dora.adapt.inventory import find_weights
 from jax_dora.adapt.reads import record_reads
 from jax_dora.adapt.tree import check_model, find_modules
 from jax_dora.adapt.weight import AdaptableWeight
-from jax_dora.layers.quantised_kernel import act_qtype_of
+from jax_dora.layers.quantised_kernel import formats_of
 from jax_dora.ops import quantised
 from jax_dora.tracing.read_log import Example
 
@@ -58,8 +58,9 @@ def _row(weight: AdaptableWeight) -> AdaptableWeight:
     value = weight.parameter.get_value() if weight.is_parameter else None
     if quantised.is_quantised(value):
         how += f"; {quantised.describe(value)}"
-        if act_qtype := act_qtype_of(weight.module):
-            how += f", activations {act_qtype}"
+        names = {"act_qtype": "activations", "bwd_qtype": "gradients"}
+        for name, qtype in formats_of(weight.module).items():
+            how += f", {names[name]} {qtype}" if qtype else ""
     return weight.replace(refusal=refusal, how=how, modules={}, variable=None)
 
 

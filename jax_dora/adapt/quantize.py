@@ -24,7 +24,7 @@ from jax_dora.layers.rule import DoRARule
 from jax_dora.layers.stack import without_stack_axes
 from jax_dora.ops import check, quantised
 from jax_dora.ops.rounding import make, round_to
-from jax_dora.ops.row_scaled import QTYPE, check_format, with_contiguous_columns
+from jax_dora.ops.row_scaled import QTYPE, check_formats, with_contiguous_columns
 
 _LOG = logging.getLogger("jax_dora")
 
@@ -38,6 +38,7 @@ def quantize[Model: nnx.Module](
     path: str = "all-linear",
     tile_size: int | None = None,
     act_qtype: str | None = None,
+    bwd_qtype: str | None = None,
 ) -> Model:
     """Returns a copy of `model` whose linear layers, adapted or not, have quantised kernels.
 
@@ -69,7 +70,10 @@ def quantize[Model: nnx.Module](
       act_qtype: "float8_e4m3fn" makes the layers quantise their activations too (qwix's name for
         it); the kernels must have that format. Each row is scaled by its largest magnitude, so the
         products with the kernels are FP8 products. Gradients are computed as without it. The
-        columns of these kernels are stored contiguously, as the products read them.
+        columns of kernels that are not stacked are stored contiguously, as these products read
+        them, unless gradients are quantised too.
+      bwd_qtype: with `act_qtype`, "float8_e4m3fn" or "float8_e5m2" makes the products of gradients
+        with the kernels FP8 products too (qwix's name for it); see `jax_dora.ops.dora_linear`.
 
     Raises:
       TypeError: `model` is not an nnx module; or `path` matches a module that is not an
@@ -77,10 +81,10 @@ def quantize[Model: nnx.Module](
         of `qwix.quantize_model`.
       TypeError: with `act_qtype`, `path` matches a module that is neither an `nnx.Linear` nor an
         `nnx.LinearGeneral` without batch axes.
-      ValueError: `qtype` is unknown, `act_qtype` does not go with it, or no layer's path matches.
-        Or a matched layer is quantised already, has given norms, has weights that are not finite,
-        or has a kernel that `tile_size` does not divide. Or `model` is abstract, outside
-        `nnx.eval_shape`.
+      ValueError: `qtype` is unknown, `act_qtype` does not go with it, `bwd_qtype` is unknown or
+        without `act_qtype`, or no layer's path matches. Or a matched layer is quantised already,
+        has given norms, has weights that are not finite, or has a kernel that `tile_size` does not
+        divide. Or `model` is abstract, outside `nnx.eval_shape`.
       NotImplementedError: a kernel's variable returns another value than was set.
       ModuleNotFoundError: qwix is not installed.
     """
@@ -88,7 +92,7 @@ def quantize[Model: nnx.Module](
     check_has_values(model, "jax_dora.quantize")
     tile_size = _tile_size(qtype, tile_size)
     qtype = str(qtype)  # jnp.iinfo refuses a str that is a NumPy scalar, np.str_.
-    _check_act_qtype(act_qtype, qtype, tile_size)
+    _check_formats(qtype, tile_size, act_qtype, bwd_qtype)
     make(jnp.zeros((1, 1), jnp.int8), jnp.ones((1, 1)), "int8")  # Raises here if qwix is missing.
     copy = nnx.clone(model)
     found = find_weights(copy, is_leading=True)
@@ -126,10 +130,10 @@ def quantize[Model: nnx.Module](
             done[id(parameter)] = weight.path
             with named_in_errors(weight.path, "quantised"):
                 _quantize_layer(weight, qtype, tile_size)
-                if act_qtype is not None:
+                if act_qtype is not None and bwd_qtype is None:
                     parameter.set_value(with_contiguous_columns(parameter.get_value()))
         if weight.is_layer:
-            compute_quantised(weight.module, act_qtype)
+            compute_quantised(weight.module, act_qtype, bwd_qtype)
     for weight in found:
         name = done.get(id(weight.parameter)) if weight.param else None
         if name is not None and not any(weight is other for other in matched):
@@ -154,8 +158,8 @@ def _tile_size(qtype: Any, tile_size: Any) -> int | None:
     return int(tile_size) or None
 
 
-def _check_act_qtype(act_qtype: Any, qtype: str, tile_size: int | None) -> None:
-    check_format(act_qtype)
+def _check_formats(qtype: str, tile_size: int | None, act_qtype: Any, bwd_qtype: Any) -> None:
+    check_formats(act_qtype, bwd_qtype)
     if act_qtype is None:
         return
     if qtype != QTYPE or tile_size is not None:

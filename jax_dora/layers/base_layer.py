@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jax_dora.layers.quantised_kernel import ARITHMETIC, ROW_SCALED_ARITHMETIC
+from jax_dora.layers.quantised_kernel import ARITHMETIC, ROW_SCALED_DOTS
 from jax_dora.ops.quantised import stored
 
 # The attributes by which a user replaces a Flax layer's arithmetic, and the values that can be
@@ -49,7 +49,8 @@ def check_base(base: Any, expected: type[nnx.Module]) -> None:
         )
     for name, allowed in _CUSTOM_ARITHMETIC.items():
         value = getattr(base, name, allowed[0])
-        quantised = (table.get(name, allowed[0]) for table in (ARITHMETIC, ROW_SCALED_ARITHMETIC))
+        quantised = [ARITHMETIC.get(name, allowed[0])]
+        quantised += ROW_SCALED_DOTS.values() if name == "dot_general" else ()
         if not any(value is choice for choice in (*allowed, *quantised)):
             shape = getattr(value, "shape", None)
             described = repr(value) if shape is None else f"an array of shape {tuple(shape)}"

@@ -12,7 +12,7 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from jax_dora import ops
 from jax_dora.layers.dora_linear import DoRALinear
 from jax_dora.layers.product import operands_of_call
-from jax_dora.layers.quantised_kernel import act_qtype_of, dtype_carrier, takes_codes
+from jax_dora.layers.quantised_kernel import dtype_carrier, formats_of, takes_codes
 from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.layers.together import apply_layers, named_result
 
@@ -117,6 +117,6 @@ def _parts(layer: DoRALinear, inputs: Any, deterministic, rngs):
         precision=layer.precision,
         dropout=dropout,
         keep_inner=layer.keep_inner,
-        act_qtype=act_qtype_of(layer),
+        **formats_of(layer),
     )
     return inner, operands["g"], operands["bias"]

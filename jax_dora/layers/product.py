@@ -15,7 +15,7 @@ from jax_dora import ops
 from jax_dora.layers.dora_layer import DoRALayer
 from jax_dora.layers.magnitude import g_of_call
 from jax_dora.layers.out_sharding import with_out_sharding
-from jax_dora.layers.quantised_kernel import act_qtype_of
+from jax_dora.layers.quantised_kernel import formats_of
 from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.ops.linear import scaled_linear
 
@@ -90,5 +90,5 @@ def matrix_product(layer: Any) -> Callable[..., jax.Array]:
         implementation=layer.implementation,
         precision=layer.precision,
         keep_inner=layer.keep_inner,
-        act_qtype=act_qtype_of(layer),
+        **formats_of(layer),
     )

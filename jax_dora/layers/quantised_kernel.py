@@ -5,8 +5,9 @@ product as attributes. The functions below replace them. They dequantise the ker
 and again for the product's gradient. For few rows, as in decoding and for prompts, `dot_general`
 and `einsum` do without that. With plain arrays all do what Flax's functions do.
 
-A layer that quantises its activations too says so in its attribute `act_qtype`, and its
-`dot_general` is `row_scaled_dot_general`. Other layers have no such attribute.
+A layer that quantises its activations too says so in its attribute `act_qtype`, and, if it also
+quantises gradients, in `bwd_qtype`; its `dot_general` is one of `ROW_SCALED_DOTS`. Other layers
+have no such attributes.
 """
 
 import functools
@@ -26,6 +27,7 @@ from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised, row_scaled, weight_only
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dtypes import static_precision
+from jax_dora.ops.operands import ProductSettings
 from jax_dora.ops.row_scaled import RowScaled
 
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv)
@@ -117,6 +119,7 @@ def row_scaled_dot_general(
     dimension_numbers: Any,
     precision: Any = None,
     out_sharding: Any = None,
+    bwd_qtype: str | None = None,
 ) -> jax.Array:
     """Returns `dot_general` without batch axes. For a quantised kernel [*in, *out] it is an FP8
     product by `row_scaled`; lhs can then be `RowScaled` [..., in]."""
@@ -126,7 +129,8 @@ def row_scaled_dot_general(
 
     def multiply(operands: row_scaled.Factors) -> jax.Array:
         product = meshes.differentiable(row_scaled.linear)
-        return product(static_precision(precision), meshes.vary_alike(operands))
+        settings = ProductSettings(None, static_precision(precision), bwd_qtype)
+        return product(settings, meshes.vary_alike(operands))
 
     contraction = Contraction.of_dot_general(dimension_numbers, lhs.ndim, rhs.ndim)
     return _by_matrix(multiply, lhs, rhs, contraction, out_sharding)
@@ -229,25 +233,34 @@ ARITHMETIC = {
     "einsum_op": einsum,
     "conv_general_dilated": convolve,
 }
-ROW_SCALED_ARITHMETIC = {"dot_general": row_scaled_dot_general}
+# By the format of gradients. The same object for every layer: layers are compared by it.
+ROW_SCALED_DOTS = {None: row_scaled_dot_general} | {
+    qtype: functools.partial(row_scaled_dot_general, bwd_qtype=qtype)
+    for qtype in row_scaled.BWD_QTYPES
+}
 
 
-def compute_quantised(layer: Any, act_qtype: str | None = None) -> None:
+def compute_quantised(
+    layer: Any, act_qtype: str | None = None, bwd_qtype: str | None = None
+) -> None:
     """Makes a layer, whose class is one of `LAYERS`, compute with a quantised kernel, in place;
-    with `act_qtype` as in `jax_dora.ops.dora_linear`."""
-    _forget_act_qtype(layer)
+    with `act_qtype` and `bwd_qtype` as in `jax_dora.ops.dora_linear`."""
+    _forget_formats(layer)
     functions = ARITHMETIC
     if act_qtype is not None:
         layer.act_qtype = act_qtype
-        functions = ARITHMETIC | ROW_SCALED_ARITHMETIC
+        functions = ARITHMETIC | {"dot_general": ROW_SCALED_DOTS[bwd_qtype]}
+    if bwd_qtype is not None:
+        layer.bwd_qtype = bwd_qtype
     for name, function in functions.items():
         if hasattr(layer, name):
             setattr(layer, name, function)
 
 
-def _forget_act_qtype(layer: Any) -> None:
-    if act_qtype_of(layer) is not None:
-        del layer.act_qtype
+def _forget_formats(layer: Any) -> None:
+    for name, qtype in formats_of(layer).items():
+        if qtype is not None:
+            delattr(layer, name)
 
 
 def compute_as_stored(layer: Any) -> None:
@@ -264,6 +277,11 @@ def act_qtype_of(layer: Any) -> str | None:
     return getattr(layer, "act_qtype", None)
 
 
+def formats_of(layer: Any) -> dict[str, str | None]:
+    """Returns the formats to which a layer quantises its activations and their gradients."""
+    return {name: getattr(layer, name, None) for name in ("act_qtype", "bwd_qtype")}
+
+
 def takes_codes(layer: Any) -> bool:
     """Returns whether a layer quantises its inputs and can be called with `RowScaled`."""
     # A subclass may compute something else with its inputs.
@@ -275,7 +293,7 @@ def compute_plain(layer: Any) -> None:
     """Reverses `compute_quantised`, in a layer of any class."""
     if not isinstance(layer, LAYERS):
         return
-    _forget_act_qtype(layer)
+    _forget_formats(layer)
     for name, default in _plain_arithmetic(layer).items():
         setattr(layer, name, default)
 

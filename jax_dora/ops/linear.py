@@ -42,6 +42,7 @@ def dora_linear(
     dropout: Dropout | None = None,
     keep_inner: bool | None = None,
     act_qtype: str | None = None,
+    bwd_qtype: str | None = None,
 ) -> jax.Array:
     """Returns magnitude ∘ x (kernel + scale·lora_a lora_b) / ‖kernel + scale·lora_a lora_b‖ + bias.
 
@@ -78,6 +79,9 @@ def dora_linear(
       act_qtype: "float8_e4m3fn" (qwix's name) rounds x to this format for the product with the
         kernel, with one scale per row. The kernel must be a `QArray` of this format with scales
         [1, out]. The adapter's products and all gradients use the unrounded x. None rounds nothing.
+      bwd_qtype: "float8_e4m3fn" or "float8_e5m2" (qwix's name) also rounds the gradient of the
+        result, times g and the kernel's scales, for its product with the kernel, with one scale per
+        row. The adapter's gradients use the unrounded one, as do all with None. It needs act_qtype.
 
     Returns:
       [..., out] in the dtype that x and kernel promote to (x's dtype for a quantised kernel).
@@ -90,7 +94,7 @@ def dora_linear(
       NotImplementedError: the named implementation does not support the call; act_qtype is given
         and dropout has mode "input".
     """
-    _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype)
+    _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype, bwd_qtype)
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, kernel.shape[1:], "[out]")
     if norm is None:
@@ -113,6 +117,7 @@ def dora_linear(
         precision=precision,
         keep_inner=keep_inner,
         act_qtype=act_qtype,
+        bwd_qtype=bwd_qtype,
     )
 
 
@@ -130,10 +135,13 @@ def scaled_linear(
     precision: jax.lax.PrecisionLike = None,
     keep_inner: bool | None = None,
     act_qtype: str | None = None,
+    bwd_qtype: str | None = None,
 ) -> jax.Array:
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g [out] of
     any float dtype, or None for ones. x may be its `row_scaled.RowScaled`, of act_qtype."""
-    _check_operands(row_scaled.plain(x), kernel, lora_a, lora_b, implementation, act_qtype)
+    _check_operands(
+        row_scaled.plain(x), kernel, lora_a, lora_b, implementation, act_qtype, bwd_qtype
+    )
     for name, vector in (("g", g), ("bias", bias)):
         if vector is not None:
             check.is_float(name, vector)
@@ -146,9 +154,21 @@ def scaled_linear(
             f"act_qtype is {act_qtype!r} and dropout has mode 'input', which multiplies both x and "
             "the dropped x by the kernel; expected mode 'adapter', or act_qtype None"
         )
+    if bwd_qtype is not None and implementation == "eager":
+        raise NotImplementedError(
+            f"bwd_qtype is {bwd_qtype!r} and implementation 'eager', which JAX differentiates by "
+            "the definition; expected implementation None, 'xla' or 'mosaic', or bwd_qtype None"
+        )
     op = "lora_linear" if g is None else "dora_linear"
     settings = ProjectionSettings(
-        op, implementation, static_precision(precision), act_qtype, keep_inner, rate, mode
+        op,
+        implementation,
+        static_precision(precision),
+        act_qtype,
+        bwd_qtype,
+        keep_inner,
+        rate,
+        mode,
     )
     scale = check.scale_array(scale)
     operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
@@ -168,13 +188,14 @@ def lora_linear(
     dropout: Dropout | None = None,
     keep_inner: bool | None = None,
     act_qtype: str | None = None,
+    bwd_qtype: str | None = None,
 ) -> jax.Array:
     """Returns inner = x (kernel + scale·lora_a lora_b): a LoRA layer, or a DoRA layer before its
     magnitude and norm are applied.
 
     Args:
-      x, kernel, lora_a, lora_b, scale, implementation, precision, keep_inner, act_qtype: see
-        `dora_linear`.
+      x, kernel, lora_a, lora_b, scale, implementation, precision, keep_inner, act_qtype, bwd_qtype:
+        see `dora_linear`.
       dropout: the dropout of x, in mode "adapter".
 
     Returns:
@@ -201,6 +222,7 @@ def lora_linear(
         implementation=implementation,
         precision=precision,
         act_qtype=act_qtype,
+        bwd_qtype=bwd_qtype,
     )
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
 
@@ -257,7 +279,7 @@ def _with_dropped_input(settings: ProjectionSettings, operands: Projection) -> j
     return y if bias is None else y + per_feature(bias, y)
 
 
-def _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype) -> None:
+def _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype, bwd_qtype) -> None:
     choose.check_name(implementation)
     check.is_float("x", x)
     check.adapter(kernel, lora_a, lora_b)
@@ -266,7 +288,7 @@ def _check_operands(x, kernel, lora_a, lora_b, implementation, act_qtype) -> Non
         raise ValueError(
             f"x has shape {x.shape}; its last axis must have kernel's {in_features} input features"
         )
-    row_scaled.check_act_qtype(act_qtype, "kernel", kernel)
+    row_scaled.check_act_qtype(act_qtype, "kernel", kernel, bwd_qtype)
 
 
 def _dtype(x: jax.Array, kernel: Any) -> Any:

@@ -13,6 +13,7 @@ class ProductSettings(NamedTuple):
 
     implementation: str | None
     precision: Any = None
+    bwd_qtype: str | None = None
 
 
 class ProjectionSettings(NamedTuple):
@@ -23,6 +24,7 @@ class ProjectionSettings(NamedTuple):
     implementation: str | None
     precision: Any = None
     act_qtype: str | None = None
+    bwd_qtype: str | None = None
     keep_inner: bool | None = None
     rate: float = 0.0
     mode: str = "adapter"

@@ -15,7 +15,7 @@ The products are ordered such that none is [in, out], except the kernel's own gr
 is computed only if the kernel is differentiated.
 
 A quantised kernel is kept for the backward pass in its quantised form. Quantised activations do not
-change the gradients above.
+change the gradients above; quantised gradients change d Wᵀ alone, into a product in FP8.
 """
 
 import functools
@@ -54,7 +54,7 @@ def define(settings: ProjectionSettings, operands: Projection) -> jax.Array:
 
 
 def _forward_settings(settings: ProjectionSettings, want_inner: bool = False) -> ForwardSettings:
-    return ForwardSettings(*settings[:3], want_inner)
+    return ForwardSettings(*settings[:3], settings.bwd_qtype, want_inner)
 
 
 def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
@@ -170,14 +170,13 @@ def _dx(
 ) -> jax.Array:
     """Returns d Wᵀ + drop(dz (s·A)ᵀ), with x's dropout mask."""
     kernel, seed = operands.kernel, operands.seed
+    back = ProductSettings(settings.implementation, settings.precision, settings.bwd_qtype)
     if seed is None:
-        back = ProductSettings(settings.implementation, settings.precision)
         return primitive.call(BACK, back, Back(d, kernel, dz, scaled, operands.lora_b))[0]
     through_adapter = drop(
         dot_general(settings.precision, dz, scaled, (-1, 1)), seed, settings.rate
     )
-    kernel = quantised.dense(kernel, d.dtype)
-    return dot_general(settings.precision, d, kernel, (-1, 1)) + through_adapter
+    return row_scaled.times_transposed(back, d, kernel) + through_adapter
 
 
 def _d_scaled_lora_a(

@@ -2,7 +2,7 @@
 
 Calls with few rows, as in decoding and for prompts, have Mosaic kernels that read a quantised W
 directly. Otherwise a quantised W is dequantised to x's dtype for each product. With quantised
-activations, base is a product in FP8 (`row_scaled`).
+activations, base is a product in FP8 (`row_scaled`), and so is d Wᵀ with quantised gradients.
 """
 
 import functools
@@ -31,12 +31,12 @@ def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 class ForwardSettings(NamedTuple):
-    """The settings of `FORWARD`: the first of `ProjectionSettings`, and whether inner is a
-    result."""
+    """The settings of `FORWARD`: those of `ProjectionSettings`, and whether inner is a result."""
 
     op: str
     implementation: str | None
     precision: Any = None
+    bwd_qtype: str | None = None
     want_inner: bool = False
 
 
@@ -129,14 +129,10 @@ def _forward_with_quantised_rows(
     x = rows.x
     unscaled, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
-    base = row_scaled.sums(rows, kernel, shard)
-    out, rank = kernel.shape[1], z.shape[-1]
-    call = (base.total.size // max(out, 1), rank, out, base.total.dtype)
-    choice = choose.choose(settings.op, settings.implementation, (expand_compose, call))
+    base = row_scaled.sums(rows, kernel, shard, settings.bwd_qtype)
+    choice = _expand(settings, base, z)
     if choice is not None:
-        g = jnp.ones(out, jnp.float32) if g is None else g
-        scales = base.rows, base.columns
-        return choice.launch(base.total, z, lora_b, g, unscaled, bias, scales, **options)
+        return _expanded(choice, base, z, lora_b, g, bias, **options)
     dot = functools.partial(dot_general, settings.precision, axes=(-1, 0))
     scaled, lora = base.scaled, dot(z, lora_b)
     if settings.implementation == "eager":
@@ -145,6 +141,25 @@ def _forward_with_quantised_rows(
         scaled = exact + lax.stop_gradient(scaled - exact)
     y, inner = forward(None, scaled, lora, g, unscaled, bias, **options)
     return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
+
+
+def _expand(
+    settings: Any, base: row_scaled.Sums, z: jax.Array, *, optional: bool = False
+) -> choose.Choice | None:
+    """Returns the kernel that adds z B to an FP8 product while it scales the product."""
+    out = base.total.shape[-1]
+    call = (base.total.size // max(out, 1), z.shape[-1], out, base.total.dtype)
+    op = getattr(settings, "op", BACK.name)
+    candidate = expand_compose, call
+    return choose.choose(op, settings.implementation, candidate, optional=optional)
+
+
+def _expanded(
+    choice: choose.Choice, base: row_scaled.Sums, z: Any, lora_b: Any, g: Any, bias: Any, **options
+) -> tuple[jax.Array, jax.Array | None]:
+    g = jnp.ones(lora_b.shape[1], jnp.float32) if g is None else g
+    scales = base.rows, base.columns
+    return choice.launch(base.total, z, lora_b, g, jnp.float32(1), bias, scales, **options)
 
 
 FORWARD = Op(
@@ -175,6 +190,12 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
     """Returns dx = d Wᵀ + dz (s·A)ᵀ."""
     d, kernel, dz, lora_a, lora_b = operands
     dot = functools.partial(dot_general, settings.precision)
+    if settings.bwd_qtype is not None:
+        base = row_scaled.transposed_sums(d, kernel, settings.bwd_qtype, shard)
+        choice = _expand(settings, base, dz, optional=True)
+        if choice is not None:
+            return _expanded(choice, base, dz, lora_a.T, None, None, want_inner=False)[:1]
+        return ((base.scaled + dot(dz, lora_a, (-1, 1), jnp.float32)).astype(d.dtype),)
     if shard.summed:
         dz = dot(d, lora_b, (-1, 1))
     kernel = quantised.dense(kernel, d.dtype)

@@ -4,7 +4,12 @@
 
 x̂ and Ŵ are float8_e4m3fn. Their products accumulate in fp32, and both scales multiply the result.
 DoRA's g also scales columns, so it is applied at the same time, at no extra cost. The gradient with
-respect to x ignores the rounding: it is the gradient of x W in x's dtype.
+respect to x ignores the rounding: it is the gradient of x W in x's dtype, or a product in FP8 too:
+
+    dy Wᵀ ≈ (d̂ Ŵᵀ) ∘ s_d      d̂ = round(d / s_d)      d = dy∘s_w
+
+s_w scales the features that this product sums over, so it multiplies dy before rounding. d̂ is
+float8_e4m3fn or float8_e5m2. Ŵ is the same array in both products.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 from jax_dora.ops import check, quantised, residuals
@@ -26,21 +31,34 @@ from jax_dora.ops.operands import ProductSettings
 from jax_dora.ops.rounding import bound
 
 QTYPE = row_codes.QTYPE
+BWD_QTYPES = (QTYPE, "float8_e5m2")
+_ROWS = Layout((0, 1))  # Each row is contiguous.
 
 
-def check_format(act_qtype: Any) -> None:
-    """Raises ValueError unless the format of activations is None or "float8_e4m3fn"."""
+def check_formats(act_qtype: Any, bwd_qtype: Any = None) -> None:
+    """Raises ValueError unless the format of activations is None or "float8_e4m3fn", and that of
+    gradients None or, with activations in FP8, one of `BWD_QTYPES`."""
     if act_qtype not in (None, QTYPE):
         raise ValueError(
             f"act_qtype is {act_qtype!r}; expected None, for activations as they are, or {QTYPE!r}"
         )
+    if bwd_qtype not in (None, *BWD_QTYPES):
+        raise ValueError(
+            f"bwd_qtype is {bwd_qtype!r}; expected None, for gradients as they are, or one of "
+            f"{', '.join(map(repr, BWD_QTYPES))}"
+        )
+    if bwd_qtype is not None and act_qtype is None:
+        raise ValueError(
+            f"bwd_qtype is {bwd_qtype!r} and act_qtype None; expected act_qtype={QTYPE!r} as well"
+        )
 
 
-def check_act_qtype(act_qtype: Any, name: str, kernel: Any) -> None:
+def check_act_qtype(act_qtype: Any, name: str, kernel: Any, bwd_qtype: Any = None) -> None:
     """Raises ValueError unless activations can be quantised as `act_qtype` (None or
     "float8_e4m3fn") for their product with the kernel [..., in, out] that the message calls `name`:
-    one that is quantised to float8_e4m3fn with one scale for all inputs of an output feature."""
-    check_format(act_qtype)
+    one that is quantised to float8_e4m3fn with one scale for all inputs of an output feature. It
+    also raises the errors of `check_formats`."""
+    check_formats(act_qtype, bwd_qtype)
     if act_qtype is None:
         return
     found, fix = "is not quantised", "quantise it that way with jax_dora.quantize"
@@ -104,20 +122,21 @@ def coded(x: Any, implementation: str | None = None) -> RowScaled:
     return RowScaled(x, *primitive.call(ROW_CODES, settings, (lax.stop_gradient(x),)))
 
 
-def coded_by(largest: jax.Array, x: jax.Array) -> RowScaled:
+def coded_by(largest: jax.Array, x: jax.Array, qtype: str = QTYPE) -> RowScaled:
     """Returns x [..., in] with its codes, which have no gradient, by XLA. `largest` f32[...] is max
     |x| of each row, or nearly so; larger numbers are clipped."""
     largest, constant = lax.stop_gradient((largest, x))
-    most = bound(QTYPE)
+    most = bound(qtype)
     # The lower bound avoids 0 / 0 for a row of zeros. jnp.maximum and jnp.clip propagate NaN.
     scales = jnp.maximum(largest * (1 / most), row_codes.LEAST)
     quotients = constant.astype(jnp.float32) / scales[..., None]
-    return RowScaled(x, jnp.clip(quotients, -most, most).astype(QTYPE), scales)
+    return RowScaled(x, jnp.clip(quotients, -most, most).astype(qtype), scales)
 
 
-def coded_by_xla(x: jax.Array, shard: Shard) -> RowScaled:
+def coded_by_xla(x: jax.Array, shard: Shard, qtype: str = QTYPE) -> RowScaled:
     """Returns x [..., in], of which a device may hold a part of each row, with its codes."""
-    return coded_by(shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)), x)
+    largest = shard.max(jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32))
+    return coded_by(largest, x, qtype)
 
 
 def _call(x: jax.Array) -> tuple[int, int, Any]:
@@ -156,23 +175,45 @@ class Sums(NamedTuple):
         return total * per_feature(self.columns, total)
 
 
-def sums(rows: RowScaled, kernel: Any, shard: Shard) -> Sums:
+def sums(rows: RowScaled, kernel: Any, shard: Shard, bwd_qtype: str | None = None) -> Sums:
     """Returns x W of quantised rows [..., in] and a kernel [in, out] that `check_act_qtype`
-    accepts, before the scales are applied."""
-    total = shard.sum(_multiplied(rows.codes, kernel.qvalue, rows.dtype))
-    return Sums(total, rows.scales, quantised.repeated(kernel.scale, 1, kernel.shape[1])[0])
+    accepts, before the scales are applied. `bwd_qtype` is the format of gradients."""
+    codes = lax.bitcast_convert_type(kernel.qvalue, jnp.int8)
+    if bwd_qtype is not None:
+        # The gradient reads the rows. Without the constraint XLA would transpose, and keep, the
+        # whole stack that a scan slices, and not one layer at a time.
+        codes = with_layout_constraint(codes, _ROWS)
+    total = shard.sum(_multiplied(rows.codes, codes.T, rows.dtype))
+    return Sums(total, rows.scales, _scales(kernel))
 
 
-def _multiplied(x: jax.Array, qvalue: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the product of FP8 arrays, accumulated in fp32: bf16 if `dtype` is bf16, else f32."""
-    # cuBLAS requires contiguous columns. If they are not, XLA transposes int8 several times faster
-    # than FP8. If they are (`with_contiguous_columns`), this moves no data.
-    transposed = lax.bitcast_convert_type(qvalue, jnp.int8).T
-    transposed = lax.bitcast_convert_type(lax.optimization_barrier(transposed), qvalue.dtype)
+def transposed_sums(d: jax.Array, kernel: Any, qtype: str, shard: Shard) -> Sums:
+    """Returns d Wᵀ [..., in] of d [..., out], whose rows are rounded to `qtype`, one of
+    `BWD_QTYPES`, once they are multiplied by the kernel's scales, before their own scales are
+    applied."""
+    wide = d.astype(jnp.float32)
+    _, codes, scales = coded_by_xla(wide * per_feature(_scales(kernel), wide), shard, qtype)
+    w = lax.bitcast_convert_type(kernel.qvalue, jnp.int8)
+    total = shard.sum(_multiplied(codes, w, d.dtype))
+    return Sums(total, scales, jnp.ones(kernel.shape[0], jnp.float32))
+
+
+def _scales(kernel: Any) -> jax.Array:
+    """Returns the scale of each column of a kernel [in, out]."""
+    return quantised.repeated(kernel.scale, 1, kernel.shape[1])[0]
+
+
+def _multiplied(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """Returns x wᵀ of x [..., k] in FP8 and w [n, k], the kernel's codes as int8, accumulated in
+    fp32: bf16 if `dtype` is bf16, else f32."""
+    # cuBLAS requires contiguous rows. If they are not, XLA transposes int8 several times faster
+    # than FP8. The constraint makes it do so here, not in a product that is slower for it.
+    rows = lax.optimization_barrier(with_layout_constraint(w, _ROWS))
+    rows = lax.bitcast_convert_type(rows, QTYPE)
     # Not fp16, in which unscaled sums would overflow.
     result = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     axes = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, transposed, axes, preferred_element_type=result)
+    return lax.dot_general(x, rows, axes, preferred_element_type=result)
 
 
 class Factors(NamedTuple):
@@ -182,39 +223,48 @@ class Factors(NamedTuple):
     kernel: Any
 
 
-def linear(precision: Any, operands: Factors) -> jax.Array:
-    """Returns x W with quantised rows of x, in x's dtype; `precision` is that of x's gradient."""
+def linear(settings: ProductSettings, operands: Factors) -> jax.Array:
+    """Returns x W with quantised rows of x, in x's dtype; the precision and the format in
+    `settings` are those of x's gradient."""
     x, kernel = operands
-    return _linear(precision, Factors(x if isinstance(x, RowScaled) else coded(x), kernel))
+    return _linear(settings, Factors(x if isinstance(x, RowScaled) else coded(x), kernel))
 
 
-def _define(precision: Any, operands: Factors) -> jax.Array:
-    return sums(*operands, Shard()).scaled.astype(operands.x.dtype)
+def times_transposed(settings: ProductSettings, d: jax.Array, kernel: Any) -> jax.Array:
+    """Returns d Wᵀ in d's dtype, with rows of d that are quantised as `settings` say."""
+    if settings.bwd_qtype is None:
+        return dot_general(settings.precision, d, quantised.dense(kernel, d.dtype), (-1, 1))
+    return transposed_sums(d, kernel, settings.bwd_qtype, Shard()).scaled.astype(d.dtype)
 
 
-def _linear_fwd(precision: Any, operands: Factors, wanted: Factors) -> tuple[jax.Array, Any]:
+def _define(settings: ProductSettings, operands: Factors) -> jax.Array:
+    return sums(*operands, Shard(), settings.bwd_qtype).scaled.astype(operands.x.dtype)
+
+
+def _linear_fwd(
+    settings: ProductSettings, operands: Factors, wanted: Factors
+) -> tuple[jax.Array, Any]:
     if wanted.kernel:
         check.refuse_kernel_gradient(operands.kernel)
-    return _define(precision, operands), operands.kernel
+    return _define(settings, operands), operands.kernel
 
 
-def _linear_bwd(precision: Any, kernel: Any, dy: jax.Array) -> dict[str, Any]:
-    dx = dot_general(precision, dy, quantised.dense(kernel, dy.dtype), (-1, 1))
-    return {"x": RowScaled(dx, None, None)}
+def _linear_bwd(settings: ProductSettings, kernel: Any, dy: jax.Array) -> dict[str, Any]:
+    return {"x": RowScaled(times_transposed(settings, dy, kernel), None, None)}
 
 
 _linear = residuals.with_gradient(Factors, _define, _linear_fwd, _linear_bwd)
 
 
 def with_contiguous_columns(kernel: Any) -> Any:
-    """Returns a quantised kernel [..., in, out] whose columns are contiguous in memory; a traced or
-    abstract one unchanged. Codes are committed to their devices. An argument of a jitted function
-    keeps this layout; a result has JAX's default layout again."""
+    """Returns a quantised kernel [in, out] whose columns are contiguous in memory. A traced or
+    abstract one is returned unchanged, and so is a stack: XLA would copy all of it into JAX's
+    default layout, for a scan to slice. Codes are committed to their devices. An argument of a
+    jitted function keeps this layout; a result has JAX's default layout again."""
     qvalue = kernel.qvalue
-    if isinstance(qvalue, Tracer) or not isinstance(qvalue, jax.Array):
+    if isinstance(qvalue, Tracer) or not isinstance(qvalue, jax.Array) or qvalue.ndim > 2:
         return kernel
-    *lead, rows, columns = range(qvalue.ndim)
     # This commits it to its devices: jax.jit reads an uncommitted array in the default layout.
-    layout = Format(Layout((*lead, columns, rows)), qvalue.sharding)
+    layout = Format(Layout((1, 0)), qvalue.sharding)
     qvalue = jax.device_put(qvalue, layout)
     return type(kernel)(qvalue, kernel.scale, kernel.zero_point, kernel.qtype)

@@ -194,13 +194,13 @@ def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> 
     )
 
 
-def quantised_rows(x, weight) -> Array:
-    """Returns `[rows, out]`: the error of `x̂ Wᵀ`, where every row of x is rounded to float8_e4m3fn
-    in units of its largest magnitude / 448.
+def quantised_rows(x, weight, dtype="float8_e4m3fn") -> Array:
+    """Returns `[rows, out]`: the error of `x̂ Wᵀ`, where every row of x is rounded to an FP8 `dtype`
+    in units of its largest magnitude / the dtype's largest number.
 
     Rule 1 in these units, which cost two fp32 operations, then rule 3 through the product.
     """
     x, w = fp64(x), fp64(weight)
-    scale = abs(x).max(-1, keepdims=True) / LARGEST_FP8
-    error = scale * rounding(x / scale, "float8_e4m3fn") + 2 * in_fp32(x)
+    scale = abs(x).max(-1, keepdims=True) / LARGEST_FP8[dtype]
+    error = scale * rounding(x / scale, dtype) + 2 * in_fp32(x)
     return independent(error, w.T)

@@ -25,6 +25,7 @@ from parity.oracle import Array, dtype_name, fp64
 # With p significant bits, u = 2^-p.
 UNIT_ROUNDOFF = {
     "float8_e4m3fn": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
     "bfloat16": 2.0**-8,
     "float16": 2.0**-11,
     "float32": 2.0**-24,
@@ -36,13 +37,14 @@ U32 = UNIT_ROUNDOFF["float32"]
 # the smallest normal number.
 UNDERFLOW = {
     "float8_e4m3fn": 2.0**-10,
+    "float8_e5m2": 2.0**-17,
     "bfloat16": 2.0**-126,
     "float16": 2.0**-25,
     "float32": 2.0**-126,
     "float64": 2.0**-1022,
 }
 
-LARGEST_FP8 = 448.0  # of float8_e4m3fn
+LARGEST_FP8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57_344.0}
 
 SIGMAS = 4.0
 BLOCK = 16

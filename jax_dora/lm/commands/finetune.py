@@ -71,6 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     setting("length")
     setting("split", nargs="?", const="all")
     add_formats(add, activations=True)
+    setting("bwd_qtype", "--gradients")
     add_end_token(add)
 
     add, setting = group("devices")

@@ -17,7 +17,7 @@ from jax_dora.quantisation import QTYPE
 
 # Patterns in error messages of the core, and their replacements, which name settings.
 _PHRASES = {
-    r"(?<!`)\b(act_qtype|end_tokens)\b(?![`=])": r"`\1`",
+    r"(?<!`)\b(act_qtype|bwd_qtype|end_tokens)\b(?![`=])": r"`\1`",
     r"\bquantize(?= is )": "`quantize`",
     r"\bqtype(?= ')": "`quantize`",
     r"choose (int8 or float8_e4m3fn, which need no tiles).*": r"pass `quantize` \1",

@@ -51,7 +51,9 @@ def memory(model: CausalLM, batch: int, length: int) -> dict[str, int]:
     kernels = filter(is_quantised, jax.tree.leaves(parts.frozen, is_leaf=is_quantised))
     if largest := max((math.prod(one.shape[-2:]) for one in kernels), default=0):
         # The three of the MLP, as measured (`benchmarks quantised`).
-        recomputed["its dequantised kernels"] = 3 * width * largest // mesh["tp"]
+        has_codes_alone = any(getattr(one, "bwd_qtype", None) for _, one in nnx.iter_modules(model))
+        kind, item = ("transposed", 1) if has_codes_alone else ("dequantised", width)
+        recomputed[f"its {kind} kernels"] = 3 * item * largest // mesh["tp"]
     # The logits and their gradient are freed before a layer is recomputed.
     logits = {"logits": 3 * 4 * min(tokens, LOSS_CHUNK) * config.vocab_size}
     shares |= max(recomputed, logits, key=lambda one: sum(one.values()))

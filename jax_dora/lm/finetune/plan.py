@@ -34,7 +34,7 @@ from jax_dora.lm.models.tokenizer import TextSettings
 
 # Settings that must not change when a run is resumed, since they change its steps.
 FIXED = (
-    *("length", "dtype", "quantize", "act_qtype"),
+    *("length", "dtype", "quantize", "act_qtype", "bwd_qtype"),
     *("method", "rank", "alpha", "use_rslora", "dropout", "target", "layers", "modules_to_save"),
     *("learning_rate", "optimizer", "schedule", "final_rate", "warmup", "weight_decay", "clip"),
     "seed",
@@ -157,7 +157,8 @@ class Plan:
     @property
     def load_options(self) -> dict[str, Any]:
         """The keyword arguments of `load_model`."""
-        formats = {name: getattr(self.settings, name) for name in ("quantize", "act_qtype")}
+        names = ("quantize", "act_qtype", "bwd_qtype")
+        formats = {name: getattr(self.settings, name) for name in names}
         return {"sharding": self.sharding, **formats, **self.changes}
 
     def adapt(self, model: CausalLM) -> CausalLM:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 from jax_dora.lm import domains
 from jax_dora.lm.domains import Domain, integers, one_of
 from jax_dora.lm.models.sharding import AXES
-from jax_dora.quantisation import FORMATS, QTYPE
+from jax_dora.quantisation import BWD_QTYPES, FORMATS, QTYPE
 
 Split = Literal["text", "all", "none"]
 Dtype = Literal["bfloat16", "float32"]
@@ -50,6 +50,8 @@ class Settings:
       quantize: the format to quantise the base model's projections to on loading; none by default.
       act_qtype: the format to quantise the inputs of projections to; it needs weights in the same
         format.
+      bwd_qtype: the format to quantise gradients to for their products with the weights; it needs
+        `act_qtype`.
       end_tokens: the text or id of each further token that ends an answer; learned completions end
         with the first.
       mesh: the devices to use, as sizes of the axes dp, fsdp and tp, or auto for all of them; one
@@ -104,6 +106,7 @@ class Settings:
     dtype: Dtype | None = None
     quantize: str | None = None
     act_qtype: str | None = None
+    bwd_qtype: str | None = None
     end_tokens: Sequence[str] = ()
     mesh: Mapping[str, int] | Literal["auto"] | None = None
     from_adapter: Path | None = None
@@ -143,6 +146,7 @@ class Settings:
         "dtype": one_of(*get_args(Dtype)),
         "quantize": one_of(*FORMATS),
         "act_qtype": one_of(QTYPE),
+        "bwd_qtype": one_of(*BWD_QTYPES),
         "method": one_of(*get_args(Method)),
         **dict.fromkeys(("rank", "batch", "accumulate"), integers(1, 2**20)),
         **dict.fromkeys(("alpha", "epochs", "learning_rate", "clip"), domains.POSITIVE),

@@ -71,6 +71,7 @@ def load_model(
     sharding: jax.sharding.Sharding | ChooseSharding | None = None,
     quantize: str | None = None,
     act_qtype: str | None = None,
+    bwd_qtype: str | None = None,
     **changes: Any,
 ) -> CausalLM:
     """Returns the model of a Hugging Face folder.
@@ -94,6 +95,7 @@ def load_model(
         at a time.
       act_qtype: "float8_e4m3fn", as for `jax_dora.quantize`: the projections quantise their
         activations as well. The weights must have that format, by `quantize` or in the folder.
+      bwd_qtype: the format of gradients, as for `jax_dora.quantize`; it needs `act_qtype`.
       **changes: values for fields of `DecoderConfig`, instead of config.json's: dtype, attention,
         segments, remat, memory, unroll.
 
@@ -104,7 +106,8 @@ def load_model(
       NotImplementedError: the decoder does not support the model.
     """
     folder = Path(folder)
-    abstract, tensors, quantised = _abstract(folder, sharding, quantize, act_qtype, changes)
+    formats = {"act_qtype": act_qtype, "bwd_qtype": bwd_qtype}
+    abstract, tensors, quantised = _abstract(folder, sharding, quantize, formats, changes)
     config = abstract.config
     graphdef, state = nnx.split(abstract)
     arrays = list(stored_arrays(state, config))
@@ -126,14 +129,7 @@ def load_model(
                     return quantised[name].read()
                 return load_array(layer, [tensors[name]], sharding)
 
-            value = load_kernel(
-                like,
-                read,
-                array.names,
-                array_sharding,
-                is_stacked=array.stacked,
-                has_act_qtype=bool(act_qtype),
-            )
+            value = load_kernel(like, read, array.names, array_sharding, is_stacked=array.stacked)
         else:
             value = load_array(array, [tensors[name] for name in array.names], array_sharding)
         flat[array.path] = flat[array.path].replace(value)
@@ -146,20 +142,22 @@ def abstract_model(
     sharding: jax.sharding.Sharding | ChooseSharding | None = None,
     quantize: str | None = None,
     act_qtype: str | None = None,
+    bwd_qtype: str | None = None,
     **changes: Any,
 ) -> CausalLM:
     """Returns the model that `load_model` would return, with shapes and dtypes instead of arrays.
 
     It takes the same arguments and raises the same errors as `load_model`.
     """
-    return _abstract(Path(folder), sharding, quantize, act_qtype, changes)[0]
+    formats = {"act_qtype": act_qtype, "bwd_qtype": bwd_qtype}
+    return _abstract(Path(folder), sharding, quantize, formats, changes)[0]
 
 
 def _abstract(
     folder: Path,
     sharding: Any,
     quantize: str | None,
-    act_qtype: str | None,
+    formats: dict[str, str | None],
     changes: dict[str, Any],
 ) -> tuple[CausalLM, dict[str, StoredTensor], dict[str, QuantisedTensor]]:
     """Returns the abstract model, the folder's tensors, and the folder's quantised weights."""
@@ -178,11 +176,11 @@ def _abstract(
             f"{next(iter(quantised))}; expected None: its weights are loaded in their own format"
         )
     if quantize is not None:
-        make = functools.partial(jax_dora.quantize, qtype=quantize, act_qtype=act_qtype)
+        make = functools.partial(jax_dora.quantize, qtype=quantize, **formats)
         model = nnx.eval_shape(lambda: make(CausalLM(config, rngs=nnx.Rngs(0))))
     use_stored_formats(model, arrays, quantised)
-    if quantize is None and act_qtype is not None:
-        quantise_activations(model, act_qtype)
+    if quantize is None and any(formats.values()):
+        quantise_activations(model, **formats)
     return model, tensors, quantised
 
 

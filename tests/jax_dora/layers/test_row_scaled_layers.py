@@ -12,6 +12,7 @@ import jax_dora
 from jax_dora import DoRARule, apply_dora, coverage, merge_dora, quantize
 from jax_dora.layers.quantised_kernel import act_qtype_of
 from jax_dora.ops import row_scaled
+from jax_dora.ops.operands import ProductSettings
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.small_models import Mixed, train
 
@@ -54,7 +55,7 @@ def test_plain_layers_compute_by_rows_and_a_fresh_adapter_changes_no_bit():
     # The fused half adds its biases in one rounding less.
     np.testing.assert_allclose(whole, plain, rtol=1e-5, atol=1e-6)
     wanted = jax.jit(row_scaled.linear, static_argnums=0)(
-        None, row_scaled.Factors(x, base.up.kernel[...])
+        ProductSettings(None), row_scaled.Factors(x, base.up.kernel[...])
     )
     np.testing.assert_array_equal(up, wanted)
     then = quantize(apply_dora(Block(nnx.Rngs(0)), RULE, rngs=nnx.Rngs(1)), FP8, act_qtype=FP8)
@@ -135,6 +136,7 @@ def test_coverage_merging_and_removing():
     ("make", "qtype", "options", "error", "message"),
     [
         (Block, FP8, {"act_qtype": "int8"}, ValueError, "act_qtype is 'int8'; expected None"),
+        (Block, FP8, {"bwd_qtype": FP8}, ValueError, "and act_qtype None; expected act_qtype="),
         (
             Block,
             "int8",

@@ -3,6 +3,7 @@ original operands."""
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import collectives
 from jax_dora.ops import Dropout, dora_linear, draw_seed, lora_linear, row_scaled
+from jax_dora.ops.operands import ProductSettings
 from parity import oracle, tolerances
 from tests import quantised as kernels
 from tests.jax_dora.meshes import automatic, explicit
 from tests.quantised import NAMES, SCALE, both, near, operands
 from tests.tables import slow, thinned
 
-QTYPE = "float8_e4m3fn"
+QTYPE, E5M2 = "float8_e4m3fn", "float8_e5m2"
 SHAPE = (96, 24)
 GROWN = 1 + 2.0**-4  # How much larger than x its rounded rows may be, and with them the bounds.
 
@@ -29,11 +31,11 @@ def kernel_of(shape=SHAPE, seed=0):
     return kernels.draw(QTYPE, shape, (1, shape[1]), seed=seed)
 
 
-def rounded(x):
+def rounded(x, qtype=QTYPE):
     """Returns x̂ in fp64: x with rows that are rounded in NumPy."""
     wide = np.asarray(x).astype(np.float32)
-    scale = np.abs(wide).max(-1, keepdims=True) / np.float32(448)
-    codes = (wide / scale).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.abs(wide).max(-1, keepdims=True) / np.float32(ml_dtypes.finfo(qtype).max)
+    codes = (wide / scale).astype(qtype)
     return codes.astype(np.float64) * scale
 
 
@@ -48,6 +50,19 @@ def test_projection_and_gradients(dtype, with_bias):
     check_projection(dtype, with_bias, None)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "with_bias", "bwd_qtype"),
+    [
+        (jnp.float32, False, QTYPE),
+        (jnp.float32, True, E5M2),
+        (jnp.bfloat16, False, E5M2),
+        slow(jnp.float16, True, QTYPE),
+    ],
+)
+def test_gradients_by_rows(dtype, with_bias, bwd_qtype):
+    check_projection(dtype, with_bias, None, bwd_qtype=bwd_qtype)
+
+
 def test_jax_differentiates_the_definition():
     check_projection(jnp.float32, True, "eager")
 
@@ -55,15 +70,15 @@ def test_jax_differentiates_the_definition():
 @pytest.mark.slow
 def test_the_kernels_that_round_rows_and_scale_sums(on_mosaic):
     with on_mosaic():
-        check_projection(jnp.bfloat16, True, "mosaic", (128, 24))
+        check_projection(jnp.bfloat16, True, "mosaic", (128, 24), bwd_qtype=E5M2)
 
 
-def check_projection(dtype, with_bias, implementation, shape=SHAPE):
+def check_projection(dtype, with_bias, implementation, shape=SHAPE, bwd_qtype=None):
     kernel = kernel_of(shape)
     (x, a, b, magnitude, bias), dy = operands(kernel, dtype=dtype, rows=(14,))
     x = x * jnp.exp(jnp.linspace(-4, 4, 14)).astype(dtype)[:, None]  # Rows of their own sizes.
     bias = bias if with_bias else None
-    options = {"act_qtype": QTYPE, "implementation": implementation}
+    options = {"act_qtype": QTYPE, "bwd_qtype": bwd_qtype, "implementation": implementation}
     y, gradients = both(kernel, (x, a, b, magnitude, bias), dy, **options)
     assert y.dtype == dtype
     meant = kernels.meant(kernel)
@@ -87,8 +102,16 @@ def check_projection(dtype, with_bias, implementation, shape=SHAPE):
         want = turned(getattr(wanted, f"d_{name}"))
         if name == "magnitude":  # That of the very result.
             want = want + (oracle.fp64(dy) * apart).sum(0) / norm
-        error = np.abs(oracle.fp64(found) - want)
-        assert np.all(error <= GROWN * turned(getattr(bound, f"d_{name}"))), name
+        limit = GROWN * turned(getattr(bound, f"d_{name}"))
+        if name == "x" and bwd_qtype:
+            scales = oracle.fp64(kernel.scale)[0]
+            d, codes = g * oracle.fp64(dy) * scales, meant / scales
+            allowed = tolerances.quantised_rows(d, codes, bwd_qtype)
+            moved = (rounded(d, bwd_qtype) - d) @ codes.T
+            assert np.all(np.abs(moved) <= allowed)
+            # In 16 bits g∘dy is rounded first, so that other codes may be the nearest.
+            want, limit = (want + moved, limit) if dtype == jnp.float32 else (want, limit + allowed)
+        assert np.all(np.abs(oracle.fp64(found) - want) <= limit), name
 
 
 @pytest.mark.parametrize(
@@ -100,10 +123,11 @@ def test_on_automatic_axes(of_x, spec, with_bias):
     mesh, kernel = automatic(x=2, y=2), kernel_of((128, 24))
     (x, a, b, magnitude, bias), dy = operands(kernel, rows=(4,))
     bias = bias if with_bias else None
+    options = {"act_qtype": QTYPE, "bwd_qtype": E5M2}
 
     def call(kernel, x, a, b, magnitude, bias, dy):
         def of(x, a, magnitude):
-            return dora_linear(x, kernel, a, b, magnitude, SCALE, bias=bias, act_qtype=QTYPE)
+            return dora_linear(x, kernel, a, b, magnitude, SCALE, bias=bias, **options)
 
         y, pull = jax.vjp(of, x, a, magnitude)
         return y, pull(dy)
@@ -159,10 +183,44 @@ def test_vmap_scan_and_lora_linear():
 def test_zeros_nan_and_small_rows():
     kernel = kernel_of()
     x = jnp.ones((4, 96)).at[0].set(0).at[1, 3].set(jnp.nan).at[2].multiply(1e-30)
-    y = row_scaled.linear(None, row_scaled.Factors(x, kernel))
+    y = row_scaled.linear(ProductSettings(None), row_scaled.Factors(x, kernel))
     assert not y[0].any()
     assert jnp.isnan(y[1]).all()
     near(y[2] * 1e30, y[3])
+
+
+def test_gradients_of_zeros_nan_and_small_rows():
+    kernel = kernel_of()
+    dy = jnp.ones((4, 24)).at[0].set(0).at[1, 3].set(jnp.nan).at[2].multiply(1e-30)
+    dx = row_scaled.times_transposed(ProductSettings(None, None, E5M2), dy, kernel)
+    assert not dx[0].any()
+    assert jnp.isnan(dx[1]).all()
+    near(dx[2] * 1e30, dx[3])
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_no_program_holds_the_kernel_in_floats(adapted):
+    """Neither forward nor backward: all values of its shape are codes."""
+    kernel = kernel_of()
+    (x, a, b, magnitude, _), dy = operands(kernel, dtype=jnp.bfloat16)
+
+    def step(kernel, x, a, b, magnitude, dy):
+        norm = jnp.ones(24)
+        options = {"norm": norm, "act_qtype": QTYPE, "bwd_qtype": E5M2}
+
+        def call(x, a, b, magnitude):
+            if adapted:
+                return dora_linear(x, kernel, a, b, magnitude, SCALE, **options)
+            settings = ProductSettings(None, None, E5M2)
+            return row_scaled.linear(settings, row_scaled.Factors(x, kernel))
+
+        y, pull = jax.vjp(call, x, a, b, magnitude)
+        return y, pull(dy)
+
+    text = jax.jit(step).lower(kernel, x, a, b, magnitude, dy).as_text()
+    of_shape = re.findall(r"tensor<(?:96x24|24x96)x(\w+)>", text)
+    assert set(of_shape) <= {"f8E4M3FN", "i8"}
+    assert "f8E5M2" in text
 
 
 @pytest.mark.parametrize(
@@ -199,5 +257,17 @@ def test_unsupported_calls_raise():
         dora_linear(x, kernel, a, b, magnitude, SCALE, dropout=dropout, **options)
     with pytest.raises(NotImplementedError, match="base has dtype float32, neither bfloat16"):
         dora_linear(x, kernel, a, b, magnitude, SCALE, implementation="mosaic", **options)
+    with pytest.raises(NotImplementedError, match="bwd_qtype is 'float8_e5m2' and implementation"):
+        dora_linear(
+            x, kernel, a, b, magnitude, SCALE, bwd_qtype=E5M2, implementation="eager", **options
+        )
+    for bwd_qtype, act_qtype, message in (
+        ("int8", QTYPE, "bwd_qtype is 'int8'; expected None, for gradients as they are, or one of"),
+        (E5M2, None, "and act_qtype None; expected act_qtype='float8_e4m3fn' as well"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lora_linear(x, kernel, a, b, SCALE, act_qtype=act_qtype, bwd_qtype=bwd_qtype)
     with pytest.raises(TypeError, match="is being differentiated"):
-        jax.grad(lambda k: row_scaled.linear(None, row_scaled.Factors(x, k)).sum())(kernel)
+        jax.grad(
+            lambda k: row_scaled.linear(ProductSettings(None), row_scaled.Factors(x, k)).sum()
+        )(kernel)

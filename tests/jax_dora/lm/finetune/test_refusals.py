@@ -64,6 +64,8 @@ OUT_OF_RANGE = {
         (["--activations", FP8], f"--activations is {FP8!r}, but the model is not quantised"),
         (["--tiny", "--activations", FP8], "is not quantised; expected --quantize '"),
         (["--activations", FP8, "--quantize", "nf4"], f"{FP8!r} with --quantize 'nf4'"),
+        (["--tiny", "--gradients", FP8], f"--gradients is {FP8!r} and --activations None"),
+        (["--tiny", "--gradients", "int8"], "--gradients: invalid choice: 'int8'"),
         (["--tiny", "--patience", "2"], "--patience 2: expected --eval-data as well"),
         (["--tiny", "--eval-every", "2"], "--eval-every 2: expected --eval-data as well"),
         (["--tiny", "--target", "nothing"], "matches no layer"),

@@ -188,16 +188,17 @@ def test_dry_run(inputs, tmp_path, capsys):
     [
         (["--quantize", "nf4"], ["--quantize", "int8"], "quantize was 'nf4' and is 'int8'"),
         (
+            ["--quantize", FP8, "--activations", FP8, "--gradients", "float8_e5m2"],
             ["--quantize", FP8, "--activations", FP8],
-            ["--quantize", FP8],
-            "--activations was 'float8_e4m3fn' and is None",
+            "--gradients was 'float8_e5m2' and is None",
         ),
     ],
 )
 def test_over_a_quantised_base(formats, others, message, inputs, tmp_path, capsys):
     command = [*inputs, *OPTIONS, "--output", str(tmp_path / "run")]
     assert finetune([*command, *formats, "--steps", "3"]) == 0
-    assert "MiB its dequantised kernels" in told(capsys)
+    kind = "transposed" if "--gradients" in formats else "dequantised"
+    assert f"MiB its {kind} kernels" in told(capsys)
     assert [math.isfinite(line["loss"]) for line in metrics(tmp_path / "run")] == [True] * 3
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
     assert finetune([*command, *others, "--steps", "4", "--resume"]) == 2

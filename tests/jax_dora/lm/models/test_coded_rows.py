@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +30,49 @@ TOKENS = np.random.default_rng(0).integers(0, 97, (4, 9)).astype(np.int32)
 
 
 @functools.cache
-def base(act_qtype=FP8):
+def base(act_qtype=FP8, bwd_qtype=None):
     model = CausalLM(SMALL, rngs=nnx.Rngs(0))
     # Larger weights than a fresh model's, whose layers change little.
     for layer in (model.model.layers.self_attn, model.model.layers.mlp):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
             if hasattr(layer, name):
                 getattr(layer, name).kernel[...] *= 8
-    return jax_dora.quantize(model, FP8, path=".*_proj", act_qtype=act_qtype)
+    return jax_dora.quantize(model, FP8, path=".*_proj", act_qtype=act_qtype, bwd_qtype=bwd_qtype)
 
 
 @functools.cache
 def adapted(act_qtype=FP8):
     rule = DoRARule(".*_proj", 3, 4.0)
     return train(jax_dora.apply_dora(base(act_qtype), rule, rngs=nnx.Rngs(1)))
+
+
+@pytest.mark.parametrize("bwd_qtype", [FP8, "float8_e5m2"])
+def test_gradients_in_fp8(bwd_qtype):
+    """Through adapted and plain layers: near those in 16 bits, and by no kernel in floats."""
+    rule = DoRARule(".*(q|v|up)_proj", 3, 4.0)
+    found = []
+    for qtype in (None, bwd_qtype):
+        model = train(jax_dora.apply_dora(base(FP8, qtype), rule, rngs=nnx.Rngs(1)))
+        model = jax_dora.with_norms(model, jax_dora.norms(model))  # these read kernels in blocks
+        graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+
+        @jax.jit
+        def gradient(trained, frozen, graphdef=graphdef):
+            def loss(trained):
+                logits = nnx.merge(graphdef, trained, frozen)(TOKENS)
+                return jax.nn.logsumexp(logits, axis=-1).mean()
+
+            return jax.grad(loss)(trained)
+
+        lowered = gradient.lower(trained, frozen).as_text()
+        shape = model.model.layers.mlp.up_proj.kernel.shape[1:]
+        held = set(re.findall(rf"tensor<(?:\d+x)?{shape[0]}x{shape[1]}x(\w+)>", lowered))
+        assert (held <= {"f8E4M3FN", "i8"}) == (qtype is not None)
+        found.append(jax.tree.leaves(gradient(trained, frozen)))
+    limit = {FP8: 0.08, "float8_e5m2": 0.16}[bwd_qtype]  # a few roundings to 4 and to 3 bits
+    for exact, rounded in zip(*found, strict=True):
+        error = jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)
+        assert 0 < error < limit
 
 
 def logits_of(model, tokens=TOKENS):
