@@ -7,8 +7,9 @@ the two are within 2⁻²² of lora_a, relative to the largest number of its col
 the unit. Three products of pieces (high·high, high·low, low·high) then give BA within 3·2⁻²² of
 Σ_k |b|max·|a|max; six products of bfloat16 pieces would be needed for the same.
 
-lora_a: [r, in], lora_b: [out, r], fp32. The same pass writes both in ``dtype`` too, for the
-products with activations. Traffic: 4 bytes read and 6 written per element, a few µs.
+lora_a: [r, in], lora_b: [out, r], fp32; or B and A of the other layout, [r, out] and [in, r]. The
+same pass can write both in another dtype too, for the products with activations. Traffic: 4 bytes
+read and 6 written per element, a few µs.
 """
 
 import triton.language as tl
@@ -75,7 +76,8 @@ def _split(
     for first in range(0, RANK, DEPTH):
         offset, mask = _tile(index, first, features, RANK, DEPTH, AXIS)
         x = _load(source_ptr, index, first, features, RANK, DEPTH, AXIS)
-        tl.store(cast_ptr + offset, x.to(cast_ptr.dtype.element_ty), mask=mask)
+        if cast_ptr is not None:
+            tl.store(cast_ptr + offset, x.to(cast_ptr.dtype.element_ty), mask=mask)
         high = (x * per_unit).to(tl.float16)
         low = (x * per_unit - high.to(tl.float32)).to(tl.float16)
         tl.store(pieces_ptr + offset, high, mask=mask)

@@ -17,7 +17,7 @@ import dataclasses
 
 import triton.language as tl
 
-from dora_common.triton.jit import cdiv, jit, next_power_of_2
+from dora_common.triton.jit import cdiv, jit, next_power_of_2, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def kernel(
     rows,
     features,
     strips,
-    scale,
+    scale,  # a number or its address
     DELTA: tl.constexpr,
     WITH_BASE: tl.constexpr,
     WITH_LORA: tl.constexpr,
@@ -85,7 +85,7 @@ def kernel(
             d_base = base_factor * dy
             tl.store(d_base_ptr + offset, d_base.to(d_base_ptr.dtype.element_ty), mask=mask)
         if WITH_LORA:
-            d_lora = g * (scale * dy)
+            d_lora = g * (number(scale) * dy)
             tl.store(d_lora_ptr + offset, d_lora.to(d_lora_ptr.dtype.element_ty), mask=mask)
         if WITH_G:
             total += dy * tl.load(inner_ptr + offset, mask=mask, other=0.0).to(tl.float32)

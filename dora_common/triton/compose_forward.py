@@ -15,7 +15,7 @@ import dataclasses
 
 import triton.language as tl
 
-from dora_common.triton.jit import jit
+from dora_common.triton.jit import jit, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,10 @@ def kernel(
     inner_ptr,  # [rows, out], not written unless WITH_INNER
     rows,
     features,
-    scale,
+    scale,  # a number or its address
     DELTA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADDS_BIAS: tl.constexpr,  # whether base is still without its bias
     WITH_INNER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -65,8 +66,12 @@ def kernel(
     lora = tl.load(lora_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     unbiased = base
     if HAS_BIAS:
-        unbiased -= tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    scaled = scale * lora
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        if ADDS_BIAS:
+            base += bias
+        else:
+            unbiased -= bias
+    scaled = number(scale) * lora
     result = (g - 1.0) * unbiased + g * scaled
     if not DELTA:
         result = base + result

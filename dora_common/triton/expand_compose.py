@@ -17,7 +17,7 @@ import dataclasses
 
 import triton.language as tl
 
-from dora_common.triton.jit import WIDEN, jit, next_power_of_2
+from dora_common.triton.jit import WIDEN, jit, next_power_of_2, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,30 +37,33 @@ class Config:
     stages: int = 3
 
 
-def config(rank: int) -> Config:
-    """Returns the fastest config (H100; 4096 and 14336 features)."""
+def config(rank: int, capability: int = 90) -> Config:
+    """Returns the fastest config (H100; 4096 and 14336 features). Other cards than Hopper were not
+    measured: there a tile of 128 rows spills registers, as `python -m tools.cards` shows."""
     depth = min(64, max(16, next_power_of_2(rank)))
     if rank <= 16:
         return Config(rows=32, depth=depth, stages=2)
-    if rank <= 128:
+    if rank <= 128 or capability != 90:
         return Config(rows=64, depth=depth, warps=8, stages=2)
-    return Config()
+    return Config(warps=8)
 
 
 @jit
 def kernel(
     base_ptr,  # [rows, out]
     z_ptr,  # [rows, r]
-    lora_b_ptr,  # [out, r]
+    lora_b_ptr,  # [out, r], or [r, out] if OUT_LAST
     g_ptr,  # [out]
     bias_ptr,  # [out], not read unless HAS_BIAS
     y_ptr,  # [rows, out]
     inner_ptr,  # [rows, out], not written unless WITH_INNER
     rows,
     features,
-    scale,
+    scale,  # a number or its address
     RANK: tl.constexpr,
+    OUT_LAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADDS_BIAS: tl.constexpr,  # whether base is still without its bias
     WITH_INNER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -73,7 +76,12 @@ def kernel(
     row_mask, column_mask = row < rows, column < features
     inside = tl.arange(0, DEPTH)  # [DEPTH]
     z_ptrs = z_ptr + row.to(tl.int64)[:, None] * RANK + inside[None, :]
-    b_ptrs = lora_b_ptr + column.to(tl.int64)[None, :] * RANK + inside[:, None]
+    if OUT_LAST:
+        b_step = features
+        b_ptrs = lora_b_ptr + column[None, :] + inside.to(tl.int64)[:, None] * features
+    else:
+        b_step = 1
+        b_ptrs = lora_b_ptr + column.to(tl.int64)[None, :] * RANK + inside[:, None]
     mask = row_mask[:, None] & column_mask[None, :]
     # rows·out may exceed 2³¹.
     offset = row.to(tl.int64)[:, None] * features + column[None, :]  # [ROWS, COLUMNS]
@@ -83,7 +91,7 @@ def kernel(
     for first in range(0, RANK, DEPTH):
         left = inside < RANK - first
         z = tl.load(z_ptrs + first, mask=row_mask[:, None] & left[None, :], other=0.0)
-        b = tl.load(b_ptrs + first, mask=left[:, None] & column_mask[None, :], other=0.0)
+        b = tl.load(b_ptrs + first * b_step, mask=left[:, None] & column_mask[None, :], other=0.0)
         if WIDEN:
             z, b = z.to(tl.float32), b.to(tl.float32)
         lora = tl.dot(z, b, lora)
@@ -92,8 +100,12 @@ def kernel(
     base = base.to(tl.float32)
     unbiased = base
     if HAS_BIAS:
-        unbiased -= tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    scaled = scale * lora
+        bias = tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        if ADDS_BIAS:
+            base += bias
+        else:
+            unbiased -= bias
+    scaled = number(scale) * lora
     y = base + ((g - 1.0) * unbiased + g * scaled)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
     if WITH_INNER:

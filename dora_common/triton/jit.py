@@ -15,6 +15,16 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit
 WIDEN = tl.constexpr(bool(knobs.runtime.interpret))
 
 
+@jit
+def number(value):
+    """Returns a number that is passed by value, as a torch launch and the interpreter do, or by its
+    address, as XLA does."""
+    if not WIDEN:
+        if value.dtype.is_ptr():
+            value = tl.load(value)
+    return value
+
+
 def cdiv(count: int, size: int) -> int:
     """Returns ``count / size``, rounded up."""
     return -(-count // size)

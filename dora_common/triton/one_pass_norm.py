@@ -23,10 +23,10 @@ import triton.language as tl
 
 from dora_common.triton import expand_compose
 from dora_common.triton.expand_compose import Config
-from dora_common.triton.jit import WIDEN, jit
+from dora_common.triton.jit import WIDEN, jit, number
 
 
-def config(rank: int, is_in_pieces: bool, is_coded: bool) -> Config:
+def config(rank: int, is_in_pieces: bool, is_coded: bool, capability: int = 90) -> Config:
     """Returns the fastest config (H100, 4096 and 14336 features; H200 for codes, 8192, and for
     pieces, 4096 × 12288 at ranks 16, 64 and 384).
 
@@ -34,25 +34,28 @@ def config(rank: int, is_in_pieces: bool, is_coded: bool) -> Config:
     medium ranks. Tiles of two pieces take twice the memory, and so less of the rank at a time.
     """
     if is_in_pieces:
-        return Config(rows=64, depth=16, stages=2) if rank <= 16 else Config(depth=32)
-    tiles = expand_compose.config(rank)
+        small = Config(rows=64, depth=16 if rank <= 16 else 32, stages=2)
+        return small if rank <= 16 or capability != 90 else Config(depth=32)
+    tiles = expand_compose.config(rank, capability)
     columns = 256 if 16 < rank <= 128 and not is_coded else tiles.columns
-    return dataclasses.replace(tiles, columns=columns)
+    warps = 4 if tiles.rows == 128 and not is_coded else tiles.warps
+    return dataclasses.replace(tiles, columns=columns, warps=warps)
 
 
 @jit
 def kernel(
-    weight_ptr,  # [out, in], or codes u8[out, in / 2]
+    weight_ptr,  # [rows, columns], or codes u8[rows, columns / 2]
     levels_ptr,  # f32[16], for codes
-    scales_ptr,  # f32[out·in / RUN], for codes
-    lora_a_ptr,  # [r, in], or pieces f16[2, r, in]
-    lora_b_ptr,  # [out, r], or pieces f16[2, out, r]
-    unit_a_ptr,  # f32[in], for pieces
-    unit_b_ptr,  # f32[out], for pieces
-    partial_ptr,  # f32[in / COLUMNS, out]
-    out_features,
-    in_features,
-    scale,
+    scales_ptr,  # f32[rows·columns / RUN], for codes
+    right_ptr,  # [r, columns], or pieces f16[2, r, columns]
+    left_ptr,  # [rows, r], or pieces f16[2, rows, r]
+    unit_right_ptr,  # f32[columns], for pieces
+    unit_left_ptr,  # f32[rows], for pieces
+    partial_ptr,  # f32[tiles along AXIS, the other axis]
+    rows,
+    columns,
+    scale,  # a number or its address
+    AXIS: tl.constexpr,  # the axis of W that is summed over
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -61,56 +64,66 @@ def kernel(
     GROUP: tl.constexpr,  # a row is read in groups of this size, each within a run
     PIECES: tl.constexpr,  # whether the adapter is in pieces
 ):
-    column_tiles = tl.cdiv(in_features, COLUMNS)
-    block = tl.program_id(0) % column_tiles
-    row = (tl.program_id(0) // column_tiles) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    block, strip = tl.program_id(0) % column_tiles, tl.program_id(0) // column_tiles
+    row = strip * ROWS + tl.arange(0, ROWS)  # [ROWS]
     column = block * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    row_mask, column_mask = row < out_features, column < in_features
+    row_mask, column_mask = row < rows, column < columns
     inside = tl.arange(0, DEPTH)  # [DEPTH]
     wide_row = row.to(tl.int64)[:, None]
-    b_ptrs = lora_b_ptr + wide_row * RANK + inside[None, :]
-    a_ptrs = lora_a_ptr + inside.to(tl.int64)[:, None] * in_features + column[None, :]
-    # out·in may exceed 2³¹.
+    left_ptrs = left_ptr + wide_row * RANK + inside[None, :]
+    right_ptrs = right_ptr + inside.to(tl.int64)[:, None] * columns + column[None, :]
+    # rows·columns may exceed 2³¹.
     if RUN:
-        width, item = in_features // 2, block * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+        width, item = columns // 2, block * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
     else:
-        width, item = in_features, column
+        width, item = columns, column
     offset = wide_row * width + item[None, :]  # [ROWS, COLUMNS], or [ROWS, COLUMNS / 2] for codes
     mask = row_mask[:, None] & (item < width)[None, :]
     # This load comes before the products, so that it runs in parallel with them.
     weight = tl.load(weight_ptr + offset, mask=mask, other=0)
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, RANK, DEPTH):
-        left = inside < RANK - first
-        b_mask, a_mask = row_mask[:, None] & left[None, :], left[:, None] & column_mask[None, :]
-        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+        inner = inside < RANK - first
+        left_mask, right_mask = (
+            row_mask[:, None] & inner[None, :],
+            inner[:, None] & column_mask[None, :],
+        )
+        left = tl.load(left_ptrs, mask=left_mask, other=0.0)
+        right = tl.load(right_ptrs, mask=right_mask, other=0.0)
         if WIDEN:
-            b, a = b.to(tl.float32), a.to(tl.float32)
-        product = tl.dot(b, a, product)
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        product = tl.dot(left, right, product)
         if PIECES:
-            low_b = tl.load(b_ptrs + tl.cast(out_features, tl.int64) * RANK, mask=b_mask, other=0.0)
-            low_a = tl.load(a_ptrs + tl.cast(in_features, tl.int64) * RANK, mask=a_mask, other=0.0)
+            low_left = tl.load(
+                left_ptrs + tl.cast(rows, tl.int64) * RANK, mask=left_mask, other=0.0
+            )
+            low_right = tl.load(
+                right_ptrs + tl.cast(columns, tl.int64) * RANK, mask=right_mask, other=0.0
+            )
             if WIDEN:
-                low_b, low_a = low_b.to(tl.float32), low_a.to(tl.float32)
-            product = tl.dot(b, low_a, product)
-            product = tl.dot(low_b, a, product)
-        b_ptrs += DEPTH
-        a_ptrs += DEPTH * in_features
+                low_left, low_right = low_left.to(tl.float32), low_right.to(tl.float32)
+            product = tl.dot(left, low_right, product)
+            product = tl.dot(low_left, right, product)
+        left_ptrs += DEPTH
+        right_ptrs += DEPTH * columns
     if PIECES:
-        unit_b = tl.load(unit_b_ptr + row, mask=row_mask, other=0.0)
-        unit_a = tl.load(unit_a_ptr + column, mask=column_mask, other=0.0)
-        product = product * unit_b[:, None] * unit_a[None, :]
+        unit_left = tl.load(unit_left_ptr + row, mask=row_mask, other=0.0)
+        unit_right = tl.load(unit_right_ptr + column, mask=column_mask, other=0.0)
+        product = product * unit_left[:, None] * unit_right[None, :]
 
     if RUN:
         group = block * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
-        shared = (wide_row * in_features + group[None, :] * GROUP) // RUN
-        mask = row_mask[:, None] & (group * GROUP < in_features)[None, :]
+        shared = (wide_row * columns + group[None, :] * GROUP) // RUN
+        mask = row_mask[:, None] & (group * GROUP < columns)[None, :]
         scales = tl.load(scales_ptr + shared, mask=mask, other=0.0)
         code = weight.to(tl.int32)
         levels = tl.interleave(tl.load(levels_ptr + (code >> 4)), tl.load(levels_ptr + (code & 15)))
         groups = levels.reshape(ROWS, COLUMNS // GROUP, GROUP) * scales[:, :, None]
         weight = groups.reshape(ROWS, COLUMNS)
-    adapted = weight.to(tl.float32) + scale * product
-    squares = tl.sum(adapted * adapted, axis=1)
-    tl.store(partial_ptr + block.to(tl.int64) * out_features + row, squares, mask=row_mask)
+    adapted = weight.to(tl.float32) + number(scale) * product
+    squares = tl.sum(adapted * adapted, axis=AXIS)
+    if AXIS == 1:
+        tl.store(partial_ptr + block.to(tl.int64) * rows + row, squares, mask=row_mask)
+    else:
+        tl.store(partial_ptr + strip.to(tl.int64) * columns + column, squares, mask=column_mask)

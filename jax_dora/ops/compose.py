@@ -28,6 +28,7 @@ from jax_dora.ops.dtypes import accumulation_dtype, per_feature
 from jax_dora.ops.mosaic.rows import compose_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import compose_forward as kernel
 from jax_dora.ops.operands import Composition, CompositionSettings
+from jax_dora.ops.triton import triton_compose_backward, triton_compose_forward
 
 
 def compose(
@@ -47,8 +48,8 @@ def compose(
       lora: [..., out], `(x @ lora_a) @ lora_b`, without the scale.
       g: f32[out] from `magnitude_scale`.
       scale: alpha/r or alpha/sqrt(r).
-      implementation: None, "mosaic", "xla" or "eager", as in `dora_linear`; a named one runs or
-        raises.
+      implementation: None, "mosaic", "triton", "xla" or "eager", as in `dora_linear`; a named one
+        runs or raises.
 
     Returns:
       [..., out] in base's dtype.
@@ -101,7 +102,7 @@ def forward(
     choice: Choice | None, base, lora, g, scale, bias=None, *, want_inner: bool, delta: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y or ΔY, inner or None) for operands [..., out], without a custom gradient, by the
-    chosen Mosaic kernel, or by XLA for None. If g is None, y is inner."""
+    chosen kernel, or by XLA for None. If g is None, y is inner."""
     options = {"delta": delta, "want_inner": want_inner}
     if choice is None:
         return define(base, lora, g, scale, bias, **options)
@@ -124,7 +125,9 @@ def define(base, lora, g, scale, bias=None, *, delta: bool, want_inner: bool):
 
 
 def _forward(settings: CompositionSettings, shard: Shard, operands: Composition) -> tuple[Any, Any]:
-    choice = choose.choose(settings.op, settings.implementation, (kernel, _sizes(operands.base)))
+    call = _sizes(operands.base)
+    candidates = (kernel, call), (triton_compose_forward, call)
+    choice = choose.choose(settings.op, settings.implementation, *candidates)
     delta = settings.op == "compose_delta"
     return forward(choice, *operands, want_inner=settings.want_inner, delta=delta)
 
@@ -158,7 +161,8 @@ def _backward(
     """Returns d_base and d_lora in dy's dtype and d_g f32[out], or None if not wanted, in one pass
     over dy and inner."""
     dy, inner, g, scale = operands
-    choice = choose.choose(settings.op, settings.implementation, (kernel_backward, _sizes(dy)))
+    candidates = (kernel_backward, _sizes(dy)), (triton_compose_backward, _sizes(dy))
+    choice = choose.choose(settings.op, settings.implementation, *candidates)
     delta = settings.op == "compose_delta"
     if choice is not None:
         options = {"delta": delta, "want_base": settings.want_base, "want_lora": settings.want_lora}

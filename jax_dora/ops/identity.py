@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import pathlib
 import sys
@@ -65,10 +66,16 @@ def _configuration() -> str:
 
 @functools.cache
 def _source() -> str:
-    """Returns a hash of the source of the operators and kernels, and the versions of JAX."""
-    folder = pathlib.Path(__file__).parent
+    """Returns a hash of the source of the operators and kernels, and the versions of JAX
+    and of Triton."""
+    folder = pathlib.Path(__file__).parents[2]
     found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(
+        [*folder.glob("jax_dora/ops/**/*.py"), *folder.glob("dora_common/triton/*.py")]
+    ):
         content = path.read_bytes()
         found.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
-    return f"{jax.__version__} {importlib.metadata.version('jaxlib')} {found.hexdigest()}"
+    versions = [importlib.metadata.version("jaxlib")]
+    if importlib.util.find_spec("triton"):
+        versions.append(importlib.metadata.version("triton"))
+    return f"{jax.__version__} {' '.join(versions)} {found.hexdigest()}"

@@ -61,12 +61,14 @@ def dora_linear(
 
         - "eager": the definition, differentiated by JAX: in forward and reverse mode, to any
           order. It keeps more arrays for the gradient than the others.
-        - "xla": a custom gradient in reverse mode, without Mosaic kernels.
+        - "xla": a custom gradient in reverse mode, without kernels of our own.
         - "mosaic": the custom gradient with the most fused Mosaic kernel that supports the call:
           the whole projection (for up to 64 rows the kernel for few rows), else expand and
           compose, else compose. The norm is computed as with None. With dropout, the kernels of
           lora_a's product and gradient also draw the mask where they support the call; x's
           gradient, and mode "input", use XLA.
+        - "triton": the custom gradient with Triton's kernels, on NVIDIA GPUs since Ampere: expand
+          and compose, else compose. The norm is computed as with None.
       precision: the precision of the matrix products with x, as in `jax.lax.dot_general`.
       dropout: the dropout of x, for training. Its mask is never stored in memory; see
         `jax_dora.ops.Dropout`.

@@ -40,6 +40,7 @@ from jax_dora.ops.mosaic.norm import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.mosaic.norm import stationary_norm
 from jax_dora.ops.mosaic.norm.one_pass_norm import cut
 from jax_dora.ops.operands import AdaptedKernel, NormSettings
+from jax_dora.ops.triton import triton_norm
 
 BLOCK_ELEMENTS = 1 << 20
 EPS_FULL = 1e-12
@@ -63,8 +64,8 @@ def factored_norm(
       lora_a: [in, r].
       lora_b: [r, out].
       scale: a number, or a traced scalar. A Python 0 skips the adapter's terms.
-      implementation: None, "mosaic" (one pass over the kernel, without temporaries), "xla" or
-        "eager" (with temporaries of about 8 · r · out bytes); a named one runs or raises.
+      implementation: None, "mosaic" or "triton" (one pass over the kernel, without temporaries),
+        "xla" or "eager" (with temporaries of about 8 · r · out bytes); a named one runs or raises.
 
     Returns:
       f32[out] (f64 if an operand is fp64). The norm is a constant for differentiation
@@ -90,7 +91,7 @@ def factored_norm(
 
 def norm_implementation(implementation: str | None) -> str | None:
     """Returns the norm's implementation in a layer with the given one: "xla" and "eager" use no
-    Mosaic kernel for it either, and "mosaic" concerns only the projection."""
+    kernel for it either, and "mosaic" and "triton" concern only the projection."""
     return "xla" if implementation in choose.PLAIN else None
 
 
@@ -120,7 +121,8 @@ def candidates(
     is_quantised = isinstance(stored, quantised.Format)
     other = kernel_quantised_norm if is_quantised else kernel_norm
     call = (in_features, rank, out, stored, adapter_dtype)
-    return [(kernel, call) for kernel in (stationary_norm, other)]
+    kernels = (stationary_norm, other) if is_quantised else (stationary_norm, other, triton_norm)
+    return [(kernel, call) for kernel in kernels]
 
 
 NORM = Op("norm", _run, AdaptedKernel("i o", "i r", "r o", ""), ("o",), contracted="i")

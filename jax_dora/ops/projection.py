@@ -91,8 +91,10 @@ def _reduction_settings(
 ) -> ReductionSettings:
     """Returns the settings of `REDUCE` and `REDUCE_BACK`."""
     implementation = settings.implementation
-    # Without dropout no Mosaic kernel exists, so "mosaic" would always raise.
-    if implementation == "mosaic" and not settings.rate:
+    # Without dropout no kernel exists, and with it none of Triton: naming one would always raise.
+    if implementation == "triton":
+        implementation = "xla"
+    elif implementation == "mosaic" and not settings.rate:
         implementation = None
     return ReductionSettings(implementation, settings.precision, settings.rate, x.shape, dtype)
 

@@ -22,6 +22,7 @@ from jax_dora.ops.mosaic.decode import decode_finish, decode_project
 from jax_dora.ops.mosaic.projection import expand_compose, project, project_back
 from jax_dora.ops.mosaic.rows import compose_forward
 from jax_dora.ops.operands import ProductSettings, Projection
+from jax_dora.ops.triton import triton_compose_forward, triton_expand_compose
 
 
 def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -63,6 +64,8 @@ def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> t
         decode_finish: expand,
         expand_compose: expand,
         compose_forward: (rows, out, x.dtype),
+        triton_expand_compose: expand,
+        triton_compose_forward: (rows, out, x.dtype),
     }
     # `decode_project` needs lora_a, and neither kernel for few rows returns inner.
     if settings.want_inner or lora_a is None:
@@ -93,7 +96,7 @@ def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> t
     if choice is not None and choice.kernel is decode_finish:
         z, s = (z, unscaled) if a is None else (dot(x, a, (-1, 0)), scale)
         return choice.launch(base, z, lora_b, g, s, bias), None
-    if choice is not None and choice.kernel is expand_compose:
+    if choice is not None and choice.kernel in (expand_compose, triton_expand_compose):
         g = jnp.ones(out, jnp.float32) if g is None else g
         return choice.launch(base, z, lora_b, g, unscaled, bias, **options)
     return forward(choice, base, dot(z, lora_b, (-1, 0)), g, unscaled, bias, **options)

@@ -1,11 +1,13 @@
-"""Chooses the Mosaic kernel for a call, or XLA.
+"""Chooses the Mosaic or Triton kernel for a call, or XLA.
 
-A kernel is a module of `jax_dora.ops.mosaic` with four functions. `call` holds sizes and dtypes.
+A kernel is a module of `jax_dora.ops.mosaic` or `jax_dora.ops.triton` with four functions. `call`
+holds sizes and dtypes.
 
     refuses(*call)                      why the kernel does not support the call, or None
     wins(*call)                         whether the kernel is faster than XLA
-    config(*call)                       the tile sizes and other tuning parameters
-    launch(…, config=, sm_count=)       runs the kernel
+    config(*call)                       the tile sizes and other tuning parameters; Triton's of
+                                        (capability, *call)
+    launch(…, config=, sm_count=)       runs the kernel; Triton's with capability= for sm_count=
 
 The choice depends on these functions, on the target device, and on the implementation that the
 caller names.
@@ -22,11 +24,15 @@ from jax._src import config as _jax_config
 from jax.extend import backend
 
 from jax_dora.ops.mosaic.hopper.launch import launch_shared
+from jax_dora.ops.triton import kernel_call
 
-IMPLEMENTATIONS = ("mosaic", "xla", "eager")
+KERNELS = ("mosaic", "triton")
+IMPLEMENTATIONS = (*KERNELS, "xla", "eager")
 PLAIN = ("xla", "eager")
 HOPPER_SM_COUNT = 132
 UNLIMITED_BLOCKS = 2**31 - 1
+# Code for it runs on every later GPU, too: what a program is built for on a machine without a GPU.
+LEAST_CAPABILITY = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,24 +56,38 @@ class Target:
     interpreted: bool = False
     x64: bool = False
 
-    def refuses_mosaic(self) -> str | None:
-        """Returns why no Mosaic kernel can run on this target, or None. Without a GPU it is None,
-        so that a program that names "mosaic" can be lowered for CUDA; lowering it for another
-        platform raises."""
+    @property
+    def capability(self) -> int:
+        """Returns the compute capability that Triton compiles for, such as 86 for 8.6."""
+        major, _, minor = self.compute_capability.partition(".")
+        is_known = self.platform == "gpu" and major.isdigit() and minor.isdigit()
+        return 10 * int(major) + int(minor) if is_known else LEAST_CAPABILITY
+
+    def refuses(self, implementation: str) -> str | None:
+        """Returns why no kernel of "mosaic" or "triton" can run on this target, or None. Without a
+        GPU it is None, so that a program that names one can be lowered for CUDA; lowering it for
+        another platform raises."""
+        found = f"and this one has {self.compute_capability}"
+        if implementation == "triton":
+            if not kernel_call.is_installed():
+                return "the triton package is not installed: pip install triton"
+            is_nvidia = self.compute_capability.replace(".", "").isdigit()
+            if self.platform == "gpu" and not (is_nvidia and self.capability >= LEAST_CAPABILITY):
+                return f"it needs an NVIDIA GPU of compute capability 8.0 or later, {found}"
+            return None
         if self.x64:
             return "jax_enable_x64 is set, and a Mosaic kernel's indices would be of two widths"
         hopper = self.compute_capability == "9.0"
         if self.platform == "gpu" and not (hopper or self.interpreted):
-            return (
-                "it needs a Hopper GPU (compute capability 9.0), and this one has "
-                f"{self.compute_capability}"
-            )
+            return f"it needs a Hopper GPU (compute capability 9.0), {found}"
         return None
 
-    @property
-    def prefers_mosaic(self) -> bool:
-        """Returns whether a call without a named implementation may use a Mosaic kernel."""
-        return self.platform == "gpu" and not self.interpreted
+    def prefers(self, implementation: str) -> bool:
+        """Returns whether a call without a named implementation may use a kernel of "mosaic" or
+        "triton": of Triton where Mosaic cannot run."""
+        if self.platform != "gpu" or self.interpreted:
+            return False
+        return implementation == "mosaic" or self.refuses("mosaic") is not None
 
 
 def target() -> Target:
@@ -92,19 +112,29 @@ def interpreted() -> bool:
     return _jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
+def interprets(implementation: str | None) -> bool:
+    """Returns whether a call runs in an interpreter, of Mosaic or of Triton."""
+    return interpreted() or (implementation == "triton" and kernel_call.interpreted())
+
+
 class Choice(NamedTuple):
-    """The kernel that was chosen for a call, and the static arguments of its `launch`."""
+    """The kernel that was chosen for a call, and the static arguments of its `launch`; `capability`
+    is None for a Mosaic kernel."""
 
     kernel: ModuleType
     config: Any
     sm_count: int
+    capability: int | None = None
 
     @property
     def launch(self) -> Callable[..., Any]:
         """Returns the kernel's `launch` for the remaining arguments."""
         launch = self.kernel.launch
-        if not interpreted():  # The interpreter uses callbacks, which a lowered kernel cannot.
+        # The interpreters use callbacks, which a lowered kernel cannot.
+        if not interprets("triton" if self.capability else "mosaic"):
             launch = functools.partial(launch_shared, launch)
+        if self.capability is not None:
+            return functools.partial(launch, config=self.config, capability=self.capability)
         return functools.partial(launch, config=self.config, sm_count=self.sm_count)
 
     def during_collectives(self, running: bool) -> "Choice":
@@ -125,29 +155,39 @@ def choose(
     optional: bool = False,
 ) -> Choice | None:
     """Returns the kernel for a call, or None for XLA. Of the (kernel, call) candidates, the best
-    first, None takes the first that supports the call and is faster than XLA, "mosaic" the first
-    that supports it, "xla" and "eager" none.
+    first, None takes the first that supports the call and is faster than XLA, "mosaic" or "triton"
+    the first of its own that supports it, "xla" and "eager" none.
 
     Raises ValueError for another implementation; NotImplementedError, with the operator's name
-    `op`, if "mosaic" is named and not `optional`, and no candidate supports the call.
+    `op`, if "mosaic" or "triton" is named and not `optional`, and no candidate supports the call.
     """
     check_name(implementation)
     if implementation in PLAIN:
         return None
-    device = target()
-    reason = device.refuses_mosaic()
-    for kernel, call in candidates if reason is None else ():
-        reason = kernel.refuses(*call)
-        if reason is None and (
-            implementation == "mosaic" or (device.prefers_mosaic and kernel.wins(*call))
-        ):
-            return Choice(kernel, kernel.config(*call), device.sm_count)
-    if implementation == "mosaic" and not optional:
+    device, reason = target(), f"it has no {implementation} kernel"
+    for kernel, call in candidates:
+        package = package_of(kernel)
+        is_named = implementation == package
+        if not is_named and (implementation is not None or not device.prefers(package)):
+            continue
+        reason = device.refuses(package) or kernel.refuses(*call)
+        if reason is None and (is_named or kernel.wins(*call)):
+            if package == "mosaic":
+                return Choice(kernel, kernel.config(*call), device.sm_count)
+            capability = device.capability
+            config = kernel.config(capability, *call)
+            return Choice(kernel, config, device.sm_count, capability)
+    if implementation in KERNELS and not optional:
         raise NotImplementedError(
-            f"{op}: implementation 'mosaic' does not support this call: {reason}; pass "
+            f"{op}: implementation {implementation!r} does not support this call: {reason}; pass "
             "implementation=None to use another implementation"
         )
     return None
+
+
+def package_of(kernel: ModuleType) -> str:
+    """Returns "mosaic" or "triton", whose kernel a module is."""
+    return kernel.__name__.split(".")[2]
 
 
 def check_name(implementation: str | None) -> None:

@@ -31,7 +31,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_dora.ops.dispatch import choose, partitions
-from jax_dora.ops.dispatch.choose import PLAIN, interpreted
+from jax_dora.ops.dispatch.choose import KERNELS, PLAIN, interprets
 from jax_dora.ops.dispatch.mesh import differentiable, to_unvarying, vary, vary_alike, varying
 from jax_dora.ops.dispatch.op import UNSHARDED, Names, Op
 from jax_dora.ops.dispatch.shard import Shard, spec
@@ -47,10 +47,10 @@ def call(op: Op, settings: Any, operands: Any) -> tuple[Any, ...]:
     """Returns the results of `op`, in a program for any number of devices. Settings are a hashable
     NamedTuple with a field `implementation`; operands a NamedTuple of arrays, of which one may be
     quantised, and None."""
-    if interpreted() or settings.implementation in PLAIN:
-        # The interpreter uses ordered callbacks, which a lowering rule must not contain.
+    if settings.implementation in PLAIN or interprets(settings.implementation):
+        # The interpreters use callbacks, which a lowering rule must not contain.
         axes = varying(operands)
-        if settings.implementation == "mosaic":
+        if settings.implementation in KERNELS:
             operands = jax.tree.map(to_unvarying, operands)
         results = op.run(settings, Shard(), operands)
         return jax.tree.map(lambda result: vary(result, axes), results)
@@ -92,8 +92,9 @@ def _bound(op: Op, settings: Any, tree: Any, *leaves: jax.Array) -> Any:
 
 
 def _shapes(avals: Iterable[Any], *, op: Op, settings: Any, tree: Any) -> Any:
-    # "mosaic" stays, so that an unsupported call raises here, by the shapes of the whole arrays.
-    settings = settings if settings.implementation == "mosaic" else _with_xla(settings)
+    # A named kernel stays, so that an unsupported call raises here, by the shapes of the whole
+    # arrays.
+    settings = settings if settings.implementation in KERNELS else _with_xla(settings)
     return _traced.eval_shape(op, settings, tree, *map(_unvarying, avals))
 
 
@@ -187,13 +188,18 @@ def _is_leading_axis(op: Op, tree: Any, axes: Sequence[int | None]) -> bool:
 
 
 def _lower(ctx: Any, *operands: Any, op: Op, settings: Any, tree: Any, cuda: bool = False) -> Any:
-    if not cuda and settings.implementation == "mosaic":
+    is_named, platforms = settings.implementation in KERNELS, ctx.module_context.platforms
+    if not cuda and is_named:
+        gpu, interpreter = _NEEDS[settings.implementation]
         raise NotImplementedError(
-            "implementation 'mosaic' runs on a Hopper GPU (compute capability 9.0), and this "
-            f"program is being built for {', '.join(ctx.module_context.platforms)}; pass "
-            "implementation=None or 'xla', or run it under plgpu.force_gpu_interpret_mode()"
+            f"implementation {settings.implementation!r} runs on {gpu}, and this program is being "
+            f"built for {', '.join(platforms)}; pass implementation=None or 'xla', or run it "
+            f"{interpreter}"
         )
-    settings = settings if cuda else _with_xla(settings)
+    exported = ctx.module_context.lowering_parameters.for_export
+    if not cuda or (exported and not is_named and choose.target().prefers("triton")):
+        # JAX exports no custom calls of XLA's own unless it is told to.
+        settings = _with_xla(settings)
     mesh, single_device = _devices(ctx.module_context)
     avals = [_unvarying(aval) for aval in ctx.avals_in]
     if mesh is not None and op.operands:
@@ -201,24 +207,32 @@ def _lower(ctx: Any, *operands: Any, op: Op, settings: Any, tree: Any, cuda: boo
         if cuda:
             seconds = _projection_seconds(tree, avals, mesh) if op.is_projection else SECONDS
             function = _timed(function, seconds)
-    elif single_device or settings.implementation != "mosaic":
+    elif single_device or not is_named:
         settings = settings if single_device else _with_xla(settings)
         function = functools.partial(_traced, op, settings, tree)
     else:
         raise NotImplementedError(
-            "implementation 'mosaic' takes the arrays of one device, and this program is built for "
-            "several: in a batch, for an export, for different meshes or for one with manual axes "
-            "and others; pass implementation=None, or use jax.shard_map over the whole mesh"
+            f"implementation {settings.implementation!r} takes the arrays of one device, and this "
+            "program is built for several: in a batch, for an export, for different meshes or for "
+            "one with manual axes and others; pass implementation=None, or use jax.shard_map over "
+            "the whole mesh"
         )
     flat = mlir.lower_fun(lambda *leaves: jax.tree.leaves(function(*leaves)), multiple_results=True)
     results = flat(ctx.replace(avals_in=avals), *operands)
     if mesh is not None and op.operands:
-        platforms = ctx.module_context.platforms
         identity = (tuple(op), settings, tree, avals, mesh.shape_tuple, platforms, choose.target())
         partitions.share(results[0].owner, *identity)
     return results
 
 
+# The GPU that a named implementation needs, and its interpreter.
+_NEEDS = {
+    "mosaic": (
+        "a Hopper GPU (compute capability 9.0)",
+        "under plgpu.force_gpu_interpret_mode()",
+    ),
+    "triton": ("an NVIDIA GPU of compute capability 8.0 or later", "with TRITON_INTERPRET=1"),
+}
 mlir.register_lowering(_op_p, _lower)
 mlir.register_lowering(_op_p, functools.partial(_lower, cuda=True), platform="cuda")
 

@@ -46,6 +46,28 @@ def test_agrees_with_the_materialised_norm(sizes, dtype, adapter_dtype):
     assert_near_oracle(factored_norm(*operands, 0.7), *operands, 0.7)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "adapter_dtype"),
+    thinned(
+        itertools.product([(192, 56, 8), (33, 130, 45)], HALF_OR_FULL[:2], HALF_OR_FULL),
+        [((33, 130, 45), jnp.bfloat16, jnp.float32), ((33, 130, 45), jnp.float16, jnp.bfloat16)],
+    ),
+)
+def test_triton_agrees_with_the_materialised_norm(sizes, dtype, adapter_dtype):
+    operands = adapter(0, *sizes, dtype, adapter_dtype)
+    norm = factored_norm(*operands, 0.7, implementation="triton")
+    assert_near_oracle(norm, *operands, 0.7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapter_dtype", HALF_OR_FULL)
+@pytest.mark.parametrize("sizes", [(4096, 4096, 384), (1000, 3001, 16), (8192, 1024, 64)])
+def test_triton_agrees_at_full_size(sizes, adapter_dtype):
+    operands = adapter(0, *sizes, jnp.bfloat16, adapter_dtype)
+    norm = factored_norm(*operands, 0.7, implementation="triton")
+    assert_near_oracle(norm, *operands, 0.7)
+
+
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(

@@ -6,11 +6,11 @@ Multiplies each row by the B of its slot and computes the result, in one pass ov
 import torch
 from torch import Tensor
 
-from dora_common.triton.bank_expand import CONFIG, kernel
+from dora_common.triton.bank_expand import config, kernel
 from dora_common.triton.jit import cdiv, next_power_of_2
 from torch_dora.ops.operator import operator
 from torch_dora.ops.triton import bank_shrink
-from torch_dora.ops.triton.jit import launch_kernel
+from torch_dora.ops.triton.jit import capability, launch_kernel
 
 
 @operator("torch_dora::bank_linear")
@@ -37,9 +37,10 @@ def bank_linear(
     z = bank_shrink.launch(x.contiguous(), lora_a, ids, row_groups, rank)
     rows = bank_shrink.tile_rows(time)
     programs = batch * cdiv(time, rows) if row_groups is None else row_groups.shape[0]
+    chosen = config(capability(base.device))
     launch_kernel(
         kernel,
-        (programs, cdiv(features, CONFIG.columns)),
+        (programs, cdiv(features, chosen.columns)),
         base,
         z,
         lora_b,
@@ -57,9 +58,9 @@ def bank_linear(
         PADDED_RANKS=max(bank_shrink.MIN_ROWS, next_power_of_2(ranks)),
         HAS_BIAS=bias is not None,
         ROWS=rows,
-        COLUMNS=CONFIG.columns,
+        COLUMNS=chosen.columns,
         GROUPED=row_groups is not None,
-        num_warps=CONFIG.warps,
+        num_warps=chosen.warps,
     )
     return y
 

@@ -67,6 +67,7 @@ def compose(
         scale,
         DELTA=delta,
         HAS_BIAS=bias is not None,
+        ADDS_BIAS=False,
         WITH_INNER=want_inner,
         ROWS=CONFIG.rows,
         COLUMNS=columns,

@@ -1,11 +1,22 @@
 """Launches of kernels with little work on the host."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_dora.ops.choose import TRITON_MODE
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """Returns the compute capability of a GPU, such as 86 for 8.6; a Hopper's for a CPU."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 

@@ -14,7 +14,7 @@ from torch_dora.ops.choose import Call
 from torch_dora.ops.quantised import Codes
 from torch_dora.ops.triton import adapter_pieces, column_sums
 from torch_dora.ops.triton.adapter_pieces import Pieces
-from torch_dora.ops.triton.jit import launch_kernel
+from torch_dora.ops.triton.jit import capability, launch_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -54,7 +54,8 @@ def launch(
     is_coded = isinstance(weight, Codes)
     if pieces is None and lora_a.dtype == torch.float32:
         pieces, *_ = adapter_pieces.launch(lora_a, lora_b, torch.float16)
-    chosen = config(lora_a.shape[0], pieces is not None, is_coded)
+    card = capability(lora_a.device)
+    chosen = config(lora_a.shape[0], pieces is not None, is_coded, card)
     blocks = cdiv(in_features, chosen.columns)
     partial = torch.empty(blocks, out_features, device=lora_a.device, dtype=torch.float32)
     if is_coded:
@@ -74,6 +75,7 @@ def launch(
         out_features,
         in_features,
         scale,
+        AXIS=1,
         RANK=lora_a.shape[0],
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,

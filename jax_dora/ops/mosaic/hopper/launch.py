@@ -1,4 +1,4 @@
-"""The decorator of the host functions that launch Mosaic kernels.
+"""The decorator of the host functions that launch Mosaic and Triton kernels.
 
 JAX would trace and lower a kernel anew for every program, and on a mesh for every layer: a fifth of
 a second each time, with bytes that differ in a counter, so that XLA would compile it anew, too.
@@ -29,8 +29,9 @@ from jax_dora.ops.mosaic.hopper import kernel_files
 
 def launcher[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator that jits a kernel's `launch`. Its keyword arguments `config`, `sm_count`
-    and `static` are static; all other arguments are pytrees of arrays."""
-    names = {"config", "sm_count", *static}
+    and `static` are static; all other arguments are pytrees of arrays. A Triton kernel has
+    "capability" instead of "sm_count"."""
+    names = {"config", *static} | ({"sm_count"} if "capability" not in static else set())
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         # Programs show the name of a jitted function; "launch" would not tell which kernel it is.

@@ -31,9 +31,12 @@ HOPPER = Target("gpu", "9.0")
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-def kernel(refusal: str | None = None, wins: bool = True) -> Any:
+def kernel(refusal: str | None = None, wins: bool = True, package: str = "mosaic") -> Any:
     return SimpleNamespace(
-        refuses=lambda size: refusal, wins=lambda size: wins, config=lambda size: f"for {size}"
+        __name__=f"jax_dora.ops.{package}.kernel",
+        refuses=lambda size: refusal,
+        wins=lambda size: wins,
+        config=lambda *call: "for " + " and ".join(map(str, call)),
     )
 
 
@@ -48,7 +51,7 @@ def on_hopper(monkeypatch):
 
 def test_an_unnamed_call_uses_the_first_supported_kernel_that_wins(on_hopper):
     good, loses, unable = kernel(), kernel(wins=False), kernel("odd")
-    assert picks(good) == (good, "for 3", choose.HOPPER_SM_COUNT)
+    assert picks(good) == (good, "for 3", choose.HOPPER_SM_COUNT, None)
     assert picks(loses) is picks(unable) is picks(unable, loses) is None
     assert picks(unable, loses, good).kernel is good
 
@@ -60,23 +63,50 @@ def test_a_named_implementation_runs_or_raises(on_hopper):
     assert picks(unable, implementation="mosaic", optional=True) is None
     with pytest.raises(NotImplementedError, match=r"op: .*'mosaic' does not .*: odd"):
         picks(unable, implementation="mosaic")
-    with pytest.raises(ValueError, match="implementation is 'triton'; expected None"):
+    with pytest.raises(NotImplementedError, match=r"op: .*'triton' does not .*: it has no triton"):
         picks(loses, implementation="triton")
+    with pytest.raises(ValueError, match="implementation is 'cuda'; expected None"):
+        picks(loses, implementation="cuda")
 
 
 @pytest.mark.parametrize(
-    ("target", "refused", "preferred"),
+    ("target", "chosen", "named", "capability"),
     [
-        (HOPPER, False, True),
-        (Target("gpu", "8.0"), True, True),
-        (Target("gpu", "9.0", x64=True), True, True),
-        (Target("gpu", "9.0", partitioned=True), False, True),
-        (Target("cpu"), False, False),
-        (Target("cpu", interpreted=True), False, False),
+        (HOPPER, "mosaic", ("mosaic", "triton"), 90),
+        (Target("gpu", "8.6"), "triton", ("triton",), 86),
+        (Target("gpu", "12.0"), "triton", ("triton",), 120),
+        (Target("gpu", "7.5"), None, (), 75),
+        (Target("gpu", "gfx942"), None, (), 80),
+        (Target("gpu", "9.0", x64=True), "triton", ("triton",), 90),
+        (Target("gpu", "9.0", partitioned=True), "mosaic", ("mosaic", "triton"), 90),
+        (Target("cpu"), None, ("mosaic", "triton"), 80),
+        (Target("cpu", interpreted=True), None, ("mosaic", "triton"), 80),
+        (Target("tpu"), None, ("mosaic", "triton"), 80),
     ],
 )
-def test_the_target_decides(target, refused, preferred):
-    assert (bool(target.refuses_mosaic()), target.prefers_mosaic) == (refused, preferred)
+def test_the_target_decides(target, chosen, named, capability, monkeypatch):
+    monkeypatch.setattr(choose, "target", lambda: target)
+    kernels = {package: kernel(package=package) for package in choose.KERNELS}
+    found = picks(*kernels.values())
+    assert (found and found.kernel) is (chosen and kernels[chosen])
+    for package, one in kernels.items():
+        if package in named:
+            assert picks(*kernels.values(), implementation=package).kernel is one
+        else:
+            with pytest.raises(NotImplementedError, match=f"'{package}' does not support"):
+                picks(*kernels.values(), implementation=package)
+    assert target.capability == capability
+    if chosen == "triton":
+        config = f"for {capability} and 3"
+        assert found == (kernels["triton"], config, target.sm_count, capability)
+
+
+def test_without_triton_its_kernels_are_refused(monkeypatch):
+    monkeypatch.setattr(choose, "target", lambda: Target("gpu", "8.0"))
+    monkeypatch.setattr(choose.kernel_call, "is_installed", lambda: False)
+    assert picks(kernel(package="triton")) is None
+    with pytest.raises(NotImplementedError, match="pip install triton"):
+        picks(kernel(package="triton"), implementation="triton")
 
 
 @pytest.mark.parametrize(

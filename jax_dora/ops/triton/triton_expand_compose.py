@@ -1,0 +1,79 @@
+"""Expand and compose in one pass: y = g∘(base + s·(z B)) [+ bias], by
+`dora_common.triton.expand_compose`.
+
+    base  [rows, out]  bf16 or fp16     z  [rows, r], B  [r, out]  base's dtype
+    g     f32[out]                      s  f32[]                     bias  [out] (optional)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dora.ops.mosaic.hopper.launch import launcher
+from jax_dora.ops.mosaic.projection.expand_compose import wins as wins
+from jax_dora.ops.triton.kernel_call import HALVES, kernel_call
+
+
+def refuses(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Returns why base [rows, out], z [rows, rank] and B of `dtype` are not supported, or None."""
+    if dtype not in HALVES:
+        return f"base has dtype {jnp.dtype(dtype)}, neither bfloat16 nor float16"
+    if 0 in (rows, rank, out):
+        return f"one of rows = {rows}, rank = {rank}, out = {out} is 0"
+    return None
+
+
+def config(capability: int, rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Any:
+    """Returns the launch options for a compute capability."""
+    from dora_common.triton import expand_compose
+
+    return expand_compose.config(rank, capability)
+
+
+@launcher("want_inner", "capability")
+def launch(
+    base: jax.Array,
+    z: jax.Array,
+    lora_b: jax.Array,
+    g: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    want_inner: bool,
+    config: Any,
+    capability: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (y, inner or None) for base [..., out] and z [..., r]."""
+    from dora_common.triton import expand_compose
+    from dora_common.triton.jit import cdiv
+
+    rank, features = lora_b.shape
+    rows = base.size // features
+    result = jax.ShapeDtypeStruct(base.shape, base.dtype)
+    y, *inner = kernel_call(
+        expand_compose.kernel,
+        (cdiv(rows, config.rows) * cdiv(features, config.columns),),
+        capability,
+        warps=config.warps,
+        stages=config.stages,
+        base_ptr=base,
+        z_ptr=z,
+        lora_b_ptr=lora_b,
+        g_ptr=g,
+        bias_ptr=bias,
+        y_ptr=result,
+        inner_ptr=result if want_inner else None,
+        rows=rows,
+        features=features,
+        scale=scale.astype(jnp.float32),
+        RANK=rank,
+        OUT_LAST=True,
+        HAS_BIAS=bias is not None,
+        ADDS_BIAS=True,
+        WITH_INNER=want_inner,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        DEPTH=config.depth,
+    )
+    return y, inner[0] if want_inner else None

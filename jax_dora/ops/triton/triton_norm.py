@@ -1,0 +1,121 @@
+"""The norm's square in one pass over the kernel: ‖W + s·A B‖² per output feature, by
+`dora_common.triton.one_pass_norm`.
+
+    W  [in, out]  bf16 or fp16     A  [in, r], B  [r, out]  bf16, fp16 or fp32     s  f32[]
+
+The accuracy of fp32 adapters is that of `dora_common.triton.adapter_pieces`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_dora.ops.mosaic.hopper.launch import launcher
+from jax_dora.ops.mosaic.norm.one_pass_norm import wins as wins
+from jax_dora.ops.triton.kernel_call import HALVES, kernel_call
+
+
+def refuses(
+    in_features: int, rank: int, out: int, kernel_dtype: Any, adapter_dtype: Any
+) -> str | None:
+    """Returns why the kernel does not support W [in, out] and A, B of `rank`, or None."""
+    if kernel_dtype not in HALVES:
+        return f"the kernel has dtype {kernel_dtype}, neither bfloat16 nor float16"
+    if adapter_dtype not in (*HALVES, jnp.float32):
+        return f"the adapter has dtype {adapter_dtype}, none of bfloat16, float16, float32"
+    if 0 in (in_features, rank, out):
+        return f"one of in = {in_features}, rank = {rank}, out = {out} is 0"
+    return None
+
+
+def config(
+    capability: int,
+    in_features: int,
+    rank: int,
+    out: int,
+    kernel_dtype: Any,
+    adapter_dtype: Any,
+) -> Any:
+    """Returns the launch options for a compute capability."""
+    from dora_common.triton import one_pass_norm
+
+    return one_pass_norm.config(rank, jnp.dtype(adapter_dtype) == jnp.float32, False, capability)
+
+
+@launcher("capability")
+def launch(
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: jax.Array,
+    *,
+    config: Any,
+    capability: int,
+) -> jax.Array:
+    """Returns norm² f32[out]."""
+    from dora_common.triton import one_pass_norm
+    from dora_common.triton.jit import cdiv
+
+    (rows, columns), rank = kernel.shape, lora_a.shape[1]
+    left, right, units = lora_a, lora_b.astype(lora_a.dtype), (None, None)
+    if lora_a.dtype == jnp.float32:
+        left, right, *units = _pieces(left, right, capability)
+    tiles = cdiv(rows, config.rows)
+    (partial,) = kernel_call(
+        one_pass_norm.kernel,
+        (tiles * cdiv(columns, config.columns),),
+        capability,
+        warps=config.warps,
+        stages=config.stages,
+        weight_ptr=kernel,
+        levels_ptr=None,
+        scales_ptr=None,
+        right_ptr=right,
+        left_ptr=left,
+        unit_right_ptr=units[1],
+        unit_left_ptr=units[0],
+        partial_ptr=jax.ShapeDtypeStruct((tiles, columns), jnp.float32),
+        rows=rows,
+        columns=columns,
+        scale=scale.astype(jnp.float32),
+        AXIS=0,
+        RANK=rank,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        DEPTH=config.depth,
+        RUN=0,
+        GROUP=1,
+        PIECES=lora_a.dtype == jnp.float32,
+    )
+    return jnp.sum(partial, axis=0)
+
+
+def _pieces(left: jax.Array, right: jax.Array, capability: int) -> list[jax.Array]:
+    """Returns f16[2, in, r] and f16[2, r, out], and their units f32[in] and f32[out]."""
+    from dora_common.triton import adapter_pieces
+    from dora_common.triton.jit import cdiv, next_power_of_2
+
+    (rows, rank), columns = left.shape, right.shape[1]
+    depth = min(next_power_of_2(rank), adapter_pieces.DEPTH)
+    count = max(1, adapter_pieces.ELEMENTS // depth)
+    right, left, unit_right, unit_left = kernel_call(
+        adapter_pieces.kernel,
+        (cdiv(columns, count) + cdiv(rows, count),),
+        capability,
+        warps=adapter_pieces.WARPS,
+        lora_a_ptr=right,
+        lora_b_ptr=left,
+        a_ptr=jax.ShapeDtypeStruct((2, *right.shape), jnp.float16),
+        b_ptr=jax.ShapeDtypeStruct((2, *left.shape), jnp.float16),
+        cast_a_ptr=None,
+        cast_b_ptr=None,
+        unit_a_ptr=jax.ShapeDtypeStruct((columns,), jnp.float32),
+        unit_b_ptr=jax.ShapeDtypeStruct((rows,), jnp.float32),
+        in_features=columns,
+        out_features=rows,
+        RANK=rank,
+        DEPTH=depth,
+        COUNT=count,
+    )
+    return [left, right, unit_left, unit_right]
