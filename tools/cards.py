@@ -1,0 +1,215 @@
+"""Compiles the Triton kernels of both packages for every card, by Triton's own compiler.
+
+    python -m tools.cards [CAPABILITY...] [KERNEL...]
+
+No GPU is needed. Prints a line of JSON for each kernel and config, and fails if one does not fit
+its card or spills registers to memory.
+"""
+
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import torch_dora.ops.triton as torch_launches
+from dora_common.triton import compilation
+from dora_common.triton.cards import CARDS, REGISTERS
+from dora_common.triton.compilation import Compiled, compiled
+from jax_dora.ops.triton import (
+    triton_compose_backward,
+    triton_compose_forward,
+    triton_expand_compose,
+    triton_norm,
+)
+from torch_dora.ops.quantised import Codes
+
+ROWS, IN, OUT = 4096, 4096, 14336
+RANKS = (16, 64, 384)
+_TYPES = {
+    torch.bfloat16: "*bf16:16",
+    torch.float16: "*fp16:16",
+    torch.float32: "*fp32:16",
+    torch.int32: "*i32:16",
+    torch.int64: "*i64:16",
+    torch.uint8: "*u8:16",
+}
+
+
+_PRODUCTS = ("tcgen05.mma", "wgmma", "mma.sync")
+
+
+class Case(NamedTuple):
+    """A kernel and all that its compiled code depends on, except the card."""
+
+    package: str
+    kernel: Any
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int = 4
+    stages: int = 3
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__module__.rpartition(".")[2]
+
+
+def cases(capability: int) -> list[Case]:
+    """Returns every kernel that the packages launch, with the configs for a compute capability."""
+    found = dict.fromkeys([*_of_jax(capability), *_of_torch(capability)])
+    return list(found)
+
+
+def _of_jax(capability: int) -> Iterator[Case]:
+    recorded: list[Case] = []
+
+    def record(kernel: Any, types: Any, constants: Any, _: int, *options: int) -> Compiled:
+        recorded.append(Case("jax_dora", kernel, types, constants, *options))
+        return Compiled("", "", b"", 32, 0, len(types))
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def launch(kernel: Any, call: tuple[Any, ...], *operands: Any, **options: Any) -> None:
+        config = kernel.config(capability, *call)
+        options |= {"config": config, "capability": capability}
+        jax.eval_shape(lambda *a: kernel.launch.__wrapped__(*a, **options), *operands)
+
+    full, scale = jnp.float32, array(dtype=jnp.float32)
+    rows, g, bias = array(ROWS, OUT), array(OUT, dtype=full), array(OUT)
+    size = (ROWS, OUT, jnp.bfloat16)
+    with_inner = {"want_inner": True}
+    real, compilation.compiled = compilation.compiled, record
+    try:
+        for rank in RANKS:
+            for dtype in (jnp.bfloat16, full):
+                adapter = array(IN, rank, dtype=dtype), array(rank, OUT, dtype=dtype)
+                call = (IN, rank, OUT, jnp.bfloat16, dtype)
+                launch(triton_norm, call, array(IN, OUT), *adapter, scale)
+            operands = rows, array(ROWS, rank), array(rank, OUT), g, scale, bias
+            call = (ROWS, rank, OUT, jnp.bfloat16)
+            launch(triton_expand_compose, call, *operands, **with_inner)
+        wanted = {"delta": False, "want_base": True, "want_lora": True}
+        launch(triton_compose_backward, size, rows, rows, g, scale, **wanted)
+        launch(triton_compose_forward, size, rows, rows, g, scale, bias, delta=False, **with_inner)
+    finally:
+        compilation.compiled = real
+    return iter(recorded)
+
+
+def _of_torch(capability: int) -> Iterator[Case]:
+    recorded: list[Case] = []
+
+    def record(kernel: Any, grid: Any, *arguments: Any, num_warps=4, num_stages=3, **named: Any):
+        named.pop("enable_fp_fusion", None)
+        given = dict(zip(kernel.arg_names, arguments, strict=False))
+        types = {n: _type(one) for n, one in given.items() if one is not None}
+        named |= {n: None for n, one in given.items() if one is None}
+        recorded.append(
+            Case("torch_dora", kernel, (*types.items(),), (*named.items(),), num_warps, num_stages)
+        )
+
+    modules = {
+        found.name: importlib.import_module(f"{torch_launches.__name__}.{found.name}")
+        for found in pkgutil.iter_modules(torch_launches.__path__)
+    }
+    real = modules["jit"].launch_kernel
+    for module in modules.values():
+        if hasattr(module, "launch_kernel"):
+            module.launch_kernel = record
+        if hasattr(module, "capability"):
+            module.capability = lambda device: capability
+    try:
+        _launch_torch(modules)
+    finally:
+        for module in modules.values():
+            if hasattr(module, "launch_kernel"):
+                module.launch_kernel = real
+    return iter(recorded)
+
+
+def _type(argument: Any) -> str:
+    if isinstance(argument, torch.Tensor):
+        return _TYPES[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32" if argument % 16 else "i32:16"
+
+
+def _launch_torch(modules: dict[str, Any]) -> None:
+    """Launches every kernel of torch_dora on tensors without memory."""
+
+    def array(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    full, whole = torch.float32, torch.int32
+    rows, g, bias = array(ROWS, OUT), array(OUT, dtype=full), array(OUT)
+    norm = modules["one_pass_norm"].launch
+    for rank in RANKS:
+        a, b = array(rank, IN), array(OUT, rank)
+        norm(array(OUT, IN), a, b, 0.5)
+        norm(array(OUT, IN), a.float(), b.float(), 0.5, magnitude=g)
+        codes = array(OUT, IN // 2, dtype=torch.uint8), array(16, dtype=full)
+        scales = array(OUT * IN // 64, dtype=full)
+        fields = {"packed": codes[0], "levels": codes[1], "scales": scales, "run": 64}
+        norm(Codes(**{name: fields[name] for name in Codes._fields}), a, b, 0.5)
+        expand = modules["expand_compose"].expand_compose.function
+        expand(rows, array(ROWS, rank), b, g, bias, 0.5, True)
+    modules["compose_forward"].compose.function(rows, rows, g, bias, 0.5, False, True)
+    modules["compose_backward"].compose_backward.function(rows, rows, g, 0.5, False, True, True)
+    modules["norm_assembly"].launch(g, g, g, 0.5)
+    bank = array(4, 64, IN), array(4, 64, OUT), array(4, OUT, dtype=full), array(4, dtype=full)
+    ranks, ids = array(4, dtype=whole), array(8, dtype=torch.int64)
+    for time, groups in ((512, None), (1, array(8, 16, dtype=whole))):
+        modules["bank_expand"].bank_linear.function(
+            array(8, time, OUT), array(8, time, IN), *bank, ranks, ids, groups, bias
+        )
+
+
+def fit(case: Case, capability: int) -> dict[str, Any]:
+    """Compiles a case for a card, and returns what it uses and whether that fits."""
+    code = compiled(case.kernel, case.types, case.constants, capability, case.warps, case.stages)
+    registers, spilled = code.resources()
+    fits = (
+        code.shared_bytes <= CARDS[capability].shared_bytes
+        and registers * code.threads <= REGISTERS
+        and not spilled
+    )
+    sizes = ("RANK", "RANKS", "ROWS", "COLUMNS", "DEPTH", "PIECES", "THEN", "GROUPED")
+    return {
+        "capability": capability,
+        "package": case.package,
+        "kernel": case.name,
+        "constants": {name: value for name, value in case.constants if name in sizes},
+        "warps": case.warps,
+        "stages": case.stages,
+        "shared_bytes": code.shared_bytes,
+        "registers": registers,
+        "spilled_bytes": spilled,
+        "fits": fits,
+        "product": next((name for name in _PRODUCTS if name in code.ptx), None),
+        "atomics": "atom." in code.ptx,
+        "vectors": "st.global.v4" in code.ptx,
+    }
+
+
+def main(*arguments: str) -> int:
+    """Prints a line for each kernel and returns 1 if one does not fit."""
+    failed = 0
+    capabilities = [int(one) for one in arguments if one.isdigit()]
+    kernels = [one for one in arguments if not one.isdigit()]
+    for capability in capabilities or CARDS:
+        for case in cases(capability):
+            if kernels and case.name not in kernels:
+                continue
+            found = fit(case, capability)
+            failed |= not found["fits"]
+            print(json.dumps(found), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
