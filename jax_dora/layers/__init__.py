@@ -3,10 +3,10 @@
 A call of `DoRALinear` takes these steps. Other projections and convolutions differ in step 2;
 `DoRAEmbed` looks up rows instead.
 
-1. `DoRAProduct.__call__` (product.py) collects the operands. `operands_of_call` promotes x, kernel
-   and bias as the base layer does, and computes g = magnitude / norm. `seeds.dropout_of_call` draws
-   the dropout seed.
-2. `matrix_product` computes y = g ∘ x (kernel + s·lora_a lora_b) + bias from the operands, by
+1. `DoRAProjection.__call__` (dora_projection.py) collects the operands. `operands_of_call` promotes
+   x, kernel and bias as the base layer does, and computes g = magnitude / norm.
+   `seeds.dropout_of_call` draws the dropout seed.
+2. `projection_of` computes y = g ∘ x (kernel + s·lora_a lora_b) + bias from the operands, by
    `jax_dora.ops`.
 3. `out_sharding.with_out_sharding` shards the result if the caller asks for it.
 """

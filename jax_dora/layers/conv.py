@@ -10,12 +10,12 @@ from flax import nnx
 
 from jax_dora import ops
 from jax_dora.layers.contraction import Contraction
-from jax_dora.layers.product import DoRAProduct
+from jax_dora.layers.dora_projection import DoRAProjection
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops.dropout import drop_for
 
 
-class DoRAConvolution(DoRAProduct):
+class DoRAConvolution(DoRAProjection):
     """y = conv(x, magnitude ∘ (kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖) + bias.
 
     The norm is taken per output channel, over the window and the input channels of its group. The

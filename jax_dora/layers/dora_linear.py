@@ -6,11 +6,11 @@ from flax import nnx
 
 from jax_dora.layers.base_layer import check_base
 from jax_dora.layers.contraction import Contraction
-from jax_dora.layers.product import DoRAProduct
+from jax_dora.layers.dora_projection import DoRAProjection
 from jax_dora.layers.rule import OPTIONS, layer_rule
 
 
-class DoRALinear(DoRAProduct, nnx.Linear):
+class DoRALinear(DoRAProjection, nnx.Linear):
     """y = magnitude ∘ x(kernel + s·lora_a lora_b) / ‖kernel + s·lora_a lora_b‖ + bias.
 
     A fresh layer computes x(kernel + s·lora_a lora_b) + bias exactly; see `DoRALayer`.

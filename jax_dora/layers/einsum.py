@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora.layers.contraction import Contraction, why_no_projection
-from jax_dora.layers.product import DoRAProduct, matrix_product
+from jax_dora.layers.dora_projection import DoRAProjection, projection_of
 from jax_dora.layers.rule import DoRARule
 from jax_dora.ops import Dropout
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.quantised import stored
 
 
-class DoRAContraction(DoRAProduct):
+class DoRAContraction(DoRAProjection):
     """The base class of `DoRALinearGeneral` and `DoRAEinsum`: lora_a [*batch, *in, rank], lora_b
     [*batch, rank, *out] and magnitude [*batch, *out], with the axes of each role in the kernel's
     order."""
@@ -47,7 +47,7 @@ class DoRAContraction(DoRAProduct):
             arrays["bias"] = None if bias is None else contraction.bias_matrices(bias)
             return contraction(multiply, operands["x"], arrays, operands["dropout"])
 
-        product = matrix_product(self)
+        product = projection_of(self)
 
         def multiply(x: jax.Array, arrays: Any, dropout: Dropout | None) -> jax.Array:
             return product(x=x, dropout=dropout, **arrays)

@@ -11,7 +11,7 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 
 from jax_dora import ops
 from jax_dora.layers.dora_linear import DoRALinear
-from jax_dora.layers.product import operands_of_call
+from jax_dora.layers.dora_projection import operands_of_call
 from jax_dora.layers.quantised_kernel import dtype_carrier, formats_of, takes_codes
 from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.layers.together import apply_layers, named_result

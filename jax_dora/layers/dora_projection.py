@@ -20,7 +20,7 @@ from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.ops.linear import scaled_linear
 
 
-class DoRAProduct(DoRALayer):
+class DoRAProjection(DoRALayer):
     """A DoRA layer over a projection or a convolution."""
 
     kernel: nnx.Param
@@ -60,7 +60,7 @@ class DoRAProduct(DoRALayer):
     @property
     def _function(self) -> Callable[..., jax.Array]:
         """Returns the function of the arrays of a call that computes its result."""
-        return matrix_product(self)
+        return projection_of(self)
 
 
 def operands_of_call(
@@ -81,7 +81,7 @@ def operands_of_call(
     }
 
 
-def matrix_product(layer: Any) -> Callable[..., jax.Array]:
+def projection_of(layer: Any) -> Callable[..., jax.Array]:
     """Returns g ∘ x (kernel + s·lora_a lora_b) + bias as a function of the arrays of
     `operands_of_call`, which are matrices, with the layer's settings."""
     return functools.partial(
