@@ -113,11 +113,25 @@ def _create_lora_modules(original: Function) -> Function:
     def create_lora_modules(self: Any) -> None:
         from torch_dora.vllm.adapters import Adapters
 
-        original(self)
+        try:
+            original(self)
+        except AttributeError as error:
+            modules = self.model.named_modules()
+            if dropped := [name for name, one in modules if _has_dropped_its_weight(one)]:
+                raise ValueError(
+                    "vLLM cannot serve adapters on this model: it has dropped the weights of "
+                    f"{len(dropped)} layers, such as {dropped[0]}, as its CPU build does in INT8. "
+                    "Serve the model in bf16 or in 4 bits, or on a GPU"
+                ) from error
+            raise
         self.dora = Adapters(self, keeps_punica=keeps_punica())
         _outdate_after(self.model, "load_weights", self.dora)
 
     return create_lora_modules
+
+
+def _has_dropped_its_weight(module: Any) -> bool:
+    return hasattr(module, "quant_method") and getattr(module, "weight", module) is None
 
 
 def _apply(original: Function) -> Function:
