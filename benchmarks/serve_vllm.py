@@ -157,7 +157,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         engines = {kind: _start(settings, kind, Path(folder)) for kind in kinds}
         try:
             for kind in checks:
-                row = _next_row(engines[kind], kind)
+                row = next(_rows(engines[kind], kind))
                 tokens[kind] = row.pop("tokens", [])
                 if kind != "check":
                     row["same_on_one"] = sum(map(list.__eq__, tokens[kind], tokens["check"]))
@@ -165,10 +165,10 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             for kind in kinds[len(checks) :]:  # Until all have started, they disturb one another.
                 next(_lines(engines[kind]), None)
             for kind in checks:
-                yield from _rows(_told(engines[kind], ""))
+                yield from _rows(_told(engines[kind], ""), kind)
                 engines[kind].kill()
             for work in works:
-                row = _next_row(_told(engines[work.kind], json.dumps(work)), work.kind)
+                row = next(_rows(_told(engines[work.kind], json.dumps(work)), work.kind))
                 sizes = work.rows, work.prompt
                 if work.kind == "base":
                     bases[sizes] = row
@@ -185,10 +185,6 @@ def _told(process: subprocess.Popen[str], line: str) -> subprocess.Popen[str]:
         process.stdin.write(line + "\n")
         process.stdin.flush()
     return process
-
-
-def _next_row(process: subprocess.Popen[str], kind: str) -> Row:
-    return next(_rows(process), {"kind": kind, "failed": "the engine's process has ended"})
 
 
 def _start(settings: Settings, kind: str, folder: Path) -> subprocess.Popen[str]:
@@ -228,12 +224,13 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
             print(line, end="", flush=True)
 
 
-def _rows(process: subprocess.Popen[str]) -> Iterator[Row]:
+def _rows(process: subprocess.Popen[str], kind: str) -> Iterator[Row]:
     """Yields rows until the process is ready for something else."""
     for line in _lines(process):
         if line.startswith("READY"):
-            break
+            return
         yield json.loads(line.removeprefix("ROW "))
+    yield {"kind": kind, "failed": "the engine's process has ended"}
 
 
 def _plugin(folder: Path) -> Path:
