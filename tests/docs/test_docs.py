@@ -28,7 +28,7 @@ from tools import command_page
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# Of `vllm serve`, which serving.md names; tests/torch_dora/vllm/test_server.py passes them to it.
+# Of `vllm serve`, which vllm.md names; tests/torch_dora/vllm/test_server.py passes them to it.
 VLLM_OPTIONS = {
     *("--enable-lora", "--fully-sharded-loras", "--lora-modules"),
     *("--max-cpu-loras", "--max-lora-rank", "--max-loras"),
