@@ -92,9 +92,10 @@ def _bound(op: Op, settings: Any, tree: Any, *leaves: jax.Array) -> Any:
 
 
 def _shapes(avals: Iterable[Any], *, op: Op, settings: Any, tree: Any) -> Any:
-    # A named kernel stays, so that an unsupported call raises here, by the shapes of the whole
-    # arrays.
-    settings = settings if settings.implementation in KERNELS else _with_xla(settings)
+    # On one device this is the trace that the lowering needs. On several, kernels are chosen by the
+    # shapes of shards; only a named kernel stays, so that an unsupported call raises here.
+    if settings.implementation not in KERNELS and choose.target().partitioned:
+        settings = _with_xla(settings)
     return _traced.eval_shape(op, settings, tree, *map(_unvarying, avals))
 
 

@@ -173,7 +173,10 @@ def _execute(*operands: Any, kernel: _Kernel) -> Any:
 
 @_kernel_p.def_abstract_eval
 def _result_types(*avals: Any, kernel: _Kernel) -> list[Any]:
-    results = jax.tree.leaves(_results(kernel, _types(avals)))
+    types = _types(avals)
+    results = jax.tree.leaves(_results(kernel, types))
+    if _stored(kernel, types):  # so that XLA compiles it while JAX traces the program
+        _compile_ahead(kernel, types)
     return [avals[0].update(shape=one.shape, dtype=one.dtype, weak_type=False) for one in results]
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora.ops.dispatch import choose, partitions, primitive
-from jax_dora.ops.mosaic.hopper import launch
+from jax_dora.ops.mosaic.hopper import kernel_files, launch
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import aval, for_cuda
 
@@ -69,6 +69,39 @@ def test_kernels_do_not_grow_with_the_number_of_layers():
     counts = [len(kernels(program)) for program in programs]
     assert counts[0] == counts[1] == lowered() >= 3
     assert kernels(programs[0]) == kernels(programs[1])
+
+
+def test_an_operator_is_traced_once_for_its_types_and_its_program(monkeypatch):
+    """Tracing the XLA definition for the types as well would double the time of it."""
+    implementations = []
+    run = choose.choose
+
+    def chosen(op, implementation, *candidates, **options):
+        implementations.append(implementation)
+        return run(op, implementation, *candidates, **options)
+
+    monkeypatch.setattr(choose, "choose", chosen)
+    assert kernels(for_cuda(*step(1)))
+    assert None in implementations
+    assert "xla" not in implementations
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_stored_kernel_is_compiled_while_jax_traces(monkeypatch, stored):
+    started = set()
+
+    def results(kernel, types):
+        return launch._traced(kernel, types).out_info
+
+    monkeypatch.setattr(launch, "_compile_ahead", lambda kernel, types: started.add(kernel.launch))
+    monkeypatch.setattr(
+        launch, "_stored", lambda *_: kernel_files.Stored(None, b"") if stored else None
+    )
+    monkeypatch.setattr(launch, "_results", results)
+    function, *arguments = step(1)
+    jax.clear_caches()  # what an earlier test has traced would not be traced again
+    jax.jit(function).trace(*arguments)
+    assert len(started) >= 3 if stored else not started
 
 
 def test_shards_of_all_layers_share_the_kernels():
