@@ -9,6 +9,9 @@ Some layers are trained: the norm, y and all gradients are compared. Of the othe
 program without gradients, which on a GPU must have a kernel that reads the codes.
 
 PEFT's DoRA runs over the same values, as torchao's tensors or, for NF4, as bitsandbytes'.
+
+FP8 with a scale per row is also computed by products of FP8 on both sides, forward and backward, in
+jax_dora alone. The oracle then has the coded rows of x and of the gradient, rounded by torch.
 """
 
 import dataclasses
@@ -31,18 +34,23 @@ READ_CODES = {"decode_project", "decode_quantised"}
 # What PEFT computes less exactly in 16 bits than the bounds allow: the norm of a weight that is
 # rounded first, and the bias's gradient as a sum of two that are rounded.
 PEFT_ROUNDS = ("norm", "d_bias")
+FP8 = "float8_e4m3fn"
+GROWN = 1 + 2.0**-4  # How much larger than x its rounded rows may be, and with them the bounds.
 
 
 class Layer(NamedTuple):
-    """A layer over a quantised weight; `trained` is whether its gradients are compared too."""
+    """A layer over a quantised weight; `trained` is whether its gradients are compared too.
+    `bwd_qtype` is the format of gradients for products in FP8, or None."""
 
     form: Format
     case: Case
     trained: bool
+    bwd_qtype: str | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.form}: {self.case.name}{'' if self.trained else ' without gradients'}"
+        rows = f" by rows, {self.bwd_qtype} backward" if self.bwd_qtype else ""
+        return f"{self.form}{rows}: {self.case.name}{'' if self.trained else ' without gradients'}"
 
 
 def layers(device: str, quick: bool) -> Iterator[Layer]:
@@ -59,7 +67,10 @@ def layers(device: str, quick: bool) -> Iterator[Layer]:
     for form in FORMATS:
         for dtype in DTYPES:
             rows = 33 if is_cpu else 128 if quick or dtype == "float32" else 2048
-            yield Layer(form, cases.layer(dtype, rows, *first), trained=True)
+            layer = Layer(form, cases.layer(dtype, rows, *first), trained=True)
+            yield layer
+            if form == Format(FP8):
+                yield layer._replace(bwd_qtype=FP8 if dtype == "float32" else "float8_e5m2")
         for rows in (1,) if is_cpu else (8, 128) if quick else (1, 8, 32, 128):
             yield Layer(form, cases.layer("bfloat16", rows, *first), trained=False)
         if not quick:
@@ -79,7 +90,9 @@ def run(report: Report, layer: Layer, device: str) -> None:
         expected = {"norm": Expected(oracle.norm(*adapter), bound, "float32")} | expected
     else:
         expected = {"y": expected["y"]}
-    for name in (*SIDES, "peft"):
+    if layer.bwd_qtype:
+        expected |= coded(layer, inputs, dense_inputs, expected)
+    for name in ("jax",) if layer.bwd_qtype else (*SIDES, "peft"):
         try:
             found = _results(name, layer, inputs)
         except Exception as error:
@@ -93,6 +106,46 @@ def run(report: Report, layer: Layer, device: str) -> None:
         judge(report, layer.name, name, found, wanted)
     if device != "cpu" and not layer.trained:
         judge_kernels(report, layer, SIDES["jax"].operators.kernels(inputs, s, None))
+
+
+def coded(
+    layer: Layer, inputs: LayerInputs, dense: LayerInputs, expected: Mapping[str, Expected]
+) -> dict[str, Expected]:
+    """Returns the quantities that rounding x and the gradient changes, by the coded values."""
+    case, bwd_qtype = layer.case, layer.bwd_qtype
+    assert bwd_qtype is not None
+    norm = oracle.norm(dense.weight, dense.lora_a, dense.lora_b, case.scale)
+    g = oracle.magnitude_scale(oracle.fp64(dense.magnitude), norm, case.dtype)
+    scales = torch.as_tensor(parts(inputs.weight).scale, device=g.device).double().flatten()
+    moved = (rounded_rows(dense.x.double(), FP8) - dense.x.double()) @ dense.weight.T
+    d, codes = g * dense.dy.double() * scales, dense.weight / scales[:, None]
+    d_moved = (rounded_rows(d, bwd_qtype) - d) @ codes
+    # In 16 bits g∘dy is rounded first, so that other codes may be the nearest.
+    others: Any = 0.0
+    if case.dtype != "float32":
+        others = tolerances.quantised_rows(d.cpu().numpy(), codes.T.cpu().numpy(), bwd_qtype)
+        others = torch.as_tensor(others, device=d.device)
+    changes = {
+        "y": (g * moved, 0.0),
+        "d_magnitude": ((dense.dy.double() * moved).sum(0) / norm, 0.0),
+        "d_x": (d_moved, others),
+    }
+    return {
+        name: dataclasses.replace(
+            expected[name],
+            want=expected[name].want + change,
+            bound=GROWN * expected[name].bound + more,
+        )
+        for name, (change, more) in changes.items()
+    }
+
+
+def rounded_rows(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Returns x fp64[rows, features] with each row rounded to an FP8 dtype in units of its largest
+    magnitude / the largest number of the dtype."""
+    fp8 = getattr(torch, dtype)
+    scale = x.abs().amax(-1, keepdim=True) / torch.finfo(fp8).max
+    return (x / scale).float().to(fp8).double() * scale
 
 
 def judge_kernels(report: Report, layer: Layer, names: Sequence[str]) -> None:
@@ -125,5 +178,6 @@ def _results(name: str, layer: Layer, inputs: LayerInputs) -> Mapping[str, Any]:
     side = SIDES[name].operators
     if not layer.trained:
         return {"y": side.apply(inputs, s, None)()}
-    found = side.layer(inputs, s, None, frozen=False)()
+    rows = {"act_qtype": FP8, "bwd_qtype": layer.bwd_qtype} if layer.bwd_qtype else {}
+    found = side.layer(inputs, s, None, frozen=False, **rows)()
     return found | {"norm": side.norm(inputs, s, None)()}

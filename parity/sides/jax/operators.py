@@ -59,9 +59,14 @@ def compose(
 
 
 def layer(
-    inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
+    inputs: LayerInputs,
+    scale: float,
+    implementation: Implementation,
+    *,
+    frozen: bool,
+    **options: Any,
 ) -> Computation:
-    op = choose_operator(ops.dora_linear, plain_linear, implementation, scale=scale)
+    op = choose_operator(ops.dora_linear, plain_linear, implementation, scale=scale, **options)
     operands = linear_operands(inputs)
     constant = {"kernel", "magnitude"} if frozen else {"kernel"}
     wanted = [name for name in operands if name not in constant]
