@@ -16,6 +16,7 @@ Levels:
     bank                many adapters in one batch
     quantised           kernels and optimizer steps over quantised bases
     quality             how much each quantised format changes the results of a model
+    fp8_training        training with activations and gradients in FP8, compared with bf16
     serve               the engine of the server
     scale               a decoder on several devices
     compile             the time until a user's model can run, on one device and on several
@@ -46,6 +47,7 @@ from typing import Any
 LEVELS = (
     *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
+    "fp8_training",
     *("model --torch", "vlm", "method_comparison", "bank", "bank --torch"),
     *("serve", "serve --torch", "serve --vllm"),
 )
@@ -109,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     file_name, out = name.replace(" --", "_"), options.out
     if out and out.suffix != ".jsonl":
         out = out / f"{file_name}.jsonl"
-    meaningful = (device == "cuda" or name == "quality") and not options.quick
+    meaningful = (device == "cuda" or name in ("quality", "fp8_training")) and not options.quick
     if not meaningful and out and out.resolve().is_relative_to(results.FOLDER):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
     if device == "cpu":

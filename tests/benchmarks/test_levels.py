@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import baselines, ops, results, scale, step_table, step_torch
+from benchmarks import baselines, fp8_training, ops, results, scale, step_table, step_torch
 from benchmarks.model import placed
 from benchmarks.model.protocol import QUICK as QUICK_SIZES
 from benchmarks.work import Expectation, judge
@@ -65,9 +65,10 @@ LEVELS = {
     "quantised": (
         (),
         "work",
-        {"norm", "few rows", "product", "projection", "decode", "step", "memory"},
+        {"norm", "few rows", "product", "projection", "gradient", "decode", "step", "memory"},
     ),
     "quality": ((), "model", {"decoder"}),
+    "fp8_training": ((), "format", {"bf16", *(form.name for form in fp8_training.FORMATS[2:4])}),
     "step": ((), "kind", {"LoRA", "DoRA"}),
     "step --table": (
         ("--only", "as it is", "--only", "LoRA, products"),
