@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
 # The settings of qwix's rules that are used here. Others change how products are intercepted, or
 # how weights are rounded, and must keep their defaults.
 _USED = {
-    *("module_path", "weight_qtype", "act_qtype", "bwd_qtype", "tile_size"),
+    *("module_path", "weight_qtype", "act_qtype", "tile_size"),
     *("rank", "alpha", "dropout", "lora_a_initializer", "lora_b_initializer"),
 }
 # The attributes that qwix sets on every module of a model.
@@ -76,7 +76,7 @@ class DoRAProvider(LoraProvider):
             - `weight_qtype`: "nf4", "int8", "int4" or "float8_e4m3fn", or the dtype of that name.
             - `tile_size`: the number of input features that share a scale. With None all of an
               output feature share one, as in qwix.
-            - `act_qtype`, `bwd_qtype`: see `jax_dora.quantize`.
+            - `act_qtype`: see `jax_dora.quantize`.
             - `lora_a_initializer`, `lora_b_initializer`: see `jax_dora.DoRARule`, whose defaults
               are used here.
 
@@ -157,9 +157,8 @@ class DoRAProvider(LoraProvider):
             if names and rule.weight_qtype is not None:
                 path = "|".join(map(re.escape, names))
                 options: dict[str, Any] = {"path": path, "tile_size": rule.tile_size or 0}
-                for name in ("act_qtype", "bwd_qtype"):
-                    if (qtype := getattr(rule, name)) is not None:
-                        options[name] = _qtype_name(qtype)
+                if rule.act_qtype is not None:
+                    options["act_qtype"] = _qtype_name(rule.act_qtype)
                 model = quantize(model, _qtype_name(rule.weight_qtype), **options)
         return model
 
@@ -191,7 +190,7 @@ def _check_used(rule: Any) -> None:
                 f"{field.default!r}"
             )
     if rule.weight_qtype is None:
-        for name in ("tile_size", "act_qtype", "bwd_qtype"):
+        for name in ("tile_size", "act_qtype"):
             if getattr(rule, name) is not None:
                 raise ValueError(
                     f"{name} is {getattr(rule, name)!r} without weight_qtype; expected a "
