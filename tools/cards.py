@@ -26,6 +26,7 @@ from jax_dora.ops.triton import (
     triton_compose_forward,
     triton_expand_compose,
     triton_norm,
+    triton_swiglu,
 )
 from torch_dora.ops.quantised import Codes
 
@@ -94,6 +95,8 @@ def _of_jax(capability: int) -> Iterator[Case]:
             operands = rows, array(ROWS, rank), array(rank, OUT), g, scale, bias
             call = (ROWS, rank, OUT, jnp.bfloat16)
             launch(triton_expand_compose, call, *operands, **with_inner)
+        vectors = g, g, bias, bias
+        launch(triton_swiglu, size, rows, rows, rows, *vectors, want_bias=True)
         wanted = {"delta": False, "want_base": True, "want_lora": True}
         launch(triton_compose_backward, size, rows, rows, g, scale, **wanted)
         launch(triton_compose_forward, size, rows, rows, g, scale, bias, delta=False, **with_inner)

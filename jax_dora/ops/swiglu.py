@@ -27,6 +27,7 @@ from jax_dora.ops.dtypes import accumulation_dtype, per_feature
 from jax_dora.ops.mosaic.rows import swiglu_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import swiglu_codes as kernel_with_codes
 from jax_dora.ops.operands import Gating, GatingSettings
+from jax_dora.ops.triton import triton_swiglu
 
 
 def swiglu(
@@ -46,9 +47,9 @@ def swiglu(
       gate, up: [..., out] of one dtype, from `lora_linear`.
       gate_g, up_g: f32[out] from `magnitude_scale`.
       gate_bias, up_bias: [out].
-      implementation: the gradient's implementation: None, "mosaic", "xla" or "eager", as in
-        `dora_linear`; a named one runs or raises. "mosaic" is one pass over dh, gate and up. The
-        result itself is computed by XLA, which fuses it into one pass.
+      implementation: the gradient's implementation: None, "mosaic", "triton", "xla" or "eager", as
+        in `dora_linear`; a named one runs or raises. "mosaic" and "triton" are one pass over dh,
+        gate and up. The result itself is computed by XLA, which fuses it into one pass.
       with_codes: quantise the result's rows in the pass that computes it. With implementation None
         or "mosaic" this may be a Mosaic kernel.
 
@@ -92,7 +93,7 @@ def _swiglu(settings: GatingSettings, operands: Gating) -> jax.Array:
         return define(meshes.vary_alike(operands))
     _choose(
         settings, operands.gate
-    )  # raises already in the forward pass if "mosaic" is unsupported
+    )  # raises already in the forward pass if a named kernel is unsupported
     return meshes.differentiable(_with_gradient)(settings, meshes.vary_alike(operands))
 
 
@@ -170,7 +171,8 @@ def _backward(settings: GatingSettings, shard: Shard, operands: Gating) -> tuple
 
 def _choose(settings: GatingSettings, gate: jax.Array) -> Choice | None:
     call = (gate.size // max(gate.shape[-1], 1), gate.shape[-1], gate.dtype)
-    return choose.choose("swiglu", settings.implementation, (kernel_backward, call))
+    candidates = (kernel_backward, call), (triton_swiglu, call)
+    return choose.choose("swiglu", settings.implementation, *candidates)
 
 
 _RESULTS = ("t o", "t o", "o", "o", "o", "o")

@@ -72,7 +72,7 @@ def test_small_prompts_are_rows_of_the_kernels_for_decoding(on_mosaic, monkeypat
     launched = watched(bank_rows)
     monkeypatch.setattr(bank_rows, "wins", lambda *call, **settings: True)
     monkeypatch.setattr(bank_decode, "wins", lambda *call, **settings: False)
-    monkeypatch.setattr(choose.Target, "prefers_mosaic", True)
+    monkeypatch.setattr(choose.Target, "prefers", lambda self, name: name == "mosaic")
     base, x, held, ids = operands(7, 20, features=64)
     bias = jnp.arange(64.0).astype(base.dtype)
     with on_mosaic():
