@@ -10,7 +10,7 @@ Levels:
     model               a decoder with the dimensions of Qwen3-8B
     vlm                 vision-language models, torch_dora compared with PEFT
     method_comparison   PEFT's own benchmark, with its DoRA accelerated
-    tune                each Mosaic kernel with several launch configs
+    tune                each kernel of this card with several launch configs
     step                an optimizer step of Llama 3 8B's dimensions, for several memory budgets
     step --table        the same step, with one part of the program changed in each row
     bank                many adapters in one batch
@@ -154,6 +154,11 @@ def main(arguments: list[str] | None = None) -> int:
             break
     if hasattr(level, "summary"):
         print(level.summary(header, rows))
+    if options.level == "tune" and device == "cuda":
+        sent = out or "these lines, or a file of --out,"
+        print(
+            f"On a card that docs/which-gpu.md calls not measured, please send {sent} in an issue."
+        )
     return 1 if any(map(results.failed, rows)) else 0
 
 

@@ -1,4 +1,4 @@
-"""A table of the Mosaic kernels, with shapes and candidate launch configs.
+"""Tables of the Mosaic and Triton kernels, with shapes and candidate launch configs.
 
 `tune` times them, `tools/sanitize.py` runs them under compute-sanitizer. No other code outside of
 `jax_dora.ops` calls kernel modules.
@@ -8,7 +8,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from benchmarks import kernel_definitions
 from benchmarks.kernel_definitions import RATE
-from jax_dora.ops import mosaic
+from jax_dora.ops import mosaic, triton
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dropout import draw_seed
 from jax_dora.ops.mosaic.bank import bank_decode, bank_rows, bank_shrink
@@ -51,6 +51,8 @@ class Kernel:
       kinds: the dtypes and formats that `config` and `wins` take after the sizes.
       launcher: if the module's `launch` takes other operands, a function of the operands that calls
         it.
+      triton: the name of a module of `jax_dora.ops.triton`, if it is measured instead of the Mosaic
+        kernel of the same operator.
     """
 
     name: str
@@ -63,9 +65,16 @@ class Kernel:
     options: Mapping[str, Any] = field(default_factory=dict)
     kinds: tuple[Any, ...] = (BF16,)
     launcher: Callable[..., Any] | None = None
+    triton: str = ""
+
+    @property
+    def package(self) -> str:
+        return "triton" if self.triton else "mosaic"
 
     @property
     def module(self) -> Any:
+        if self.triton:
+            return importlib.import_module(f"{triton.__name__}.{self.triton}")
         (path,) = Path(mosaic.__path__[0]).glob(f"*/{self.name}.py")
         return importlib.import_module(f"{mosaic.__name__}.{path.parent.name}.{self.name}")
 
@@ -80,8 +89,12 @@ class Kernel:
         for axes, operand in zip(self.operands.split(", "), operands, strict=True):
             names = [] if axes == "layer" else axes.removeprefix("nf4 ").split()
             sizes |= dict(zip(names, operand.shape, strict=True))
-        knobs = {"config": config or self.module.config(*self.arguments(sizes))}
-        knobs["sm_count"] = choose.target().sm_count
+        target, call = choose.target(), self.arguments(sizes)
+        if self.triton:
+            chosen = self.module.config(target.capability, *call)
+            knobs = {"config": config or chosen, "capability": target.capability}
+        else:
+            knobs = {"config": config or self.module.config(*call), "sm_count": target.sm_count}
         launch = self.launcher or self.module.launch
         scale = (jnp.float32(1),) if self.scaled else ()
         return launch(*operands, *scale, **self.options, **knobs)
@@ -376,3 +389,36 @@ TABLE = (
     ),
 )
 KERNELS = {kernel.name: kernel for kernel in TABLE}
+
+
+def triton_kernels() -> list[Kernel]:
+    """Returns the Triton kernels of JAX, with the shapes of the Mosaic kernels."""
+    from dora_common.triton import compose_backward, compose_forward
+    from dora_common.triton.expand_compose import Config
+
+    tiles = [
+        Config(rows, columns, depth, warps, stages)
+        for rows, columns, depth, warps, stages in (
+            *((32, 128, 32, 4, 2), (64, 128, 32, 4, 3), (64, 128, 64, 4, 3), (64, 128, 64, 8, 2)),
+            *(
+                (64, 256, 64, 8, 2),
+                (128, 128, 32, 8, 3),
+                (128, 128, 64, 4, 3),
+                (128, 128, 64, 8, 3),
+            ),
+            (128, 256, 64, 8, 3),
+        )
+    ]
+    strips = [compose_backward.Config(**c) for c in ({"columns": 1024}, {"rows": 2}, {"stages": 2})]
+    rows = [compose_forward.Config(rows=2), compose_forward.Config(rows=8, warps=8)]
+    candidates = {
+        "one_pass_norm": ("triton_norm", tiles),
+        "expand_compose": ("triton_expand_compose", tiles),
+        "compose_forward": ("triton_compose_forward", rows),
+        "compose_backward": ("triton_compose_backward", strips),
+        "swiglu_backward": ("triton_swiglu", strips),
+    }
+    return [
+        replace(KERNELS[name], triton=module, candidates=configs)
+        for name, (module, configs) in candidates.items()
+    ]

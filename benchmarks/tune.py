@@ -1,9 +1,10 @@
-"""Level `tune`: each Mosaic kernel with candidate launch configs, compared with XLA.
+"""Level `tune`: the kernels of this card with candidate launch configs, compared with XLA.
 
 For every kernel and shape of `benchmarks.kernels` the variants are the same computation by XLA
-("xla"), the kernel with its own choice of a config ("mosaic, chosen: yes" or "no", by what the
-kernel's `wins` says of the shape), and the kernel with each candidate, named after its fields that
-differ from the default. Results are compared with fp32. Device time has a cold L2 cache.
+("xla"), the kernel with its own choice of a config ("mosaic, chosen: yes" or "no", or "triton, …",
+by what the kernel's `wins` says of the shape), and the kernel with each candidate, named after its
+fields that differ from the default. Results are compared with fp32. Device time has a cold L2
+cache.
 
 One line is one variant at one shape; `benchmarks.report` lists its fields. The results are for
 reading: whoever changes a kernel's choices edits its `wins` and `config`.
@@ -18,8 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.arrays import NO_TRITON, interpreted, set_count
-from benchmarks.kernels import KERNELS, Kernel
+from benchmarks.kernels import KERNELS, Kernel, triton_kernels
 from benchmarks.work import Expectation, Variant, Work
+from jax_dora.ops.dispatch import choose
+from jax_dora.ops.triton.kernel_call import is_installed
 from parity.sides.jax.operators import to_torch
 
 QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
@@ -28,7 +31,10 @@ QUICK |= {"groups": 2, "layers": 2, "slots": 4, "time": 128}
 
 def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
     """Yields functions that make the pieces of work, one for each kernel and shape."""
-    for kernel in KERNELS.values():
+    kernels = [*KERNELS.values(), *(triton_kernels() if is_installed() else [])]
+    for kernel in kernels:
+        if device == "cuda" and choose.target().refuses(kernel.package):
+            continue
         tiny = [{axis: QUICK[axis] for axis in kernel.shapes[0]}]
         for sizes in tiny if settings.quick else kernel.shapes:
             yield functools.partial(_work, kernel, sizes, device, settings.quick)
@@ -48,9 +54,11 @@ def _work(kernel: Kernel, sizes: Mapping[str, int], device: str, quick: bool) ->
     wins = kernel.module.wins(*kernel.arguments(sizes))
     variants = [
         variant("xla", kernel.define, compiler_options=NO_TRITON),
-        variant(f"mosaic, chosen: {'yes' if wins else 'no'}", kernel.launch),
+        variant(f"{kernel.package}, chosen: {'yes' if wins else 'no'}", kernel.launch),
         *(
-            variant(_name(config), functools.partial(kernel.launch, config=config))
+            variant(
+                f"{kernel.package} {_name(config)}", functools.partial(kernel.launch, config=config)
+            )
             for config in (kernel.candidates[:1] if quick else kernel.candidates)
         ),
     ]
@@ -67,7 +75,7 @@ def _name(config: Any) -> str:
     """Returns a variant's name: the fields of `config` that differ from the default."""
     values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
     changed = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
-    return " ".join(["mosaic", *(changed or ["by default"])])
+    return " ".join(changed or ["by default"])
 
 
 def _results(outputs: Any) -> dict[str, Any]:

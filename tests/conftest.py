@@ -66,6 +66,29 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("tests")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only Mosaic kernels can pass, under `-m gpu` on other cards than Hopper's."""
+    if config.getoption("markexpr") != "gpu":
+        return
+    from jax_dora.ops.dispatch.choose import target
+
+    refused = {name for name in ("mosaic", "triton") if target().refuses(name)}
+    left_out = [item for item in items if refused & _kernels_of(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _kernels_of(item: pytest.Item) -> set[str]:
+    """Returns the implementation of JAX that a test needs, as its name or its parameters say."""
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec else ()
+    named = {one for one in values if isinstance(one, str)} & {"mosaic", "triton"}
+    is_of_mosaic = "on_mosaic" in item.fixturenames or "/mosaic/" in item.nodeid
+    if not named and (is_of_mosaic or "mosaic" in item.nodeid):
+        named = {"mosaic"}
+    return named if "torch_dora" not in item.nodeid else set()
+
+
 def pytest_collection_finish() -> None:
     """Excludes imported modules from garbage collection, which would scan them again and again."""
     gc.collect()
@@ -78,6 +101,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties:
             if name == "printed":
                 terminalreporter.write_line(f"{report.nodeid}: {value}")
+    if terminalreporter.config.getoption("markexpr") == "gpu":
+        from parity.environment import environment
+
+        terminalreporter.write_line(f"The card: {environment('cuda')}")
+        terminalreporter.write_line(
+            "On a card that docs/which-gpu.md calls not measured, please send this line, the ones "
+            "below and those of failed tests in an issue."
+        )
 
 
 @pytest.fixture

@@ -1,16 +1,19 @@
 """Compiles the Triton kernels of both packages for every card, by Triton's own compiler.
 
-    python -m tools.cards [CAPABILITY...] [KERNEL...]
+    python -m tools.cards [--out FILE] [CAPABILITY...] [KERNEL...]
 
 No GPU is needed. Prints a line of JSON for each kernel and config, and fails if one does not fit
-its card or spills registers to memory.
+its card or spills registers to memory. FILE gets a line for each compute capability, for the page
+"Which GPU".
 """
 
+import argparse
 import importlib
 import json
 import pkgutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +21,11 @@ import jax.numpy as jnp
 import torch
 
 import torch_dora.ops.triton as torch_launches
+from benchmarks.results import Writer
 from dora_common.triton import compilation
 from dora_common.triton.cards import CARDS, REGISTERS
 from dora_common.triton.compilation import Compiled, compiled
+from jax_dora.ops.dispatch.choose import KERNELS, Target
 from jax_dora.ops.triton import (
     triton_compose_backward,
     triton_compose_forward,
@@ -28,6 +33,7 @@ from jax_dora.ops.triton import (
     triton_norm,
     triton_swiglu,
 )
+from parity.environment import environment
 from torch_dora.ops.quantised import Codes
 
 ROWS, IN, OUT = 4096, 4096, 14336
@@ -199,20 +205,45 @@ def fit(case: Case, capability: int) -> dict[str, Any]:
     }
 
 
-def main(*arguments: str) -> int:
+def summary(capability: int, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what the page "Which GPU" says of a compute capability."""
+    target = Target("gpu", f"{capability // 10}.{capability % 10}")
+    preferred = [name for name in KERNELS if target.prefers(name) and not target.refuses(name)]
+    return {
+        "capability": target.compute_capability,
+        "cards": CARDS[capability].names,
+        "jax": preferred[0],
+        "kernels": len(found),
+        "fitting": sum(one["fits"] for one in found),
+        "shared_kib": max(one["shared_bytes"] for one in found) / 1024,
+        "limit_kib": CARDS[capability].shared_bytes / 1024,
+        "registers": max(one["registers"] for one in found),
+    }
+
+
+def main() -> int:
     """Prints a line for each kernel and returns 1 if one does not fit."""
-    failed = 0
-    capabilities = [int(one) for one in arguments if one.isdigit()]
-    kernels = [one for one in arguments if not one.isdigit()]
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels for every card.")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("names", nargs="*", metavar="CAPABILITY or KERNEL")
+    options = parser.parse_args()
+    failed, writer = False, None
+    if options.out:
+        facts = {"level": "cards", "environment": environment("cpu")}
+        writer = Writer(options.out, {"kind": "compiled", **facts})
+    capabilities = [int(one) for one in options.names if one.isdigit()]
+    kernels = [one for one in options.names if not one.isdigit()]
     for capability in capabilities or CARDS:
+        found = []
         for case in cases(capability):
-            if kernels and case.name not in kernels:
-                continue
-            found = fit(case, capability)
-            failed |= not found["fits"]
-            print(json.dumps(found), flush=True)
-    return failed
+            if not kernels or case.name in kernels:
+                found.append(fit(case, capability))
+                print(json.dumps(found[-1]), flush=True)
+        failed |= not all(one["fits"] for one in found)
+        if writer:
+            writer.add(summary(capability, found))
+    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

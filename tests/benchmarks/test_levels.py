@@ -49,7 +49,7 @@ LEVELS = {
     "tune": (
         ("--only", "one pass norm *"),
         "variant",
-        {"xla", "mosaic, chosen: no", "mosaic by default"},
+        {"xla", "mosaic, chosen: no", "mosaic by default", "triton, chosen: no", "triton rows=32"},
     ),
     "bank": ((), "kind", {"base", "LoRA", "DoRA", "one-hot", "loop", "first", "again"}),
     "bank --torch": ((), "kind", {"base", "LoRA", "DoRA", "PEFT LoRA"}),

@@ -118,10 +118,11 @@ def test_triton_agrees_with_the_oracle(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", None, "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_agree_at_full_size(dtype):
+def test_kernels_agree_at_full_size(dtype, implementation):
     arrays, dy = layer(2, (1025,), 2048, 2048, 384, dtype)
-    check(arrays, dy, "mosaic", None, "triton")
+    check(arrays, dy, implementation)
 
 
 def matrices(function, operands, shape):
