@@ -156,9 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(level.summary(header, rows))
     if options.level == "tune" and device == "cuda":
         sent = out or "these lines, or a file of --out,"
-        print(
-            f"On a card that docs/which-gpu.md calls not measured, please send {sent} in an issue."
-        )
+        print(f"On a card that docs/measured/which-gpu.md calls not measured, please send {sent}")
+        print("in an issue.")
     return 1 if any(map(results.failed, rows)) else 0
 
 

@@ -106,8 +106,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
         terminalreporter.write_line(f"The card: {environment('cuda')}")
         terminalreporter.write_line(
-            "On a card that docs/which-gpu.md calls not measured, please send this line, the ones "
-            "below and those of failed tests in an issue."
+            "On a card that docs/measured/which-gpu.md calls not measured, please send this line, "
+            "the ones below and those of failed tests in an issue."
         )
 
 

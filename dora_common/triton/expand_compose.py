@@ -25,27 +25,26 @@ class Config:
     """A program computes a tile of ``rows`` × ``columns`` and loops over the rank, ``depth`` at a
     time.
 
-    A tile of 128 × 128 in fp32 takes 128 registers per thread of 4 warps. So two programs fit on a
-    multiprocessor, and one's epilogue (memory traffic) overlaps with the other's products. A low
-    rank has little arithmetic, and many small programs then keep more loads and stores in flight.
+    The tile of base is loaded before the products, and takes as many registers as a quarter to a
+    half of the accumulator: higher tiles spill. A low rank has little arithmetic, and many small
+    programs then keep more loads and stores in flight.
     """
 
-    rows: int = 128
+    rows: int = 64
     columns: int = 128
     depth: int = 64
     warps: int = 4
     stages: int = 3
 
 
-def config(rank: int, capability: int = 90) -> Config:
-    """Returns the fastest config (H100; 4096 and 14336 features). Other cards than Hopper were not
-    measured: there a tile of 128 rows spills registers, as `python -m tools.cards` shows."""
+def config(rank: int) -> Config:
+    """Returns the fastest config (H200, 4096 × 8192 at ranks 16, 64 and 384)."""
     depth = min(64, max(16, next_power_of_2(rank)))
     if rank <= 16:
         return Config(rows=32, depth=depth, stages=2)
-    if rank <= 128 or capability != 90:
-        return Config(rows=64, depth=depth, warps=8, stages=2)
-    return Config(warps=8)
+    if rank <= 128:
+        return Config(depth=depth, warps=8, stages=2)
+    return Config()
 
 
 @jit

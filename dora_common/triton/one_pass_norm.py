@@ -17,29 +17,36 @@ Traffic: W once, 32 µs for 8192×8192 in bf16 at 4.2 TB/s; the partial sums, 2/
 way. Flops: 2·out·in·r, 64 µs at r = 384 and 800 TFLOP/s: bound by the tensor cores.
 """
 
-import dataclasses
-
 import triton.language as tl
 
-from dora_common.triton import expand_compose
 from dora_common.triton.expand_compose import Config
-from dora_common.triton.jit import WIDEN, jit, number
+from dora_common.triton.jit import WIDEN, jit, next_power_of_2, number
 
 
-def config(rank: int, is_in_pieces: bool, is_coded: bool, capability: int = 90) -> Config:
-    """Returns the fastest config (H100, 4096 and 14336 features; H200 for codes, 8192, and for
-    pieces, 4096 × 12288 at ranks 16, 64 and 384).
+def config(
+    rank: int, *, is_in_pieces: bool, is_coded: bool, axis: int, capability: int = 90
+) -> Config:
+    """Returns the fastest config (H100 and H200, 4096 to 14336 features at ranks 16, 64 and 384).
 
-    The tiles are those of expand_compose, for the same reasons, but wider for float weights and
-    medium ranks. Tiles of two pieces take twice the memory, and so less of the rank at a time.
+    High tiles have fewer loads of the adapter, and spill registers on other cards than Hopper,
+    which were not measured. Tiles of two pieces take twice the memory, and so less of the rank at a
+    time. A sum over rows, axis 0, is added up across warps: for it wide tiles were slower.
     """
+    depth = min(64, max(16, next_power_of_2(rank)))
+    rows = 128 if capability == 90 else 64
     if is_in_pieces:
-        small = Config(rows=64, depth=16 if rank <= 16 else 32, stages=2)
-        return small if rank <= 16 or capability != 90 else Config(depth=32)
-    tiles = expand_compose.config(rank, capability)
-    columns = 256 if 16 < rank <= 128 and not is_coded else tiles.columns
-    warps = 4 if tiles.rows == 128 and not is_coded else tiles.warps
-    return dataclasses.replace(tiles, columns=columns, warps=warps)
+        if rank <= 16 or rows == 64:
+            return Config(depth=min(depth, 32), warps=4 if rank <= 16 else 8, stages=2)
+        return Config(rows=128, depth=32)
+    if rank <= 16:
+        return Config(rows=64 if axis == 0 else 32, depth=depth, stages=2)
+    if rank > 128:
+        return Config(rows=rows, warps=8 if is_coded or rows == 64 else 4)
+    if is_coded:
+        return Config(depth=depth, warps=8, stages=2)
+    if axis == 0:
+        return Config(rows=rows, depth=depth, stages=2)
+    return Config(columns=256, depth=depth, warps=8, stages=2)
 
 
 @jit

@@ -49,7 +49,13 @@ LEVELS = {
     "tune": (
         ("--only", "one pass norm *"),
         "variant",
-        {"xla", "mosaic, chosen: no", "mosaic by default", "triton, chosen: no", "triton rows=32"},
+        {
+            "xla",
+            "mosaic, chosen: no",
+            "mosaic by default",
+            "triton, chosen: no",
+            "triton rows=32 depth=32 stages=2",
+        },
     ),
     "bank": ((), "kind", {"base", "LoRA", "DoRA", "one-hot", "loop", "first", "again"}),
     "bank --torch": ((), "kind", {"base", "LoRA", "DoRA", "PEFT LoRA"}),

@@ -40,7 +40,10 @@ def config(
     """Returns the launch options for a compute capability."""
     from dora_common.triton import one_pass_norm
 
-    return one_pass_norm.config(rank, jnp.dtype(adapter_dtype) == jnp.float32, False, capability)
+    is_in_pieces = jnp.dtype(adapter_dtype) == jnp.float32
+    return one_pass_norm.config(
+        rank, is_in_pieces=is_in_pieces, is_coded=False, axis=0, capability=capability
+    )
 
 
 @launcher("capability")

@@ -54,8 +54,13 @@ def launch(
     is_coded = isinstance(weight, Codes)
     if pieces is None and lora_a.dtype == torch.float32:
         pieces, *_ = adapter_pieces.launch(lora_a, lora_b, torch.float16)
-    card = capability(lora_a.device)
-    chosen = config(lora_a.shape[0], pieces is not None, is_coded, card)
+    chosen = config(
+        lora_a.shape[0],
+        is_in_pieces=pieces is not None,
+        is_coded=is_coded,
+        axis=1,
+        capability=capability(lora_a.device),
+    )
     blocks = cdiv(in_features, chosen.columns)
     partial = torch.empty(blocks, out_features, device=lora_a.device, dtype=torch.float32)
     if is_coded:
