@@ -150,17 +150,20 @@ def load_adapter[Model: nnx.Module](
     return loaded
 
 
-def folder_rules(
+def adapter_rules(
     model: nnx.Module,
     folder: str | os.PathLike[str],
-    dropout_mode: DropoutMode | None = None,
+    *,
     adapter_dtype: Dtype | None = None,
+    dropout_mode: DropoutMode | None = None,
 ) -> list[DoRARule]:
-    """Returns rules by which `apply_dora` makes an adapter as in a folder, but a fresh one. The
-    shapes of a model without adapters are enough.
+    """Returns the rules by which `jax_dora.apply_dora` makes an adapter as in a PEFT folder, but a
+    fresh one.
 
-    The arguments and errors are those of `load_adapter`.
+    The arguments and errors are those of `load_adapter`, but the shapes of `model`, a model without
+    adapters, are enough.
     """
+    check_model(model)
     named = named_model(model, Names())
     with open_folder(folder, "np") as source:
         stacks = _by_weight(named, source.destinations(named.architecture()))

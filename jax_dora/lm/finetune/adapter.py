@@ -1,8 +1,9 @@
 """The adapter of a run: fresh or from a folder, in which layers, and what of it is trained."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,13 +14,12 @@ from flax import nnx
 import jax_dora
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.folder import find_adapter_folder, open_folder
-from jax_dora.adapt.tree import by_path, find_dora_layers, find_modules
-from jax_dora.layers.magnitude import bounded_norm
 from jax_dora.lm.finetune.settings import Settings
 from jax_dora.lm.models import CausalLM
-from jax_dora.peft.load import folder_rules, load_adapter
-from jax_dora.peft.named_model import named_model
-from jax_dora.peft.names import Names
+from jax_dora.lm.models.folder import TIED
+from jax_dora.lm.models.stored_arrays import stored_arrays
+from jax_dora.ops import is_quantised
+from jax_dora.peft import adapter_rules, load_adapter
 
 EMBEDDING, LAYERS = "model/embed_tokens", "model/layers"
 DEFAULTS = {"method": "dora", "rank": 64, "dropout": 0.0, "target": f"{LAYERS}/.*_proj"}
@@ -82,7 +82,8 @@ def rules(settings: Settings, base: CausalLM) -> list[jax_dora.DoRARule]:
     """
     if settings.from_adapter is None:
         return _fresh_rules(settings, base)
-    found = folder_rules(base, settings.from_adapter, "adapter", jnp.float32)
+    options: Any = {"adapter_dtype": jnp.float32, "dropout_mode": "adapter"}
+    found = adapter_rules(base, settings.from_adapter, **options)
     adapted = {re.sub(r"\\(.)", r"\1", rule.path) for rule in found}
     if settings.target is not None and adapted != (matched := _matched(settings.target, base)):
         raise ValueError(
@@ -160,7 +161,7 @@ def adapt(
         model = load_adapter(model, settings.from_adapter, rngs=rngs, **options)
     else:
         model = jax_dora.apply_dora(model, rules, rngs=rngs)
-        for layer in find_dora_layers(model).values() if settings.layers else ():
+        for _, layer in _adapted(model) if settings.layers else ():
             # Of the other layers lora_b is zero too, so that neither gets a gradient.
             mask = np.isin(np.arange(len(layer.lora_a[...])), settings.layers)[:, None, None]
             layer.lora_a.set_value(layer.lora_a[...] * mask)
@@ -180,40 +181,39 @@ def _train_modules(model: CausalLM, names: Any, *, can_share: bool) -> None:
     """
     if not names:
         return
-    named = named_model(model, Names())
+    base = nnx.state(model, lambda _, one: type(one) is nnx.Param)
+    arrays = {array.path: [*array.names] for array in stored_arrays(base, model.config)}
+    if model.lm_head is None:
+        arrays["model", "embed_tokens", "embedding"].append(TIED[0])
     config = AdapterConfig(r=1, modules_to_save=tuple(names))
+    tensors = [tensor for stored in arrays.values() for tensor in stored]
     for name in names:
-        one = AdapterConfig(r=1, modules_to_save=(name,))
-        if not any(map(one.saves, named.parameters)):
-            modules = sorted({parameter.rsplit(".", 2)[-2] for parameter in named.parameters})
+        if not any(map(AdapterConfig(r=1, modules_to_save=(name,)).saves, tensors)):
+            modules = sorted({tensor.split(".")[-2] for tensor in tensors})
             raise ValueError(
                 f"modules_to_save={list(names)}: no module has the name {name!r}; expected some of "
                 f"{', '.join(modules)}"
             )
-    shared: dict[tuple[str, str], list[str]] = {}
-    for name, parameter in named.parameters.items():
-        shared.setdefault((parameter.path, parameter.attribute), []).append(name)
-    adapted = {path for paths in find_dora_layers(model) for path in paths}
-    modules = by_path(find_modules(model))
-    for (path, attribute), parameters in shared.items():
-        saved = [name for name in parameters if config.saves(name)]
-        if not saved:
+    for path, stored in arrays.items():
+        if not (saved := [name for name in stored if config.saves(name)]):
             continue
-        others = sorted(set(parameters) - set(saved))
+        others = sorted(set(stored) - set(saved))
         if others and not can_share:
             raise ValueError(
                 f"modules_to_save={list(names)}: it has {saved[0]}, but not {others[0]}, which is "
                 "in the same array and stays so in training; expected both or none"
             )
-        if path in adapted:
+        module = functools.reduce(getattr, path[:-1], model)
+        variable = getattr(module, path[-1])
+        value = variable.get_value()
+        if isinstance(module, jax_dora.DoRALayer) or is_quantised(value):
+            what = "quantised" if is_quantised(value) else "adapted too"
             raise ValueError(
-                f"modules_to_save={list(names)}: {saved[0]} is adapted too; expected a `target` "
-                "that leaves it out"
+                f"modules_to_save={list(names)}: {saved[0]} is {what}; expected modules that are "
+                "neither: narrow `target`, or leave out the name"
             )
-        named.check_not_quantised(saved)
-        variable = getattr(modules[path], attribute)
-        value = variable.get_value().astype(jnp.float32)
-        setattr(modules[path], attribute, SavedParam.from_metadata(value, variable.get_metadata()))
+        new = SavedParam.from_metadata(value.astype(jnp.float32), variable.get_metadata())
+        setattr(module, path[-1], new)
 
 
 def trained_magnitudes(model: CausalLM, method: str | None) -> dict[str, jax.Array] | None:
@@ -227,11 +227,11 @@ def trained_magnitudes(model: CausalLM, method: str | None) -> dict[str, jax.Arr
       NotImplementedError: not all are trained, and there are several processes.
     """
     found = {}
-    for paths, layer in find_dora_layers(model).items():
+    for path, layer in _adapted(model):
         arrays = layer.lora_a[...], layer.lora_b[...]
         axes = tuple(range(len(layer.stack.shape), arrays[0].ndim))
         has_adapter = jnp.logical_or(*(jnp.any(array != 0, axes) for array in arrays))[..., None]
-        found[paths[0]] = has_adapter & (method == "dora")
+        found[path] = has_adapter & (method == "dora")
     if all(mask.all() for mask in found.values()):
         return None
     if jax.process_count() > 1:
@@ -243,28 +243,47 @@ def trained_magnitudes(model: CausalLM, method: str | None) -> dict[str, jax.Arr
     return found
 
 
-def keep_norms(
-    model: Any, trained: Mapping[str, jax.Array], norms: Mapping[str, jax.Array]
-) -> None:
+def keep_norms(model: CausalLM, trained: Mapping[str, jax.Array]) -> None:
     """Sets the magnitudes that are not trained to the norms, in place, so that they scale nothing.
 
     So a layer computes what LoRA does, and its lora_a and lora_b have LoRA's gradients, since no
     gradient flows through a norm.
     """
-    for (path, *_), layer in find_dora_layers(model).items():
-        norm = bounded_norm(norms[path], layer.result_dtype)
-        value = jnp.where(trained[path], layer.magnitude[...], norm)
-        # A new variable, since models that are merged from one state share theirs.
-        layer.magnitude = layer.magnitude.replace(value)
+    before = {path: layer.magnitude[...] for path, layer in _adapted(model)}
+    jax_dora.reset_magnitudes(model)
+    for path, layer in _adapted(model):
+        value = jnp.where(trained[path], before[path], layer.magnitude[...])
+        layer.magnitude.set_value(value)
+
+
+def without_untrained(gradients: nnx.State, trained: Mapping[str, jax.Array]) -> nnx.State:
+    """Returns `gradients` with zeros for the magnitudes that are not trained."""
+
+    def masked(path: Any, variable: Any) -> Any:
+        if path[-1] != "magnitude":
+            return variable
+        mask = trained["/".join(map(str, path[:-1]))]
+        return variable.replace(jnp.where(mask, variable.get_value(), 0))
+
+    flat = nnx.to_flat_state(gradients)
+    return nnx.from_flat_state((path, masked(path, variable)) for path, variable in flat)
 
 
 def finished(model: CausalLM, trained: Mapping[str, jax.Array] | None) -> CausalLM:
-    """Returns `model`, whose parameters are changed in place to those that are saved."""
+    """Returns a copy of `model` with the parameters that are saved."""
+    model = nnx.clone(model)
     if trained is not None:
-        keep_norms(model, trained, jax_dora.norms(model))
-    for module in find_modules(model).values():
-        for name, value in vars(module).items():
+        keep_norms(model, trained)
+    for _, module in nnx.iter_modules(model):
+        for name, value in [*vars(module).items()]:
             if isinstance(value, SavedParam):
                 array = value.get_value().astype(model.config.dtype)
                 setattr(module, name, nnx.Param.from_metadata(array, value.get_metadata()))
     return model
+
+
+def _adapted(model: CausalLM) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the layer of every adapted layer."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, jax_dora.DoRALayer):
+            yield "/".join(map(str, path)), module

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 import jax_dora
-from jax_dora.lm.finetune.adapter import keep_norms
+from jax_dora.lm.finetune.adapter import keep_norms, without_untrained
 from jax_dora.lm.finetune.packing import Rows
 from jax_dora.lm.finetune.settings import DECAYING, Settings
 from jax_dora.lm.models import CausalLM, DecoderSharding, next_token_loss
@@ -115,7 +115,10 @@ def accumulate(
       The loss, the gradient by the adapters, and the updated streams.
     """
     # The norms are computed once, since the adapters are the same for all micro-batches.
-    model = nnx.merge(graphdef, adapters, streams, frozen)
+    model = nnx.merge(graphdef, adapters, streams, frozen, copy=trained is not None)
+    if trained is not None:
+        keep_norms(model, trained)
+        adapters = nnx.state(model, nnx.LoRAParam)
     norms = jax_dora.norms(model)
     weight = jnp.maximum(jnp.sum(rows.weights), 1)
 
@@ -124,8 +127,6 @@ def accumulate(
         # changed here, and the dropout streams count their calls.
         model = nnx.merge(graphdef, adapters, streams, frozen, copy=True)
         model = jax_dora.with_norms(model, norms)
-        if trained is not None:
-            keep_norms(model, trained, norms)
         total = next_token_loss(model, **rows._asdict()).total
         return total / weight, nnx.state(model, nnx.RngState)
 
@@ -139,6 +140,8 @@ def accumulate(
 
     zero = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, adapters), streams
     (loss, gradients, streams), _ = jax.lax.scan(micro_step, zero, rows)
+    if trained is not None:
+        gradients = without_untrained(gradients, trained)
     return loss, gradients, streams
 
 

@@ -248,7 +248,7 @@ def test_a_run_of_lora_goes_on_as_if_not_stopped(inputs, tmp_path):
         ("--layers 1 --target .*", "expected a --target in model/layers only, but '.*' also"),
         ("--layers -1", "argument --layers: '-1' is out of range: expected an integer from 0"),
         ("--modules-to-save heads", "no module has the name 'heads'; expected some of down_proj,"),
-        ("--modules-to-save q_proj", "layers.0.self_attn.q_proj.weight is adapted too; expected a"),
+        ("--modules-to-save q_proj", "layers.0.self_attn.q_proj.weight is adapted too; expected"),
         (
             "--modules-to-save layers.1.input_layernorm",
             "it has model.layers.1.input_layernorm.weight, but not model.layers.0.input_layernorm",
