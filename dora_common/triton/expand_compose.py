@@ -37,12 +37,13 @@ class Config:
     stages: int = 3
 
 
-def config(rank: int) -> Config:
-    """Returns the fastest config (H200, 4096 × 8192 at ranks 16, 64 and 384)."""
+def config(rank: int, capability: int = 90) -> Config:
+    """Returns the fastest config (H200, 4096 × 8192 at ranks 16, 64 and 384). On Blackwell, which
+    was not measured, fewer warps at a high rank spill registers."""
     depth = min(64, max(16, next_power_of_2(rank)))
     if rank <= 16:
         return Config(rows=32, depth=depth, stages=2)
-    if rank <= 128:
+    if rank <= 128 or capability >= 100:
         return Config(depth=depth, warps=8, stages=2)
     return Config()
 

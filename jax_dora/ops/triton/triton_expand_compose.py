@@ -28,7 +28,7 @@ def config(capability: int, rows: int, rank: int, out: int, dtype: jax.typing.DT
     """Returns the launch options for a compute capability."""
     from dora_common.triton import expand_compose
 
-    return expand_compose.config(rank)
+    return expand_compose.config(rank, capability)
 
 
 @launcher("want_inner", "capability")

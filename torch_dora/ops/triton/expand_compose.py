@@ -9,7 +9,7 @@ from torch import Tensor
 from dora_common.triton.expand_compose import config, kernel
 from dora_common.triton.jit import cdiv
 from torch_dora.ops.operator import operator
-from torch_dora.ops.triton.jit import launch_kernel
+from torch_dora.ops.triton.jit import capability, launch_kernel
 
 
 def refuses(dtype: torch.dtype) -> str | None:
@@ -36,7 +36,7 @@ def expand_compose(
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
         return results
-    chosen = config(rank)
+    chosen = config(rank, capability(base.device))
     launch_kernel(
         kernel,
         (cdiv(rows, chosen.rows) * cdiv(features, chosen.columns),),
