@@ -8,13 +8,16 @@ its card or spills registers to memory. FILE gets a line for each compute capabi
 """
 
 import argparse
+import contextlib
 import importlib
+import itertools
 import json
 import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -91,8 +94,7 @@ def _of_jax(capability: int) -> Iterator[Case]:
     rows, g, bias = array(ROWS, OUT), array(OUT, dtype=full), array(OUT)
     size = (ROWS, OUT, jnp.bfloat16)
     with_inner = {"want_inner": True}
-    real, compilation.compiled = compilation.compiled, record
-    try:
+    with mock.patch.object(compilation, "compiled", record):
         for rank in RANKS:
             for dtype in (jnp.bfloat16, full):
                 adapter = array(IN, rank, dtype=dtype), array(rank, OUT, dtype=dtype)
@@ -106,8 +108,6 @@ def _of_jax(capability: int) -> Iterator[Case]:
         wanted = {"delta": False, "want_base": True, "want_lora": True}
         launch(triton_compose_backward, size, rows, rows, g, scale, **wanted)
         launch(triton_compose_forward, size, rows, rows, g, scale, bias, delta=False, **with_inner)
-    finally:
-        compilation.compiled = real
     return iter(recorded)
 
 
@@ -127,18 +127,12 @@ def _of_torch(capability: int) -> Iterator[Case]:
         found.name: importlib.import_module(f"{torch_launches.__name__}.{found.name}")
         for found in pkgutil.iter_modules(torch_launches.__path__)
     }
-    real = modules["jit"].launch_kernel
-    for module in modules.values():
-        if hasattr(module, "launch_kernel"):
-            module.launch_kernel = record
-        if hasattr(module, "capability"):
-            module.capability = lambda device: capability
-    try:
+    replaced = {"launch_kernel": record, "capability": lambda device: capability}
+    with contextlib.ExitStack() as stack:
+        for module, name in itertools.product(modules.values(), replaced):
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, replaced[name]))
         _launch_torch(modules)
-    finally:
-        for module in modules.values():
-            if hasattr(module, "launch_kernel"):
-                module.launch_kernel = real
     return iter(recorded)
 
 
