@@ -193,6 +193,9 @@ def vllm_answers(problem: Problem, chosen: np.ndarray, device: str) -> Answers:
     if device == "cpu":
         os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.distributed import (  # pyright: ignore[reportMissingImports]
+        cleanup_dist_env_and_memory,
+    )
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
     engine = LLM(
@@ -217,7 +220,11 @@ def vllm_answers(problem: Problem, chosen: np.ndarray, device: str) -> Answers:
     )
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in problem.prompts]
     requests = [loras[name] for name in problem.rows]
-    outputs = engine.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
+    try:
+        outputs = engine.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
+    finally:  # Another engine may follow in this process.
+        engine.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
     tokens, logprobs = [], []
     for row, output in enumerate(outputs):
         answer = output.outputs[0]
