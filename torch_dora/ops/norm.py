@@ -168,7 +168,7 @@ def _norm_of_codes(
     return one_pass_norm.launch(codes, lora_a.to(dtype), lora_b.to(dtype), scale)
 
 
-@_norm_of_codes.op.register_fake
+@_norm_of_codes.fake
 def _(packed, levels, scales, run, lora_a, lora_b, scale):
     return scales.new_empty(lora_b.shape[0])
 
@@ -197,8 +197,7 @@ def _factored_norm(
         return assemble(base_sq, cross, ba_sq, scale)
 
 
-@_factored_norm.op.register_vmap
-def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor, int]:
+def _examples(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor, int]:
     """Calls the operator once for each example."""
     pairs = list(zip(arguments, in_dims, strict=True))
     results = [
@@ -210,7 +209,10 @@ def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Tensor
     return torch.stack(results), 0
 
 
-@_factored_norm.op.register_fake
+torch.library.register_vmap(_factored_norm.op, _examples)
+
+
+@_factored_norm.fake
 def _(weight, lora_a, lora_b, scale, implementation):
     return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
 
@@ -224,11 +226,6 @@ def _definition(
     cross = (lora_b * (weight @ lora_a.T)).sum(1)
     ba_sq = (lora_b * (lora_b @ (lora_a @ lora_a.T))).sum(1)
     return assemble_norm(weight.square().sum(1), cross, ba_sq, scale)
-
-
-# A decomposed program does not detach the arguments of these operators.
-_norm_of_codes.op.register_autograd(lambda ctx, _: (None,) * 7)
-_factored_norm.op.register_autograd(lambda ctx, _: (None,) * 5)
 
 
 def _squared_norm(weight: Tensor, dtype: torch.dtype) -> Tensor:

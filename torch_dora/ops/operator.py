@@ -19,22 +19,58 @@ from torch_dora.ops import choose
 PLAIN = (Tensor, nn.Parameter)
 
 
+_TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
+
+
 class Operator[**P, R]:
-    """A function of tensors that mutates none of them. ``op`` is the operator of torch.library."""
+    """A function of tensors that mutates none of them and has no gradient. ``op`` is the operator
+    of torch.library.
+
+    It is defined by the dispatcher itself, and not by ``torch.library.custom_op``, whose Python for
+    the gradient takes longer in each call of a compiled program than the kernel's launch.
+    """
 
     def __init__(self, name: str, function: Callable[P, R]) -> None:
-        self.function = _on_its_device(function)
-        self.op = torch.library.custom_op(name, self.function, mutates_args=())
+        self.function, self.name = _on_its_device(function), name
+        namespace, name = name.split("::")
+        self._library = torch.library.Library(namespace, "FRAGMENT")
+        schema = torch.library.infer_schema(function, mutates_args=())
+        self._library.define(name + schema, tags=_TAGS)
+        self._library.impl(name, _unrecorded(self.function), "CompositeExplicitAutograd")
+        self._library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        self.op: Any = getattr(getattr(torch.ops, namespace), name).default
 
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> R:
-        function: Any = self.op if _must_record(arguments) else self.function
-        return function(*arguments, **named)
+        if _must_record(arguments):
+            return self.op(*arguments, **named)
+        if torch.is_grad_enabled() and any(map(_needs_gradient, arguments)):
+            return _WithoutGradient.apply(self, named, *arguments)
+        return self.function(*arguments, **named)
+
+    def fake(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Registers the function that computes shapes and dtypes."""
+        torch.library.register_fake(self.name, function, lib=self._library)
+        return function
 
     def define(self, definition: Callable[P, R]) -> Callable[P, R]:
         """Registers plain operations that compute the operator, for torch.onnx.export. Programs of
         torch.export keep the operator, since decomposed ones lose ``detach``: gradients would flow
         through the norm."""
-        return register_decomposition(self.op._opoverload)(definition)
+        return register_decomposition(self.op)(definition)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Raises an error in the backward pass of an operator."""
+
+    @staticmethod
+    def forward(ctx, operator, named, *arguments):
+        ctx.name = operator.name
+        results = operator.function(*arguments, **named)
+        return tuple(results) if isinstance(results, list) else results
+
+    @staticmethod
+    def backward(ctx, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(f"{ctx.name} has no gradient")
 
 
 def operator[**P, R](name: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
@@ -57,6 +93,19 @@ def _on_its_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def _unrecorded[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Returns ``function`` without a gradient: the dispatcher, which passes autograd by, leaves its
+    mode as the caller has it."""
+
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **named)
+        with torch.no_grad():
+            return function(*arguments, **named)
+
+    return call
+
+
 def is_observed() -> bool:
     """Returns whether a compiler, a dispatch mode or a transform must see the operations."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -68,7 +117,8 @@ def _must_record(arguments: tuple[Any, ...]) -> bool:
     if is_observed():
         return True
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    if any(type(tensor) not in PLAIN or tensor.is_meta for tensor in tensors):
-        return True
-    # The operator raises an error in the backward pass if it has no gradient.
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return any(type(tensor) not in PLAIN or tensor.is_meta for tensor in tensors)
+
+
+def _needs_gradient(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.requires_grad

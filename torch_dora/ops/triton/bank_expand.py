@@ -65,6 +65,6 @@ def bank_linear(
     return y
 
 
-@bank_linear.op.register_fake
+@bank_linear.fake
 def _(base, x, lora_a, lora_b, g, scale, rank, ids, row_groups, bias):
     return base.new_empty(base.shape)

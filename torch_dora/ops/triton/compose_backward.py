@@ -75,7 +75,7 @@ def compose_backward(
     return [*gradients, partial[0] if strips == 1 else column_sums.launch(partial)]
 
 
-@compose_backward.op.register_fake
+@compose_backward.fake
 def _(dy, inner, g, scale, delta, want_base, want_lora, divisor=None):
     gradients = [dy.new_empty(dy.shape) for want in (want_base, want_lora) if want]
     if inner is not None:

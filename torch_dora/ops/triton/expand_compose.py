@@ -65,6 +65,6 @@ def expand_compose(
     return results
 
 
-@expand_compose.op.register_fake
+@expand_compose.fake
 def _(base, z, lora_b, g, bias, scale, want_inner):
     return [base.new_empty(base.shape) for _ in range(1 + want_inner)]
