@@ -130,17 +130,11 @@ def backward(
     want_base: bool,
     want_lora: bool,
     implementation: str,
-    *,
-    divisor: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns (d_base, d_lora, d_g): the first two in dy's dtype if wanted, d_g [out] in fp32 if
-    ``inner`` is given. "triton" divides d_g by ``divisor``."""
+    ``inner`` is given."""
     if implementation == "triton":
-        d = iter(
-            triton_backward.compose_backward(
-                dy, inner, g, scale, delta, want_base, want_lora, divisor
-            )
-        )
+        d = iter(triton_backward.compose_backward(dy, inner, g, scale, delta, want_base, want_lora))
         d_base, d_lora, d_g = (
             next(d) if wanted else None for wanted in (want_base, want_lora, inner is not None)
         )
@@ -163,11 +157,14 @@ def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(backward)
     def differentiated(ctx: Any, dy: Tensor) -> R:
+        if not torch.is_grad_enabled():
+            return backward(ctx, dy)
         with torch.no_grad():
             gradients = backward(ctx, dy)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return gradients
-        return _Gradients.apply(gradients, dy, *ctx.saved_tensors)
+        sources = *ctx.saved_tensors, *getattr(ctx, "parameters", ())
+        return _Gradients.apply(gradients, dy, *sources)
 
     return differentiated
 

@@ -7,18 +7,28 @@ what a training step of a small model waits for. ``takes`` looks only at types, 
 all other calls, and all wrong ones, go the long way.
 """
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_dora.ops import choose
-from torch_dora.ops.dtypes import cast
+from torch_dora.ops.compose import differentiable_once
+from torch_dora.ops.dtypes import cast, no_autocast
+from torch_dora.ops.norm import EPS_HALF
 from torch_dora.ops.operator import PLAIN, is_observed
+from torch_dora.ops.products import rounded_once, rows_of
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
-    from torch_dora.ops.triton import adapter_pieces, one_pass_norm
+    from torch_dora.ops.triton import (
+        adapter_pieces,
+        compose_backward,
+        expand_compose,
+        one_pass_norm,
+    )
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
@@ -76,29 +86,125 @@ def _runs_kernels(x: Tensor, implementation: str | None) -> bool:
     return not x.is_cuda or x.get_device() == torch.cuda.current_device()
 
 
-def scales(
-    weight: Any,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    magnitude: Tensor,
-    norm: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns lora_a and lora_b in ``dtype``, max(norm, eps), and g = magnitude / max(norm, eps).
+def linear(tensors: tuple[Any, ...], scale: float, dtype: torch.dtype) -> Tensor:
+    """Returns y for operands that `takes` has accepted."""
+    if torch.is_grad_enabled():
+        return _DirectLinear.apply(scale, dtype, *tensors)
+    return _forward(tensors, scale, dtype, False)[0]
 
-    Without a norm it is computed, in the same pass that splits and casts an fp32 adapter.
-    """
-    if norm is not None:
-        floor = norm.clamp(min=eps)
-        return cast(lora_a, dtype), cast(lora_b, dtype), floor, magnitude / floor
+
+def _forward(
+    tensors: tuple[Any, ...], scale: float, dtype: torch.dtype, want_inner: bool
+) -> tuple[Any, ...]:
+    """Returns y [..., out], and what the gradient may need: x and adapter_x [rows, in] in
+    ``dtype``, z = s·adapter_x lora_aᵀ, inner, and f32[2, out], max(norm, eps) and g."""
+    x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
     pieces = None
-    if lora_a.dtype == torch.float32:
+    if norm is None and lora_a.dtype == torch.float32:
+        # The pass that splits an fp32 adapter for the norm casts it, too.
         pieces, cast_a, cast_b = adapter_pieces.launch(lora_a, lora_b, dtype)
     else:
         cast_a, cast_b = cast(lora_a, dtype), cast(lora_b, dtype)
-    floor, g = one_pass_norm.launch(
-        weight, lora_a, lora_b, scale, pieces=pieces, magnitude=magnitude, eps=eps
-    )
-    return cast_a, cast_b, floor, g
+    if norm is None:
+        scales = one_pass_norm.launch(
+            weight, lora_a, lora_b, scale, pieces=pieces, magnitude=magnitude, eps=EPS_HALF
+        )
+    else:
+        floor = norm.clamp(min=EPS_HALF)
+        scales = torch.stack([floor, magnitude / floor])
+    rows = cast(rows_of(x), dtype)
+    adapter_rows = rows if adapter_x is None else cast(rows_of(adapter_x), dtype)
+    bias = None if bias is None else cast(bias, dtype)
+    base = F.linear(rows, cast(weight, dtype), bias)
+    z = _scaled(adapter_rows, cast_a.t(), scale)
+    # y takes base's memory.
+    y, inner = expand_compose.launch(base, z, cast_b, scales[1], bias, 1.0, want_inner, base)
+    if x.ndim > 2:
+        y = y.view(*x.shape[:-1], y.shape[1])
+    return y, rows, adapter_rows, z, inner, scales
+
+
+def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Returns scale·(a @ b) in the dtype of the operands; the sum is scaled before it is
+    rounded."""
+    return torch.addmm(_unread(a.dtype, a.device), a, b, beta=0, alpha=scale)
+
+
+@functools.cache
+def _unread(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the first argument of an addmm that ignores it."""
+    return torch.empty((), dtype=dtype, device=device)
+
+
+class _DirectLinear(torch.autograd.Function):
+    """The parameters are kept by the function, and few tensors are saved: checkpointing calls
+    Python three times for each saved one."""
+
+    @staticmethod
+    def forward(ctx, scale, dtype, *tensors):
+        _, _, want_weight, _, want_a, want_b, want_g, _ = ctx.needs_input_grad[2:]
+        x, adapter_x, weight, bias, lora_a, lora_b, magnitude, _ = tensors
+        y, rows, adapter_rows, z, inner, scales = _forward(tensors, scale, dtype, want_g)
+        ctx.save_for_backward(
+            rows if want_weight or (want_a and adapter_x is None) else None,
+            adapter_rows if want_a and adapter_x is not None else None,
+            z if want_b else None,
+            inner,
+            scales,
+        )
+        ctx.parameters = weight, lora_a, lora_b
+        ctx.versions = weight._version, lora_a._version, lora_b._version
+        dtypes = (None if t is None else t.dtype for t in (x, adapter_x, bias, magnitude))
+        ctx.scale, ctx.kinds = scale, (x.shape, *dtypes)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows, adapter_rows, z, inner, scales = ctx.saved_tensors
+        weight, lora_a, lora_b = ctx.parameters
+        if ctx.versions != (weight._version, lora_a._version, lora_b._version):
+            raise RuntimeError(
+                "the weight, lora_a or lora_b of a DoRA layer was changed in place between the "
+                "forward and the backward pass, so its gradient cannot be computed any more: call "
+                "backward before optimizer.step"
+            )
+        wanted = ctx.needs_input_grad[2:]
+        want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g, _ = wanted
+        x_shape, x_dtype, adapter_x_dtype, bias_dtype, magnitude_dtype = ctx.kinds
+        shared = adapter_x_dtype is None
+        want_dz = want_a or want_adapter_x or (want_x and shared)
+        want_d = want_dz or want_x or want_weight or want_b
+        dx = d_adapter_x = d_weight = d_bias = d_a = d_b = d_g = None
+        with no_autocast(dy):
+            dy = rows_of(dy)
+            run = compose_backward.compose_backward if is_observed() else compose_backward.launch
+            gradients = []
+            if want_d or want_g:
+                floor, g = scales.unbind()
+                gradients = run(dy, inner, g, 1.0, False, want_d, False, floor)
+            if want_g:
+                d_g = cast(gradients.pop(), magnitude_dtype)
+            if gradients:
+                d = gradients[0]
+                if want_x:
+                    dx = torch.mm(d, cast(weight, d.dtype))
+                if want_weight:
+                    d_weight = rounded_once(d.t(), rows, weight.dtype)
+                if want_b:
+                    d_b = rounded_once(d.t(), z, lora_b.dtype)
+                if want_dz:
+                    dz = _scaled(d, cast(lora_b, d.dtype), ctx.scale)
+                    if want_a:
+                        d_a = rounded_once(dz.t(), rows if shared else adapter_rows, lora_a.dtype)
+                    if dx is not None and shared:
+                        dx.addmm_(dz, cast(lora_a, d.dtype))
+                    if want_adapter_x:
+                        d_adapter_x = torch.mm(dz, cast(lora_a, d.dtype))
+                        d_adapter_x = d_adapter_x.to(adapter_x_dtype).view(x_shape)
+            if want_bias:
+                d_bias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
+            if dx is not None:
+                dx = cast(dx, x_dtype)
+                dx = dx if len(x_shape) == 2 else dx.view(x_shape)
+        return None, None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None

@@ -29,8 +29,9 @@ from torch_dora.ops.compose import (
     forward,
 )
 from torch_dora.ops.dtypes import accumulation_dtype, cast, no_autocast
-from torch_dora.ops.norm import eps_of, factored_norm, magnitude_scale
+from torch_dora.ops.norm import factored_norm, magnitude_scale
 from torch_dora.ops.operator import PLAIN
+from torch_dora.ops.products import rounded_once, rows_of
 from torch_dora.ops.quantised import Bits4, as_matrix, dense, is_quantised
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
@@ -88,9 +89,7 @@ def dora_linear(
     if type(weight) in PLAIN and type(x) in PLAIN:
         dtype = result_dtype(x, weight)
         if direct.takes(direct_operands, scale, dtype, implementation):
-            want_inner = torch.is_grad_enabled() and magnitude.requires_grad
-            static = Static(scale, dtype, want_inner, "triton", is_direct=True)
-            return _DoRALinear.apply(static, norm, *direct_operands[:-1])
+            return direct.linear(direct_operands, scale, dtype)
     choose.check_name(implementation)
     check.is_float("x", x)
     weight = as_matrix(weight)
@@ -139,14 +138,12 @@ class Operands(NamedTuple):
 
 
 class Static(NamedTuple):
-    """The arguments of a call that are not tensors; `implementation` is the chosen one. If
-    `is_direct`, the operand g is the magnitude, and g is computed together with the norm."""
+    """The arguments of a call that are not tensors; `implementation` is the chosen one."""
 
     scale: float
     dtype: torch.dtype
     want_inner: bool
     implementation: str
-    is_direct: bool = False
 
 
 def _local_linear(
@@ -160,7 +157,7 @@ def _local_linear(
     chosen = choose_compose(like, like, g, implementation, want_inner)
     if choose.in_transform():
         return _forward(Static(scale, dtype, False, chosen), operands)[0]
-    return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), None, *operands)
+    return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), *operands)
 
 
 def corrected_linear(operands: Operands, scale: float, implementation: str | None) -> Tensor:
@@ -180,7 +177,7 @@ def corrected_linear(operands: Operands, scale: float, implementation: str | Non
 def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (y, z, inner or None)."""
     x, adapter_x, weight, bias, lora_a, lora_b, g = operands
-    scale, dtype, want_inner, implementation, _ = static
+    scale, dtype, want_inner, implementation = static
     with no_autocast(x):
         adapter_x = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
@@ -194,17 +191,11 @@ def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor
 
 class _DoRALinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, static, norm, *tensors):
-        operands, floor = Operands(*tensors), None
+    def forward(ctx, static, *tensors):
+        operands = Operands(*tensors)
         x, adapter_x, weight, bias, lora_a, lora_b, g = operands
-        if static.is_direct:
-            eps = eps_of(static.dtype)
-            cast_a, cast_b, floor, g = direct.scales(
-                weight, lora_a, lora_b, g, norm, static.scale, static.dtype, eps
-            )
-            operands = operands._replace(lora_a=cast_a, lora_b=cast_b, g=g)
         y, z, inner = _forward(static, operands)
-        _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[2:]
+        _, _, d_weight, _, d_a, d_b, _ = ctx.needs_input_grad[1:]
         # save_for_backward accepts only tensors, and a Bits4 is none.
         ctx.bits4 = weight if isinstance(weight, Bits4) else None
         ctx.save_for_backward(
@@ -216,58 +207,54 @@ class _DoRALinear(torch.autograd.Function):
             z if d_b else None,
             inner,
             g,
-            floor,
         )
         ctx.dtypes = tuple(
             None if t is None else t.dtype for t in (x, adapter_x, weight, bias, lora_a, lora_b)
         )
         ctx.scale, ctx.implementation = static.scale, static.implementation
-        ctx.g_dtype = tensors[-1].dtype
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, adapter_x, weight, lora_a, lora_b, z, inner, g, floor = ctx.saved_tensors
+        x, adapter_x, weight, lora_a, lora_b, z, inner, g = ctx.saved_tensors
         weight = weight if ctx.bits4 is None else ctx.bits4
         want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g = (
-            ctx.needs_input_grad[2:]
+            ctx.needs_input_grad[1:]
         )
         x_dtype, adapter_x_dtype, weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.dtypes
         shared = adapter_x_dtype is None
         with no_autocast(dy):
             inner = inner if want_g else None
             want_d = any((want_x, want_adapter_x, want_weight, want_a, want_b))
-            d, _, d_g = backward(
-                dy, inner, g, ctx.scale, False, want_d, False, ctx.implementation, divisor=floor
-            )
+            d, _, d_g = backward(dy, inner, g, ctx.scale, False, want_d, False, ctx.implementation)
             dx = d_adapter_x = d_weight = d_bias = d_a = d_b = None
             if d is not None:
-                d = _rows(d)
+                d = rows_of(d)
                 if want_x:
                     dx = d @ dense(weight, dy.dtype, again=True)
                 if want_weight:
-                    d_weight = _mm(d.T, _rows(x).to(dy.dtype), weight_dtype)
+                    d_weight = rounded_once(d.T, rows_of(x).to(dy.dtype), weight_dtype)
                 if want_b:
-                    d_b = _scaled_mm(d.T, _rows(z), ctx.scale, b_dtype)
+                    d_b = _scaled_mm(d.T, rows_of(z), ctx.scale, b_dtype)
                 if want_a or want_adapter_x or (want_x and shared):
                     dz = _scaled_mm(d, lora_b.to(dy.dtype), ctx.scale, dy.dtype)
                     if want_a:
-                        d_a = _mm(dz.T, _rows(x if shared else adapter_x).to(dy.dtype), a_dtype)
+                        d_a = rounded_once(
+                            dz.T, rows_of(x if shared else adapter_x).to(dy.dtype), a_dtype
+                        )
                     if dx is not None and shared:
                         dx.addmm_(dz, lora_a.to(dy.dtype))
                     if want_adapter_x:
                         d_adapter_x = dz @ lora_a.to(dy.dtype)
             if want_bias:
-                d_bias = _rows(dy).sum(0, dtype=accumulation_dtype(dy)).to(bias_dtype)
+                d_bias = rows_of(dy).sum(0, dtype=accumulation_dtype(dy)).to(bias_dtype)
             x_shape = (*dy.shape[:-1], weight.shape[1])
             if dx is not None:
                 dx = dx.reshape(x_shape).to(x_dtype)
             if d_adapter_x is not None:
                 d_adapter_x = d_adapter_x.reshape(x_shape).to(adapter_x_dtype)
-        if d_g is not None:
-            d_g = d_g.to(ctx.g_dtype)
-        return None, None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g
+        return None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g
 
 
 def _plain_linear(x: Tensor, weight: Tensor | Bits4, bias: Tensor | None) -> Tensor:
@@ -293,7 +280,7 @@ class _Linear4bit(torch.autograd.Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         with no_autocast(dy):
             dx = dy @ dense(ctx.bits4, dy.dtype, again=True)
-        return None, dx, _rows(dy).sum(0) if ctx.needs_input_grad[2] else None
+        return None, dx, rows_of(dy).sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _expand_compose(base, z, lora_b, g, bias, scale, want_inner, implementation):
@@ -325,22 +312,9 @@ def result_dtype(x: Tensor, weight: Tensor | Bits4) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type)
 
 
-def _rows(x: Tensor) -> Tensor:
-    # reshape(-1, ...) cannot infer the number of rows if a shard has no features.
-    return x.flatten(0, -2) if x.ndim > 1 else x[None]
-
-
-def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a @ b in ``dtype``; an fp32 result of fp16 or bf16 operands is not rounded in
-    between."""
-    if a.device.type == "cuda" and dtype == torch.float32 and a.dtype.itemsize == 2:
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
-
-
 def _scaled_mm(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Returns scale·(a @ b) in ``dtype``; the sum is scaled before it is rounded."""
     if dtype == a.dtype:
         # With beta = 0, addmm ignores its first argument.
         return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
-    return _mm(a, b, accumulation_dtype(a)).mul_(scale).to(dtype)
+    return rounded_once(a, b, accumulation_dtype(a)).mul_(scale).to(dtype)

@@ -41,6 +41,22 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return split_product(a, b, lambda x, y: torch.mm(x, y, out_dtype=torch.float32))
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """Returns x [..., features] as [rows, features]."""
+    # reshape(-1, ...) cannot infer the number of rows if a shard has no features.
+    return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
+
+
+def rounded_once(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a @ b in ``dtype``; an fp32 result of fp16 or bf16 operands is not rounded in
+    between."""
+    if dtype == a.dtype:
+        return torch.mm(a, b)
+    if a.device.type == "cuda" and dtype == torch.float32 and a.dtype.itemsize == 2:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b).to(dtype)
+
+
 def split_product(a: Tensor, b: Tensor, mm: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Computes :func:`product` from bfloat16 pieces; ``mm`` multiplies two bfloat16 matrices into
     float32."""

@@ -77,20 +77,33 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def forward(layer: Any, x: Any, *arguments: Any, **named: Any) -> Any:
     """Replaces the ``forward`` of PEFT's Linear."""
-    adapters = layer.active_adapters
     is_plain = not (arguments or named or layer.disable_adapters or layer.merged)
-    if is_plain and len(adapters) == 1 and (y := _one_call(layer, adapters[0], x)) is not None:
+    if is_plain and (y := _one_call(layer, x)) is not None:
         return y
     return type(layer).forward(layer, x, *arguments, **named)
 
 
-def _one_call(layer: Any, adapter: str, x: Any) -> Tensor | None:
-    """Returns the layer's result, or None if PEFT's forward is needed, also for its errors."""
-    base: Any = layer.base_layer
-    if type(layer.lora_variant.get(adapter)) is not _LinearVariant or _is_hooked(base):
+def _one_call(layer: Any, x: Any) -> Tensor | None:
+    """Returns the layer's result, or None if PEFT's forward is needed, also for its errors.
+
+    A step of a small model waits for this function: modules and parameters are read from their
+    dictionaries, which nn.Module's attributes search.
+    """
+    adapters = layer.active_adapters
+    adapter: Any = adapters[0] if len(adapters) == 1 else None
+    if type(layer.lora_variant.get(adapter)) is not _LinearVariant or layer.ephemeral_gpu_offload:
+        return None
+    modules = layer._modules
+    base = modules["base_layer"]
+    names = "lora_magnitude_vector", "lora_A", "lora_B"
+    parts = [modules[name]._modules[adapter] for name in names]
+    if _is_hooked(base) or any(type(part) not in _PARTS or _is_hooked(part) for part in parts):
         return None
     weight = base.weight
-    if not weight.is_floating_point() or _is_refused(layer, adapter, weight, x):
+    magnitude, lora_a, lora_b = (part._parameters["weight"] for part in parts)
+    if any(type(tensor) not in PLAIN for tensor in (x, weight, magnitude, lora_a, lora_b)):
+        return None
+    if not weight.is_floating_point():
         return None
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         return None
@@ -100,16 +113,13 @@ def _one_call(layer: Any, adapter: str, x: Any) -> Tensor | None:
         weight = weight.T
     elif type(base).forward is not nn.Linear.forward:
         return None
-    magnitude, scale = layer.lora_magnitude_vector[adapter], float(layer.scaling[adapter])
-    lora_a, lora_b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    scale = float(layer.scaling[adapter])
     dropped, norm = _dropped(layer, adapter, x), None
-    if dropped is not None or dora.ENABLE_DORA_CACHING or magnitude._dora_cache:
-        norm = _norm(magnitude, weight, lora_a, lora_b, scale)
+    if dropped is not None or dora.ENABLE_DORA_CACHING or parts[0]._dora_cache:
+        norm = _norm(parts[0], weight, lora_a, lora_b, scale)
     if norm is None or dropped is None:
-        return dora_linear(
-            x, weight, lora_a, lora_b, magnitude.weight, scale, bias=base.bias, norm=norm
-        )
-    g = magnitude_scale(magnitude.weight, norm, result_dtype(x, weight))
+        return dora_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=base.bias, norm=norm)
+    g = magnitude_scale(magnitude, norm, result_dtype(x, weight))
     operands = Operands(x, dropped, weight, base.bias, lora_a, lora_b, g)
     return corrected_linear(operands, scale, None)
 

@@ -98,6 +98,29 @@ def test_everything_else_goes_the_long_way(device, calls):
     assert not any(calls)
 
 
+def test_parameters_changed_before_the_backward_pass_are_an_error(device, calls):
+    made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    for name in ("weight", "lora_a", "lora_b"):
+        y = made(x)
+        with torch.no_grad():
+            getattr(made, name).mul_(2)
+        with pytest.raises(RuntimeError, match=r"changed in place .* before optimizer\.step"):
+            y.sum().backward()
+    assert calls == [True] * 3
+
+
+def test_checkpointing_sees_fewer_tensors_than_loras(device, calls):
+    """It calls Python three times for each one."""
+    made, x = layer(device, bias=False), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    saved: list[torch.Tensor] = []
+    pack = lambda tensor: saved.append(tensor) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made(x.requires_grad_()).sum().backward()
+    assert calls == [True]
+    # x, z, inner, and the norm with g; of LoRA's three products: W, x, A, z and B.
+    assert len(saved) == 4
+
+
 def test_operands_may_be_strided(device, calls, monkeypatch):
     made, x = layer(device, bias=False), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
 

@@ -3,6 +3,7 @@
 fp32 adapters in pieces that tensor cores multiply: two float16 numbers and a power of two.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from dora_common.triton.adapter_pieces import DEPTH, ELEMENTS, WARPS, kernel
 from dora_common.triton.jit import cdiv, next_power_of_2
 from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.ops.triton.jit import launch_kernel
+from torch_dora.ops.triton.jit import Launch
 
 
 class Pieces(NamedTuple):
@@ -30,37 +31,36 @@ class Pieces(NamedTuple):
     unit_b: Tensor
 
 
-def launch(lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Pieces, Tensor, Tensor]:
-    """Returns the pieces of an fp32 adapter, and lora_a and lora_b in ``dtype``."""
-    (rank, in_features), out_features = lora_a.shape, lora_b.shape[0]
-    lora_a, lora_b = lora_a.contiguous(), lora_b.contiguous()
-    halves = {"device": lora_a.device, "dtype": torch.float16}
-    pieces = Pieces(
-        torch.empty(2, rank, in_features, **halves),
-        torch.empty(2, out_features, rank, **halves),
-        torch.empty(in_features, device=lora_a.device, dtype=torch.float32),
-        torch.empty(out_features, device=lora_a.device, dtype=torch.float32),
-    )
-    cast_a, cast_b = torch.empty_like(lora_a, dtype=dtype), torch.empty_like(lora_b, dtype=dtype)
+@functools.lru_cache(1024)
+def _launch(rank: int, in_features: int, out_features: int) -> Launch:
     depth = min(next_power_of_2(rank), DEPTH)
     count = max(1, ELEMENTS // depth)
-    launch_kernel(
+    return Launch(
         kernel,
         (cdiv(in_features, count) + cdiv(out_features, count),),
-        lora_a,
-        lora_b,
-        pieces.a,
-        pieces.b,
-        cast_a,
-        cast_b,
-        pieces.unit_a,
-        pieces.unit_b,
-        in_features,
-        out_features,
+        (in_features, out_features),
         RANK=rank,
         DEPTH=depth,
         COUNT=count,
         num_warps=WARPS,
+    )
+
+
+def launch(lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Pieces, Tensor, Tensor]:
+    """Returns the pieces of an fp32 adapter, and lora_a and lora_b in ``dtype``."""
+    (rank, in_features), out_features = lora_a.shape, lora_b.shape[0]
+    lora_a, lora_b = lora_a.contiguous(), lora_b.contiguous()
+    device = lora_a.device
+    pieces = Pieces(
+        torch.empty((2, rank, in_features), device=device, dtype=torch.float16),
+        torch.empty((2, out_features, rank), device=device, dtype=torch.float16),
+        torch.empty(in_features, device=device, dtype=torch.float32),
+        torch.empty(out_features, device=device, dtype=torch.float32),
+    )
+    cast_a = torch.empty((rank, in_features), device=device, dtype=dtype)
+    cast_b = torch.empty((out_features, rank), device=device, dtype=dtype)
+    _launch(rank, in_features, out_features)(
+        lora_a, lora_b, pieces.a, pieces.b, cast_a, cast_b, pieces.unit_a, pieces.unit_b
     )
     if TRITON_MODE == "interpreted":
         # The interpreter truncates to bfloat16 instead of rounding.

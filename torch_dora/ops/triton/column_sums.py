@@ -3,6 +3,7 @@
 The second stage of a reduction over rows: adds up partial sums, column by column.
 """
 
+import functools
 from typing import Literal
 
 import torch
@@ -10,7 +11,23 @@ from torch import Tensor
 
 from dora_common.triton.column_sums import ELEMENTS, MIN_COLUMNS, WARPS, kernel
 from dora_common.triton.jit import cdiv, next_power_of_2
-from torch_dora.ops.triton.jit import launch_kernel
+from torch_dora.ops.triton.jit import Launch
+
+
+@functools.lru_cache(1024)
+def _launch(parts: int, features: int, then: str, eps: float, elements: int) -> Launch:
+    padded = next_power_of_2(parts)
+    columns = max(MIN_COLUMNS, elements // padded)
+    return Launch(
+        kernel,
+        (cdiv(features, columns),),
+        (parts, features, eps),
+        THEN=then,
+        PARTS=padded,
+        COLUMNS=columns,
+        num_warps=WARPS,
+        enable_fp_fusion=True,
+    )
 
 
 def launch(
@@ -23,21 +40,6 @@ def launch(
     parts, features = partial.shape
     shape = (2, features) if then == "scale" else (features,)
     result = torch.empty(shape, device=partial.device, dtype=torch.float32)
-    padded = next_power_of_2(parts)
-    columns = max(MIN_COLUMNS, ELEMENTS // padded)
-    launch_kernel(
-        kernel,
-        (cdiv(features, columns),),
-        partial,
-        None if factor is None else factor.contiguous(),
-        result,
-        parts,
-        features,
-        eps,
-        THEN=then,
-        PARTS=padded,
-        COLUMNS=columns,
-        num_warps=WARPS,
-        enable_fp_fusion=True,
-    )
+    factor = None if factor is None else factor.contiguous()
+    _launch(parts, features, then, eps, ELEMENTS)(partial, factor, result)
     return result

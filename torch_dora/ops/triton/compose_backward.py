@@ -3,18 +3,50 @@
 Compose backward: the cotangents of base, lora and g in one pass over dy and inner.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
-from dora_common.triton.compose_backward import CONFIG, kernel, strip_height
+from dora_common.triton.compose_backward import CONFIG, Config, kernel, strip_height
 from dora_common.triton.jit import cdiv
 from torch_dora.ops.operator import operator
 from torch_dora.ops.triton import column_sums
-from torch_dora.ops.triton.jit import launch_kernel
+from torch_dora.ops.triton.jit import Launch
 
 
-@operator("torch_dora::compose_backward")
-def compose_backward(
+@functools.lru_cache(1024)
+def _launch(
+    config: Config,
+    rows: int,
+    features: int,
+    scale: float,
+    delta: bool,
+    with_base: bool,
+    with_lora: bool,
+    with_g: bool,
+) -> tuple[int, Launch]:
+    """Returns the number of strips, and the launch."""
+    height = strip_height(config, rows, features)
+    strips = cdiv(rows, height)
+    return strips, Launch(
+        kernel,
+        (strips * cdiv(features, config.columns),),
+        (rows, features, strips, scale),
+        DELTA=delta,
+        WITH_BASE=with_base,
+        WITH_LORA=with_lora,
+        WITH_G=with_g,
+        STEPS=height // config.rows,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        STAGES=config.stages,
+        num_warps=config.warps,
+        enable_fp_fusion=True,
+    )
+
+
+def launch(
     dy: Tensor,
     inner: Tensor | None,
     g: Tensor,
@@ -27,8 +59,9 @@ def compose_backward(
     """Returns d_base if ``want_base``, d_lora if ``want_lora``, then d_g if ``inner`` is given,
     divided by ``divisor``, f32[out], if that is given."""
     dy, g = dy.contiguous(), g.contiguous()
-    d_base = torch.empty_like(dy) if want_base else None
-    d_lora = torch.empty_like(dy) if want_lora else None
+    options = {"device": dy.device, "dtype": dy.dtype}
+    d_base = torch.empty(dy.shape, **options) if want_base else None
+    d_lora = torch.empty(dy.shape, **options) if want_lora else None
     gradients = [d for d in (d_base, d_lora) if d is not None]
     features = dy.shape[-1]
     rows = dy.numel() // max(1, features)
@@ -38,34 +71,18 @@ def compose_backward(
             if inner is None
             else [*gradients, dy.new_zeros(features, dtype=torch.float32)]
         )
-    height = strip_height(CONFIG, rows, features)
-    strips = cdiv(rows, height)
+    flags = delta, want_base, want_lora, inner is not None
+    strips, run_kernel = _launch(CONFIG, rows, features, scale, *flags)
     partial = g
     if inner is not None:
-        partial = torch.empty(strips, features, device=dy.device, dtype=torch.float32)
-    launch_kernel(
-        kernel,
-        (strips * cdiv(features, CONFIG.columns),),
+        partial = torch.empty((strips, features), device=dy.device, dtype=torch.float32)
+    run_kernel(
         dy,
         dy if inner is None else inner.contiguous(),
         g,
         dy if d_base is None else d_base,
         dy if d_lora is None else d_lora,
         partial,
-        rows,
-        features,
-        strips,
-        scale,
-        DELTA=delta,
-        WITH_BASE=want_base,
-        WITH_LORA=want_lora,
-        WITH_G=inner is not None,
-        STEPS=height // CONFIG.rows,
-        ROWS=CONFIG.rows,
-        COLUMNS=CONFIG.columns,
-        STAGES=CONFIG.stages,
-        num_warps=CONFIG.warps,
-        enable_fp_fusion=True,
     )
     if inner is None:
         return gradients
@@ -73,6 +90,9 @@ def compose_backward(
         return [*gradients, column_sums.launch(partial, "divide", divisor)]
     # A single strip needs no second stage: its partial sum is the result.
     return [*gradients, partial[0] if strips == 1 else column_sums.launch(partial)]
+
+
+compose_backward = operator("torch_dora::compose_backward")(launch)
 
 
 @compose_backward.fake

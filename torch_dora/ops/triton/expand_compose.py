@@ -3,13 +3,18 @@
 Expand and compose in one kernel: the adapter's second product, z Bᵀ, with compose as its epilogue.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
-from dora_common.triton.expand_compose import config, kernel
+from dora_common.triton import expand_compose as shared
+from dora_common.triton.expand_compose import Config, kernel
 from dora_common.triton.jit import cdiv
 from torch_dora.ops.operator import operator
-from torch_dora.ops.triton.jit import capability, launch_kernel
+from torch_dora.ops.triton.jit import Launch, capability
+
+config = functools.cache(shared.config)
 
 
 def refuses(dtype: torch.dtype) -> str | None:
@@ -30,29 +35,60 @@ def expand_compose(
     want_inner: bool,
 ) -> list[Tensor]:
     """Returns y, and inner if ``want_inner``; contiguous, in base's dtype."""
-    base, g = base.contiguous(), g.contiguous()
-    results = [torch.empty_like(base) for _ in range(1 + want_inner)]
+    base = base.contiguous()
+    y, inner = launch(base, z, lora_b, g, bias, scale, want_inner, torch.empty_like(base))
+    return [y] if inner is None else [y, inner]
+
+
+def launch(
+    base: Tensor,
+    z: Tensor,
+    lora_b: Tensor,
+    g: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    want_inner: bool,
+    y: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Writes into ``y``, which may be ``base``, and returns it, and inner if ``want_inner``. base
+    and y are contiguous."""
     features, rank = lora_b.shape
+    inner = None
+    if want_inner:
+        inner = torch.empty(base.shape, device=base.device, dtype=base.dtype)
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
-        return results
-    chosen = config(rank, capability(base.device))
-    launch_kernel(
-        kernel,
-        (cdiv(rows, chosen.rows) * cdiv(features, chosen.columns),),
+        return y, inner
+    g, chosen = g.contiguous(), config(rank, capability(base.device))
+    _launch(chosen, rank, rows, features, scale, bias is not None, want_inner)(
         base,
         z.contiguous(),
         lora_b.contiguous(),
         g,
         g if bias is None else bias.contiguous(),
-        results[0],
-        results[-1],
-        rows,
-        features,
-        scale,
+        y,
+        y if inner is None else inner,
+    )
+    return y, inner
+
+
+@functools.lru_cache(1024)
+def _launch(
+    chosen: Config,
+    rank: int,
+    rows: int,
+    features: int,
+    scale: float,
+    has_bias: bool,
+    want_inner: bool,
+) -> Launch:
+    return Launch(
+        kernel,
+        (cdiv(rows, chosen.rows) * cdiv(features, chosen.columns),),
+        (rows, features, scale),
         RANK=rank,
         OUT_LAST=False,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=has_bias,
         ADDS_BIAS=False,
         WITH_INNER=want_inner,
         ROWS=chosen.rows,
@@ -62,7 +98,6 @@ def expand_compose(
         num_stages=chosen.stages,
         enable_fp_fusion=True,
     )
-    return results
 
 
 @expand_compose.fake

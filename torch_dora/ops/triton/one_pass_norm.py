@@ -3,19 +3,23 @@
 The norm in one pass over the weight: computes tiles of W + s·BA in registers and squares them.
 """
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
+from dora_common.triton import one_pass_norm
+from dora_common.triton.expand_compose import Config
 from dora_common.triton.jit import cdiv
-from dora_common.triton.one_pass_norm import config, kernel
+from dora_common.triton.one_pass_norm import kernel
 from torch_dora.ops.choose import Call
 from torch_dora.ops.quantised import Codes
 from torch_dora.ops.triton import adapter_pieces, column_sums
 from torch_dora.ops.triton.adapter_pieces import Pieces
-from torch_dora.ops.triton.jit import capability, launch_kernel
+from torch_dora.ops.triton.jit import Launch, capability
 
+config = functools.cache(one_pass_norm.config)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -29,6 +33,34 @@ def refuses(call: Call) -> str | None:
     if lora_a not in (*_HALVES, torch.float32):
         return f"multiplies on tensor cores, not {lora_a}"
     return None
+
+
+@functools.lru_cache(1024)
+def _launch(
+    chosen: Config,
+    rank: int,
+    out_features: int,
+    in_features: int,
+    scale: float,
+    run: int,
+    is_in_pieces: bool,
+) -> Launch:
+    return Launch(
+        kernel,
+        (cdiv(in_features, chosen.columns) * cdiv(out_features, chosen.rows),),
+        (out_features, in_features, scale),
+        AXIS=1,
+        RANK=rank,
+        ROWS=chosen.rows,
+        COLUMNS=chosen.columns,
+        DEPTH=chosen.depth,
+        RUN=run,
+        GROUP=math.gcd(run, in_features, chosen.columns),
+        PIECES=is_in_pieces,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
+        enable_fp_fusion=True,
+    )
 
 
 def launch(
@@ -62,7 +94,7 @@ def launch(
         capability=capability(lora_a.device),
     )
     blocks = cdiv(in_features, chosen.columns)
-    partial = torch.empty(blocks, out_features, device=lora_a.device, dtype=torch.float32)
+    partial = torch.empty((blocks, out_features), device=lora_a.device, dtype=torch.float32)
     if is_coded:
         weight_tensors, run = (weight.packed, weight.levels, weight.scales), weight.run
     else:
@@ -71,27 +103,10 @@ def launch(
         adapter_tensors = lora_a.contiguous(), lora_b.contiguous(), None, None
     else:
         adapter_tensors = pieces
-    launch_kernel(
-        kernel,
-        (blocks * cdiv(out_features, chosen.rows),),
-        *weight_tensors,
-        *adapter_tensors,
-        partial,
-        out_features,
-        in_features,
-        scale,
-        AXIS=1,
-        RANK=lora_a.shape[0],
-        ROWS=chosen.rows,
-        COLUMNS=chosen.columns,
-        DEPTH=chosen.depth,
-        RUN=run,
-        GROUP=math.gcd(run, in_features, chosen.columns),
-        PIECES=pieces is not None,
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
-        enable_fp_fusion=True,
+    run_kernel = _launch(
+        chosen, lora_a.shape[0], out_features, in_features, scale, run, pieces is not None
     )
+    run_kernel(*weight_tensors, *adapter_tensors, partial)
     if magnitude is None:
         return column_sums.launch(partial, "root")
     return column_sums.launch(partial, "scale", magnitude, eps)

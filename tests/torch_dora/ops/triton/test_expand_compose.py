@@ -38,8 +38,8 @@ def test_equals_the_product_and_the_compose_in_fp64(
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_projection_uses_it_and_loses_less_than_two_kernels(adapted, monkeypatch, dtype):
     layer = adapted((64,), (40, 96, 16), dtype)
-    calls, run = [], expand_compose.expand_compose
-    monkeypatch.setattr(expand_compose, "expand_compose", lambda *a: (calls.append(1), run(*a))[1])
+    calls, run = [], expand_compose.launch
+    monkeypatch.setattr(expand_compose, "launch", lambda *a: (calls.append(1), run(*a))[1])
     x, weight, lora_a, lora_b, magnitude = layer[:5]
     norm = torch.full_like(magnitude, 1.0)
     y = dora_linear(x, weight, lora_a, lora_b, magnitude, 0.7, norm=norm, implementation="triton")
