@@ -3,11 +3,12 @@
 # make test-slow  slow tests of kernels and operators
 # make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
 #                 those of other packages: make test-models, test-ray, test-clients,
-#                 test-deepspeed, test-vllm
+#                 test-deepspeed, test-trl, test-vllm
 # make test-ray   two replicas of the server under Ray Serve, one of which is killed
 # make test-clients  lm-eval, langchain, litellm and guidellm with the server
 # make test-vllm  the plugin in vLLM's CPU build, and its server
 # make test-deepspeed  ZeRO-2 and ZeRO-3 in two processes
+# make test-trl   TRL's SFTTrainer with an accelerated PeftModel
 #
 # Each target creates .venv first. To use an interpreter that has all packages, without a network:
 #   make NO_VENV=1 PYTHON=/path/to/python3 test-gpu
@@ -18,6 +19,7 @@ MODELS ?= .models
 RAY ?= .ray
 CLIENTS ?= .clients
 DEEPSPEED ?= .deepspeed
+TRL ?= .trl
 VLLM ?= .vllm
 VLLM_VERSION ?= 0.32.0
 PARITY_ARGS ?=
@@ -56,7 +58,7 @@ endif
 
 .PHONY: parity test test-slow test-all test-gpu test-gpus test-oldest lint types docs figures format \
     setup setup-oldest setup-models test-models setup-ray test-ray setup-clients \
-    test-clients setup-deepspeed test-deepspeed setup-vllm test-vllm clean
+    test-clients setup-deepspeed test-deepspeed setup-trl test-trl setup-vllm test-vllm clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -71,7 +73,7 @@ test-slow: $(SETUP)
 test-all: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) \
 	    -m "not gpu and not gpus and not models and not ray and not clients and not deepspeed \
-	        and not vllm" \
+	        and not trl and not vllm" \
 	    $(PYTEST_ARGS)
 	$(MAKE) test-oldest
 
@@ -105,6 +107,10 @@ test-clients: setup-clients
 # Needs DeepSpeed and a C++ compiler.
 test-deepspeed: setup-deepspeed
 	PYTHONPATH=$(DEEPSPEED) $(RUN) -m pytest -n 0 -m deepspeed tests/torch_dora $(PYTEST_ARGS)
+
+# Needs TRL.
+test-trl: setup-trl
+	PYTHONPATH=$(TRL) $(RUN) -m pytest -n 0 -m trl tests/torch_dora $(PYTEST_ARGS)
 
 # Needs vLLM, in an environment of its own of 6 GB. A test has one or more engines of its own.
 test-vllm: setup-vllm
@@ -151,12 +157,14 @@ setup-models: $(MODELS)/.up-to-date
 setup-ray: $(RAY)/.up-to-date
 setup-clients: $(CLIENTS)/.up-to-date
 setup-deepspeed: $(DEEPSPEED)/.up-to-date
+setup-trl: $(TRL)/.up-to-date
 
 $(MODELS)/.up-to-date: tools/models.txt
 $(RAY)/.up-to-date: tools/ray.txt
 $(CLIENTS)/.up-to-date: tools/clients.txt
 $(DEEPSPEED)/.up-to-date: tools/deepspeed.txt
-$(MODELS)/.up-to-date $(RAY)/.up-to-date $(CLIENTS)/.up-to-date $(DEEPSPEED)/.up-to-date: \
+$(TRL)/.up-to-date: tools/trl.txt
+$(MODELS)/.up-to-date $(RAY)/.up-to-date $(CLIENTS)/.up-to-date $(DEEPSPEED)/.up-to-date $(TRL)/.up-to-date: \
     $(wildcard $(VENV)/.up-to-date) | $(SETUP)
 	@rm -rf $(@D)
 	@$(RUN) -m pip install --quiet --no-input --disable-pip-version-check --no-compile --no-deps \
@@ -164,4 +172,4 @@ $(MODELS)/.up-to-date $(RAY)/.up-to-date $(CLIENTS)/.up-to-date $(DEEPSPEED)/.up
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) $(CLIENTS) $(DEEPSPEED) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) $(CLIENTS) $(DEEPSPEED) $(TRL) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis
