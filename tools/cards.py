@@ -9,8 +9,8 @@ its card or spills registers to memory. FILE gets a line for each compute capabi
 
 import argparse
 import contextlib
+import functools
 import importlib
-import itertools
 import json
 import pkgutil
 import sys
@@ -22,6 +22,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import torch
+from triton.runtime.jit import KernelInterface
 
 import torch_dora.ops.triton as torch_launches
 from benchmarks.results import Writer
@@ -114,7 +115,7 @@ def _of_jax(capability: int) -> Iterator[Case]:
 def _of_torch(capability: int) -> Iterator[Case]:
     recorded: list[Case] = []
 
-    def record(kernel: Any, grid: Any, *arguments: Any, num_warps=4, num_stages=3, **named: Any):
+    def record(kernel: Any, *arguments: Any, num_warps=4, num_stages=3, **named: Any):
         named.pop("enable_fp_fusion", None)
         given = dict(zip(kernel.arg_names, arguments, strict=False))
         types = {n: _type(one) for n, one in given.items() if one is not None}
@@ -127,11 +128,20 @@ def _of_torch(capability: int) -> Iterator[Case]:
         found.name: importlib.import_module(f"{torch_launches.__name__}.{found.name}")
         for found in pkgutil.iter_modules(torch_launches.__path__)
     }
-    replaced = {"launch_kernel": record, "capability": lambda device: capability}
+    # As for the interpreter, every launch then is `kernel[grid](…)`.
+    jit = modules["jit"]
+    replaced: list[tuple[Any, str, Any]] = [
+        (KernelInterface, "__getitem__", lambda kernel, grid: functools.partial(record, kernel)),
+        (jit, "TRITON_MODE", "recorded"),
+    ]
+    replaced += [
+        (module, "capability", lambda device: capability)
+        for module in modules.values()
+        if hasattr(module, "capability")
+    ]
     with contextlib.ExitStack() as stack:
-        for module, name in itertools.product(modules.values(), replaced):
-            if hasattr(module, name):
-                stack.enter_context(mock.patch.object(module, name, replaced[name]))
+        for one in replaced:
+            stack.enter_context(mock.patch.object(*one))
         _launch_torch(modules)
     return iter(recorded)
 
