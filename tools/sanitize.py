@@ -167,6 +167,9 @@ def torch_kernels() -> dict[str, Callable[[], object]]:
         "expand_compose": lambda: expand_compose.expand_compose(rows, z, b, g, bias, SCALE, True),
         "norm_assembly": lambda: norm_assembly.launch(squares, squares, squares, SCALE),
         "one_pass_norm": lambda: one_pass_norm.launch(weight, a, b, SCALE),
+        "one_pass_norm, fp32 adapters": lambda: one_pass_norm.launch(
+            weight, a.float(), b.float(), SCALE
+        ),
     }
 
 
