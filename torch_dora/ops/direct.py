@@ -32,6 +32,7 @@ if TYPE_CHECKING or choose.TRITON_MODE is not None:
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 def takes(
@@ -120,7 +121,8 @@ def _forward(
     # y takes base's memory.
     y, inner = expand_compose.launch(base, z, cast_b, scales[1], bias, 1.0, want_inner, base)
     if x.ndim > 2:
-        y = y.view(*x.shape[:-1], y.shape[1])
+        # autograd forbids to change a view from a Function in place, as y += residual does.
+        y = _UNSAFE_VIEW(y, (*x.shape[:-1], y.shape[1]))
     return y, rows, adapter_rows, z, inner, scales
 
 

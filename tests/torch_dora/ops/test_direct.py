@@ -109,6 +109,23 @@ def test_parameters_changed_before_the_backward_pass_are_an_error(device, calls)
     assert calls == [True] * 3
 
 
+def test_result_may_be_changed_in_place(device, calls):
+    made = layer(device)
+    x = torch.randn(2, 3, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
+    residual, dy = torch.randn(2, 2, 3, 40, device=device, dtype=torch.bfloat16)
+    y = made(x)
+    want = [(y + residual).detach(), *torch.autograd.grad(y, [x, made.lora_a, made.magnitude], dy)]
+    y = made(x)
+    y += residual
+    got = [y.detach(), *torch.autograd.grad(y, [x, made.lora_a, made.magnitude], dy)]
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    with torch.no_grad():
+        y = made(x)
+    y += residual.requires_grad_()  # made without a gradient, and now with one
+    assert y.requires_grad
+    assert calls == [True] * 3
+
+
 def test_checkpointing_sees_fewer_tensors_than_loras(device, calls):
     """It calls Python three times for each one."""
     made, x = layer(device, bias=False), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
