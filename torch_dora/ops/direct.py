@@ -154,7 +154,8 @@ class _DirectLinear(torch.autograd.Function):
             inner,
             scales,
         )
-        ctx.parameters = weight, lora_a, lora_b
+        # The magnitude is not read, but gradients depend on it, which differentiable_once checks.
+        ctx.parameters = weight, lora_a, lora_b, magnitude
         ctx.versions = weight._version, lora_a._version, lora_b._version
         dtypes = (None if t is None else t.dtype for t in (x, adapter_x, bias, magnitude))
         ctx.scale, ctx.kinds = scale, (x.shape, *dtypes)
@@ -164,7 +165,7 @@ class _DirectLinear(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, adapter_rows, z, inner, scales = ctx.saved_tensors
-        weight, lora_a, lora_b = ctx.parameters
+        weight, lora_a, lora_b, _ = ctx.parameters
         if ctx.versions != (weight._version, lora_a._version, lora_b._version):
             raise RuntimeError(
                 "the weight, lora_a or lora_b of a DoRA layer was changed in place between the "

@@ -126,6 +126,18 @@ def test_result_may_be_changed_in_place(device, calls):
     assert calls == [True] * 3
 
 
+def test_second_derivative_by_the_magnitude_alone_is_an_error(device, calls):
+    made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    freeze(made).magnitude.requires_grad_(True)
+    made.lora_a.requires_grad_(False)
+    made.lora_b.requires_grad_(False)
+    y = made(x.requires_grad_())
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert calls == [True]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (y.sum() + dx.square().sum()).backward()
+
+
 def test_checkpointing_sees_fewer_tensors_than_loras(device, calls):
     """It calls Python three times for each one."""
     made, x = layer(device, bias=False), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
