@@ -89,7 +89,7 @@ def _runs_kernels(x: Tensor, implementation: str | None) -> bool:
 
 def linear(tensors: tuple[Any, ...], scale: float, dtype: torch.dtype) -> Tensor:
     """Returns y for operands that `takes` has accepted."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _DirectLinear.apply(scale, dtype, *tensors)
     return _forward(tensors, scale, dtype, False)[0]
 

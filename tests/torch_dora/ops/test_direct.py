@@ -138,6 +138,16 @@ def test_second_derivative_by_the_magnitude_alone_is_an_error(device, calls):
         (y.sum() + dx.square().sum()).backward()
 
 
+def test_inference_tensors_need_no_versions_without_a_gradient(device, calls):
+    with torch.inference_mode():
+        made = layer(device)
+        x = torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+        want = made(x)
+    made.requires_grad_(False)
+    assert torch.equal(made(x), want)
+    assert calls == [True] * 2
+
+
 def test_checkpointing_sees_fewer_tensors_than_loras(device, calls):
     """It calls Python three times for each one."""
     made, x = layer(device, bias=False), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
