@@ -23,6 +23,7 @@ import jax
 from jax._src import config as _jax_config
 from jax.extend import backend
 
+from dora_common.triton.cards import CARDS
 from jax_dora.ops.mosaic.hopper.launch import launch_shared
 from jax_dora.ops.triton import kernel_call
 
@@ -58,10 +59,15 @@ class Target:
 
     @property
     def capability(self) -> int:
-        """Returns the compute capability that Triton compiles for, such as 86 for 8.6."""
+        """Returns the compute capability that Triton compiles for, such as 86 for 8.6. On a GPU
+        that is not in `CARDS` it is the highest whose code runs on every later GPU, as Hopper's and
+        Blackwell's does not: LLVM aborts the process for a GPU that is too new for the PTX."""
         major, _, minor = self.compute_capability.partition(".")
-        is_known = self.platform == "gpu" and major.isdigit() and minor.isdigit()
-        return 10 * int(major) + int(minor) if is_known else LEAST_CAPABILITY
+        if self.platform != "gpu" or not (major.isdigit() and minor.isdigit()):
+            return LEAST_CAPABILITY
+        found = 10 * int(major) + int(minor)
+        portable = (card for card in CARDS if card <= found and card < 90)
+        return found if found in CARDS else max(portable, default=found)
 
     def refuses(self, implementation: str) -> str | None:
         """Returns why no kernel of "mosaic" or "triton" can run on this target, or None. Without a

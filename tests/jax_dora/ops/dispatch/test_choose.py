@@ -74,7 +74,10 @@ def test_a_named_implementation_runs_or_raises(on_hopper):
     [
         (HOPPER, "mosaic", ("mosaic", "triton"), 90),
         (Target("gpu", "8.6"), "triton", ("triton",), 86),
+        (Target("gpu", "8.7"), "triton", ("triton",), 86),
+        (Target("gpu", "10.3"), "triton", ("triton",), 89),
         (Target("gpu", "12.0"), "triton", ("triton",), 120),
+        (Target("gpu", "12.1"), "triton", ("triton",), 89),
         (Target("gpu", "7.5"), None, (), 75),
         (Target("gpu", "gfx942"), None, (), 80),
         (Target("gpu", "9.0", x64=True), "triton", ("triton",), 90),
