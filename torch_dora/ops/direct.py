@@ -98,7 +98,8 @@ def _forward(
     tensors: tuple[Any, ...], scale: float, dtype: torch.dtype, want_inner: bool
 ) -> tuple[Any, ...]:
     """Returns y [..., out], and what the gradient may need: x and adapter_x [rows, in] in
-    ``dtype``, z = s·adapter_x lora_aᵀ, inner, and f32[2, out], max(norm, eps) and g."""
+    ``dtype``, z = adapter_x lora_aᵀ, scaled unless in fp16, inner, and f32[2, out], max(norm, eps)
+    and g."""
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
     pieces = None
     if norm is None and lora_a.dtype == torch.float32:
@@ -117,19 +118,36 @@ def _forward(
     adapter_rows = rows if adapter_x is None else cast(rows_of(adapter_x), dtype)
     bias = None if bias is None else cast(bias, dtype)
     base = F.linear(rows, cast(weight, dtype), bias)
-    z = _scaled(adapter_rows, cast_a.t(), scale)
+    z_scale, later_scale = _split_scale(scale, dtype)
+    z = _scaled(adapter_rows, cast_a.t(), z_scale)
     # y takes base's memory.
-    y, inner = expand_compose.launch(base, z, cast_b, scales[1], bias, 1.0, want_inner, base)
+    y, inner = expand_compose.launch(
+        base, z, cast_b, scales[1], bias, later_scale, want_inner, base
+    )
     if x.ndim > 2:
         # autograd forbids to change a view from a Function in place, as y += residual does.
         y = _UNSAFE_VIEW(y, (*x.shape[:-1], y.shape[1]))
     return y, rows, adapter_rows, z, inner, scales
 
 
+def _split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Returns the factors of z and of what is computed from it: s·z may exceed float16's largest
+    number where s·z lora_bᵀ does not."""
+    return (1.0, scale) if dtype == torch.float16 else (scale, 1.0)
+
+
 def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Returns scale·(a @ b) in the dtype of the operands; the sum is scaled before it is
     rounded."""
     return torch.addmm(_unread(a.dtype, a.device), a, b, beta=0, alpha=scale)
+
+
+def _scaled_once(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Returns scale·(a @ b) in ``dtype``, as `_scaled` or `rounded_once`."""
+    if dtype == a.dtype:
+        return _scaled(a, b, scale)
+    product = rounded_once(a, b, dtype)
+    return product if scale == 1 else product.mul_(scale)
 
 
 @functools.cache
@@ -195,7 +213,7 @@ class _DirectLinear(torch.autograd.Function):
                 if want_weight:
                     d_weight = rounded_once(d.t(), rows, weight.dtype)
                 if want_b:
-                    d_b = rounded_once(d.t(), z, lora_b.dtype)
+                    d_b = _scaled_once(d.t(), z, _split_scale(ctx.scale, d.dtype)[1], lora_b.dtype)
                 if want_dz:
                     dz = _scaled(d, cast(lora_b, d.dtype), ctx.scale)
                     if want_a:

@@ -21,8 +21,8 @@ def calls(monkeypatch):
 
 
 def layer(device, **options):
-    options = {"dtype": torch.bfloat16, "implementation": "triton"} | options
-    made = DoRALinear(**SIZES, device=device, **options)
+    options = SIZES | {"dtype": torch.bfloat16, "implementation": "triton"} | options
+    made = DoRALinear(**options, device=device)
     with torch.no_grad():
         torch.nn.init.normal_(made.lora_b)
         made.magnitude.mul_(1 + torch.rand_like(made.magnitude))
@@ -107,6 +107,27 @@ def test_parameters_changed_before_the_backward_pass_are_an_error(device, calls)
         with pytest.raises(RuntimeError, match=r"changed in place .* before optimizer\.step"):
             y.sum().backward()
     assert calls == [True] * 3
+
+
+@pytest.mark.parametrize("adapter_dtype", [torch.float16, torch.float32])
+def test_large_scale_does_not_overflow_float16(device, calls, adapter_dtype):
+    """s·z does not fit into float16, and the results do."""
+    made = layer(device, dtype=torch.float16, adapter_dtype=adapter_dtype, alpha=2**13, bias=False)
+    with torch.no_grad():
+        made.lora_b.mul_(2**-13)
+    x = 256 * torch.randn(3, 24, device=device, dtype=torch.float16)
+    dy = torch.randn(3, 40, device=device, dtype=torch.float16) / 2**13
+    got = results(made, x, dy)
+    assert calls == [True]
+    operands = [one.double().detach() for one in (x, made.lora_a, made.lora_b, made.magnitude)]
+    x, a, b, magnitude = [one.requires_grad_() for one in operands]
+    weight = made.weight.double()
+    norm = (weight + made.scale * b @ a).norm(dim=1).detach()
+    y = magnitude / norm * (x @ weight.T + made.scale * x @ a.T @ b.T)
+    want = [y, *torch.autograd.grad(y, [x, a, b, magnitude], dy.double())]
+    assert (made.scale * x @ a.T).abs().max() > torch.finfo(torch.float16).max
+    for g, w in zip(got, want, strict=True):
+        assert (g - w).norm() < 5e-3 * w.norm()
 
 
 def test_result_may_be_changed_in_place(device, calls):
