@@ -103,11 +103,15 @@ def _run(settings: NormSettings, shard: Shard, operands: AdaptedKernel) -> tuple
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
     is_quantised = quantised.is_quantised(kernel)
     stored = quantised.format_of(kernel) if is_quantised else kernel.dtype
-    kernels = candidates(in_features, rank, out, stored, lora_a.dtype)
+    # The kernels take one dtype, in which no number is rounded.
+    adapter = lora_a.dtype
+    if lora_b.dtype != adapter:
+        adapter = accumulation_dtype(adapter, lora_b.dtype)
+    kernels = candidates(in_features, rank, out, stored, adapter)
     choice = choose.choose("factored_norm", implementation, *kernels)
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
-        squared = choice.launch(*arrays, lora_a, lora_b, scale)
+        squared = choice.launch(*arrays, lora_a.astype(adapter), lora_b.astype(adapter), scale)
         return (jnp.sqrt(shard.sum(squared)),)
     define = _define_quantised if is_quantised else _define
     return (define(shard, settings.scale_is_zero, operands),)

@@ -67,7 +67,7 @@ def launch(
     from dora_common.triton.jit import cdiv
 
     (rows, columns), rank = kernel.shape, lora_a.shape[1]
-    left, right, units = lora_a, lora_b.astype(lora_a.dtype), (None, None)
+    left, right, units = lora_a, lora_b, (None, None)
     if lora_a.dtype == jnp.float32:
         left, right, *units = _pieces(left, right, capability)
     tiles = cdiv(rows, config.rows)

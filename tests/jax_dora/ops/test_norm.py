@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops import factored_norm, magnitude_scale
+from jax_dora.ops.dispatch import choose
 from parity import oracle, tolerances
 from tests.tables import thinned
 
@@ -80,6 +82,17 @@ def test_triton_agrees_at_full_size(sizes, adapter_dtype):
 def test_agrees_at_any_shape_and_scale(n_in, n_out, rank, scale, seed):
     operands = adapter(seed, n_in, n_out, rank)
     assert_near_oracle(factored_norm(*operands, scale), *operands, scale)
+
+
+@pytest.mark.parametrize("dtypes", [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)])
+@pytest.mark.parametrize("implementation", choose.KERNELS)
+def test_kernels_do_not_round_the_wider_of_two_dtypes(dtypes, implementation):
+    kernel, lora_a, lora_b = adapter(1, 136, 72, 8, jnp.bfloat16)
+    operands = kernel, lora_a.astype(dtypes[0]), 1e5 * lora_b.astype(dtypes[1])
+    with plgpu.force_gpu_interpret_mode():
+        norm = factored_norm(*operands, 0.7, implementation=implementation)
+    exact = oracle.norm(*oracle.from_flax(*operands), 0.7)
+    np.testing.assert_allclose(norm, exact, rtol=1e-4)
 
 
 def test_fp32_adapters_on_a_bf16_kernel_are_not_rounded_to_bf16():
