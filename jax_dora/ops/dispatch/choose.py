@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 from jax._src import config as _jax_config
 from jax.extend import backend
 
@@ -176,7 +177,10 @@ def choose(
         is_named = implementation == package
         if not is_named and (implementation is not None or not device.prefers(package)):
             continue
-        reason = device.refuses(package) or kernel.refuses(*call)
+        reason = device.refuses(package)
+        if reason is None and any(map(jax.export.is_symbolic_dim, call)):
+            reason = f"a size is symbolic in {call}"  # in some exports
+        reason = reason or kernel.refuses(*call)
         if reason is None and (is_named or kernel.wins(*call)):
             if package == "mosaic":
                 return Choice(kernel, kernel.config(*call), device.sm_count)

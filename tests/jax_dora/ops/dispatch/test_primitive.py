@@ -314,6 +314,28 @@ def test_exports_for_several_devices_are_left_to_xla():
     np.testing.assert_allclose(found, layer(*drawn()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("capability", ["8.6", "9.0"])
+def test_exports_with_any_number_of_rows_on_a_machine_with_a_gpu(capability, monkeypatch):
+    monkeypatch.setattr(choose, "target", lambda: Target("gpu", capability))
+    x, *others = drawn()
+    (rows,) = jax.export.symbolic_shape("rows")
+
+    def gradient(x, *others):
+        return jax.grad(lambda x: layer(x, *others).sum())(x)
+
+    of_any = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    exported = jax.export.export(jax.jit(gradient), platforms=["cpu", "cuda"])(of_any, *others)
+    found = exported.call(x[:5], *others)
+    np.testing.assert_allclose(found, gradient(x[:5], *others), rtol=1e-4, atol=1e-4)
+
+
+def test_a_named_kernel_refuses_symbolic_sizes(on_hopper):
+    (rows,) = jax.export.symbolic_shape("rows")
+    export = jax.export.export(jax.jit(functools.partial(layer, implementation="mosaic")))
+    with pytest.raises(NotImplementedError, match=r"'mosaic' does not .* a size is symbolic"):
+        export(aval(rows, IN), *LAYER[1:])
+
+
 def test_donated_operands():
     mesh = automatic(data=4)
     x, *others = drawn()
