@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.export
+import jax.numpy as jnp
 from jax._src import config as _jax_config
 from jax.extend import backend
 
@@ -141,6 +142,7 @@ class Choice(NamedTuple):
         if not interprets("triton" if self.capability else "mosaic"):
             launch = functools.partial(launch_shared, launch)
         if self.capability is not None:
+            launch = functools.partial(_without_fp64, launch)
             return functools.partial(launch, config=self.config, capability=self.capability)
         return functools.partial(launch, config=self.config, sm_count=self.sm_count)
 
@@ -153,6 +155,14 @@ class Choice(NamedTuple):
         projection 2 % slower (H200).
         """
         return self._replace(sm_count=UNLIMITED_BLOCKS) if running else self
+
+
+def _without_fp64(launch: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
+    """Returns `launch(*arrays, **options)` with scales and vectors in fp32, in which the kernels
+    compute; under jax_enable_x64 they may be fp64."""
+    wide = [array is not None and array.dtype == jnp.float64 for array in arrays]
+    pairs = zip(arrays, wide, strict=True)
+    return launch(*(a.astype(jnp.float32) if is_wide else a for a, is_wide in pairs), **options)
 
 
 def choose(

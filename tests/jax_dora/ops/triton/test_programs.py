@@ -99,11 +99,35 @@ def test_a_program_calls_the_kernels_of_its_card():
     in_a_process(ON_A_CARD)
 
 
-def test_another_platform_refuses_a_named_kernel(monkeypatch):
+@pytest.fixture
+def not_interpreted(monkeypatch):
     monkeypatch.setattr(primitive, "interprets", lambda implementation: False)
     monkeypatch.setattr(choose, "interprets", lambda implementation: False)
     monkeypatch.setattr(kernel_call, "interpreted", lambda: False)
     monkeypatch.setattr(compilation, "compiled", lambda *call: CODE)
+
+
+@pytest.mark.parametrize("whole_process", [False, True])
+def test_with_x64_the_kernels_get_fp32(not_interpreted, whole_process, monkeypatch):
+    card = choose.Target("gpu", "9.0", x64=True)
+    monkeypatch.setattr(choose, "target", lambda: card)
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", whole_process)
+    try:
+        with jax.enable_x64(True):
+            gate, vector = aval(ROWS, OUT), aval(OUT, dtype=jnp.float64)
+            gated = jax.jit(lambda *o: jax.grad(lambda *o: swiglu(*o).astype(F32).sum())(*o))
+            for traced in (
+                jax.jit(step).trace(*OPERANDS[:4], vector),
+                gated.trace(gate, gate, vector, vector),
+            ):
+                text = traced.lower(lowering_platforms=("cuda",)).as_text()
+                assert "xla.gpu.ptx" in text
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def test_another_platform_refuses_a_named_kernel(not_interpreted):
     traced = jax.jit(functools.partial(step, implementation="triton")).trace(*OPERANDS)
     with pytest.raises(NotImplementedError, match=r"8\.0 or later, .* built for tpu"):
         traced.lower(lowering_platforms=("tpu",))
