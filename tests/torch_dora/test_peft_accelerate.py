@@ -227,6 +227,17 @@ class OtherVariant(variants.DoraLinearVariant):
     pass
 
 
+def test_weights_that_are_no_parameters() -> None:
+    """As FSDP sets them, whose parameters are flat."""
+    theirs, ours = both(peft_model())
+    wanted = output(theirs)
+    for layer in lora_layers(ours):
+        for part in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
+            weight = part["default"]._parameters.pop("weight")
+            vars(part["default"])["weight"] = weight.detach()
+    torch.testing.assert_close(output(ours), wanted)
+
+
 def test_layers_that_are_left_to_peft_are_listed() -> None:
     model = nn.Sequential(
         *(nn.Linear(6, 6) for _ in range(5)), nn.Unflatten(1, (6, 1)), nn.Conv1d(6, 6, 1, groups=2)

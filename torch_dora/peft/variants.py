@@ -100,7 +100,8 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
     if _is_hooked(base) or any(type(part) not in _PARTS or _is_hooked(part) for part in parts):
         return None
     weight = base.weight
-    magnitude, lora_a, lora_b = (part._parameters["weight"] for part in parts)
+    # FSDP with flat parameters sets the weights as plain attributes.
+    magnitude, lora_a, lora_b = (part._parameters.get("weight") for part in parts)
     if any(type(tensor) not in PLAIN for tensor in (x, weight, magnitude, lora_a, lora_b)):
         return None
     if not weight.is_floating_point():
