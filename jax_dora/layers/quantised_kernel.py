@@ -233,10 +233,22 @@ ARITHMETIC = {
     "einsum_op": einsum,
     "conv_general_dilated": convolve,
 }
-# By the format of gradients. The same object for every layer: layers are compared by it.
-ROW_SCALED_DOTS = {None: row_scaled_dot_general} | {
-    qtype: functools.partial(row_scaled_dot_general, bwd_qtype=qtype)
-    for qtype in row_scaled.BWD_QTYPES
+
+
+def _dot_general_e4m3fn(*operands: Any, **options: Any) -> jax.Array:
+    return row_scaled_dot_general(*operands, bwd_qtype="float8_e4m3fn", **options)
+
+
+def _dot_general_e5m2(*operands: Any, **options: Any) -> jax.Array:
+    return row_scaled_dot_general(*operands, bwd_qtype="float8_e5m2", **options)
+
+
+# By the format of gradients. Layers are compared by these: unlike a `functools.partial`, a function
+# stays the same object in a layer that is copied or pickled.
+ROW_SCALED_DOTS = {
+    None: row_scaled_dot_general,
+    "float8_e4m3fn": _dot_general_e4m3fn,
+    "float8_e5m2": _dot_general_e5m2,
 }
 
 

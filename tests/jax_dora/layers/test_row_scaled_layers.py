@@ -1,5 +1,8 @@
 """Layers that quantise their activations too: plain and adapted, and what keeps them so."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +34,16 @@ class Block(nnx.Module):
     def __call__(self, x):
         hidden = jax_dora.swiglu(self.gate, self.up, x)
         return self.down(hidden.reshape(*x.shape[:-1], 4, 6))
+
+
+@pytest.mark.parametrize("bwd_qtype", [None, *row_scaled.BWD_QTYPES])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_the_same_layers(bwd_qtype, copied):
+    model = quantize(Block(nnx.Rngs(0)), FP8, act_qtype=FP8, bwd_qtype=bwd_qtype)
+    other = copied(model)
+    assert nnx.graphdef(other) == nnx.graphdef(model)
+    adapted = apply_dora(other, RULE, rngs=nnx.Rngs(1))
+    assert nnx.graphdef(jax_dora.remove_dora(adapted)) == nnx.graphdef(model)
 
 
 def inputs():
