@@ -14,7 +14,7 @@ import io
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -88,8 +88,18 @@ def _types(arrays: Sequence[Any]) -> tuple[Any, ...]:
 def _in_thread[R](function: Callable[[], R]) -> R:
     """Returns the result of `function`, called in a thread of its own, where no mesh, no axis and
     no trace of the caller is in effect."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(function).result()
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # No executor: it refuses work once the main thread has ended, while others may still run. From
+    # Python 3.13 on they can start a thread.
+    threading.Thread(target=run, name="jax_dora kernel").start()
+    return future.result()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from concurrent.futures import thread as futures
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,15 @@ def test_an_operator_is_traced_once_for_its_types_and_its_program(monkeypatch):
     assert kernels(for_cuda(*step(1)))
     assert None in implementations
     assert "xla" not in implementations
+
+
+def test_kernels_are_lowered_in_threads_that_outlive_the_main_thread(monkeypatch):
+    # As Python sets it once the main thread has ended, while others, of a server, still run.
+    monkeypatch.setattr(futures, "_shutdown", True)
+    for_cuda(*step(1))
+    assert lowered() >= 3
+    with pytest.raises(ZeroDivisionError):
+        launch._in_thread(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize("stored", [True, False])
