@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -77,5 +78,8 @@ def _source() -> str:
         found.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
     versions = [importlib.metadata.version("jaxlib")]
     if importlib.util.find_spec("triton"):
-        versions.append(importlib.metadata.version("triton"))
+        try:
+            versions.append(importlib.metadata.version("triton"))
+        except importlib.metadata.PackageNotFoundError:  # such as of the package pytorch-triton
+            versions.append(importlib.import_module("triton").__version__)
     return f"{jax.__version__} {' '.join(versions)} {found.hexdigest()}"

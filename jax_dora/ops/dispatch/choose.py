@@ -78,7 +78,7 @@ class Target:
         found = f"and this one has {self.compute_capability}"
         if implementation == "triton":
             if not kernel_call.is_installed():
-                return "the triton package is not installed: pip install triton"
+                return "the triton package, 3.4 or later, is not installed: pip install triton"
             is_nvidia = self.compute_capability.replace(".", "").isdigit()
             if self.platform == "gpu" and not (is_nvidia and self.capability >= LEAST_CAPABILITY):
                 return f"it needs an NVIDIA GPU of compute capability 8.0 or later, {found}"

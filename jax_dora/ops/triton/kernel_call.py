@@ -20,8 +20,9 @@ HALVES = (jnp.bfloat16, jnp.float16)
 
 @functools.cache
 def is_installed() -> bool:
-    """Returns whether the triton package is there."""
-    return importlib.util.find_spec("triton") is not None
+    """Returns whether the triton package is there, in version 3.4, the first with `knobs`, or
+    later."""
+    return all(importlib.util.find_spec(name) for name in ("triton", "triton.knobs"))
 
 
 @functools.cache

@@ -1,3 +1,5 @@
+import importlib.metadata
+import importlib.util
 import inspect
 import itertools
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jax_dora
-from jax_dora.ops import compose, dora_linear, factored_norm
+from jax_dora.ops import compose, dora_linear, factored_norm, identity
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.choose import Choice, Target
 from jax_dora.ops.mosaic.norm import one_pass_norm
@@ -102,6 +104,24 @@ def test_the_target_decides(target, chosen, named, capability, monkeypatch):
     if chosen == "triton":
         config = f"for {capability} and 3"
         assert found == (kernels["triton"], config, target.sm_count, capability)
+
+
+def test_a_triton_without_knobs_is_too_old(monkeypatch):
+    is_installed = choose.kernel_call.is_installed.__wrapped__
+    assert is_installed()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
+    assert not is_installed()
+
+
+def test_triton_may_come_in_a_package_of_another_name(monkeypatch):
+    def version(package):
+        if package == "triton":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = pytest.importorskip("triton").__version__
+    assert f" 1 {found} " in identity._source.__wrapped__()
 
 
 def test_without_triton_its_kernels_are_refused(monkeypatch):
