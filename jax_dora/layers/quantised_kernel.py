@@ -289,8 +289,8 @@ def act_qtype_of(layer: Any) -> str | None:
     return getattr(layer, "act_qtype", None)
 
 
-def formats_of(layer: Any) -> dict[str, str | None]:
-    """Returns the formats to which a layer quantises its activations and their gradients."""
+def formats_of(layer: Any) -> dict[str, Any]:
+    """Returns the formats, or None, to which a layer quantises its activations and gradients."""
     return {name: getattr(layer, name, None) for name in ("act_qtype", "bwd_qtype")}
 
 
