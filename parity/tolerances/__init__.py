@@ -22,6 +22,7 @@ from parity.tolerances.rules import TRITON_INTERPRETER_BF16 as TRITON_INTERPRETE
 from parity.tolerances.rules import UNIT_ROUNDOFF as UNIT_ROUNDOFF
 from parity.tolerances.rules import accumulation as accumulation
 from parity.tolerances.rules import flash_rule as flash_rule
+from parity.tolerances.rules import fp8_product as fp8_product
 from parity.tolerances.rules import independent as independent
 from parity.tolerances.rules import product as product
 from parity.tolerances.rules import rounding as rounding

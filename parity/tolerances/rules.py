@@ -1,7 +1,7 @@
 """The rules for rounding and sums that every bound is built from.
 
 Notation: `u` is the unit roundoff of the compute dtype (the dtype of activations and results),
-`u32` that of fp32. An error is bounded where it arises, by four rules:
+`u32` that of fp32. An error is bounded where it arises, by five rules:
 
 1. *Storing* a value `v` in a dtype costs at most `u|v|` (round to nearest), plus half the spacing
    of subnormal numbers.
@@ -18,6 +18,9 @@ Notation: `u` is the unit roundoff of the compute dtype (the dtype of activation
    Hopper's tensor cores truncate, which is biased and adds up like K. Error:
    `u32 · (SIGMAS·sqrt(K) + K) · (|Σ| + ‖terms‖₂)`. Products of two bf16 or two fp16 numbers are
    exact in fp32 (8 + 8 and 11 + 11 of 24 bits).
+5. *FP8 tensor cores* of Hopper add 32 products at a time, and keep 13 bits below the largest number
+   of a sum, around 14 in all (DeepSeek-V3's technical report, arXiv 2412.19437, section 3.3.2).
+   That truncates, like rule 4, in K = max(1, n/32) steps: `2⁻¹³·K·(|Σ| + ‖terms‖₂)`.
 """
 
 from parity.oracle import Array, dtype_name, fp64
@@ -48,6 +51,7 @@ LARGEST_FP8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57_344.0}
 
 SIGMAS = 4.0
 BLOCK = 16
+FP8_BLOCK, FP8_SUM = 32, 2.0**-13
 
 # Triton's interpreter truncates fp32 to bf16, while the GPU rounds to nearest: an error of up to a
 # full spacing, twice as large.
@@ -68,6 +72,12 @@ def accumulation(n: int, total, terms_norm) -> Array:
     steps = max(1.0, n / BLOCK)
     factor = U32 * (SIGMAS * steps**0.5 + steps)
     return factor * (abs(fp64(total)) + fp64(terms_norm))
+
+
+def fp8_product(a: Array, b: Array) -> Array:
+    """Returns the cost of the sums of `a @ b` on FP8 tensor cores: rule 5."""
+    steps = max(1.0, a.shape[-1] / FP8_BLOCK)
+    return FP8_SUM * steps * (abs(a @ b) + two_norm_of_products(a, b))
 
 
 def two_norm_of_products(a: Array, b: Array) -> Array:
