@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from tests.draws import draw_with_numpy
-from tests.eager import move_with_numpy
 
 # Enough host devices for a mesh of 2 × 4.
 _CPU_DEVICES = 8
@@ -56,7 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
         if not config.getoption("optimized"):
             jax.config.update("jax_disable_most_optimizations", True)
         draw_with_numpy()
-        move_with_numpy()
 
     # A cached file is named by a hash of the program, JAX's version and all flags. JAX does not
     # cache programs with callbacks, such as interpreted kernels.
