@@ -87,7 +87,8 @@ def test_activations_are_quantised_too(folder, tmp_path, is_quantised):
     model = load_model(folder, **given)
     down = model.model.layers.mlp.down_proj
     assert act_qtype_of(down) == FP8
-    assert down.kernel[...].qvalue.format.layout.major_to_minor == (0, 2, 1)
+    # A scan would copy a stack of another layout whole, at the begin of the program.
+    assert down.kernel[...].qvalue.format.layout.major_to_minor == (0, 1, 2)
     assert nnx.graphdef(abstract_model(folder, **given)) == nnx.graphdef(model)
     if not is_quantised:
         same(model, jax_dora.quantize(load_model(folder), FP8, act_qtype=FP8))
