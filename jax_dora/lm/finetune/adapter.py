@@ -22,6 +22,8 @@ from jax_dora.ops import is_quantised
 from jax_dora.peft import adapter_rules, load_adapter
 
 EMBEDDING, LAYERS = "model/embed_tokens", "model/layers"
+# How the adapter of a folder is trained.
+FOLDER_OPTIONS: Any = {"adapter_dtype": jnp.float32, "dropout_mode": "adapter"}
 DEFAULTS = {"method": "dora", "rank": 64, "dropout": 0.0, "target": f"{LAYERS}/.*_proj"}
 
 
@@ -82,8 +84,7 @@ def rules(settings: Settings, base: CausalLM) -> list[jax_dora.DoRARule]:
     """
     if settings.from_adapter is None:
         return _fresh_rules(settings, base)
-    options: Any = {"adapter_dtype": jnp.float32, "dropout_mode": "adapter"}
-    found = adapter_rules(base, settings.from_adapter, **options)
+    found = adapter_rules(base, settings.from_adapter, **FOLDER_OPTIONS)
     adapted = {re.sub(r"\\(.)", r"\1", rule.path) for rule in found}
     if settings.target is not None and adapted != (matched := _matched(settings.target, base)):
         raise ValueError(
@@ -157,8 +158,7 @@ def adapt(
     """
     rngs: Any = nnx.Rngs(settings.seed)
     if settings.from_adapter is not None and not is_abstract:
-        options: Any = {"adapter_dtype": jnp.float32, "dropout_mode": "adapter"}
-        model = load_adapter(model, settings.from_adapter, rngs=rngs, **options)
+        model = load_adapter(model, settings.from_adapter, rngs=rngs, **FOLDER_OPTIONS)
     else:
         model = jax_dora.apply_dora(model, rules, rngs=rngs)
         for _, layer in _adapted(model) if settings.layers else ():
