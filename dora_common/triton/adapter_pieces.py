@@ -14,7 +14,7 @@ read and 6 written per element, a few µs.
 
 import triton.language as tl
 
-from dora_common.triton.jit import jit
+from dora_common.triton.jit import cdiv, jit, next_power_of_2
 
 # A program takes whole columns of lora_a, or whole rows of lora_b, and this many elements of them
 # at a time, of at most DEPTH along the rank.
@@ -101,3 +101,11 @@ def _tile(index, first, features, RANK: tl.constexpr, DEPTH: tl.constexpr, AXIS:
     offset = at * features + wide if AXIS == 0 else wide * RANK + at
     mask = (index < features).expand_dims(AXIS) & (inside < RANK).expand_dims(1 - AXIS)
     return offset, mask
+
+
+def programs_of(rank: int, in_features: int, out_features: int) -> tuple[int, dict[str, int]]:
+    """Returns the number of programs, and the kernel's constants."""
+    depth = min(next_power_of_2(rank), DEPTH)
+    count = max(1, ELEMENTS // depth)
+    programs = cdiv(in_features, count) + cdiv(out_features, count)
+    return programs, {"RANK": rank, "DEPTH": depth, "COUNT": count}

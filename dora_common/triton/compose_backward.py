@@ -94,6 +94,19 @@ def kernel(
         tl.store(partial_ptr + at, tl.sum(total, axis=0), mask=column_mask)
 
 
+def strips_of(config: Config, rows: int, features: int) -> tuple[int, int, dict[str, int]]:
+    """Returns the number of strips, that of programs, and the constants of a kernel by strips."""
+    height = strip_height(config, rows, features)
+    strips = cdiv(rows, height)
+    constants = {
+        "STEPS": height // config.rows,
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "STAGES": config.stages,
+    }
+    return strips, strips * cdiv(features, config.columns), constants
+
+
 def strip_height(config: Config, rows: int, features: int) -> int:
     """Returns the rows of a strip: a power of two, so that many row counts share a compiled
     kernel."""

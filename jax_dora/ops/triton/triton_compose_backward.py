@@ -40,18 +40,16 @@ def launch(
     d_g is None if inner is None.
     """
     from dora_common.triton import compose_backward
-    from dora_common.triton.jit import cdiv
 
     features = dy.shape[-1]
     rows = dy.size // features
-    height = compose_backward.strip_height(config, rows, features)
-    strips = cdiv(rows, height)
+    strips, programs, constants = compose_backward.strips_of(config, rows, features)
     result = jax.ShapeDtypeStruct(dy.shape, dy.dtype)
     sums = jax.ShapeDtypeStruct((strips, features), jnp.float32)
     wanted = {"d_base_ptr": want_base, "d_lora_ptr": want_lora, "partial_ptr": inner is not None}
     found = kernel_call(
         compose_backward.kernel,
-        (strips * cdiv(features, config.columns),),
+        (programs,),
         capability,
         warps=config.warps,
         dy_ptr=dy,
@@ -68,10 +66,7 @@ def launch(
         WITH_BASE=want_base,
         WITH_LORA=want_lora,
         WITH_G=inner is not None,
-        STEPS=height // config.rows,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        STAGES=config.stages,
+        **constants,
     )
     results = iter(found)
     d_base, d_lora, partial = (next(results) if want else None for want in wanted.values())

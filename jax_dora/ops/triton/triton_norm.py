@@ -103,14 +103,12 @@ def launch(
 def _pieces(left: jax.Array, right: jax.Array, capability: int) -> list[jax.Array]:
     """Returns f16[2, in, r] and f16[2, r, out], and their units f32[in] and f32[out]."""
     from dora_common.triton import adapter_pieces
-    from dora_common.triton.jit import cdiv, next_power_of_2
 
     (rows, rank), columns = left.shape, right.shape[1]
-    depth = min(next_power_of_2(rank), adapter_pieces.DEPTH)
-    count = max(1, adapter_pieces.ELEMENTS // depth)
+    programs, constants = adapter_pieces.programs_of(rank, columns, rows)
     right, left, unit_right, unit_left = kernel_call(
         adapter_pieces.kernel,
-        (cdiv(columns, count) + cdiv(rows, count),),
+        (programs,),
         capability,
         warps=adapter_pieces.WARPS,
         lora_a_ptr=right,
@@ -123,8 +121,6 @@ def _pieces(left: jax.Array, right: jax.Array, capability: int) -> list[jax.Arra
         unit_b_ptr=jax.ShapeDtypeStruct((rows,), jnp.float32),
         in_features=columns,
         out_features=rows,
-        RANK=rank,
-        DEPTH=depth,
-        COUNT=count,
+        **constants,
     )
     return [left, right, unit_left, unit_right]

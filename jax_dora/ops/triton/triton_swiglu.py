@@ -39,17 +39,15 @@ def launch(
     """Returns (d_gate, d_up, d_gate_g, d_up_g), followed by (d_gate_bias, d_up_bias) if
     `want_bias`, for dh, gate, up [..., out]."""
     from dora_common.triton import swiglu_backward
-    from dora_common.triton.compose_backward import strip_height
-    from dora_common.triton.jit import cdiv
+    from dora_common.triton.compose_backward import strips_of
 
     features = dh.shape[-1]
     rows = dh.size // features
-    height = strip_height(config, rows, features)
-    strips = cdiv(rows, height)
+    strips, programs, constants = strips_of(config, rows, features)
     result = jax.ShapeDtypeStruct(dh.shape, dh.dtype)
     d_gate, d_up, partial = kernel_call(
         swiglu_backward.kernel,
-        (strips * cdiv(features, config.columns),),
+        (programs,),
         capability,
         warps=config.warps,
         dh_ptr=dh,
@@ -66,9 +64,6 @@ def launch(
         features=features,
         strips=strips,
         WITH_BIAS=want_bias,
-        STEPS=height // config.rows,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        STAGES=config.stages,
+        **constants,
     )
     return d_gate, d_up, *jnp.sum(partial, axis=1)

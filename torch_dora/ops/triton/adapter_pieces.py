@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dora_common.triton.adapter_pieces import DEPTH, ELEMENTS, WARPS, kernel
-from dora_common.triton.jit import cdiv, next_power_of_2
+from dora_common.triton.adapter_pieces import WARPS, kernel, programs_of
 from torch_dora.ops.choose import TRITON_MODE
 from torch_dora.ops.triton.jit import Launch
 
@@ -33,17 +32,8 @@ class Pieces(NamedTuple):
 
 @functools.lru_cache(1024)
 def _launch(rank: int, in_features: int, out_features: int) -> Launch:
-    depth = min(next_power_of_2(rank), DEPTH)
-    count = max(1, ELEMENTS // depth)
-    return Launch(
-        kernel,
-        (cdiv(in_features, count) + cdiv(out_features, count),),
-        (in_features, out_features),
-        RANK=rank,
-        DEPTH=depth,
-        COUNT=count,
-        num_warps=WARPS,
-    )
+    programs, constants = programs_of(rank, in_features, out_features)
+    return Launch(kernel, (programs,), (in_features, out_features), **constants, num_warps=WARPS)
 
 
 def launch(lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Pieces, Tensor, Tensor]:

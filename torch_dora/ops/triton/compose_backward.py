@@ -8,8 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dora_common.triton.compose_backward import CONFIG, Config, kernel, strip_height
-from dora_common.triton.jit import cdiv
+from dora_common.triton.compose_backward import CONFIG, Config, kernel, strips_of
 from torch_dora.ops.operator import operator
 from torch_dora.ops.triton import column_sums
 from torch_dora.ops.triton.jit import Launch
@@ -27,20 +26,16 @@ def _launch(
     with_g: bool,
 ) -> tuple[int, Launch]:
     """Returns the number of strips, and the launch."""
-    height = strip_height(config, rows, features)
-    strips = cdiv(rows, height)
+    strips, programs, constants = strips_of(config, rows, features)
     return strips, Launch(
         kernel,
-        (strips * cdiv(features, config.columns),),
+        (programs,),
         (rows, features, strips, scale),
         DELTA=delta,
         WITH_BASE=with_base,
         WITH_LORA=with_lora,
         WITH_G=with_g,
-        STEPS=height // config.rows,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        STAGES=config.stages,
+        **constants,
         num_warps=config.warps,
         enable_fp_fusion=True,
     )
