@@ -6,6 +6,7 @@
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -148,8 +149,9 @@ def scaled_linear(
         if vector is not None:
             check.is_float(name, vector)
             check.has_shape(name, vector, kernel.shape[1:], "[out]")
-    if g is not None:
-        g = g.astype(accumulation_dtype(_dtype(x, kernel)))
+    dtype = _dtype(x, kernel)
+    g = None if g is None else g.astype(accumulation_dtype(dtype))
+    kernel = kernel if quantised.is_quantised(kernel) else kernel.astype(dtype)
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input" and rate and act_qtype is not None:
         raise NotImplementedError(
@@ -172,9 +174,17 @@ def scaled_linear(
         rate,
         mode,
     )
+    has_codes = isinstance(x, row_scaled.RowScaled)
+    x = x._replace(x=x.x.astype(dtype)) if has_codes else x.astype(dtype)
     scale = check.scale_array(scale)
-    operands = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed)
-    function = functools.partial(_linear, settings)
+    operands = meshes.vary_alike(Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed))
+    if rate and mode == "input":
+        function = _with_dropped_input
+    else:
+        function = define if implementation == "eager" else meshes.differentiable(projection)
+    if act_qtype is not None and not has_codes:
+        function = functools.partial(_with_codes, function)
+    function = functools.partial(function, settings)
     return FORWARD.on_explicit_axes(function, operands)(operands)
 
 
@@ -246,25 +256,13 @@ def times_transposed(
     return dot(scaled, kernel.T) + dot(z, lora_a.astype(dtype).T)
 
 
-def _linear(settings: ProjectionSettings, operands: Projection) -> jax.Array:
-    """Returns the result on one device, or on a mesh without explicit axes."""
-    operands = meshes.vary_alike(operands)
-    x, kernel = operands.x, operands.kernel
-    dtype = _dtype(x, kernel)
-    if not quantised.is_quantised(kernel):
-        kernel = kernel.astype(dtype)
-    if isinstance(x, row_scaled.RowScaled):
-        x = x._replace(x=x.x.astype(dtype))
-    else:
-        x = x.astype(dtype)
-        if settings.act_qtype is not None:
-            x = row_scaled.coded(x, settings.implementation)
-    operands = operands._replace(x=x, kernel=kernel)
-    if settings.rate and settings.mode == "input":
-        return _with_dropped_input(settings, operands)
-    if settings.implementation == "eager":
-        return define(settings, operands)
-    return meshes.differentiable(projection)(settings, operands)
+def _with_codes(
+    function: Callable[..., jax.Array], settings: ProjectionSettings, operands: Projection
+) -> jax.Array:
+    """Returns the result of `function` with the codes of x, which are made here, where no mesh axis
+    is explicit."""
+    x = row_scaled.coded(operands.x, settings.implementation)
+    return function(settings, operands._replace(x=x))
 
 
 def _with_dropped_input(settings: ProjectionSettings, operands: Projection) -> jax.Array:

@@ -10,11 +10,12 @@ program is lowered, so the implementation is chosen there:
   an export, arrays on different meshes, and a batch axis that is not just another leading axis.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +56,10 @@ def call(op: Op, settings: Any, operands: Any) -> tuple[Any, ...]:
         results = op.run(settings, Shard(), operands)
         return jax.tree.map(lambda result: vary(result, axes), results)
     leaves, tree = jax.tree.flatten(operands)
-    params = {"op": op, "settings": settings, "tree": tree}
-    shapes = _shapes(map(jax.typeof, leaves), **params)
-    return jax.tree.structure(shapes).unflatten(_op_p.bind(*leaves, **params))
+    avals = tree.unflatten([_unvarying(jax.typeof(leaf)) for leaf in leaves])
+    shapes = _traced(op).eval_shape(_for_types(settings), Shard(), avals)
+    results = _op_p.bind(*leaves, op=op, settings=settings, tree=tree)
+    return jax.tree.structure(shapes).unflatten(results)
 
 
 def call_differentiable(
@@ -80,10 +82,10 @@ def _jvp_of_definition(settings: tuple[Op, Any, Any], primals: Any, tangents: An
     return jax.jvp(functools.partial(define, settings), primals, tangents)
 
 
-# Jitted so that the abstract evaluation and the lowering share one trace of the operator.
-@functools.partial(jax.jit, static_argnums=range(3))
-def _traced(op: Op, settings: Any, tree: Any, *leaves: jax.Array) -> Any:
-    return op.run(settings, Shard(), tree.unflatten(leaves))
+@functools.cache
+def _traced(op: Op) -> Any:
+    """Returns `op.run`, jitted so that abstract evaluation and lowering share one trace of it."""
+    return jax.jit(op.run, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=range(3))
@@ -91,12 +93,18 @@ def _bound(op: Op, settings: Any, tree: Any, *leaves: jax.Array) -> Any:
     return _op_p.bind(*leaves, op=op, settings=settings, tree=tree)
 
 
-def _shapes(avals: Iterable[Any], *, op: Op, settings: Any, tree: Any) -> Any:
-    # On one device this is the trace that the lowering needs. On several, kernels are chosen by the
-    # shapes of shards; only a named kernel stays, so that an unsupported call raises here.
+def _for_types(settings: Any) -> Any:
+    """Returns the settings of the trace that gives the types of the results. On one device this is
+    the trace that the lowering needs. On several, kernels are chosen by the shapes of shards; only
+    a named kernel stays, so that an unsupported call raises here."""
     if settings.implementation not in KERNELS and choose.target().partitioned:
-        settings = _with_xla(settings)
-    return _traced.eval_shape(op, settings, tree, *map(_unvarying, avals))
+        return _with_xla(settings)
+    return settings
+
+
+def _shapes(avals: Iterable[Any], *, op: Op, settings: Any, tree: Any) -> Any:
+    operands = tree.unflatten(list(map(_unvarying, avals)))
+    return _traced(op).eval_shape(_for_types(settings), Shard(), operands)
 
 
 def _with_xla(settings: Any) -> Any:
@@ -147,7 +155,8 @@ def _raise_not_differentiable(*_: Any, op: Op, settings: Any, tree: Any) -> Any:
 ad.primitive_jvps[_op_p] = _raise_not_differentiable
 
 
-class _Batched(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Batched:
     """An operator's `run` of one element, mapped over the batch axis, or None, of each leaf of its
     operands, whose structure is `tree`."""
 
@@ -210,7 +219,10 @@ def _lower(ctx: Any, *operands: Any, op: Op, settings: Any, tree: Any, cuda: boo
             function = _timed(function, seconds)
     elif single_device or not is_named:
         settings = settings if single_device else _with_xla(settings)
-        function = functools.partial(_traced, op, settings, tree)
+
+        def function(*leaves: jax.Array) -> Any:
+            return _traced(op)(settings, Shard(), tree.unflatten(leaves))
+
     else:
         raise NotImplementedError(
             f"implementation {settings.implementation!r} takes the arrays of one device, and this "
@@ -276,7 +288,9 @@ def _partitioned(op: Op, settings: Any, tree: Any, avals: Sequence[Any]) -> Any:
 
     all_names = dict.fromkeys(itertools.chain(*names.operands, *names.results))
     function = custom_partitioning(
-        lambda *leaves: jax.tree.leaves(_traced(op, _with_xla(settings), tree, *leaves))
+        lambda *leaves: jax.tree.leaves(
+            _traced(op)(_with_xla(settings), Shard(), tree.unflatten(leaves))
+        )
     )
     function.def_partition(
         partition,

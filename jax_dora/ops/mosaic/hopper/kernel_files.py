@@ -23,11 +23,11 @@ class Stored(NamedTuple):
     """A lowered kernel.
 
     Attributes:
-      results: the types of its results, a tree of tuples, lists and None.
+      out_info: the types of its results, a tree of tuples, lists and None.
       code: its StableHLO module.
     """
 
-    results: Any
+    out_info: Any
     code: bytes
 
 
@@ -60,7 +60,7 @@ def read(file: pathlib.Path) -> Stored | None:
 
 def write(file: pathlib.Path, kernel: Stored) -> None:
     """Stores a kernel, at once as a whole. Warns if that fails, as on a full disk."""
-    results = jax.tree.map(_type_text, kernel.results)
+    results = jax.tree.map(_type_text, kernel.out_info)
     content = f"{results!r}\n".encode() + kernel.code
     new = file.with_name(uuid.uuid4().hex)
     try:

@@ -43,13 +43,12 @@ def launcher[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     return decorate
 
 
-def launch_shared(launch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `launch(*args, **kwargs)`, for a `launch` by `launcher`, such that all programs share
-    the lowered kernel."""
-    settings = tuple((name, kwargs.pop(name)) for name in sorted(launch.static & kwargs.keys()))
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    kernel = _Kernel(launch.__wrapped__, settings, tree)
-    results = jax.tree.structure(_results(kernel, _types(leaves)))
+def launch_shared(launch: Any, *arrays: Any, **settings: Any) -> Any:
+    """Returns `launch(*arrays, **settings)`, for a `launch` by `launcher`, such that all programs
+    share the lowered kernel. The arrays are pytrees; the settings are static."""
+    leaves, tree = jax.tree.flatten(arrays)
+    kernel = _Kernel(launch.__wrapped__, tuple(sorted(settings.items())), tree)
+    results = jax.tree.structure(_program(kernel, _types(leaves)).out_info)
     return results.unflatten(_kernel_p.bind(*leaves, kernel=kernel))
 
 
@@ -71,13 +70,13 @@ class _Kernel(NamedTuple):
     def __repr__(self) -> str:
         return self.launch.__name__
 
-    def run(self, *leaves: jax.Array) -> Any:
-        """Returns the results for the arrays."""
-        if self.axes:
-            *axes, last = self.axes
-            return jax.vmap(self._replace(axes=tuple(axes)).run, last)(*leaves)
-        args, kwargs = self.tree.unflatten(leaves)
-        return self.launch(*args, **kwargs, **dict(self.settings))
+    def traced(self, types: Sequence[Any]) -> Callable[[], Any]:
+        """Returns a function that traces the kernel for arrays of these types."""
+        function = functools.partial(self.launch, **dict(self.settings))
+        for axes in self.axes:
+            function = jax.vmap(function, self.tree.unflatten(axes))
+        jitted = jax.jit(function, keep_unused=True)
+        return functools.partial(jitted.trace, *self.tree.unflatten(types))
 
 
 def _types(arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -103,16 +102,11 @@ def _in_thread[R](function: Callable[[], R]) -> R:
 
 
 @functools.cache
-def _traced(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
-    """Returns the kernel as traced for operands of these types."""
-    return _in_thread(functools.partial(jax.jit(kernel.run, keep_unused=True).trace, *types))
-
-
-@functools.cache
-def _stored(kernel: _Kernel, types: tuple[Any, ...]) -> kernel_files.Stored | None:
-    """Returns the kernel as another process has lowered it, or None."""
+def _program(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
+    """Returns the kernel for operands of these types, as another process has lowered it or as JAX
+    traces it here: `kernel_files.Stored` or `jax.stages.Traced`."""
     file = _file(kernel, types)
-    return file and kernel_files.read(file)
+    return (file and kernel_files.read(file)) or _in_thread(kernel.traced(types))
 
 
 def _file(kernel: _Kernel, types: tuple[Any, ...]) -> pathlib.Path | None:
@@ -120,32 +114,22 @@ def _file(kernel: _Kernel, types: tuple[Any, ...]) -> pathlib.Path | None:
     return _in_thread(lambda: kernel_files.path(digest("kernel", tuple(kernel), types)))
 
 
-def _results(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
-    """Returns the types of the kernel's results."""
-    stored = _stored(kernel, types)
-    return _traced(kernel, types).out_info if stored is None else stored.results
-
-
 @functools.cache
 def _code(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
-    """Returns the kernel as a StableHLO module."""
-    stored = _stored(kernel, types)
-    return _lowered(kernel, types) if stored is None else stored.code
-
-
-def _lowered(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
-    """Lowers the kernel to a StableHLO module, which it stores and returns."""
-    traced = _traced(kernel, types)
+    """Returns the kernel as a StableHLO module, which is stored when it is lowered."""
+    program = _program(kernel, types)
+    if isinstance(program, kernel_files.Stored):
+        return program.code
 
     def lower() -> bytes:
-        lowered = traced.lower(lowering_platforms=("cuda",))
+        lowered = program.lower(lowering_platforms=("cuda",))
         buffer = io.BytesIO()
         lowered.compiler_ir().operation.write_bytecode(buffer)
         return buffer.getvalue()
 
     code = _in_thread(lower)
     if file := _file(kernel, types):
-        kernel_files.write(file, kernel_files.Stored(traced.out_info, code))
+        kernel_files.write(file, kernel_files.Stored(program.out_info, code))
     return code
 
 
@@ -184,9 +168,10 @@ def _execute(*operands: Any, kernel: _Kernel) -> Any:
 @_kernel_p.def_abstract_eval
 def _result_types(*avals: Any, kernel: _Kernel) -> list[Any]:
     types = _types(avals)
-    results = jax.tree.leaves(_results(kernel, types))
-    if _stored(kernel, types):  # so that XLA compiles it while JAX traces the program
+    program = _program(kernel, types)
+    if isinstance(program, kernel_files.Stored):  # XLA compiles it while JAX traces the program
         _compile_ahead(kernel, types)
+    results = jax.tree.leaves(program.out_info)
     return [avals[0].update(shape=one.shape, dtype=one.dtype, weak_type=False) for one in results]
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -9,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jax_dora
 from jax_dora.ops import compose, dora_linear, factored_norm, identity
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.choose import Choice, Target
+from jax_dora.ops.mosaic.hopper import launch
 from jax_dora.ops.mosaic.norm import one_pass_norm
 from jax_dora.ops.mosaic.projection import (
     dropout_shrink,
@@ -180,24 +183,26 @@ def test_some_sizes_have_their_own_config(found, usual):
     assert found != usual
 
 
-def test_a_layer_reaches_its_kernel_in_eight_frames(monkeypatch):
-    from flax import nnx
-    from jax.experimental.pallas import mosaic_gpu
-
-    real, depths = mosaic_gpu.kernel, []
+@pytest.mark.parametrize(("is_lowered", "most"), [(False, 7), (True, 9)])
+def test_a_layer_reaches_its_kernel_in_few_frames(monkeypatch, is_lowered, most):
+    """Without the two of the thread in which a kernel is traced for a program for a GPU."""
+    real, depths = plgpu.kernel, []
 
     def counted(*arguments, **options):
         frames = inspect.stack(context=0)
         depths.append(sum(Path(frame.filename).is_relative_to(PACKAGE) for frame in frames))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(mosaic_gpu, "kernel", counted)
+    monkeypatch.setattr(plgpu, "kernel", counted)
+    monkeypatch.setattr(launch, "_in_thread", lambda function: function())
+    # Sizes of no other test, whose kernels are not traced again.
     layer = jax_dora.DoRALinear(
-        64, 128, rank=8, alpha=8, implementation="mosaic", param_dtype=BF16, rngs=nnx.Rngs(0)
+        192, 128, rank=8, alpha=8, implementation="mosaic", param_dtype=BF16, rngs=nnx.Rngs(0)
     )
-    with plgpu.force_gpu_interpret_mode():
-        jax.eval_shape(layer, jax.ShapeDtypeStruct((16, 64), BF16))
-    assert 0 < max(depths) <= 8
+    mode = contextlib.nullcontext() if is_lowered else plgpu.force_gpu_interpret_mode()
+    with mode:
+        jax.eval_shape(layer, jax.ShapeDtypeStruct((16, 192), BF16))
+    assert 0 < max(depths) <= most
 
 
 @pytest.mark.parametrize(

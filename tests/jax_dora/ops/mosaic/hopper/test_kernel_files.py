@@ -37,9 +37,11 @@ gradient = jax.grad(loss, (0, 2, 3, 4))
 with jax.set_mesh(mesh):
     jax.jit(gradient).lower(*avals(jax.NamedSharding(mesh, jax.P("data")))).compile()
 choose.target = lambda: choose.Target("gpu", "9.0")
+traces, trace = [], launch._Kernel.traced
+launch._Kernel.traced = lambda *arguments: traces.append(arguments) or trace(*arguments)
 traced = jax.jit(gradient).trace(*avals())
 program = traced.lower(lowering_platforms=("cuda",)).as_text()
-row = {"kernels": launch._code.cache_info().misses, "traced": launch._traced.cache_info().misses}
+row = {"kernels": launch._code.cache_info().misses, "traced": len(traces)}
 row |= {"hits": events["/jax/compilation_cache/cache_hits"]}
 print(json.dumps(row | {"program": hashlib.sha256(program.encode()).hexdigest()}))
 """

@@ -25,13 +25,16 @@ def hopper(monkeypatch):
     """Chooses kernels as on a Hopper GPU, and begins without lowered kernels."""
     target = choose.Target("gpu", "9.0")
     monkeypatch.setattr(choose, "target", lambda: target)
-    launch._traced.cache_clear()
-    launch._code.cache_clear()
-    primitive._traced.clear_cache()
-    partitions._lowered.cache_clear()
+    for cached in (launch._program, launch._code, partitions._lowered):
+        cached.cache_clear()
+    # Operators are traced anew, and their traces for a target that is not there are not kept.
+    monkeypatch.setattr(primitive, "_traced", functools.cache(retraced))
     yield
-    primitive._traced.clear_cache()  # traced for a target that is not there
     partitions._lowered.cache_clear()
+
+
+def retraced(op):
+    return jax.jit(lambda *call: op.run(*call), static_argnums=(0, 1))
 
 
 def step(depth):
@@ -98,16 +101,13 @@ def test_kernels_are_lowered_in_threads_that_outlive_the_main_thread(monkeypatch
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_stored_kernel_is_compiled_while_jax_traces(monkeypatch, stored):
-    started = set()
+    started, program = set(), launch._program
 
-    def results(kernel, types):
-        return launch._traced(kernel, types).out_info
+    def as_stored(kernel, types):
+        return kernel_files.Stored(program(kernel, types).out_info, b"")
 
     monkeypatch.setattr(launch, "_compile_ahead", lambda kernel, types: started.add(kernel.launch))
-    monkeypatch.setattr(
-        launch, "_stored", lambda *_: kernel_files.Stored(None, b"") if stored else None
-    )
-    monkeypatch.setattr(launch, "_results", results)
+    monkeypatch.setattr(launch, "_program", as_stored if stored else program)
     function, *arguments = step(1)
     jax.clear_caches()  # what an earlier test has traced would not be traced again
     jax.jit(function).trace(*arguments)
