@@ -2,8 +2,10 @@
 
 from jax_dora.ops.compose import compose as compose
 from jax_dora.ops.compose import compose_delta as compose_delta
+from jax_dora.ops.disentangled_attention import disentangled_attention as disentangled_attention
 from jax_dora.ops.dropout import Dropout as Dropout
 from jax_dora.ops.dropout import draw_seed as draw_seed
+from jax_dora.ops.dropout import drop as drop
 from jax_dora.ops.linear import dora_linear as dora_linear
 from jax_dora.ops.linear import lora_linear as lora_linear
 from jax_dora.ops.norm import factored_norm as factored_norm
