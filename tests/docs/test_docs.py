@@ -15,6 +15,7 @@ import pytest
 
 import jax_dora
 import jax_dora.linen
+import jax_dora.lm.encoder
 import jax_dora.lm.finetune
 import jax_dora.lm.models
 import jax_dora.lm.serve
@@ -179,6 +180,7 @@ def test_functions_called_like_their_modules_stand_by_their_whole_names():
     [
         jax_dora,
         jax_dora.linen,
+        jax_dora.lm.encoder,
         jax_dora.lm.finetune,
         jax_dora.lm.models,
         jax_dora.ops,
