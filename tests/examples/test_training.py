@@ -32,9 +32,11 @@ def test_layer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train.py", "linen_train.py"])
-def test_adapter_learns(name, tmp_path):
-    output = run(name, "--steps", "40", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("name", "steps"), [("train.py", "40"), ("linen_train.py", "40"), ("classify.py", "80")]
+)
+def test_adapter_learns(name, steps, tmp_path):
+    output = run(name, "--steps", steps, cwd=tmp_path)
     first, last = map(float, re.findall(r"steps: ([\d.]+)$", output, re.MULTILINE))
     # Several times what the mean of four batches varies by.
     assert last < first - 0.1

@@ -5,7 +5,7 @@ returns them, as with `nnx.jit`, would copy the base model in every step.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -96,7 +96,7 @@ def decayed(adapters: nnx.State) -> Any:
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="loss_of")
 def accumulate(
     graphdef: nnx.GraphDef[CausalLM],
     adapters: nnx.State,
@@ -104,12 +104,15 @@ def accumulate(
     frozen: nnx.State,
     rows: Rows,
     trained: Mapping[str, jax.Array] | None = None,
+    *,
+    loss_of: Callable[..., Loss] = next_token_loss,
 ) -> tuple[jax.Array, nnx.State, nnx.State]:
     """Computes the gradient of the mean loss over all learned tokens of `rows`.
 
     Args:
-      rows: [accumulate, batch, time].
+      rows: [accumulate, batch, time]; of another loss, a tuple of its own with a field `weights`.
       trained: which magnitudes are trained, of `trained_magnitudes`.
+      loss_of: returns the loss of a model and of the fields of a micro-batch's rows, by name.
 
     Returns:
       The loss, the gradient by the adapters, and the updated streams.
@@ -127,7 +130,7 @@ def accumulate(
         # changed here, and the dropout streams count their calls.
         model = nnx.merge(graphdef, adapters, streams, frozen, copy=True)
         model = jax_dora.with_norms(model, norms)
-        total = next_token_loss(model, **rows._asdict()).total
+        total = loss_of(model, **rows._asdict()).total
         return total / weight, nnx.state(model, nnx.RngState)
 
     def micro_step(carry, rows):
@@ -136,7 +139,8 @@ def accumulate(
             adapters, streams, rows
         )
         gradients = jax.tree.map(jnp.add, gradients, gradient)
-        return (total + loss, _constrain(model.config.sharding, gradients), streams), None
+        sharding = getattr(model.config, "sharding", None)
+        return (total + loss, _constrain(sharding, gradients), streams), None
 
     zero = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, adapters), streams
     (loss, gradients, streams), _ = jax.lax.scan(micro_step, zero, rows)
