@@ -17,6 +17,7 @@ last 1,024. For the gradient every layer is checkpointed. The protocol is that o
 
 import copy
 import functools
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -44,18 +45,19 @@ class Settings(NamedTuple):
     Attributes:
       only: the names of the models.
       layers: of the language models; 0 for those of `LAYERS`.
+      ranks: of the adapters, one after the other.
     """
 
     only: tuple[str, ...] = tuple(model.name for model in MODELS)
     layers: int = 0
-    rank: int = 384
+    ranks: tuple[int, ...] = (384,)
     rounds: int = 5
     tokens: int = 4096
     last: int = 1024
     is_tiny: bool = False
 
 
-TINY = Settings(rank=4, rounds=1, tokens=48, last=8, is_tiny=True)
+TINY = Settings(ranks=(4,), rounds=1, tokens=48, last=8, is_tiny=True)
 # Of the others 4. Gemma's first layer with full attention is the sixth.
 LAYERS = {"Qwen3-VL-8B": 8, "InternVL3-14B": 6, "Gemma3-27B": 6}
 
@@ -69,24 +71,26 @@ def refuses(settings: Settings) -> str | None:
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row for each model, each of inference and gradient, and each side; the compiled
-    sides of all models but the first come last."""
+    """Yields one row for each model, rank, each of inference and gradient, and each side; the
+    compiled sides of all models but the first come last."""
     first, *others = (model for model in MODELS if model.name in settings.only)
     parts = [(first, EAGER), (first, COMPILED)]
     parts += [(model, sides) for sides in (EAGER, COMPILED) for model in others]
-    timed: dict[str, dict[str, dict[Any, Row]]] = {}
-    for model, sides in parts:
+    timed: dict[tuple[str, int], dict[str, dict[Any, Row]]] = {}
+    for (model, sides), rank in itertools.product(parts, settings.ranks):
+        earlier = timed.setdefault((model.name, rank), {})
         try:
-            yield from _measure(model, sides, settings, device, timed.setdefault(model.name, {}))
+            yield from _measure(model, sides, rank, settings, device, earlier)
         except Exception as error:  # Out of memory, in one model of many.
             failed = f"{type(error).__name__}: {error}"[-600:]
-            yield {"model": model.name, "kind": sides[0].name, "failed": failed}
+            yield {"model": model.name, "kind": sides[0].name, "rank": rank, "failed": failed}
         free()
 
 
 def _measure(
     full: VisionLanguageModel,
     sides: tuple[Side, ...],
+    rank: int,
     settings: Settings,
     device: str,
     timed: dict[str, dict[Any, Row]],
@@ -97,8 +101,8 @@ def _measure(
     chosen = chosen.tiny() if settings.is_tiny else chosen
     base = chosen.make(device)
     inputs = chosen.inputs(base, settings.tokens, device)
-    models = {(side, side.wide): _adapted(side, base, settings, device) for side in sides}
-    cosines = _cosines(base, models, inputs, settings, device) if sides is EAGER else {}
+    models = {(side, side.wide): _adapted(side, base, rank, device) for side in sides}
+    cosines = _cosines(base, models, inputs, rank, settings.last, device) if sides is EAGER else {}
     for task, call in (("inference", _inference), ("gradient", _gradient)):
         calls = {
             key: functools.partial(call, model, inputs, settings.last)
@@ -113,7 +117,7 @@ def _measure(
                 "model": full.name,
                 "kind": side.name + ", autocast" * autocast,
                 "task": task,
-                "rank": settings.rank,
+                "rank": rank,
                 "tokens": settings.tokens,
                 "image_tokens": int((inputs["input_ids"] == chosen.sizes.vocabulary - 1).sum()),
                 "layers": chosen.sizes.layers,
@@ -125,14 +129,13 @@ def _measure(
             }
 
 
-def _adapted(side: Side, base: Any, settings: Settings, device: str) -> Any:
+def _adapted(side: Side, base: Any, rank: int, device: str) -> Any:
     """Returns a copy of the base with the adapters of a side, on the same weights. Its adapters are
     those of every other side: numbers that bf16 holds."""
     model = copy.deepcopy(base, parameter_aliases(base))
     dtype = torch.float32 if side.wide else torch.bfloat16
     package, is_dora = "peft" if side.package == "PEFT" else None, side.method == "DoRA"
     with torch.device(device):
-        rank = settings.rank
         adapt(model, package, dtype, rank, rank // 2, use_dora=is_dora, rule=RULE)
     set_adapters(model)
     if side.compiled:
@@ -193,19 +196,24 @@ def _held(model: Any) -> int:
 
 
 def _cosines(
-    base: Any, models: dict[Any, Any], inputs: dict[str, Tensor], settings: Settings, device: str
+    base: Any,
+    models: dict[Any, Any],
+    inputs: dict[str, Tensor],
+    rank: int,
+    last: int,
+    device: str,
 ) -> dict[Any, Row]:
     """Returns the cosines of the logits of each side to PEFT's and to fp32."""
     exact = copy.deepcopy(base).float()
     with torch.device(device):
-        adapt(exact, "peft", torch.float32, settings.rank, settings.rank // 2, rule=RULE)
+        adapt(exact, "peft", torch.float32, rank, rank // 2, rule=RULE)
     set_adapters(exact)
     wide = {name: one.float() if one.is_floating_point() else one for name, one in inputs.items()}
-    exact = _inference(exact.eval(), wide, settings.last)[0]
+    exact = _inference(exact.eval(), wide, last)[0]
     found = {}
     for key, model in models.items():
         with torch.autocast(device, torch.bfloat16, enabled=key[1]):
-            found[key] = _inference(model, inputs, settings.last)[0].float()
+            found[key] = _inference(model, inputs, last)[0].float()
 
     def cosine(one: Tensor, other: Tensor) -> float:
         return float(F.cosine_similarity(one.double(), other.double(), dim=1).min())
