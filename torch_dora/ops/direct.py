@@ -5,11 +5,15 @@ It computes what :mod:`torch_dora.ops.linear` computes with the same kernels, as
 function: the norm, g, the products and compose. This takes the least time on the host, which is
 what a training step of a small model waits for. ``takes`` looks only at types, dtypes and shapes;
 all other calls, and all wrong ones, go the long way.
+
+Gradient checkpointing makes each call again in the backward pass. The second call uses the norm of
+the first.
 """
 
 import functools
 import math
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -91,27 +95,31 @@ def linear(tensors: tuple[Any, ...], scale: float, dtype: torch.dtype) -> Tensor
     """Returns y for operands that `takes` has accepted."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _DirectLinear.apply(scale, dtype, *tensors)
-    return _forward(tensors, scale, dtype, False)[0]
+    return _forward(tensors, scale, dtype, False, None)[0]
 
 
 def _forward(
-    tensors: tuple[Any, ...], scale: float, dtype: torch.dtype, want_inner: bool
+    tensors: tuple[Any, ...],
+    scale: float,
+    dtype: torch.dtype,
+    want_inner: bool,
+    scales: Tensor | None,
 ) -> tuple[Any, ...]:
     """Returns y [..., out], and what the gradient may need: x and adapter_x [rows, in] in
-    ``dtype``, z = adapter_x lora_aᵀ, scaled unless in fp16, inner, and f32[2, out], max(norm, eps)
-    and g."""
+    ``dtype``, z = adapter_x lora_aᵀ, scaled unless in fp16, inner, and ``scales``, which is
+    computed if it is None: f32[2, out], max(norm, eps) and g."""
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
-    pieces = None
-    if norm is None and lora_a.dtype == torch.float32:
+    needs_norm, pieces = norm is None and scales is None, None
+    if needs_norm and lora_a.dtype == torch.float32:
         # The pass that splits an fp32 adapter for the norm casts it, too.
         pieces, cast_a, cast_b = adapter_pieces.launch(lora_a, lora_b, dtype)
     else:
         cast_a, cast_b = cast(lora_a, dtype), cast(lora_b, dtype)
-    if norm is None:
+    if needs_norm:
         scales = one_pass_norm.launch(
             weight, lora_a, lora_b, scale, pieces=pieces, magnitude=magnitude, eps=EPS_HALF
         )
-    else:
+    elif scales is None:
         floor = norm.clamp(min=EPS_HALF)
         scales = torch.stack([floor, magnitude / floor])
     rows = cast(rows_of(x), dtype)
@@ -156,25 +164,46 @@ def _unread(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty((), dtype=dtype, device=device)
 
 
+class _Scales:
+    """max(norm, eps) and g of a call, and what they were computed from."""
+
+    __slots__ = "__weakref__", "source", "tensor"
+
+    def __init__(self, tensor: Tensor, source: tuple[Any, ...]) -> None:
+        self.tensor, self.source = tensor, source
+
+
+# Those of the last call with each lora_b, by its id. The call's node in the graph keeps both alive.
+_LAST: WeakValueDictionary[int, _Scales] = WeakValueDictionary()
+
+
 class _DirectLinear(torch.autograd.Function):
-    """The parameters are kept by the function, and few tensors are saved: checkpointing calls
-    Python three times for each saved one."""
+    """The parameters and scales are kept by the function, and few tensors are saved: checkpointing
+    calls Python three times for each saved one."""
 
     @staticmethod
     def forward(ctx, scale, dtype, *tensors):
         _, _, want_weight, _, want_a, want_b, want_g, _ = ctx.needs_input_grad[2:]
-        x, adapter_x, weight, bias, lora_a, lora_b, magnitude, _ = tensors
-        y, rows, adapter_rows, z, inner, scales = _forward(tensors, scale, dtype, want_g)
+        x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
+        parts = weight, lora_a, lora_b, magnitude
+        versions = tuple(part._version for part in parts)
+        source = scale, norm is None, *versions, *(part.data_ptr() for part in parts)
+        # A call within a backward pass is a repeated one.
+        repeats = torch._C._current_graph_task_id() != -1
+        last = _LAST.get(id(lora_b)) if repeats else None
+        known = None if last is None or last.source != source else last.tensor
+        y, rows, adapter_rows, z, inner, scales = _forward(tensors, scale, dtype, want_g, known)
+        ctx.scales = _Scales(scales, source)
+        if not repeats:
+            _LAST[id(lora_b)] = ctx.scales
         ctx.save_for_backward(
             rows if want_weight or (want_a and adapter_x is None) else None,
             adapter_rows if want_a and adapter_x is not None else None,
             z if want_b else None,
             inner,
-            scales,
         )
         # The magnitude is not read, but gradients depend on it, which differentiable_once checks.
-        ctx.parameters = weight, lora_a, lora_b, magnitude
-        ctx.versions = weight._version, lora_a._version, lora_b._version
+        ctx.parameters, ctx.versions = parts, versions[:3]
         dtypes = (None if t is None else t.dtype for t in (x, adapter_x, bias, magnitude))
         ctx.scale, ctx.kinds = scale, (x.shape, *dtypes)
         return y
@@ -182,7 +211,7 @@ class _DirectLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, adapter_rows, z, inner, scales = ctx.saved_tensors
+        rows, adapter_rows, z, inner = ctx.saved_tensors
         weight, lora_a, lora_b, _ = ctx.parameters
         if ctx.versions != (weight._version, lora_a._version, lora_b._version):
             raise RuntimeError(
@@ -202,7 +231,7 @@ class _DirectLinear(torch.autograd.Function):
             run = compose_backward.compose_backward if is_observed() else compose_backward.launch
             gradients = []
             if want_d or want_g:
-                floor, g = scales.unbind()
+                floor, g = ctx.scales.tensor.unbind()
                 gradients = run(dy, inner, g, 1.0, False, want_d, False, floor)
             if want_g:
                 d_g = cast(gradients.pop(), magnitude_dtype)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch.func import vmap
+from torch.utils.checkpoint import checkpoint
 
 from torch_dora import DoRALinear, freeze
 from torch_dora.ops import direct, dora_linear
@@ -29,11 +30,11 @@ def layer(device, **options):
     return made
 
 
-def results(made, x, dy):
+def results(call, x, dy, made=None):
     x = x.clone().requires_grad_()
     torch.manual_seed(3)
-    y = made(x)
-    trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+    y = call(x)
+    trained = [parameter for parameter in (made or call).parameters() if parameter.requires_grad]
     return [y, *torch.autograd.grad(y, [x, *trained], dy)]
 
 
@@ -177,8 +178,8 @@ def test_checkpointing_sees_fewer_tensors_than_loras(device, calls):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         made(x.requires_grad_()).sum().backward()
     assert calls == [True]
-    # x, z, inner, and the norm with g; of LoRA's three products: W, x, A, z and B.
-    assert len(saved) == 4
+    # x, z and inner; of LoRA's three products: W, x, A, z and B.
+    assert len(saved) == 3
 
 
 def test_operands_may_be_strided(device, calls, monkeypatch):
@@ -192,3 +193,57 @@ def test_operands_may_be_strided(device, calls, monkeypatch):
     assert calls == [True]
     monkeypatch.setattr(direct, "takes", lambda *_: False)
     torch.testing.assert_close(got, dora_linear(*operands, 2.0, implementation="triton"))
+
+
+@pytest.fixture
+def norms(monkeypatch):
+    """Counts the norms that are computed."""
+    found, launch = [], direct.one_pass_norm.launch
+    monkeypatch.setattr(
+        direct.one_pass_norm, "launch", lambda *a, **k: found.append(None) or launch(*a, **k)
+    )
+    return found
+
+
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
+def test_checkpointing_uses_the_norm_again(device, calls, norms, adapter_dtype):
+    made = layer(device, adapter_dtype=adapter_dtype)
+    x = torch.randn(2, 5, 24, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(2, 5, 40, device=device, dtype=torch.bfloat16)
+    want = results(made, x, dy)
+    norms.clear()
+    got = results(lambda x: checkpoint(made, x, use_reentrant=False), x, dy, made)
+    assert len(norms) == 1 and calls == [True] * 3
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)
+    # A new call computes the norm again, and so does reentrant checkpointing in its second one.
+    norms.clear()
+    made(x)
+    checkpoint(made, x.requires_grad_(), use_reentrant=True).backward(dy)
+    assert len(norms) == 3
+
+
+@pytest.mark.parametrize("name", ["weight", "lora_a", "lora_b", "magnitude", "scale"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_call_within_a_backward_pass_sees_changes(device, norms, name, in_place):
+    made = layer(device)
+    x = torch.randn(2, 5, 24, device=device, dtype=torch.bfloat16)
+    seen = []
+
+    def change(_):
+        if name == "scale":
+            made.scale *= 2
+        elif in_place:
+            getattr(made, name).mul_(2)
+        else:
+            getattr(made, name).data = 2 * getattr(made, name).data
+        with torch.enable_grad():
+            seen.append(made(x))
+
+    norms.clear()
+    y = made(x)
+    probe = torch.ones((), requires_grad=True)
+    probe.register_hook(change)
+    probe.backward()
+    assert len(norms) == 2
+    assert torch.equal(seen[0], made(x)) and not torch.equal(seen[0], y)
