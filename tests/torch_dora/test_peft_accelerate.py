@@ -356,6 +356,26 @@ def test_compilers_and_checkpoints(way: str) -> None:
     assert_agree(ours, theirs)
 
 
+def test_replicas_of_data_parallel_compute_with_their_own_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies for two devices, whose tensors are twice the model's on the second one."""
+
+    def copied(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[Any]:
+        return [[(1 + device) * one.clone() for one in tensors] for device in devices]
+
+    module = sys.modules["torch.nn.parallel.replicate"]  # torch.nn.parallel names its function so
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copied)
+    monkeypatch.setattr(module, "_get_device_index", lambda device, _: device)
+    theirs, ours = both(peft_model())
+    wanted, found = (nn.parallel.replicate(model, [0, 1]) for model in (theirs, ours))
+    for want, got in zip(wanted, found, strict=True):
+        torch.testing.assert_close(output(got), output(want), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(output(found[0]), output(found[1]))
+    restore(ours)
+    assert not any("forward" in vars(module) for module in ours.modules())
+
+
 def wrapped(kind: str) -> float:
     """Steps of an accelerated model under DDP or FSDP2, compared with PEFT's in one process."""
     theirs, ours = both(peft_model())

@@ -72,8 +72,8 @@ def restore(peft_model: nn.Module) -> None:
             if type(variant) in THEIRS:
                 layer.lora_variant[adapter] = THEIRS[type(variant)]()
     for module in peft_model.modules():
-        for name in ("forward", "inject_adapter"):
-            if getattr(vars(module).get(name), "func", None) in (forward, _inject):
+        for name, value in list(vars(module).items()):
+            if getattr(value, "func", None) in (forward, _inject, _replicated):
                 delattr(module, name)
 
 
@@ -109,11 +109,24 @@ def _accelerate(model: nn.Module) -> Report:
             accelerated.append(name)
         # A forward that is set already is a hook of accelerate's, and calls PEFT's.
         if type(layer).forward is Linear.forward and "forward" not in vars(layer):
-            layer.forward = functools.partial(forward, layer)
+            _set_forward(layer)
     for module in model.modules():
         if isinstance(module, BaseTuner):
             vars(module)["inject_adapter"] = functools.partial(_inject, module)
     return Report(tuple(accelerated), left)
+
+
+def _set_forward(layer: Any) -> None:
+    layer.forward = functools.partial(forward, layer)
+    layer._replicate_for_data_parallel = functools.partial(_replicated, layer)
+
+
+def _replicated(layer: Any) -> Any:
+    """Returns a copy of the layer for another device, as torch.nn.DataParallel makes in each call:
+    it shall compute with its own tensors."""
+    replica = type(layer)._replicate_for_data_parallel(layer)
+    _set_forward(replica)
+    return replica
 
 
 def _layers(model: Any) -> dict[str, Any]:

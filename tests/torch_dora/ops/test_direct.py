@@ -213,7 +213,8 @@ def test_checkpointing_uses_the_norm_again(device, calls, norms, adapter_dtype):
     want = results(made, x, dy)
     norms.clear()
     got = results(lambda x: checkpoint(made, x, use_reentrant=False), x, dy, made)
-    assert len(norms) == 1 and calls == [True] * 3
+    assert len(norms) == 1
+    assert calls == [True] * 3
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g, w)
     # A new call computes the norm again, and so does reentrant checkpointing in its second one.
@@ -246,4 +247,5 @@ def test_a_call_within_a_backward_pass_sees_changes(device, norms, name, in_plac
     probe.register_hook(change)
     probe.backward()
     assert len(norms) == 2
-    assert torch.equal(seen[0], made(x)) and not torch.equal(seen[0], y)
+    assert torch.equal(seen[0], made(x))
+    assert not torch.equal(seen[0], y)
