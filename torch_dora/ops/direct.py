@@ -109,19 +109,19 @@ def _forward(
     ``dtype``, z = adapter_x lora_aᵀ, scaled unless in fp16, inner, and ``scales``, which is
     computed if it is None: f32[2, out], max(norm, eps) and g."""
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
-    needs_norm, pieces = norm is None and scales is None, None
-    if needs_norm and lora_a.dtype == torch.float32:
+    pieces = None
+    if scales is None and norm is None and lora_a.dtype == torch.float32:
         # The pass that splits an fp32 adapter for the norm casts it, too.
         pieces, cast_a, cast_b = adapter_pieces.launch(lora_a, lora_b, dtype)
     else:
         cast_a, cast_b = cast(lora_a, dtype), cast(lora_b, dtype)
-    if needs_norm:
+    if scales is None and norm is not None:
+        floor = norm.clamp(min=EPS_HALF)
+        scales = torch.stack([floor, magnitude / floor])
+    elif scales is None:
         scales = one_pass_norm.launch(
             weight, lora_a, lora_b, scale, pieces=pieces, magnitude=magnitude, eps=EPS_HALF
         )
-    elif scales is None:
-        floor = norm.clamp(min=EPS_HALF)
-        scales = torch.stack([floor, magnitude / floor])
     rows = cast(rows_of(x), dtype)
     adapter_rows = rows if adapter_x is None else cast(rows_of(adapter_x), dtype)
     bias = None if bias is None else cast(bias, dtype)
