@@ -194,7 +194,7 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
     d, kernel, dz, lora_a, lora_b = operands
     dot = functools.partial(dot_general, settings.precision)
     if settings.bwd_qtype is not None:
-        base = row_scaled.transposed_sums(d, kernel, settings.bwd_qtype, shard)
+        base = row_scaled.transposed_sums(settings, d, kernel, shard)
         choice = _expand(settings, base, dz, optional=True)
         if choice is not None:
             return _expanded(choice, base, dz, lora_a.T, None, None, want_inner=False)[:1]

@@ -12,6 +12,7 @@ s_w scales the features that this product sums over, so it multiplies dy before 
 float8_e4m3fn or float8_e5m2. Ŵ is the same array in both products.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -112,14 +113,26 @@ def plain(x: Any) -> Any:
     return x.x if isinstance(x, RowScaled) else x
 
 
+class Rows(NamedTuple):
+    """The operands of `ROW_CODES`: rows x [..., in], and columns f32[in], which multiply x before
+    it is rounded, or None."""
+
+    x: Any
+    columns: Any = None
+
+
 def coded(x: Any, implementation: str | None = None) -> RowScaled:
     """Returns x [..., in] with its codes, which have no gradient. Unless "xla" or "eager" is named,
     a Mosaic kernel may make them, if each row is on a single device. A row that devices share has
     one scale."""
-    if implementation == "mosaic" and row_codes.refuses(*_call(x)):
-        implementation = None
-    settings = ProductSettings(implementation)
-    return RowScaled(x, *primitive.call(ROW_CODES, settings, (lax.stop_gradient(x),)))
+    return RowScaled(x, *_codes(ProductSettings(implementation, None, QTYPE), Rows(x)))
+
+
+def _codes(settings: ProductSettings, operands: Rows) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes of rows in the format `settings.bwd_qtype`, and their scales."""
+    if settings.implementation == "mosaic" and row_codes.refuses(*_call(operands.x)):
+        settings = settings._replace(implementation=None)
+    return primitive.call(ROW_CODES, settings, jax.tree.map(lax.stop_gradient, operands))
 
 
 def coded_by(largest: jax.Array, x: jax.Array, qtype: str = QTYPE) -> RowScaled:
@@ -144,20 +157,23 @@ def _call(x: jax.Array) -> tuple[int, int, Any]:
 
 
 def _run_codes(
-    settings: ProductSettings, shard: Shard, operands: tuple[jax.Array]
+    settings: ProductSettings, shard: Shard, operands: Rows
 ) -> tuple[jax.Array, jax.Array]:
-    (x,) = operands
+    x, columns = operands
     choice = None
     if not shard.summed:
         candidate = (row_codes, _call(x))
         choice = choose.choose("row_codes", settings.implementation, candidate, optional=True)
     if choice is not None:
-        return choice.launch(x)
-    _, codes, scales = coded_by_xla(x, shard)
+        return choice.launch(x, columns, qtype=settings.bwd_qtype)
+    if columns is not None:
+        wide = x.astype(jnp.float32)
+        x = wide * per_feature(columns, wide)
+    _, codes, scales = coded_by_xla(x, shard, settings.bwd_qtype)
     return codes, scales
 
 
-ROW_CODES = Op("row_codes", _run_codes, ("t i",), ("t i", "t"), contracted="i")
+ROW_CODES = Op("row_codes", _run_codes, Rows("t i", "i"), ("t i", "t"), contracted="i")
 
 
 class Sums(NamedTuple):
@@ -187,14 +203,18 @@ def sums(rows: RowScaled, kernel: Any, shard: Shard, bwd_qtype: str | None = Non
     return Sums(total, rows.scales, _scales(kernel))
 
 
-def transposed_sums(d: jax.Array, kernel: Any, qtype: str, shard: Shard) -> Sums:
-    """Returns d Wᵀ [..., in] of d [..., out], whose rows are rounded to `qtype`, one of
-    `BWD_QTYPES`, once they are multiplied by the kernel's scales, before their own scales are
-    applied."""
-    wide = d.astype(jnp.float32)
-    _, codes, scales = coded_by_xla(wide * per_feature(_scales(kernel), wide), shard, qtype)
+def transposed_sums(
+    settings: ProductSettings, d: jax.Array, kernel: Any, shard: Shard | None = None
+) -> Sums:
+    """Returns d Wᵀ [..., in] of d [..., out], whose rows are rounded to `settings.bwd_qtype`, one
+    of `BWD_QTYPES`, once they are multiplied by the kernel's scales, before their own scales are
+    applied. An operator gives the `shard` that it runs on."""
+    rows = Rows(d, _scales(kernel).astype(jnp.float32))
+    make = _codes if shard is None else functools.partial(_run_codes, shard=shard)
+    codes, scales = make(settings, operands=rows)
     w = lax.bitcast_convert_type(kernel.qvalue, jnp.int8)
-    total = shard.sum(_multiplied(codes, w, d.dtype))
+    total = _multiplied(codes, w, d.dtype)
+    total = total if shard is None else shard.sum(total)
     return Sums(total, scales, jnp.ones(kernel.shape[0], jnp.float32))
 
 
@@ -234,7 +254,7 @@ def times_transposed(settings: ProductSettings, d: jax.Array, kernel: Any) -> ja
     """Returns d Wᵀ in d's dtype, with rows of d that are quantised as `settings` say."""
     if settings.bwd_qtype is None:
         return dot_general(settings.precision, d, quantised.dense(kernel, d.dtype), (-1, 1))
-    return transposed_sums(d, kernel, settings.bwd_qtype, Shard()).scaled.astype(d.dtype)
+    return transposed_sums(settings, d, kernel).scaled.astype(d.dtype)
 
 
 def _define(settings: ProductSettings, operands: Factors) -> jax.Array:

@@ -93,9 +93,9 @@ def test_exchanged_codes_are_caught(report, number):
 def wrong_axis(transposed_sums):
     """The scales of W multiply the result's features, in turn, and not the gradient's."""
 
-    def faulty(d, kernel, qtype, shard):
+    def faulty(settings, d, kernel, *shard):
         one = dataclasses.replace(kernel, scale=jnp.ones_like(kernel.scale))
-        found = transposed_sums(d, one, qtype, shard)
+        found = transposed_sums(settings, d, one, *shard)
         return found._replace(columns=jnp.resize(kernel.scale[0], found.columns.shape))
 
     return faulty

@@ -1,12 +1,16 @@
 """Quantises rows to FP8 with one scale per row, in one pass.
 
-    x  [rows, in]  bf16 or fp16      s = max |x| / 448 per row, f32[rows]
-    x̂  = round(x / s)  [rows, in]  float8_e4m3fn
+    x  [rows, in]  bf16 or fp16      s = max |x| / bound per row, f32[rows]
+    x̂  = round(x / s)  [rows, in]  float8_e4m3fn (bound 448) or float8_e5m2 (57344)
+
+With columns f32[in], x∘columns replaces x above: for a product that sums over the features that a
+kernel's scales belong to.
 
 A row is copied to shared memory once, where its maximum is computed and its elements are rounded. A
 row of zeros has the scale `LEAST` and stays zero. A row with NaN or infinity becomes NaN.
 
-Bytes: 2 · rows · in read, rows · in written; the floor is bytes / copy rate.
+Bytes: 2 · rows · in read, rows · in written; the floor is bytes / copy rate. For each row the
+columns are also read twice, from the L1 or L2 cache.
 """
 
 import dataclasses
@@ -72,9 +76,16 @@ def config(rows: int, in_features: int, dtype: jax.typing.DTypeLike) -> Config:
     return Config()
 
 
-@launcher()
-def launch(x: jax.Array, *, config: Config, sm_count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (x̂ [..., in], s f32[...]) for x [..., in]."""
+@launcher("qtype")
+def launch(
+    x: jax.Array,
+    columns: jax.Array | None = None,
+    *,
+    qtype: str = QTYPE,
+    config: Config,
+    sm_count: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (x̂ [..., in], s f32[...]) for x [..., in] and columns [in]."""
     *lead, in_features = x.shape
     rows, lane = x.size // in_features, math.gcd(in_features, MAX_SIDE)
     width = in_features // lane
@@ -85,11 +96,25 @@ def launch(x: jax.Array, *, config: Config, sm_count: int) -> tuple[jax.Array, j
     view = (rows, width, lane)
     chunk_width = math.gcd(in_features, MAX_CHUNK) // lane
     chunks = [pl.ds(start, chunk_width) for start in range(0, width, chunk_width)]
-    inverse_bound = 1 / bound(QTYPE)  # XLA multiplies by the same number.
+    inverse_bound = 1 / bound(qtype)  # XLA multiplies by the same number.
+    # The layout of x's chunks, too. JAX would take minutes to find it.
+    shape = chunk_width, lane
+    adjacent = plgpu.Layout.WG_STRIDED(shape, vec_size=math.prod(shape) // THREADS)
+    operands = [x.reshape(view)]
+    if columns is not None:
+        operands.append(columns.astype(jnp.float32).reshape(view[1:]))
 
-    # x_gmem, codes_gmem [rows, width, lane]; scales_gmem [all tiles' rows]
-    def kernel(x_gmem, codes_gmem, scales_gmem, codes_smem):
+    # x_gmem, codes_gmem [rows, width, lane]; columns_gmem [width, lane]; scales_gmem [all tiles'
+    # rows]
+    def kernel(x_gmem, *refs):
+        *columns_gmem, codes_gmem, scales_gmem, codes_smem = refs
         block = lax.axis_index("block")
+
+        def scaled(x_smem, row, chunk):
+            wide = x_smem[row, chunk].astype(jnp.float32)
+            if not columns_gmem:
+                return wide
+            return wide * plgpu.load(columns_gmem[0].at[chunk], layout=adjacent, optimized=False)
 
         def step(indices, x_smem):  # [tile_rows, width, lane]
             (index,) = indices
@@ -99,11 +124,11 @@ def launch(x: jax.Array, *, config: Config, sm_count: int) -> tuple[jax.Array, j
             for row in range(tile_rows):
                 largest = jnp.zeros((chunk_width, lane), jnp.float32)
                 for chunk in chunks:
-                    largest = jnp.maximum(largest, jnp.abs(x_smem[row, chunk].astype(jnp.float32)))
+                    largest = jnp.maximum(largest, jnp.abs(scaled(x_smem, row, chunk)))
                 scale = jnp.maximum(jnp.max(largest) * inverse_bound, LEAST)
                 for chunk in chunks:
-                    codes = x_smem[row, chunk].astype(jnp.float32) / scale
-                    codes_smem[buffer, row, chunk] = codes.astype(QTYPE)
+                    codes = scaled(x_smem, row, chunk) / scale
+                    codes_smem[buffer, row, chunk] = codes.astype(qtype)
                 scales_gmem[first + row] = scale
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(codes_smem.at[buffer], codes_gmem.at[pl.ds(first, tile_rows)])
@@ -123,12 +148,12 @@ def launch(x: jax.Array, *, config: Config, sm_count: int) -> tuple[jax.Array, j
     codes, scales = plgpu.kernel(
         kernel,
         out_type=[
-            jax.ShapeDtypeStruct(view, QTYPE),
+            jax.ShapeDtypeStruct(view, qtype),
             jax.ShapeDtypeStruct((steps * blocks * tile_rows,), jnp.float32),
         ],
         grid=(blocks,),
         grid_names=("block",),
-        scratch_types=[plgpu.SMEM((2, tile_rows, width, lane), QTYPE)],
+        scratch_types=[plgpu.SMEM((2, tile_rows, width, lane), qtype)],
         kernel_name="dora_row_codes",
-    )(x.reshape(view))
+    )(*operands)
     return codes.reshape(x.shape), scales[:rows].reshape(lead)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from jax_dora.ops.mosaic.rows import row_codes
-from jax_dora.ops.mosaic.rows.row_codes import Config, refuses
+from jax_dora.ops.mosaic.rows.row_codes import QTYPE, Config, refuses
 from tests.jax_dora.programs import aval, for_cuda
 from tests.tables import slow
 
+E5M2 = "float8_e5m2"
 TINY = np.finfo(np.float32).tiny
 
 
@@ -23,18 +24,25 @@ def rows_of(rows, in_features, dtype):
     return jnp.asarray(x * np.exp(rng.standard_normal((rows, 1), np.float32))).astype(dtype)
 
 
-def run(x, config=None, sm_count=1):
+def columns_of(in_features):
+    return jnp.exp(jnp.asarray(np.random.default_rng(1).standard_normal(in_features, np.float32)))
+
+
+def run(x, columns=None, qtype=QTYPE, config=None, sm_count=1):
     call = (x.size // x.shape[-1], x.shape[-1], x.dtype)
     config = config or row_codes.config(*call)
-    return jax.block_until_ready(row_codes.launch(x, config=config, sm_count=sm_count))
+    options = {"qtype": qtype, "config": config, "sm_count": sm_count}
+    return jax.block_until_ready(row_codes.launch(x, columns, **options))
 
 
-def check(x, codes, scales):
+def check(x, codes, scales, columns=None, qtype=QTYPE):
     wide = np.asarray(x.astype(jnp.float32))
-    wanted = np.maximum(np.abs(wide).max(-1) * np.float32(1 / 448), TINY)
+    wide = wide if columns is None else wide * np.asarray(columns)
+    inverse = np.float32(1 / float(ml_dtypes.finfo(qtype).max))
+    wanted = np.maximum(np.abs(wide).max(-1) * inverse, TINY)
     np.testing.assert_array_equal(scales, wanted)
     quotients = wide / wanted[..., None]
-    rounded = quotients.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    rounded = quotients.astype(qtype).astype(np.float32)
     apart = codes.astype(np.float32) != rounded
     off = 2 * quotients[apart] - codes[apart].astype(np.float32) - rounded[apart]
     assert np.all(abs(off) <= 2.0**-20 * abs(quotients[apart]))
@@ -51,10 +59,21 @@ def check(x, codes, scales):
 def test_agrees_with_numpy(on_mosaic, shape, dtype, config):
     x = rows_of(int(np.prod(shape[:-1])), shape[-1], dtype).reshape(shape)
     with on_mosaic():
-        codes, scales = map(np.asarray, run(x, config))
+        codes, scales = map(np.asarray, run(x, config=config))
     assert codes.shape == shape
     assert scales.shape == shape[:-1]
     check(x, codes, scales)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "qtype"),
+    [((37, 1024), jnp.bfloat16, E5M2), slow((5, 384), jnp.float16, QTYPE)],
+)
+def test_multiplies_columns_first(on_mosaic, shape, dtype, qtype):
+    x, columns = rows_of(*shape, dtype), columns_of(shape[-1])
+    with on_mosaic():
+        codes, scales = map(np.asarray, run(x, columns, qtype))
+    check(x, codes, scales, columns, qtype)
 
 
 def strange_rows(in_features):
@@ -83,10 +102,16 @@ def test_refuses_with_a_reason():
     assert "too long" in refuses(64, 32768, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("in_features", [slow(768), 16384])
-def test_lowers_for_hopper(in_features):
+@pytest.mark.parametrize(
+    ("in_features", "qtype"), [slow(768, None), (16384, None), (1024, E5M2), (14336, QTYPE)]
+)
+def test_lowers_for_hopper(in_features, qtype):
     options = {"config": row_codes.config(4096, in_features, jnp.bfloat16), "sm_count": 132}
-    assert "dora_row_codes" in for_cuda(row_codes.launch, aval(4096, in_features), **options)
+    operands = [aval(4096, in_features)]
+    if qtype is not None:
+        operands.append(aval(in_features, dtype=jnp.float32))
+        options["qtype"] = qtype
+    assert "dora_row_codes" in for_cuda(row_codes.launch, *operands, **options)
 
 
 @pytest.mark.gpu
@@ -95,5 +120,9 @@ def test_lowers_for_hopper(in_features):
 def test_agrees_at_full_size(shape, dtype):
     x = rows_of(*shape, dtype)
     check(x, *map(np.asarray, run(x, sm_count=132)))
+    columns = columns_of(shape[-1])
+    for qtype in (QTYPE, E5M2):
+        found = map(np.asarray, run(x, columns, qtype, sm_count=132))
+        check(x, *found, columns, qtype)
     x = strange_rows(shape[-1])
     check_strange_rows(x, *map(np.asarray, run(x, sm_count=132)))
