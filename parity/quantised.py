@@ -11,7 +11,7 @@ program without gradients, which on a GPU must have a kernel that reads the code
 PEFT's DoRA runs over the same values, as torchao's tensors or, for NF4, as bitsandbytes'.
 
 FP8 with a scale per row is also computed by products of FP8 on both sides, forward and backward, in
-jax_dora alone. The oracle then has the coded rows of x and of the gradient, rounded by torch.
+both packages. The oracle then has the coded rows of x and of the gradient, rounded by torch.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ def run(report: Report, layer: Layer, device: str) -> None:
         expected = {"y": expected["y"]}
     if layer.bwd_qtype:
         expected |= coded(layer, inputs, dense_inputs, expected)
-    for name in ("jax",) if layer.bwd_qtype else (*SIDES, "peft"):
+    for name in SIDES if layer.bwd_qtype else (*SIDES, "peft"):
         try:
             found = _results(name, layer, inputs)
         except Exception as error:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from parity import quantised, torchao_weights
 from parity.faults import Fault
@@ -56,7 +57,7 @@ def test_a_layer_agrees_with_fp64(report, number):
     sides = [row["side"] for row in report.rows]
     of_peft = 7 if layer.case.dtype == "float32" else 5
     counts = {"jax": 7, "torch": 7, "peft": of_peft} if layer.trained else dict.fromkeys(sides, 1)
-    counts = {"jax": 7} if layer.bwd_qtype else counts
+    counts = {"jax": 7, "torch": 7} if layer.bwd_qtype else counts
     assert {side: sides.count(side) for side in sides} == counts
     assert report.passed, [row for row in report.rows if not row["ok"]]
 
@@ -101,25 +102,50 @@ def wrong_axis(transposed_sums):
     return faulty
 
 
+def wrong_axis_in_torch(transposed_product):
+    """The scales of W multiply the result's features, in turn, and not the gradient's."""
+
+    def faulty(d, weight, bwd_qtype):
+        one = weight.detach().clone()
+        one.scale = torch.ones_like(weight.scale)
+        columns = weight.scale.flatten()[torch.arange(weight.shape[1]) % weight.shape[0]]
+        return transposed_product(d, one, bwd_qtype) * columns
+
+    return faulty
+
+
 def one_for_all(coded_by):
     """All rows have one scale."""
     return lambda largest, *rest: coded_by(jnp.full_like(largest, jnp.max(largest)), *rest)
 
 
+def one_for_all_in_torch(coded):
+    """All rows have one scale."""
+
+    def faulty(x, qtype):
+        most = x.abs().max() / torch.finfo(getattr(torch, qtype)).max
+        codes, _ = coded(torch.eye(1, device=x.device), qtype)
+        return (x / most).to(codes.dtype), most.float().expand(len(x), 1).contiguous()
+
+    return faulty
+
+
 @pytest.mark.parametrize(
     ("point", "fault", "caught"),
     [
-        ("transposed_sums", wrong_axis, {"d_x"}),
-        ("coded_by", one_for_all, {"y", "d_x"}),
+        ("jax_dora.ops.row_scaled.transposed_sums", wrong_axis, {"d_x"}),
+        ("jax_dora.ops.row_scaled.coded_by", one_for_all, {"y", "d_x"}),
+        ("torch_dora.ops.row_scaled.transposed_product", wrong_axis_in_torch, {"d_x"}),
+        ("torch_dora.ops.row_scaled.coded", one_for_all_in_torch, {"y", "d_x"}),
     ],
 )
 def test_scales_of_gradients_are_caught(report, point, fault, caught):
     # In fp32, with e4m3. The range of e5m2 is so large that one scale serves rows of similar size.
-    layer = next(layer for layer in LAYERS if layer.bwd_qtype)
-    point = f"jax_dora.ops.row_scaled.{point}"
-    with Fault("scales", "", (), {point: fault}).plant("jax"):
+    layer, side = next(layer for layer in LAYERS if layer.bwd_qtype), point.partition("_")[0]
+    with Fault("scales", "", (), {point: fault}).plant(side):
         quantised.run(report, layer, "cpu")
-    assert {quantity for _, quantity in failed(report)} & {"y", "d_x"} == caught
+    wrong = {one for one in failed(report) if one[1] in ("y", "d_x")}
+    assert wrong == {(side, quantity) for quantity in caught}
 
 
 def test_another_scale_in_peft_is_caught(report, monkeypatch):

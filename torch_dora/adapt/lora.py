@@ -80,6 +80,7 @@ def _fresh(layer: DoRALayer, rank: int, dtype: torch.dtype) -> DoRALayer:
         dropout_mode=layer.dropout_mode,
         adapter_dtype=dtype,
         implementation=layer.implementation,
+        bwd_qtype=layer.bwd_qtype,
     )
     return fresh.train(layer.training)
 

@@ -18,8 +18,8 @@ class DoRARule(Rule):
             "all-linear", for every ``torch.nn.Linear`` and transformers' Conv1D except the output
             head: ``model.get_output_embeddings()`` and modules named lm_head, embed_out, output,
             head, score or classifier.
-        rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation: as in
-            :class:`~torch_dora.DoRALinear`. For embeddings dropout must be 0.
+        rank, alpha, use_rslora, dropout, dropout_mode, adapter_dtype, implementation, bwd_qtype: as
+            in :class:`~torch_dora.DoRALinear`. For embeddings dropout must be 0.
         exclude: a regular expression for the full names of layers that the rule leaves out, as in
             DoRARule("all-linear", 16, 32, exclude=r".*\\.gate"). It must match a layer; a shared
             layer is left out if it matches one of the layer's names.
@@ -31,6 +31,7 @@ class DoRARule(Rule):
 
     adapter_dtype: torch.dtype = dataclasses.field(default=torch.float32, kw_only=True)
     implementation: str | None = dataclasses.field(default=None, kw_only=True)
+    bwd_qtype: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode, adapter_scale, check_dropout
 from torch_dora.layers import placement
-from torch_dora.ops import check, choose, factored_norm, magnitude_scale, quantised, shards
+from torch_dora.ops import (
+    check,
+    choose,
+    factored_norm,
+    magnitude_scale,
+    quantised,
+    row_scaled,
+    shards,
+)
 from torch_dora.ops.dtypes import accumulation_dtype, keep_float32, no_autocast
 from torch_dora.ops.products import product
 from torch_dora.ops.quantised import dense
@@ -77,6 +85,9 @@ class DoRALayer(nn.Module):
             takes a second product: y = xWᵀ + b + (g-1)·drop(x)Wᵀ + g·s·drop(x)(BA)ᵀ.
         adapter_dtype: the dtype of lora_a and lora_b.
         implementation: of the operators: None for the best one, "triton" or "eager".
+        bwd_qtype: the format of gradients for their products with the weight, "float8_e4m3fn" or
+            "float8_e5m2", as in :func:`torch_dora.ops.dora_linear`; for a base whose weight makes
+            it quantise its input to FP8.
 
     Raises:
         TypeError, ValueError: an argument is out of its range, or this class cannot adapt ``base``.
@@ -111,12 +122,15 @@ class DoRALayer(nn.Module):
         dropout_mode: DropoutMode = "adapter",
         adapter_dtype: torch.dtype = torch.float32,
         implementation: str | None = None,
+        bwd_qtype: str | None = None,
     ) -> None:
         scale = adapter_scale(rank, alpha, use_rslora)
         check_dropout(dropout, dropout_mode)
         check.is_float_dtype("adapter_dtype", adapter_dtype)
         choose.check_name(implementation)
         self.check_base(base, int(rank), float(dropout))
+        act_qtype = quantised.act_qtype(getattr(base, "weight", None))
+        row_scaled.check(getattr(base, "weight", None), act_qtype, bwd_qtype)
         super().__init__()
         # A tuple keeps the base from being a submodule: this layer has the same parameters.
         self._base = (base,)
@@ -129,6 +143,7 @@ class DoRALayer(nn.Module):
         self.alpha = int(alpha) if isinstance(alpha, numbers.Integral) else float(alpha)
         self.dropout, self.dropout_mode = float(dropout), dropout_mode
         self.implementation = implementation
+        self.act_qtype, self.bwd_qtype = act_qtype, bwd_qtype
         for name, parameter in base._parameters.items():
             frozen = None if parameter is None else parameter.requires_grad_(False)
             self.register_parameter(name, frozen)
@@ -171,7 +186,7 @@ class DoRALayer(nn.Module):
         placement.refuse_customised_base(base)
         if quantised.is_quantised(base.weight):
             quantised.check("base.weight", base.weight)
-            quantised.check_activations(base.weight)
+            quantised.act_qtype(base.weight)
             quantised.check_scales(base.weight)
         else:
             check.is_float("weight", base.weight)

@@ -38,6 +38,13 @@ def adapted_linear(
             norm=norm,
             adapter_x=dropped,
             implementation=layer.implementation,
+            act_qtype=layer.act_qtype,
+            bwd_qtype=layer.bwd_qtype,
+        )
+    if layer.act_qtype is not None:
+        raise NotImplementedError(
+            f"the layer has dropout_mode='input' and quantises its input to {layer.act_qtype}; "
+            "expected dropout_mode='adapter', or a base with weight-only quantisation"
         )
     if norm is None:
         norm = factored_norm(

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_dora.ops import check, choose, direct, sharded
+from torch_dora.ops import check, choose, direct, row_scaled, sharded
 from torch_dora.ops.compose import (
     backward,
     choose_compose,
@@ -50,6 +50,8 @@ def dora_linear(
     norm: Tensor | None = None,
     implementation: str | None = None,
     adapter_x: Tensor | None = None,
+    act_qtype: str | None = None,
+    bwd_qtype: str | None = None,
 ) -> Tensor:
     """Returns y = magnitude ∘ x (weight + s·lora_b lora_a)ᵀ / ‖weight + s·lora_b lora_a‖ + bias.
 
@@ -67,6 +69,12 @@ def dora_linear(
         implementation: None, "triton" or "eager"; a named one runs or raises.
         adapter_x: [..., in], the adapter's input if it differs from x: x after the adapter's
             dropout.
+        act_qtype: "float8_e4m3fn" rounds x to this format for the product with the weight, with one
+            scale per row. The weight must be torchao's Float8Tensor of this format with one scale
+            per row. The adapter's products and all gradients use the unrounded x.
+        bwd_qtype: "float8_e4m3fn" or "float8_e5m2" also rounds the gradient of the result, times g
+            and the weight's scales, for its product with the weight, with one scale per row. The
+            adapter's gradients use the unrounded one. It needs act_qtype.
 
     Returns:
         [..., out]. The dtype is the one that x and weight promote to, x's dtype over a quantised
@@ -83,8 +91,9 @@ def dora_linear(
         TypeError, ValueError: an argument's dtype or shape is wrong; unknown implementation; some
             tensors are DTensors and others are not, or their meshes differ.
         NotImplementedError: the named implementation cannot run the call; a DTensor is a pending
-            sum.
+            sum; a transform of torch.func is given act_qtype.
     """
+    row_scaled.check(weight, act_qtype, bwd_qtype)
     direct_operands = (x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm)
     if type(weight) in PLAIN and type(x) in PLAIN:
         dtype = result_dtype(x, weight)
@@ -121,7 +130,8 @@ def dora_linear(
     g = magnitude_scale(magnitude, norm, dtype)
     operands = Operands(x, adapter_x, weight, bias, lora_a, lora_b, g)
     return sharded.projection(
-        functools.partial(_local_linear, float(scale), dtype, implementation), *operands
+        functools.partial(_local_linear, float(scale), dtype, implementation, act_qtype, bwd_qtype),
+        *operands,
     )
 
 
@@ -144,10 +154,17 @@ class Static(NamedTuple):
     dtype: torch.dtype
     want_inner: bool
     implementation: str
+    act_qtype: str | None
+    bwd_qtype: str | None
 
 
 def _local_linear(
-    scale: float, dtype: torch.dtype, implementation: str | None, *tensors: Any
+    scale: float,
+    dtype: torch.dtype,
+    implementation: str | None,
+    act_qtype: str | None,
+    bwd_qtype: str | None,
+    *tensors: Any,
 ) -> Tensor:
     """Returns y for plain tensors, computed by the named implementation or the best one."""
     operands = Operands(*tensors)
@@ -155,9 +172,15 @@ def _local_linear(
     like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], operands.weight.shape[0])
     want_inner = torch.is_grad_enabled() and g.requires_grad
     chosen = choose_compose(like, like, g, implementation, want_inner)
+    static = Static(scale, dtype, want_inner, chosen, act_qtype, bwd_qtype)
     if choose.in_transform():
-        return _forward(Static(scale, dtype, False, chosen), operands)[0]
-    return _DoRALinear.apply(Static(scale, dtype, want_inner, chosen), *operands)
+        if act_qtype is not None:
+            raise NotImplementedError(
+                f"act_qtype is {act_qtype!r} inside a transform of torch.func, which would "
+                "differentiate the rounding; expected None there, or torch.autograd"
+            )
+        return _forward(static._replace(want_inner=False), operands)[0]
+    return _DoRALinear.apply(static, *operands)
 
 
 def corrected_linear(operands: Operands, scale: float, implementation: str | None) -> Tensor:
@@ -177,11 +200,14 @@ def corrected_linear(operands: Operands, scale: float, implementation: str | Non
 def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (y, z, inner or None)."""
     x, adapter_x, weight, bias, lora_a, lora_b, g = operands
-    scale, dtype, want_inner, implementation = static
+    scale, dtype, want_inner, implementation, act_qtype, _ = static
     with no_autocast(x):
         adapter_x = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
-        base = F.linear(cast(x, dtype), dense(weight, dtype), bias)
+        if act_qtype is None:
+            base = F.linear(cast(x, dtype), dense(weight, dtype), bias)
+        else:
+            base = row_scaled.product(cast(x, dtype), weight, bias)
         z = F.linear(cast(adapter_x, dtype), cast(lora_a, dtype))
         y, inner = _expand_compose(
             base, z, cast(lora_b, dtype), g, bias, scale, want_inner, implementation
@@ -212,6 +238,7 @@ class _DoRALinear(torch.autograd.Function):
             None if t is None else t.dtype for t in (x, adapter_x, weight, bias, lora_a, lora_b)
         )
         ctx.scale, ctx.implementation = static.scale, static.implementation
+        ctx.bwd_qtype = static.bwd_qtype
         return y
 
     @staticmethod
@@ -232,7 +259,7 @@ class _DoRALinear(torch.autograd.Function):
             if d is not None:
                 d = rows_of(d)
                 if want_x:
-                    dx = d @ dense(weight, dy.dtype, again=True)
+                    dx = row_scaled.transposed_product(d, weight, ctx.bwd_qtype)
                 if want_weight:
                     d_weight = rounded_once(d.T, rows_of(x).to(dy.dtype), weight_dtype)
                 if want_b:

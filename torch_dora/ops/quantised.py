@@ -135,15 +135,23 @@ def check(name: str, weight: Any) -> None:
     )
 
 
-def check_activations(weight: Any) -> None:
-    """Raises TypeError if a layer with ``weight`` quantises its input: an adapted layer would
-    not."""
-    if getattr(weight, "act_quant_kwargs", None) is not None:
-        raise TypeError(
-            f"base.weight is torchao's {type(weight).__name__} with act_quant_kwargs, by which its "
-            "layer quantises its input, and an adapted layer would not; expected weight-only "
-            "quantisation, as from Int8WeightOnlyConfig or Float8WeightOnlyConfig"
-        )
+def act_qtype(weight: Any) -> str | None:
+    """Returns the format to which a layer with ``weight`` quantises the rows of its input, or None.
+
+    Raises TypeError if it quantises its input in another way, which an adapted layer would not."""
+    settings = getattr(weight, "act_quant_kwargs", None)
+    if settings is None:
+        return None
+    granularity = type(getattr(settings, "granularity", None)).__name__
+    dtype = getattr(settings, "float8_dtype", None)
+    if (granularity, dtype) == ("PerRow", torch.float8_e4m3fn):
+        return "float8_e4m3fn"
+    raise TypeError(
+        f"base.weight is torchao's {type(weight).__name__} with act_quant_kwargs, by which its "
+        "layer quantises its input, and an adapted layer would not; expected rows in FP8, as from "
+        "Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), or weight-only "
+        "quantisation, as from Int8WeightOnlyConfig or Float8WeightOnlyConfig"
+    )
 
 
 def check_scales(weight: Any) -> None:

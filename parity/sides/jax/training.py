@@ -128,11 +128,14 @@ def _model(
     return model
 
 
-def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int) -> Callable:
+def compiled_steps(
+    loss: Callable, optimizer: Any, part: jax.Array, length: int, *, stacked: bool = False
+) -> Callable:
     """Compiles a function that runs several steps.
 
     It maps (trained, optimizer state, frozen, starts i32[n, rows]) to (trained, optimizer state,
-    losses f32[n], gradient norms f32[n]).
+    losses f32[n], gradient norms f32[n]). If they are `stacked`, all but the frozen parameters have
+    a leading axis of runs, which take their steps together.
     """
 
     def several(trained, state, frozen, where):
@@ -147,6 +150,8 @@ def compiled_steps(loss: Callable, optimizer: Any, part: jax.Array, length: int)
         carry, metrics = jax.lax.scan(step, (trained, state), where)
         return *carry, *metrics
 
+    if stacked:
+        several = jax.vmap(several, in_axes=(0, 0, None, 0))
     return jax.jit(several, donate_argnums=(0, 1), compiler_options=_compiler_options())
 
 

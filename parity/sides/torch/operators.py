@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -48,9 +49,14 @@ def naive_delta(inputs: ComposeInputs, scale: float) -> torch.Tensor:
 
 
 def layer(
-    inputs: LayerInputs, scale: float, implementation: Implementation, *, frozen: bool
+    inputs: LayerInputs,
+    scale: float,
+    implementation: Implementation,
+    *,
+    frozen: bool,
+    **options: Any,
 ) -> Computation:
-    op = choose_operator(ops.dora_linear, plain_linear, implementation, scale=scale)
+    op = choose_operator(ops.dora_linear, plain_linear, implementation, scale=scale, **options)
     operands = {name: value for name, value in vars(inputs).items() if value is not None}
     dy = operands.pop("dy")
     constant = {"weight", "magnitude"} if frozen else {"weight"}
