@@ -1,8 +1,8 @@
 """Level `fp8_training`: adapters trained over a base in FP8, compared with bf16.
 
 The text and the arithmetic are those of level `quality`, and so is the decoder, with half its
-width. DoRA is trained with each `format` of the base, of activations and of gradients, from
-several seeds, which change the adapter's first values and the order of the text. Nothing is timed.
+width. DoRA is trained with each variant of the base, of activations and of gradients, from several
+seeds, which change the adapter's first values and the order of the text. Nothing is timed.
 
 One line is one run: the loss of held-out text at the end (`held_out`), and the mean and the largest
 difference between the losses of a step and those of bf16 with the same seed (`mean_apart`,
@@ -13,33 +13,66 @@ that the first run ends with: the least and the mean cosine with those in bf16 o
 layer, for each layer from the first on (`least`, `mean`).
 """
 
+import contextlib
 import dataclasses
-import functools
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
+from jax import lax
 
+import jax_dora
 from benchmarks import quality
 from benchmarks.quality import BASE, FP8, Format
 from benchmarks.results import Row
+from jax_dora.layers.quantised_kernel import compute_quantised
+from jax_dora.lm.finetune.training import decayed
 from jax_dora.lm.models import load_model
+from jax_dora.ops import row_scaled
+from jax_dora.ops.row_scaled import RowScaled
+from parity.faults import Fault
 from parity.sides.jax import training
 from parity.training.settings import Settings as Decoder
 from parity.training.text import starts
 
 WINDOW = 20
-FORMATS = (
-    None,
-    Format("FP8 forward", FP8, 0, "row"),
-    Format("FP8 forward, gradients in e4m3", FP8, 0, "row", FP8),
-    Format("FP8 forward, gradients in e5m2", FP8, 0, "row", "float8_e5m2"),
-    Format("nf4", "nf4", 64),
+E5M2 = "float8_e5m2"
+
+
+class Variant(NamedTuple):
+    """What is quantised.
+
+    Attributes:
+      form: the format of the base, of activations and of gradients; None for bf16.
+      gradients_of: a regular expression; the gradients of modules whose path it does not match stay
+        in bf16.
+      is_stochastic: whether gradients are rounded up with the probability of their distance from
+        the lower neighbour.
+    """
+
+    name: str
+    form: Format | None = None
+    gradients_of: str = ""
+    is_stochastic: bool = False
+
+
+IN_E5M2 = Format("", FP8, 0, "row", E5M2)
+VARIANTS = (
+    Variant(BASE),
+    Variant("FP8 weights", Format("", FP8, 0)),
+    Variant("FP8 forward", Format("", FP8, 0, "row")),
+    Variant("FP8 forward, gradients in e4m3", Format("", FP8, 0, "row", FP8)),
+    Variant("FP8 forward, gradients in e5m2", IN_E5M2),
+    Variant("the same, rounded stochastically", IN_E5M2, is_stochastic=True),
+    Variant("the same, in the MLP only", IN_E5M2, "mlp"),
+    Variant("nf4", Format("", "nf4", 64)),
 )
 
 
@@ -53,70 +86,153 @@ class Settings(NamedTuple):
     decoder: Decoder = dataclasses.replace(
         quality.Settings().decoder, hidden=64, intermediate=128, kv_heads=2, head_dim=16
     )
-    depths: tuple[tuple[int, int], ...] = ((3, 3),)
+    depths: tuple[tuple[int, int], ...] = ((3, 8), (9, 8))
     steps: int = 2000
-    formats: tuple[Format | None, ...] = FORMATS
+    variants: tuple[Variant, ...] = VARIANTS
+    layers: int | None = None
 
 
-TINY = Settings(quality.TINY.decoder, ((2, 2),), steps=4, formats=(None, *FORMATS[2:4]))
+TINY = Settings(quality.TINY.decoder, ((2, 2),), 4, (VARIANTS[0], *VARIANTS[4:7]))
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row for each run, and for the gradients of each format and depth."""
+    """Yields one row for each run, and for the gradients of each variant and depth."""
     for layers, seeds in settings.depths:
+        if settings.layers not in (None, layers):
+            continue
         sizes = dataclasses.replace(settings.decoder, layers=layers)
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "base"
             training.make_base(sizes, folder)
-            load = functools.partial(
-                load_model, folder, dtype=jnp.float32, attention="xla", remat=False
-            )
-            yield from _runs(load, sizes, seeds, settings)
+            yield from _runs(folder, sizes, seeds, settings)
 
 
-def _runs(load: Any, sizes: Decoder, seeds: int, settings: Settings) -> Iterator[Row]:
-    bases, models, adapter = {}, {}, None
-    for form in settings.formats:
-        base = bases[BASE if form is None else form.name] = load()
-        if form is not None:
-            quality.quantise(base, form)
-    for seed in range(seeds):
-        exact = None
-        for name, base in bases.items():
-            models[name], losses, row = quality.trained(base, sizes, settings.steps, seed)
-            count = max(1, len(losses) // WINDOW)
-            means = np.asarray([part.mean() for part in np.array_split(losses, count)])
-            exact = means if exact is None else exact
-            apart = np.abs(means - exact)
-            row |= {"mean_apart": float(apart.mean()), "worst_apart": float(apart.max())}
-            facts: Row = {"layers": sizes.layers, "format": name, "seed": seed}
-            yield facts | {"steps": settings.steps} | row
-            adapter = adapter or nnx.state(models[name], nnx.LoRAParam)
-    tokens = starts(quality.prose()[0], (sizes.rows,), sizes.length, 99)
-    wanted = None
-    for name, model in models.items():
-        nnx.update(model, adapter)
-        found = _gradients(model, tokens, sizes.length)
-        wanted = wanted or found
+def _runs(folder: Path, sizes: Decoder, seeds: int, settings: Settings) -> Iterator[Row]:
+    exact, adapter, wanted, compared = None, None, None, []
+    for variant in settings.variants:
+        base = load_model(folder, dtype=jnp.float32, attention="xla", remat=False)
+        _quantise(base, variant)
+        with _rounding(variant):
+            runs = _trained(base, sizes, settings.steps, seeds)
+            adapter = runs.adapter if adapter is None else adapter
+            found = _gradients(runs, adapter, sizes)
+        facts: Row = {"layers": sizes.layers, "format": variant.name}
+        parts = np.array_split(runs.losses, max(1, settings.steps // WINDOW), axis=1)
+        means = np.stack([part.mean(1) for part in parts], 1)
+        exact = means if exact is None else exact
+        apart = np.abs(means - exact)
+        for seed in range(seeds):
+            row: Row = {"seed": seed, "steps": settings.steps}
+            row |= {"held_out_before": runs.before[seed], "held_out": runs.after[seed]}
+            row |= {
+                "mean_apart": float(apart[seed].mean()),
+                "worst_apart": float(apart[seed].max()),
+            }
+            yield facts | row
+        wanted = found if wanted is None else wanted
         if found is not wanted:
             by_depth = np.asarray([_cosines(found[path], wanted[path]) for path in wanted])
-            facts = {"layers": sizes.layers, "format": name, "compared": "gradients"}
             least, mean = by_depth.min(0).tolist(), by_depth.mean(0).tolist()
-            yield facts | {"least": least, "mean": mean}
+            compared.append(facts | {"compared": "gradients", "least": least, "mean": mean})
+    yield from compared
 
 
-def _gradients(model: Any, where: Any, length: int) -> dict[Any, np.ndarray]:
-    """Returns the gradient of every adapter array, stacked by layer."""
-    graphdef, adapter, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    tokens = training.rows_at(jnp.asarray(quality.prose()[0]), jnp.asarray(where), length)
+def _quantise(base: nnx.Module, variant: Variant) -> None:
+    """Quantises a base in place."""
+    if variant.form is None:
+        return
+    quality.quantise(base, variant.form)
+    for path, module in nnx.iter_modules(base):
+        name = "/".join(map(str, path))
+        if getattr(module, "bwd_qtype", None) and not re.search(variant.gradients_of, name):
+            compute_quantised(module, FP8)
+
+
+def _rounding(variant: Variant) -> contextlib.AbstractContextManager[None]:
+    if not variant.is_stochastic:
+        return contextlib.nullcontext()
+    point = f"{row_scaled.__name__}.coded_by"
+    return Fault("rounded stochastically", "", (), {point: _stochastic}).plant("jax")
+
+
+def _stochastic(coded_by: Callable[..., RowScaled]) -> Callable[..., RowScaled]:
+    """Returns `coded_by` with stochastic rounding to e5m2."""
+
+    def changed(largest: jax.Array, x: jax.Array, qtype: str = FP8) -> RowScaled:
+        if qtype != E5M2:
+            return coded_by(largest, x, qtype)
+        scales = coded_by(largest, x, qtype).scales
+        return RowScaled(x, stochastically(lax.stop_gradient(x) / scales[..., None]), scales)
+
+    return changed
+
+
+def stochastically(x: jax.Array) -> jax.Array:
+    """Returns x f32[...] in float8_e5m2, which are the first 8 bits of fp16: the other 8 decide, by
+    a random number, whether the first ones are increased. The number is a hash of x."""
+    hashed = lax.bitcast_convert_type(x, jnp.uint32) * jnp.uint32(2_654_435_761)
+    noise = (hashed >> 24).astype(jnp.uint16)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
+    up = lax.bitcast_convert_type((bits + noise) & jnp.uint16(0xFF00), jnp.float16)
+    most = float(jnp.finfo(E5M2).max)
+    return jnp.clip(up, -most, most).astype(E5M2)
+
+
+class _Runs(NamedTuple):
+    """Runs of one variant that differ by their seed.
+
+    Attributes:
+      graphdef, frozen: of the adapted model.
+      adapter: of the first run, at its end.
+      before, after: the loss of held-out text of each run.
+      losses: f64[runs, steps].
+    """
+
+    graphdef: Any
+    frozen: Any
+    adapter: Any
+    before: list[float]
+    after: list[float]
+    losses: np.ndarray
+
+
+def _trained(base: Any, sizes: Decoder, steps: int, seeds: int) -> _Runs:
+    """Trains an adapter over a base from each seed, all together."""
+    rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
+    models = [jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(seed)) for seed in range(seeds)]
+    parts = [nnx.split(model, nnx.LoRAParam, ...) for model in models]
+    graphdef, _, frozen = parts[0]
+
+    def loss(trained: Any, tokens: jax.Array, frozen: Any) -> jax.Array:
+        return training.mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
+
+    optimizer = optax.adamw(sizes.learning_rate, weight_decay=0.01, mask=decayed)
+    train, held_out = quality.prose()
+    run = training.compiled_steps(loss, optimizer, jnp.asarray(train), sizes.length, stacked=True)
+    evaluate = training.evaluator(loss, sizes, held_out)
+    before = [evaluate(adapter, frozen) for _, adapter, _ in parts]
+    adapters = jax.tree.map(lambda *arrays: jnp.stack(arrays), *[part[1] for part in parts])
+    states = jax.vmap(optimizer.init)(adapters)
+    where = [starts(train, (steps, sizes.rows), sizes.length, 1 + seed) for seed in range(seeds)]
+    adapters, losses, _ = training.run(run, adapters, states, frozen, np.stack(where))
+    ends = [jax.tree.map(lambda array, n=n: array[n], adapters) for n in range(seeds)]
+    after = [evaluate(adapter, frozen) for adapter in ends]
+    return _Runs(graphdef, frozen, ends[0], before, after, losses)
+
+
+def _gradients(runs: _Runs, adapter: Any, sizes: Decoder) -> dict[Any, np.ndarray]:
+    """Returns the gradient of every array of an adapter, stacked by layer."""
+    train = quality.prose()[0]
+    where = starts(train, (sizes.rows,), sizes.length, 99)
+    tokens = training.rows_at(jnp.asarray(train), jnp.asarray(where), sizes.length)
 
     @jax.jit
     def gradient(adapter: Any, frozen: Any) -> Any:
         return jax.grad(
-            lambda adapter: training.mean_loss(nnx.merge(graphdef, adapter, frozen), tokens)
+            lambda adapter: training.mean_loss(nnx.merge(runs.graphdef, adapter, frozen), tokens)
         )(adapter)
 
-    flat = nnx.to_flat_state(gradient(adapter, frozen))
+    flat = nnx.to_flat_state(gradient(adapter, runs.frozen))
     return {path: np.asarray(one.get_value(), np.float64) for path, one in flat}
 
 

@@ -74,7 +74,7 @@ LEVELS = {
         {"norm", "few rows", "product", "projection", "gradient", "decode", "step", "memory"},
     ),
     "quality": ((), "model", {"decoder"}),
-    "fp8_training": ((), "format", {"bf16", *(form.name for form in fp8_training.FORMATS[2:4])}),
+    "fp8_training": ((), "format", {one.name for one in fp8_training.TINY.variants}),
     "step": ((), "kind", {"LoRA", "DoRA"}),
     "step --table": (
         ("--only", "as it is", "--only", "LoRA, products"),
