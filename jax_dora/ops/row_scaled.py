@@ -125,11 +125,12 @@ def coded(x: Any, implementation: str | None = None) -> RowScaled:
     """Returns x [..., in] with its codes, which have no gradient. Unless "xla" or "eager" is named,
     a Mosaic kernel may make them, if each row is on a single device. A row that devices share has
     one scale."""
-    return RowScaled(x, *_codes(ProductSettings(implementation, None, QTYPE), Rows(x)))
+    return RowScaled(x, *_codes(ProductSettings(implementation), Rows(x)))
 
 
 def _codes(settings: ProductSettings, operands: Rows) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes of rows in the format `settings.bwd_qtype`, and their scales."""
+    """Returns the codes of rows in the format `settings.bwd_qtype`, or else float8_e4m3fn, and
+    their scales."""
     if settings.implementation == "mosaic" and row_codes.refuses(*_call(operands.x)):
         settings = settings._replace(implementation=None)
     return primitive.call(ROW_CODES, settings, jax.tree.map(lax.stop_gradient, operands))
@@ -159,17 +160,16 @@ def _call(x: jax.Array) -> tuple[int, int, Any]:
 def _run_codes(
     settings: ProductSettings, shard: Shard, operands: Rows
 ) -> tuple[jax.Array, jax.Array]:
-    x, columns = operands
-    choice = None
+    (x, columns), qtype, choice = operands, settings.bwd_qtype or QTYPE, None
     if not shard.summed:
         candidate = (row_codes, _call(x))
         choice = choose.choose("row_codes", settings.implementation, candidate, optional=True)
     if choice is not None:
-        return choice.launch(x, columns, qtype=settings.bwd_qtype)
+        return choice.launch(x, columns, qtype=qtype)
     if columns is not None:
         wide = x.astype(jnp.float32)
         x = wide * per_feature(columns, wide)
-    _, codes, scales = coded_by_xla(x, shard, settings.bwd_qtype)
+    _, codes, scales = coded_by_xla(x, shard, qtype)
     return codes, scales
 
 

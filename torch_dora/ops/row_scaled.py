@@ -100,7 +100,7 @@ def _scaled_product(
     """Returns (codes w)∘(rows ⊗ columns) + bias in `dtype`, for codes [rows, k] and w [k, columns],
     whose columns are contiguous, both in FP8; rows f32[rows, 1], columns f32[1, columns]."""
     if dtype == torch.bfloat16 and _has_tensor_cores(w):
-        return torch._scaled_mm(
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             codes, w, rows, columns.contiguous(), bias, out_dtype=dtype, use_fast_accum=True
         )
     # Numbers in FP8 are exact in bf16.
