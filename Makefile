@@ -2,9 +2,8 @@
 # make test       quick tests, no GPU needed: a few minutes
 # make test-slow  slow tests of kernels and operators
 # make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
-#                 those of other packages: make test-models, test-ray, test-clients,
-#                 test-deepspeed, test-trl, test-vllm
-# make test-ray   two replicas of the server under Ray Serve, one of which is killed
+#                 those of other packages: make test-models, test-clients, test-deepspeed,
+#                 test-trl, test-vllm
 # make test-clients  lm-eval, langchain, litellm and guidellm with the server
 # make test-vllm  the plugin in vLLM's CPU build, and its server
 # make test-deepspeed  ZeRO-2 and ZeRO-3 in two processes
@@ -16,7 +15,6 @@
 VENV ?= .venv
 VENV_OLDEST ?= .venv-oldest
 MODELS ?= .models
-RAY ?= .ray
 CLIENTS ?= .clients
 DEEPSPEED ?= .deepspeed
 TRL ?= .trl
@@ -57,8 +55,8 @@ SETUP := setup
 endif
 
 .PHONY: parity test test-slow test-all test-gpu test-gpus test-oldest lint types docs figures format \
-    setup setup-oldest setup-models test-models setup-ray test-ray setup-clients \
-    test-clients setup-deepspeed test-deepspeed setup-trl test-trl setup-vllm test-vllm clean
+    setup setup-oldest setup-models test-models setup-clients test-clients \
+    setup-deepspeed test-deepspeed setup-trl test-trl setup-vllm test-vllm clean
 
 parity: $(SETUP)
 	$(RUN) -m parity $(PARITY_ARGS)
@@ -72,7 +70,7 @@ test-slow: $(SETUP)
 
 test-all: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) \
-	    -m "not gpu and not gpus and not models and not ray and not clients and not deepspeed \
+	    -m "not gpu and not gpus and not models and not clients and not deepspeed \
 	        and not trl and not vllm" \
 	    $(PYTEST_ARGS)
 	$(MAKE) test-oldest
@@ -94,10 +92,6 @@ test-oldest: setup-oldest
 test-models: setup-models
 	PYTHONPATH=$(MODELS) $(RUN) -m pytest $(WORKERS) --keep-programs -m models tests/models \
 	    $(PYTEST_ARGS)
-
-# Needs Ray Serve. The tests share one cluster, whose processes take long to start on a busy machine.
-test-ray: setup-ray
-	RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60 PYTHONPATH=$(RAY) $(RUN) -m pytest -n 0 -m ray tests/examples $(PYTEST_ARGS)
 
 # Needs the clients. Nothing is downloaded: their data are in the test.
 test-clients: setup-clients
@@ -154,17 +148,15 @@ setup-vllm:
 # The libraries go into a folder of their own, which takes seconds and a tenth of the space of
 # another environment.
 setup-models: $(MODELS)/.up-to-date
-setup-ray: $(RAY)/.up-to-date
 setup-clients: $(CLIENTS)/.up-to-date
 setup-deepspeed: $(DEEPSPEED)/.up-to-date
 setup-trl: $(TRL)/.up-to-date
 
 $(MODELS)/.up-to-date: tools/models.txt
-$(RAY)/.up-to-date: tools/ray.txt
 $(CLIENTS)/.up-to-date: tools/clients.txt
 $(DEEPSPEED)/.up-to-date: tools/deepspeed.txt
 $(TRL)/.up-to-date: tools/trl.txt
-$(MODELS)/.up-to-date $(RAY)/.up-to-date $(CLIENTS)/.up-to-date $(DEEPSPEED)/.up-to-date $(TRL)/.up-to-date: \
+$(MODELS)/.up-to-date $(CLIENTS)/.up-to-date $(DEEPSPEED)/.up-to-date $(TRL)/.up-to-date: \
     $(wildcard $(VENV)/.up-to-date) | $(SETUP)
 	@rm -rf $(@D)
 	@$(RUN) -m pip install --quiet --no-input --disable-pip-version-check --no-compile --no-deps \
@@ -172,4 +164,4 @@ $(MODELS)/.up-to-date $(RAY)/.up-to-date $(CLIENTS)/.up-to-date $(DEEPSPEED)/.up
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(RAY) $(CLIENTS) $(DEEPSPEED) $(TRL) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(CLIENTS) $(DEEPSPEED) $(TRL) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis

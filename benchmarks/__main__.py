@@ -12,7 +12,6 @@ Levels:
     method_comparison   PEFT's own benchmark, with its DoRA accelerated
     tune                each kernel of this card with several launch configs
     step                an optimizer step of Llama 3 8B's dimensions, for several memory budgets
-    step --table        the same step, with one part of the program changed in each row
     bank                many adapters in one batch
     quantised           kernels and optimizer steps over quantised bases
     quality             how much each quantised format changes the results of a model
@@ -21,8 +20,8 @@ Levels:
     scale               a decoder on several devices
     compile             the time until a user's model can run, on one device and on several
 
-model, step, scale, quantised, bank and serve also exist with --torch: torch_dora compared with
-PEFT; serve also with --vllm: torch_dora's plugin in vLLM. The docstring of each level's module says
+model, step, scale, quantised and bank also exist with --torch: torch_dora compared with PEFT; serve
+also with --vllm: torch_dora's plugin in vLLM. The docstring of each level's module says
 what is compared, what is timed and how, and what one line of the result file means.
 
 A level is a module in one of two forms:
@@ -45,11 +44,11 @@ from pathlib import Path
 from typing import Any
 
 LEVELS = (
-    *("ops", "layer", "sizes", "model", "tune", "step", "step --table", "step --torch"),
+    *("ops", "layer", "sizes", "model", "tune", "step", "step --torch"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     "fp8_training",
     *("model --torch", "vlm", "method_comparison", "bank", "bank --torch"),
-    *("serve", "serve --torch", "serve --vllm"),
+    *("serve", "serve --vllm"),
 )
 # Options that set a field of the level's settings.
 FIELDS = ("only", "layers", "rank", "model", "ranks", "layouts", "axes")
@@ -73,7 +72,6 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, help="start no further measurement after this time")
     add("--torch", action="store_true", help="measure torch_dora and PEFT")
     add("--vllm", action="store_true", help="level serve: measure torch_dora's plugin in vLLM")
-    add("--table", action="store_true", help="level step: change one part of the step at a time")
     add("--layers", type=int, help="number of decoder layers")
     add("--rank", type=int, help="rank of the adapters")
     scale = parser.add_argument_group("level scale")
@@ -92,8 +90,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
-    name = options.level + " --table" * options.table + " --torch" * options.torch
-    name += " --vllm" * options.vllm
+    name = options.level + " --torch" * options.torch + " --vllm" * options.vllm
     if name not in LEVELS:
         parsing.error(f"there is no level {name}; expected one of {', '.join(LEVELS)}")
     if options.level in ("bank", "quantised", "serve", "step"):

@@ -121,9 +121,9 @@ def filled(bank: Any, ranks: tuple[int, ...], kind: str = "DoRA") -> Any:
     return bank
 
 
-def by_peft(model: Any, ranks: tuple[int, ...], count: int, **options: Any) -> Any:
+def by_peft(model: Any, ranks: tuple[int, ...], count: int) -> Any:
     """Returns a PEFT model with `count` random adapters, of these ranks in turn."""
-    options |= {"target_modules": list(PROJECTIONS), "init_lora_weights": False}
+    options: Any = {"target_modules": list(PROJECTIONS), "init_lora_weights": False}
     adapted: Any = None
     for number in range(count):
         config = LoraConfig(r=ranks[number % len(ranks)], **options)

@@ -13,7 +13,7 @@ what was kept, and `over_lora`, DoRA's time divided by LoRA's with the same budg
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.model.adapters import linear_of
-from benchmarks.model.decoder import OPTIMIZER, Loss, update
+from benchmarks.model.decoder import OPTIMIZER, update
 from benchmarks.model.protocol import LLAMA3
 from benchmarks.results import Row, attempt, milliseconds, with_ratio
 from jax_dora.lm.models import DecoderConfig, activations, make_model, next_token_loss
@@ -79,31 +79,20 @@ def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row
     return timed(model, config.vocab_size, settings.shape, settings.rounds) | row
 
 
-def timed(
-    model: nnx.Module,
-    vocabulary: int,
-    shape: tuple[int, int],
-    rounds: int,
-    loss: Loss | None = None,
-    segments: jax.Array | None = None,
-    profile: Callable[[Callable[[], Any]], Row] | None = None,
-) -> Row:
+def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: int) -> Row:
     """Returns the wall time, memory and loss of optimizer steps of a model's adapters.
 
     Args:
       shape: batch and time.
       rounds: number of timed steps, after two that are not timed.
-      loss: a function of the model, tokens and segments; `mean_loss` if None.
-      segments: i32[batch, time], the number of each token's text.
-      profile: is called with a function that runs another step, and returns further fields.
     """
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
     state = OPTIMIZER.init(trained)
-    tokens = np.random.default_rng(0).integers(0, vocabulary, shape)
-    data = (jnp.asarray(tokens, jnp.int32), segments)
+    drawn = np.random.default_rng(0).integers(0, vocabulary, shape)
+    tokens = jnp.asarray(drawn, jnp.int32)
     begin = time.monotonic()
-    step = jax.jit(functools.partial(update, graphdef, loss or mean_loss), donate_argnums=(0, 2))
-    run = step.lower(trained, frozen, state, *data).compile()
+    step = jax.jit(functools.partial(update, graphdef, _mean_loss), donate_argnums=(0, 2))
+    run = step.lower(trained, frozen, state, tokens).compile()
     memory: Any = run.memory_analysis()
     arrays = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -116,19 +105,18 @@ def timed(
     times, value = [], None
     for turn in range(rounds + 2):
         begin = time.perf_counter()
-        value, trained, state = run(trained, frozen, state, *data)
+        value, trained, state = run(trained, frozen, state, tokens)
         jax.block_until_ready((value, trained))
         if turn > 1:  # The first two steps are warm-up.
             times.append(time.perf_counter() - begin)
     row |= milliseconds(times) | {"loss": float(jnp.asarray(value))}
-    row["tokens_per_s"] = shape[0] * shape[1] / row["ms"] * 1e3
-    return row | (profile(lambda: run(trained, frozen, state, *data)) if profile else {})
+    return row | {"tokens_per_s": shape[0] * shape[1] / row["ms"] * 1e3}
 
 
-def mean_loss(model: Any, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+def _mean_loss(model: Any, tokens: jax.Array) -> jax.Array:
     """Returns the mean cross-entropy of all tokens, computed in chunks that also compute their
     gradient."""
     weights = jnp.ones(tokens.shape, jnp.float32)
     targets = jnp.roll(tokens, -1, 1)
-    loss = next_token_loss(model, tokens, targets, weights, segment_ids=segments)
+    loss = next_token_loss(model, tokens, targets, weights)
     return loss.total / loss.weight

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.results import row, rows
-from tools.tables import GAPS, PROFILED, profile, timed
+from tools.tables import timed
 
 # The largest |g - 1| in trained adapters (arXiv 2603.22276).
 NEAR_UNITY = 0.0015
@@ -90,21 +90,6 @@ def layer() -> Figure:
     return figure
 
 
-def step() -> Figure:
-    """Draws the time of a step by operator, for each profiled program."""
-    figure, (axes,) = panels(1, width=7)
-    profiles = [profile(kind) for kind in PROFILED.values()]
-    left = [0.0] * len(profiles)
-    for operator in profiles[0]:
-        times = [operators[operator][1] for operators in profiles]
-        color = "#b0b0b0" if operator == GAPS else None
-        axes.barh([*PROFILED], times, left=left, label=operator, color=color)
-        left = [start + ms for start, ms in zip(left, times, strict=True)]
-    axes.invert_yaxis()
-    axes.set(xlabel="ms of a step")
-    return figure
-
-
 def bank_growth() -> Figure:
     """Draws a layer's time for 64 rows over the number of requested adapters, and over their rank.
     With more adapters than slots, the time includes loads."""
@@ -147,7 +132,7 @@ def _from_zero(axes: Any) -> None:
 
 
 # Those of the site, which are not committed. `layer` is README's, and is.
-FIGURES: tuple[Callable[[], Figure], ...] = (stability, step, bank_growth, served)
+FIGURES: tuple[Callable[[], Figure], ...] = (stability, bank_growth, served)
 
 
 def write(folder: Path, makers: Sequence[Callable[[], Figure]] = FIGURES) -> None:

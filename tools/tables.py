@@ -11,7 +11,6 @@ from benchmarks.results import Row, read
 from benchmarks.results import row as row
 from benchmarks.results import rows as rows
 from benchmarks.scaling import Measured as Measured
-from benchmarks.step_table import VARIANTS, by_operator
 from parity import report as parity_report
 from tools.small_memory import memory as memory
 
@@ -25,7 +24,6 @@ __all__ = [
     "joined",
     "memory",
     "outcomes",
-    "profiles",
     "ratio",
     "row",
     "rows",
@@ -112,37 +110,6 @@ def timed(name: str, card: str, **fields: Any) -> list[Row]:
         }
         found.append(described | {key: value for key, value in measured.items() if value})
     return found
-
-
-# Programs of the level step whose kernels were recorded: their names on the pages and in the file.
-PROFILED = {
-    "DoRA": VARIANTS[0].name,
-    "DoRA by XLA": "kernels of jax_dora off: XLA's DoRA",
-    "LoRA": "LoRA in place of DoRA",
-}
-GAPS, WHOLE = "copies, and gaps between kernels", "the whole step"
-
-
-def profile(kind: str) -> dict[str, tuple[float | None, float]]:
-    """Returns for each operator of a step the number of its launches and its milliseconds."""
-    line = rows("step_table", "h100", kind=kind)[0]
-    operators = by_operator(line["kernels"])
-    found: dict[str, tuple[float | None, float]]
-    found = {name: (count, us / 1e3) for name, (count, us) in operators.items()}
-    return found | {GAPS: (None, line["ms"] - sum(ms for _, ms in found.values()))}
-
-
-def profiles() -> list[Row]:
-    """Returns for each operator its name, and its launches and milliseconds in each program."""
-    columns = {name: profile(kind) for name, kind in PROFILED.items()}
-    found: dict[str, Row] = {}
-    for program, operators in columns.items():
-        for name, (count, ms) in operators.items():
-            text = f"{ms:.1f}" if count is None else f"{count:,.0f} / {ms:.1f}"
-            found.setdefault(name, {"name": name})[program] = text
-        total = sum(ms for _, ms in operators.values())
-        found.setdefault(WHOLE, {"name": WHOLE})[program] = f"{total:.1f}"
-    return [line for name, line in found.items() if name != WHOLE] + [found[WHOLE]]
 
 
 def comparisons(file: str) -> list[Row]:

@@ -55,14 +55,12 @@ def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:
     """Returns a function that makes a projection with a scale of 2, called like `nnx.Linear`.
 
     Args:
-      kind: "LoRA", "DoRA", or "dense" for LoRA with W + sAB formed.
+      kind: "LoRA" or "DoRA".
       options: further options of the class.
     """
     if kind == "DoRA":
         options = {"adapter_dtype": jnp.bfloat16, "lora_b_init": LORA_B_INIT} | options
         return functools.partial(jax_dora.DoRALinear, rank=rank, alpha=2 * rank, **options)
-    if kind == "dense":
-        return functools.partial(Dense, rank=rank, scale=2.0, dora=False, **options)
     return functools.partial(LoRALinear, rank=rank, scale=2.0, **options)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import baselines, fp8_training, ops, results, scale, step_table, step_torch
+from benchmarks import baselines, fp8_training, ops, results, scale, step_torch
 from benchmarks.model import placed
 from benchmarks.model.protocol import QUICK as QUICK_SIZES
 from benchmarks.work import Expectation, judge
@@ -60,11 +60,6 @@ LEVELS = {
     "bank": ((), "kind", {"base", "LoRA", "DoRA", "one-hot", "loop", "first", "again"}),
     "bank --torch": ((), "kind", {"base", "LoRA", "DoRA", "PEFT LoRA"}),
     "serve": ((), "kind", {"base", "LoRA", "DoRA"}),
-    "serve --torch": (
-        (),
-        "kind",
-        {"transformers", "torch_dora DoRA", "PEFT LoRA", "PEFT DoRA"},
-    ),
     "scale": (("--layouts", "tp"), "kind", {"base", "LoRA", "DoRA"}),
     "compile": ((), "kind", {"LoRA", "DoRA"}),
     "sizes": ((), "task", {"decode", "gradient"}),
@@ -76,11 +71,6 @@ LEVELS = {
     "quality": ((), "model", {"decoder"}),
     "fp8_training": ((), "format", {one.name for one in fp8_training.TINY.variants}),
     "step": ((), "kind", {"LoRA", "DoRA"}),
-    "step --table": (
-        ("--only", "as it is", "--only", "LoRA, products"),
-        "kind",
-        {"as it is", "LoRA, products in the dear order"},
-    ),
 }
 
 
@@ -131,7 +121,8 @@ def test_wrong_results_and_errors_are_caught(
     [
         (["scale", "--rank", "7", *QUICK], "has no rank"),
         (["scale", "--only", "lora", *QUICK], "--only is 'lora'; expected one of 'base', 'LoRA'"),
-        (["serve", "--torch", "--rank", "7", *QUICK], "has no rank"),
+        (["bank", "--torch", "--rank", "7", *QUICK], "has no rank"),
+        (["serve", "--torch", *QUICK], "there is no level serve --torch"),
         (["quality", "--only", "encoder", *QUICK], "has no only"),
         (["ops", "--out", str(results.FOLDER / "new"), *QUICK], "nothing worth keeping"),
         (["ops", "--device", "cuda"], "no GPU"),
@@ -164,17 +155,6 @@ def test_the_paper_s_norm_adds_up_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = Expectation(oracle.norm(*operands), tolerances.norm(*operands))
     found = {"norm": baselines.paper_norm(*operands)}
     assert judge(found, {"norm": expected}, exact=True)["passed"]
-
-
-def test_kernels_are_counted_by_operator() -> None:
-    names = ["gemm_fusion_dot_12", "gemm_fusion_dot_3", "dora_norm", "loop_add_fusion.4", "nvjet_a"]
-    names += ["memcpy_7"]
-    found = step_table.by_name([(name, 2.0) for name in names])
-    assert found["gemm_fusion_dot"] == [2, 4.0]
-    by_operator = step_table.by_operator(found)
-    assert by_operator["other products"] == [3, 6.0]
-    assert by_operator["kernels of jax_dora"] == [1, 2.0]
-    assert sum(count for count, _ in by_operator.values()) == 5
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

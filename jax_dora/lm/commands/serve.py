@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     with usage_errors():
-        settings = server_settings(args)
+        settings = _settings(args)
         from jax_dora.lm.serve import Server
         from jax_dora.lm.serve.server import listen
 
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         server = Server(settings, tell=tell)
     with _address(args):
         host, port = server.bind()
-    warn_without_key(args, tell)
+    if args.host not in LOOPBACK and args.api_key is None:
+        tell(f"Warning: without --api-key, everyone who can reach {args.host} can use the server")
     shown = f"[{host}]" if ":" in host else host
     names = server.service.models()
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if server.run() else 1
 
 
-def server_settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace) -> Settings:
     """Returns the settings that the flags give.
 
     Raises:
@@ -105,12 +106,6 @@ def server_settings(args: argparse.Namespace) -> Settings:
         if getattr(args, name) is not None and args.adapters is None:
             raise ValueError(f"`{name}` needs `adapters`")
     return make_settings(Settings, args)
-
-
-def warn_without_key(args: argparse.Namespace, tell: Callable[[str], None]) -> None:
-    """Warns if others can reach the server and need no key."""
-    if args.host not in LOOPBACK and args.api_key is None:
-        tell(f"Warning: without --api-key, everyone who can reach {args.host} can use the server")
 
 
 @contextlib.contextmanager
