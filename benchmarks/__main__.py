@@ -7,7 +7,7 @@ Levels:
     ops                 the operators: the norm, compose, and the gradient of SwiGLU
     layer               one projection, compared with LoRA and PEFT
     sizes               one layer at the sizes of public models, and decoding with few rows
-    model               a decoder with the dimensions of Qwen3-8B
+    model --torch       a transformers decoder with the dimensions of Qwen3-8B: torch_dora and PEFT
     vlm                 vision-language models, torch_dora compared with PEFT
     method_comparison   PEFT's own benchmark, with its DoRA accelerated
     tune                each kernel of this card with several launch configs
@@ -20,7 +20,7 @@ Levels:
     scale               a decoder on several devices
     compile             the time until a user's model can run, on one device and on several
 
-model, step, scale, quantised and bank also exist with --torch: torch_dora compared with PEFT; serve
+step, scale, quantised and bank also exist with --torch: torch_dora compared with PEFT; serve
 also with --vllm: torch_dora's plugin in vLLM. The docstring of each level's module says
 what is compared, what is timed and how, and what one line of the result file means.
 
@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 LEVELS = (
-    *("ops", "layer", "sizes", "model", "tune", "step", "step --torch"),
+    *("ops", "layer", "sizes", "tune", "step", "step --torch"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     "fp8_training",
     *("model --torch", "vlm", "method_comparison", "bank", "bank --torch"),
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description="Measure one level; print lines, write results."
     )
     add = parser.add_argument
-    add("level", choices=[name for name in LEVELS if " " not in name])
+    add("level", choices=list(dict.fromkeys(name.split()[0] for name in LEVELS)))
     add("--out", type=Path, help="a .jsonl file, or a folder for <level>.jsonl")
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add("--quick", action="store_true", help="tiny shapes and few steps")

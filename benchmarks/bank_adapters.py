@@ -35,7 +35,7 @@ def random_adapter(bank: Any, rank: int, seed: int) -> HostAdapter:
     for start in range(0, rank, RANKS):
         count, block = min(RANKS, rank - start), {}
         for path, projection in bank.projections.items():
-            block[path] = both = np.zeros(block_shape(projection), projection.dtype)
+            block[path] = both = np.zeros(block_shape(projection), projection.result_dtype)
             for array in np.split(both, [projection.sizes[0]], axis=-1):
                 drawn = rng.standard_normal((*array.shape[:-2], count, array.shape[-1]), np.float32)
                 array[..., :count, :] = drawn * array.shape[-1] ** -0.5

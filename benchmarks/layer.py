@@ -13,15 +13,14 @@ time (cold L2 cache) and wall time; `benchmarks.report` lists its fields.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import torch
 from torch import Tensor
 
 from benchmarks.arrays import NO_TRITON, rotate, to_jax
-from benchmarks.model.protocol import BEST_LORA, Method
-from benchmarks.work import Expectation, Variant, Work
+from benchmarks.work import BEST_LORA, Expectation, Variant, Work
 from jax_dora import ops
 from parity import oracle
 from parity.cases import Case, LayerInputs, layer, layer_inputs
@@ -45,6 +44,7 @@ BASELINES = {
 }
 
 Step = Callable[..., Any]
+Method = Literal["LoRA", "DoRA"]
 TRAINED: dict[Method, tuple[str, ...]] = {
     "LoRA": ("x", "lora_a", "lora_b"),
     "DoRA": ("x", "lora_a", "lora_b", "magnitude"),

@@ -1,4 +1,4 @@
-"""Builds, checks and times pieces of work, for the levels ops, layer, model and tune."""
+"""Builds, checks and times pieces of work, for the levels ops, layer and tune."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -69,17 +69,14 @@ def measured(work: Work, variant: Variant, device: str, quick: bool) -> Row:
     row |= {"bytes": work.bytes, "flops": variant.flops or work.flops}
     if variant.label in work.baselines:
         row["baseline"] = work.baselines[variant.label]
-    known, effort = dict(row), clock.QUICK if quick or device == "cpu" else work.effort or Effort()
+    known, effort = dict(row), clock.QUICK if quick or device == "cpu" else Effort()
     try:
         step, planned = _compile(variant)
         outputs, allocated = _first_run(step, variant, device)
         if memory := planned if variant.framework == "jax" else allocated:
-            row["peak_bytes" if variant.peak_memory else "temp_bytes"] = memory
-        if variant.check is not None:
-            row["check"] = variant.check()
-        else:
-            expected = variant.expected or work.expected
-            row["check"] = judge(_named(variant, outputs, expected), expected, variant.exact)
+            row["temp_bytes"] = memory
+        expected = variant.expected or work.expected
+        row["check"] = judge(_named(variant, outputs, expected), expected, variant.exact)
         del outputs
         spreads = {}
         if device == "cuda":
@@ -143,13 +140,7 @@ def _compile(variant: Variant) -> tuple[Step, int | None]:
     options = dict(variant.compiler_options) if jax.default_backend() == "gpu" else {}
     compiled = lowered.compile(compiler_options=options)
     memory = compiled.memory_analysis()
-    if memory is None:
-        return compiled, None
-    planned = memory.temp_size_in_bytes
-    if variant.peak_memory:
-        planned += memory.argument_size_in_bytes + memory.output_size_in_bytes
-        planned -= memory.alias_size_in_bytes
-    return compiled, planned
+    return compiled, None if memory is None else memory.temp_size_in_bytes
 
 
 def _first_run(step: Step, variant: Variant, device: str) -> tuple[Any, int | None]:

@@ -1,4 +1,4 @@
-"""Reads the results of the levels ops, layer, model and tune, and shows them as a table.
+"""Reads the results of the levels ops, layer and tune, and shows them as a table.
 
     python -m benchmarks.report benchmarks/results/h200/ops.jsonl
 
@@ -9,8 +9,8 @@ One row is one variant of one piece of work:
                                        matrix products
     baseline                           the name of the baseline, if this variant is one
     device, wall                       microseconds by either clock: median, p10, p90, samples
-    temp_bytes, peak_bytes             memory in addition to arguments and results, or all memory:
-                                       planned by XLA in JAX, the allocator's peak in torch
+    temp_bytes                         memory in addition to arguments and results: planned by XLA
+                                       in JAX, the allocator's peak in torch
     check                              the verdict of `benchmarks.work.judge`
     refused, failed                    why the variant does not run on this device, or the error
 
@@ -102,7 +102,7 @@ class Report(NamedTuple):
         """Returns a table of everything that ran, without times of wrong results, and the
         ceilings."""
         clock = "device" if self.header["environment"]["device"] == "cuda" else "wall"
-        header = ("work", "implementation", f"{clock} µs", "of baseline", "of the floor", "GiB")
+        header = ("work", "implementation", f"{clock} µs", "of baseline", "of the floor")
         ran = (row for row in self.rows if "refused" not in row)
         text = table(header, ([*self._cells(row, clock)] for row in ran))
         if ceilings := self.header.get("ceilings"):
@@ -117,7 +117,6 @@ class Report(NamedTuple):
         yield from (name(row), label(row), f"{us:.1f}" if us else "RED")
         yield f"{ratio:.2f}" if ratio else ""
         yield f"{floor / us:.0%}" if floor and us else ""
-        yield f"{row['peak_bytes'] / 2**30:.1f}" if row.get("peak_bytes") else ""
 
 
 if __name__ == "__main__":

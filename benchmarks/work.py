@@ -1,6 +1,6 @@
 """Pieces of work, the variants that do each of them, and the check of a variant's results.
 
-The levels ops, layer, model and tune describe their measurements with these classes, for JAX,
+The levels ops, layer and tune describe their measurements with these classes, for JAX,
 torch and PEFT alike; `benchmarks.measure` checks and times them.
 """
 
@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.clock import Effort
 from benchmarks.results import Row
+
+# The name of the baseline that LoRA by XLA is, with Triton's products or without.
+BEST_LORA = "the best jax LoRA"
 
 Framework = Literal["jax", "torch"]
 
 # A variant that is not exact may round in other places, but must compute the same function: the
-# relative error of a bf16 result, in the norm, is a few roundings of 2⁻⁸ each. Through the layers
-# and the head of the checked model some twenty roundings add up like a root, to the same bound.
+# relative error of a bf16 result, in the norm, is a few roundings of 2⁻⁸ each.
 SAME_FUNCTION = 2.0**-5
 
 
@@ -46,11 +47,9 @@ class Variant:
         if the results are a mapping already, or in the order of the expectation.
       exact: whether each element must be within the bounds of `parity.tolerances`; otherwise the
         relative error of each result must be below `SAME_FUNCTION`.
-      check: returns the verdict, instead of the check of `results`.
       flops: if different from the work's.
       expected: if different from the work's, for a variant that computes another function.
       compiler_options: for XLA, as in `jax.stages.Lowered.compile`.
-      peak_memory: whether to report the peak of all memory, not of temporaries alone; for JAX.
     """
 
     framework: Framework
@@ -59,11 +58,9 @@ class Variant:
     inputs: Sequence[tuple]
     results: Callable[[Any], Mapping[str, Any]] | None = None
     exact: bool = True
-    check: Callable[[], Row] | None = None
     flops: int | None = None
     expected: Mapping[str, Expectation] | None = None
     compiler_options: Mapping[str, bool | str] = field(default_factory=dict)
-    peak_memory: bool = False
 
     @property
     def label(self) -> str:
@@ -83,7 +80,6 @@ class Work:
       variants: the ways to do it that are compared.
       baselines: labels of variants that serve as baselines, with the baseline's name; the fastest
         of several with one name counts.
-      effort: how long to measure, if not the level's default.
     """
 
     group: str
@@ -93,7 +89,6 @@ class Work:
     expected: Mapping[str, Expectation]
     variants: Sequence[Variant]
     baselines: Mapping[str, str] = field(default_factory=dict)
-    effort: Effort | None = None
 
     @property
     def name(self) -> str:

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model.protocol import BEST_LORA
 from benchmarks.report import Report, label, time
 from benchmarks.results import Row, read
 from benchmarks.results import row as row
 from benchmarks.results import rows as rows
 from benchmarks.scaling import Measured as Measured
+from benchmarks.work import BEST_LORA
 from parity import report as parity_report
 from tools.small_memory import memory as memory
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 import jax_dora
 from benchmarks.model.protocol import LORA_B_DEVIATION, PROJECTIONS, Protocol
@@ -33,22 +32,6 @@ class LoRALinear(nnx.Linear):
         added = dot(dot(plain(inputs), self.lora_a[...]), self.lora_b[...])
         base = super().__call__(inputs, out_sharding=out_sharding)
         return base + added * jnp.asarray(self.scale, added.dtype)
-
-
-class Dense(LoRALinear):
-    """LoRA or DoRA with W' formed and gradients by autodiff: a reference without any formula of
-    jax_dora."""
-
-    def __init__(self, *sizes: int, dora: bool, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.magnitude = nnx.LoRAParam(jnp.ones(sizes[1])) if dora else None
-
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        direction = self.kernel[...] + self.scale * (self.lora_a[...] @ self.lora_b[...])
-        if self.magnitude is not None:
-            norm = lax.stop_gradient(jnp.linalg.norm(direction, axis=0))
-            direction = direction * (self.magnitude[...] / jnp.maximum(norm, 1e-6))[None, :]
-        return inputs @ direction
 
 
 def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """A decoder like Qwen3, written as a user of Flax would: no part of it depends on adapters.
 
-It calls `jax_dora.remat_policy` and, if `fused_swiglu` is set, `jax_dora.swiglu`. It is not a
-decoder of `jax_dora.lm.models`, because `scale` runs it on explicit mesh axes.
+It calls `jax_dora.remat_policy`. It is not a decoder of `jax_dora.lm.models`, because `scale` runs
+it on explicit mesh axes.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,6 @@ class Style(NamedTuple):
     dtype: Any = jnp.bfloat16
     linear: Callable[..., Any] = nnx.Linear
     attention: Any = "xla"
-    fused_swiglu: bool = True
     rows: Any = None
     residual: Any = None
     scanned: bool = True
@@ -90,10 +89,7 @@ class Layer(nnx.Module):
         return self.o_proj(y, out_sharding=self.style.residual)
 
     def mlp(self, x: jax.Array) -> jax.Array:
-        if self.style.fused_swiglu:
-            hidden = jax_dora.swiglu(self.gate_proj, self.up_proj, x)
-        else:
-            hidden = self.style.place(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        hidden = self.style.place(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(hidden, out_sharding=self.style.residual)
 
 
@@ -149,20 +145,15 @@ def loss(model: Decoder, tokens: jax.Array, last: int) -> jax.Array:
     return each.mean()
 
 
-def gradient(graphdef: Any, loss: Loss, trained: Any, frozen: Any, *data: Any) -> tuple[Any, Any]:
-    """Returns the loss of `data`, and its gradient with the structure of `trained`."""
+def update(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *data: Any) -> Any:
+    """Returns the loss of `data` before an optimizer step, and the adapters and the optimizer state
+    after it."""
 
     def adapter_loss(trained: Any) -> jax.Array:
         # A copy, because dropout counts its draws in the merged model.
         return loss(nnx.merge(graphdef, trained, frozen, copy=True), *data)
 
-    return jax.value_and_grad(adapter_loss)(trained)
-
-
-def update(graphdef: Any, loss: Loss, trained: Any, frozen: Any, state: Any, *data: Any) -> Any:
-    """Returns the loss of `data` before an optimizer step, and the adapters and the optimizer state
-    after it."""
-    value, gradients = gradient(graphdef, loss, trained, frozen, *data)
+    value, gradients = jax.value_and_grad(adapter_loss)(trained)
     updates, state = OPTIMIZER.update(gradients, state, trained)
     return value, optax.apply_updates(trained, updates), state
 

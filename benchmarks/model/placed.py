@@ -69,7 +69,7 @@ def placed(
 ) -> Placed:
     """Returns the decoder of the kind "base", "LoRA", "DoRA", `INNER_AGAIN` or `FROZEN`."""
     attention = "cudnn" if device == "cuda" else "xla"
-    style = Style(attention=attention, fused_swiglu=False, scanned=scanned)
+    style = Style(attention=attention, scanned=scanned)
     rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
     if AxisType.Explicit in mesh.axis_types:
         style = style._replace(residual=rows)

@@ -1,14 +1,9 @@
-"""The sizes of decoders, and the variants that the level `model` measures (arXiv 2603.22276,
-section 5)."""
+"""The sizes of decoders (arXiv 2603.22276, section 5)."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 from parity.model import sizes
-
-Task = Literal["inference", "gradient", "step"]
-Method = Literal["LoRA", "DoRA"]
 
 PROJECTIONS = tuple(path.rpartition(".")[2] for path in sizes.PROJECTIONS)
 # With this standard deviation of lora_b, s‖A B‖ is about 0.3 ‖W‖ if that of the weights is 0.02.
@@ -46,50 +41,3 @@ LLAMA3 = dataclasses.replace(
     rope_theta=500_000.0,
 )
 QUICK = Protocol(64, 96, 4, 2, 16, 512, rank=8, alpha=4, layers=2, tokens=32, last=8)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One way to run the model.
-
-    Attributes:
-      name: of the variant.
-      tasks: the tasks that are measured.
-      triton: whether XLA may choose Triton matrix products.
-      keeps_norms: whether norms are computed once, not in every call; frozen for inference.
-      keeps_inner: whether the last projection of a layer keeps its inner result for the gradient.
-      fused_swiglu: whether to use `jax_dora.swiglu` instead of `silu(gate(x)) * up(x)`.
-      is_baseline: whether this is a candidate for the best LoRA.
-    """
-
-    name: str
-    method: Method
-    tasks: tuple[Task, ...]
-    triton: bool = False
-    keeps_norms: bool = False
-    keeps_inner: bool = False
-    fused_swiglu: bool = True
-    is_baseline: bool = False
-
-    @property
-    def label(self) -> str:
-        return f"jax {self.name}"
-
-
-BEST_LORA = "the best jax LoRA"
-BOTH: tuple[Task, ...] = ("inference", "gradient")
-
-# The most interesting kinds come first.
-KINDS = (
-    Kind("LoRA (no Triton)", "LoRA", (*BOTH, "step"), is_baseline=True),
-    Kind("DoRA (no Triton)", "DoRA", (*BOTH, "step")),
-    Kind("DoRA, norm kept (no Triton)", "DoRA", BOTH, keeps_norms=True),
-    Kind(
-        "DoRA, norm and inner kept (no Triton)",
-        "DoRA",
-        ("gradient",),
-        keeps_norms=True,
-        keeps_inner=True,
-    ),
-    Kind("LoRA", "LoRA", BOTH, triton=True, is_baseline=True),
-)

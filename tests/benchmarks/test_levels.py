@@ -28,14 +28,6 @@ LEVELS = {
         "variant",
         {"LoRA (no Triton)", "DoRA, norm kept (no Triton)", "PEFT DoRA, defaults"},
     ),
-    "model": (
-        (
-            "--only",
-            "model gradient*jax DoRA, norm kept (",
-        ),
-        "variant",
-        {"DoRA, norm kept (no Triton)"},
-    ),
     "model --torch": ((), "task", {"inference", "gradient"}),
     "vlm": (
         ("--only", "Qwen3-VL-8B"),
