@@ -1,5 +1,4 @@
-"""The site builds without a warning and runs its notebook, every page's snippets run, and the
-reference is complete."""
+"""The site builds without a warning, every page's snippets run, and the reference is complete."""
 
 import importlib
 import json
@@ -142,16 +141,9 @@ def test_site_builds(tmp_path):
     assert re.search(r'id="jax_dora\.norms\.norms"[^>]*>\s*jax_dora\.norms\s', page)
     assert (tmp_path / "site" / "javascripts" / "tex-svg.js").stat().st_size > 10**6
     assert r"\odot" in (tmp_path / "site" / "maths.html").read_text()
-    notebook = (tmp_path / "site" / "notebooks" / "quickstart.html").read_text()
-    # What its cells printed.
-    loss = re.search(r"loss (\d\.\d+) -&gt; (\d\.\d+)", notebook)
-    assert loss
-    assert float(loss[2]) < float(loss[1])
-    assert re.search(r"largest difference of the logits: \d\.\de-0[5-9]", notebook)
     # Nothing that a reader's browser would have to fetch from elsewhere.
-    for html in (page, notebook):
-        assert not re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', html)
-        assert "cdn" not in html.lower()
+    assert not re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', page)
+    assert "cdn" not in page.lower()
 
 
 def reference() -> list[tuple[str, object]]:

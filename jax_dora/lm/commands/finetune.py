@@ -11,12 +11,11 @@ The data is JSON Lines, a JSON list, CSV, parquet, or a folder written by datase
 Several files, as in --data A B or --data A --data B, are read one after the other.
 
 RUN gets checkpoints, metrics.jsonl, a figure of the losses and, at the end, the adapter as a PEFT
-folder. With --eval-data it also gets the adapter with the lowest evaluation loss. --merge also
-writes the merged model as a Hugging Face folder.
+folder, with --eval-data also that with the lowest evaluation loss.
 
-Ctrl-C saves a checkpoint and stops. --resume continues the run; the result is the same, bit for
-bit, as without the stop. With more --steps, --resume extends a finished run. --mesh splits the work
-among several GPUs. With several processes, start each process with --coordinator.
+Ctrl-C saves a checkpoint and stops. --resume continues the run, with the same result, bit for bit,
+as without the stop; with more --steps it extends a finished one. With several processes, start each
+with --coordinator.
 """
 
 import argparse

@@ -5,9 +5,8 @@
 
 Every folder in DIR, written by PEFT or by finetune, is an adapter. Clients select an adapter with
 its folder's name as the model, and the base model with the name of the base model's folder.
-Requests for different adapters are answered in one batch. Adapters can be added, changed and
-removed while the server runs; a running request keeps the adapter it started with. On SIGTERM or
-Ctrl-C, the server finishes the running requests and exits.
+Adapters can be added, changed and removed while the server runs; a running request keeps the
+adapter it started with. On SIGTERM or Ctrl-C, the server finishes the running requests and exits.
 """
 
 import argparse

@@ -4,7 +4,6 @@ from jax_dora.lm.models.cache import Cache as Cache
 from jax_dora.lm.models.cache import make_cache as make_cache
 from jax_dora.lm.models.config import QWEN3_8B as QWEN3_8B
 from jax_dora.lm.models.config import DecoderConfig as DecoderConfig
-from jax_dora.lm.models.config import Rope as Rope
 from jax_dora.lm.models.decoder import CausalLM as CausalLM
 from jax_dora.lm.models.decoder import make_model as make_model
 from jax_dora.lm.models.folder import abstract_model as abstract_model
@@ -16,5 +15,6 @@ from jax_dora.lm.models.generation import generate as generate
 from jax_dora.lm.models.generation import generate_steps as generate_steps
 from jax_dora.lm.models.loss import last_tokens_loss as last_tokens_loss
 from jax_dora.lm.models.loss import next_token_loss as next_token_loss
+from jax_dora.lm.models.rope import Rope as Rope
 from jax_dora.lm.models.sampling import Sampling as Sampling
 from jax_dora.lm.models.sharding import DecoderSharding as DecoderSharding

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -11,10 +9,10 @@ from typing import Any, Literal, Self
 import jax.numpy as jnp
 from flax.typing import Dtype
 
+from jax_dora.lm.models.rope import Rope, positive
 from jax_dora.lm.models.sharding import SHARDED_SIZES, DecoderSharding
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 # Fields of a `DecoderConfig` that say how to compute and are not determined by config.json.
 COMPUTATION = ("dtype", "attention", "segments", "remat", "memory", "unroll", "sharding")
 DTYPES = {
@@ -28,81 +26,6 @@ DTYPES = {
 DEFAULT_WINDOW = 4096
 # What to do about a quantised folder that cannot be read.
 USE_16_BITS = "use the model's folder in 16 bits, with `quantize`"
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: its base, and how its frequencies are scaled.
-
-    Kind "linear" divides every frequency by `factor`. Kind "llama3" (Llama 3.1) divides the
-    frequencies whose wavelength exceeds original_length / low_freq_factor, keeps the frequencies
-    whose wavelength is below original_length / high_freq_factor, and interpolates in between. Kind
-    "yarn" (arXiv 2309.00071) divides the frequencies with fewer than beta_slow turns within
-    original_length, keeps those with more than beta_fast, and multiplies cosine and sine by
-    attention_factor. Kind "dynamic" raises theta for texts longer than original_length.
-    """
-
-    theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3", "yarn", "dynamic"] = "default"
-    factor: float = 1.0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: float = 8192
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        # transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`.
-        # If both are given, transformers uses the older fields. It ignores fields that are null.
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        parameters = {name: value for name, value in scaling.items() if value is not None}
-        theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or cls.theta
-        kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-        parameters.pop("type", None)
-        if parameters.get("partial_rotary_factor") == 1:
-            del parameters["partial_rotary_factor"]
-        if kind not in ROPE_KINDS:
-            raise NotImplementedError(
-                f"config.json has rope_type {kind!r}; expected one of {', '.join(ROPE_KINDS)}"
-            )
-        names = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
-        truncate = True
-        if kind == "yarn":
-            names |= {name: name for name in ("attention_factor", "beta_fast", "beta_slow")}
-            truncate = parameters.pop("truncate", truncate)
-        names["original_max_position_embeddings"] = "original_length"
-        unknown = sorted(set(parameters) - set(names))
-        if unknown:
-            raise NotImplementedError(
-                f"config.json has rope parameters {', '.join(unknown)}; expected only "
-                f"{', '.join(names)}"
-            )
-        if kind == "default":
-            parameters = {}
-        elif "factor" not in parameters:
-            raise ValueError(
-                f"config.json has rope_type {kind!r} without a factor; expected the factor that "
-                "wavelengths are multiplied by"
-            )
-        if kind == "llama3":
-            name = "original_max_position_embeddings"
-            # As in transformers, a top-level length overrides the one in the rope parameters.
-            length = config.get(name) or parameters.get(name)
-            parameters[name] = length or config.get("max_position_embeddings")
-        if kind in ("yarn", "dynamic"):
-            name, length = "original_max_position_embeddings", config.get("max_position_embeddings")
-            # As in transformers, dynamic scaling knows only the model's own length.
-            parameters[name] = parameters.get(name, length) if kind == "yarn" else length
-        fields: dict[str, Any] = {
-            names[name]: _positive(name, value) for name, value in parameters.items()
-        }
-        if kind == "yarn":
-            scale = 0.1 * math.log(max(fields["factor"], 1)) + 1
-            fields = {"attention_factor": scale, "truncate": bool(truncate)} | fields
-        return cls(theta=_positive("rope_theta", theta), kind=kind, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +68,7 @@ class DecoderConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float = 1e-6
-    rope: Rope = Rope()
+    rope: Rope = dataclasses.field(default_factory=Rope)
     sliding_window: int | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -241,7 +164,7 @@ class DecoderConfig:
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
-            "rms_norm_eps": _positive(
+            "rms_norm_eps": positive(
                 "rms_norm_eps", config.get("rms_norm_eps", 1e-6), or_zero=True
             ),
             "rope": Rope.from_hf(config),
@@ -274,14 +197,6 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
             f"config.json has max_position_embeddings {limit!r}; expected an integer above 1"
         )
     return limit
-
-
-def _positive(name: str, value: Any, *, or_zero: bool = False) -> float:
-    is_number = type(value) in (int, float)
-    if not is_number or not (0 < value <= sys.float_info.max or (or_zero and value == 0)):
-        expected = "a positive number or 0" if or_zero else "a positive number"
-        raise TypeError(f"{name} is {value!r}; expected {expected}")
-    return float(value)
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
