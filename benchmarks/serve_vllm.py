@@ -1,13 +1,17 @@
 """Level `serve --vllm`: the throughput of vLLM by the number of adapters, with torch_dora's plugin.
 
-    check   tokens of a small random model with CUDA graphs, judged by transformers with PEFT
+    check   tokens of a small random model with CUDA graphs, judged by transformers with PEFT; also
+            with vLLM's own kernels, and the same bits as an engine without the plugin has
     base    vLLM with LoRA switched off
     LoRA    vLLM's LoRA, without the plugin
     DoRA    the plugin, on adapters of the same sizes; also a batch of base, LoRA and DoRA
+    jax-dora serve
+            this package's own server on the same requests, as level `serve` measures it
 
 Needs vLLM in the environment. Each kind runs in an engine, and in a process, of its own; they start
-at the same time, and then are measured in turns, most important first. On two GPUs, LoRA is left
-out, the engines are tensor-parallel, and there are more checks. The model has Llama 3 8B's
+at the same time, and then are measured in turns, most important first; `jax-dora serve` starts when
+the others have ended. On two GPUs, LoRA and it are left out, the engines are tensor-parallel, and
+there are more checks. The model has Llama 3 8B's
 dimensions and dummy weights in bf16; prompts and answers have 128 tokens, greedy. A batch has 64
 rows, or 256, or 64 with prompts of 1,024, all requested at once; a round is some batches one after
 another. The adapters have rank 16 on all projections, are drawn by Zipf's law with exponent 1.5,
@@ -17,7 +21,10 @@ answered.
 One line of a kind is one number of adapters: answered tokens per second of wall time, the best of
 `rounds`, and `of_base`. A line with `load_ms` is the median time to load an adapter from its folder
 into a slot, and the first's. A line of a check has the largest difference of a chosen token's
-log-probability, and how many tokens PEFT would not have chosen by more than that.
+log-probability, and how many tokens PEFT would not have chosen by more than that. `same_bits` is
+how many requests to the base and to the LoRA adapter, in one batch, have the tokens and the bits of
+the log-probabilities that they have without the plugin. A check whose line has `after_sleep` has
+the same tokens before and after it has slept at that level.
 """
 
 import contextlib
@@ -55,9 +62,9 @@ class Settings(NamedTuple):
     answer: int = 128
     slots: int = 64
     rank: int = 16
-    adapters: tuple[int, ...] = (1, 8, 64)
+    adapters: tuple[int, ...] = (1, 4, 8, 64)
     rounds: int = 2
-    only: tuple[str, ...] = ("check", "base", "DoRA", "LoRA")
+    only: tuple[str, ...] = ("check", "base", "DoRA", "LoRA", "jax-dora serve")
     device: str = "cuda"
     gpus: int = 1
 
@@ -76,12 +83,17 @@ TINY = Settings(
     answer=4,
     slots=4,
     rank=8,
-    adapters=(1, 2, 3),
+    adapters=(1, 2, 3, 4),
     rounds=1,
 )
-# The layouts of the checks.
+OWN = "jax-dora serve"
+WITHOUT = "check, without the plugin"
+PUNICA = "check, vLLM's kernels"
+# The checks' options of vLLM.
 CHECKS: dict[str, dict[str, Any]] = {
+    WITHOUT: {},
     "check": {},
+    PUNICA: {},
     "check, two GPUs": {"tensor_parallel_size": 2},
     "check, two GPUs, fully sharded": {"tensor_parallel_size": 2, "fully_sharded_loras": True},
 }
@@ -102,23 +114,23 @@ class Work(NamedTuple):
     adapters: int | None
     rows: int
     prompt: int
-    batches: int = 4
+    batches: int = 2
     is_mixed: bool = False
 
 
 def plan(settings: Settings) -> list[Work]:
     """Returns what is measured, most important first."""
     usual = settings.rows, settings.prompt
-    some, more, most = settings.adapters
+    one, some, more, most = settings.adapters
     works = [Work("base", 0, *usual), Work("DoRA", 0, *usual)]
-    works += [Work(kind, None, *usual) for kind in ("DoRA", "LoRA")]
-    works += [Work("DoRA", count, *usual) for count in (most, some, more)]
-    works += [Work("LoRA", count, *usual) for count in (most, more)]
-    for sizes in ((settings.wide, settings.prompt), (settings.rows, settings.long)):
-        works += [Work("base", 0, *sizes, 2)]
-        works += [Work("DoRA", count, *sizes, 2) for count in (some, most)]
+    works += [Work(kind, None, *usual) for kind in ("DoRA", "LoRA")]  # before others load any
+    works += [Work("DoRA", count, *usual) for count in (one, some, more, most)]
+    works += [Work("LoRA", some, *usual)]
+    for sizes in ((settings.rows, settings.long), (settings.wide, settings.prompt)):
+        works += [Work("base", 0, *sizes, 1)]
+        works += [Work("DoRA", count, *sizes, 1) for count in (one, most)]
+    works += [Work("LoRA", count, *usual, 1) for count in (0, one, more, most)]
     works += [Work("DoRA", 3, *usual, is_mixed=True)]
-    works += [Work("LoRA", count, *usual) for count in (some, 0)]
     if settings.gpus > 1:
         kept = (("base", 0), ("DoRA", None), ("DoRA", more))
         works = [one for one in works if (one.kind, one.adapters) in kept]
@@ -147,10 +159,11 @@ def facts(settings: Settings, device: str) -> Row:
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields the rows of all kinds. The engines start at the same time, which takes longest."""
-    settings, bases, tokens = settings._replace(device=device), {}, {}
+    settings, bases, answers = settings._replace(device=device), {}, {}
     if device == "cuda":
         settings = settings._replace(gpus=min(2, torch.cuda.device_count()))
-    checks = list(CHECKS)[: 1 if settings.gpus == 1 else None] if "check" in settings.only else []
+    checks = [one for one in CHECKS if settings.gpus > 1 or "two GPUs" not in one]
+    checks = checks if "check" in settings.only else []
     works = plan(settings)
     with tempfile.TemporaryDirectory() as folder:
         kinds = [*checks, *dict.fromkeys(one.kind for one in works)]
@@ -158,9 +171,12 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         try:
             for kind in checks:
                 row = next(_rows(engines[kind], kind))
-                tokens[kind] = row.pop("tokens", [])
-                if kind != "check":
-                    row["same_on_one"] = sum(map(list.__eq__, tokens[kind], tokens["check"]))
+                answers[kind] = row.pop("answers", {})
+                if kind in ("check", PUNICA):
+                    _compare_bits(row, answers[kind], answers[WITHOUT])
+                elif kind != WITHOUT:
+                    found, alone = (answers[one].get("all", []) for one in (kind, "check"))
+                    row["same_on_one"] = sum(a == b for a, b in zip(found, alone, strict=False))
                 yield row
             for kind in kinds[len(checks) :]:  # Until all have started, they disturb one another.
                 next(_lines(engines[kind]), None)
@@ -173,9 +189,28 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 if work.kind == "base":
                     bases[sizes] = row
                 yield with_ratio(row, bases.get(sizes), "of_base", "tokens_per_s")
+            if OWN in settings.only and settings.gpus == 1:
+                for process in engines.values():
+                    process.kill()
+                engines[OWN] = _start(settings, OWN, Path(folder))
+                base = bases.get((settings.rows, settings.prompt))
+                for row in _rows(engines[OWN], OWN):
+                    yield with_ratio(row, base, "of_base", "tokens_per_s")
         finally:
             for process in engines.values():
                 process.kill()
+
+
+def _compare_bits(row: Row, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Adds how many answers are the same without the plugin. Those of LoRA adapters have other bits
+    with this package's kernels."""
+    names = [name for name in found if name != "all"]
+    pairs = {name: list(zip(found[name], expected.get(name, []), strict=False)) for name in names}
+    row["same_bits"] = {name: sum(a == b for a, b in pairs[name]) for name in names}
+    kept = ["base"] if row["kind"] == "check" else names
+    is_same = all(row["same_bits"][name] == len(found[name]) for name in kept if name in found)
+    if "check" in row:
+        row["check"]["passed"] &= is_same
 
 
 def _told(process: subprocess.Popen[str], line: str) -> subprocess.Popen[str]:
@@ -195,11 +230,12 @@ def _start(settings: Settings, kind: str, folder: Path) -> subprocess.Popen[str]
         "VLLM_CACHE_ROOT": str(folder / "cache" / kind),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "" if kind in ("base", "LoRA") else "torch_dora",
+        "VLLM_PLUGINS": "" if kind in ("base", "LoRA", WITHOUT) else "torch_dora",
+        "TORCH_DORA_VLLM_PUNICA": str(int(kind == PUNICA)),
     }
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if settings.device == "cpu":
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     paths = [str(ROOT), str(_plugin(folder)), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     own = folder / kind

@@ -50,14 +50,22 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(folder: Path, layout: dict[str, Any]) -> Iterator[Row]:
-    """Yields the row of an engine, then that of the same engine after it has slept."""
+def check(folder: Path, layout: dict[str, Any], *, lora_only: bool, sleeps: bool) -> Iterator[Row]:
+    """Yields the row of an engine, then, if it ``sleeps``, that of the same engine after it has
+    slept. Without the plugin it gets LoRA only."""
     model, adapters = _write(folder)
-    yield from served(model, adapters, layout)
+    if lora_only:
+        adapters = {name: path for name, path in adapters.items() if not _is_dora(name)}
+    yield from served(model, adapters, layout, sleeps=sleeps)
 
 
 def served(
-    model: Path, adapters: dict[str, Path], layout: dict[str, Any], oracle: Path | None = None
+    model: Path,
+    adapters: dict[str, Path],
+    layout: dict[str, Any],
+    oracle: Path | None = None,
+    *,
+    sleeps: bool = False,
 ) -> Iterator[Row]:
     """Yields the rows of an engine. ``oracle`` is the model that PEFT gets, if not the same."""
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
@@ -75,56 +83,54 @@ def served(
         max_num_batched_tokens=1024,
         max_num_seqs=32,
         enable_lora=True,
-        max_loras=len(adapters) + 1,
+        max_loras=len(ADAPTERS) + 1,
         max_lora_rank=16,
         enable_prefix_caching=False,
         disable_log_stats=True,
         **memory,
         **layout,
     )
-    names = [None, *adapters]
-    requests = [
-        LoRARequest(name, 1 + i, str(path)) for i, (name, path) in enumerate(adapters.items())
-    ]
+    names = [None, *ADAPTERS]
+    requests = {
+        name: LoRARequest(name, 1 + i, str(adapters[name])) for i, name in enumerate(adapters)
+    }
     generator = torch.Generator().manual_seed(0)
-    pairs, prompts = [], []
-    for name, request in zip(names, [None, *requests], strict=True):
-        for length in LENGTHS:
-            pairs.append((name, request))
-            prompts.append(torch.randint(0, 512, (length,), generator=generator).tolist())
+    pairs = [
+        (name, torch.randint(0, 512, (length,), generator=generator).tolist())
+        for name in names
+        for length in LENGTHS
+    ]
+    pairs = [(name, prompt) for name, prompt in pairs if name is None or name in adapters]
     sampling = SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=1
     )
 
-    given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-    lora = [request for _, request in pairs]
-
-    def generate() -> list[Any]:
+    def generate(some: list[tuple[str | None, list[int]]]) -> list[Any]:
+        given: Any = [{"prompt_token_ids": prompt} for _, prompt in some]
+        lora: Any = [requests.get(name) for name, _ in some]
         return engine.generate(given, sampling, lora_request=lora, use_tqdm=False)
 
-    mixed = generate()
-    alone = [
-        engine.generate([one], sampling, lora_request=[request], use_tqdm=False)[0]
-        for one, request in zip(given, lora, strict=True)
-    ]
+    mixed = generate(pairs)
+    alone = [generate([pair])[0] for pair in pairs]
     oracle, worst, wrong, without = oracle or model, 0.0, 0, []
-    for (name, _), prompt, answer, single in zip(pairs, prompts, mixed, alone, strict=True):
+    for (name, prompt), answer, single in zip(pairs, mixed, alone, strict=True):
         for one in (answer, single):
             error, missed = _judge(oracle, adapters.get(name or ""), prompt, one.outputs[0])
             worst, wrong = max(worst, error), wrong + missed
-        if name and name.startswith("DoRA"):
+        if _is_dora(name):
             without.append(_judge(oracle, None, prompt, answer.outputs[0])[0])
-    passed = worst <= BOUND and wrong == 0 and min(without) > 2 * BOUND
-    yield {
-        "requests": len(prompts),
-        "same_alone": _same(mixed, alone),
-        "error": worst,
-        "wrong": wrong,
-        "error_without_adapter": min(without),
-        "check": {"passed": passed, "bound": BOUND},
-        "tokens": _tokens(mixed),
-    }
-    if not memory:
+    passed = worst <= BOUND and wrong == 0 and all(one > 2 * BOUND for one in without)
+    row = {"requests": len(pairs), "same_alone": _same(mixed, alone), "error": worst}
+    row |= {"wrong": wrong, "check": {"passed": passed, "bound": BOUND}}
+    row |= {"error_without_adapter": min(without)} if without else {}
+    plain = [(name, prompt) for name, prompt in pairs if not _is_dora(name)]
+    answers = {"all": _tokens(mixed)}
+    for (name, _), answer in zip(plain, generate(plain), strict=True):
+        answers.setdefault(name or "base", []).append(
+            [*_tokens([answer]), _numbers(answer.outputs[0])]
+        )
+    yield row | {"answers": answers}
+    if not sleeps or not memory:
         return
     sys.stdin.readline()  # vLLM's sleep fails while other engines take memory.
     levels = (1, 2) if layout.get("tensor_parallel_size", 1) == 1 else (1,)
@@ -141,9 +147,19 @@ def served(
             how = {"weights_iterator": weights, "is_checkpoint_format": False}
             with torch.no_grad():  # vLLM copies into parameters.
                 engine.collective_rpc("reload_weights", kwargs=how)
-        same = _same(mixed, generate())
-        passed = same == len(prompts)
+        same = _same(mixed, generate(pairs))
+        passed = same == len(pairs)
         yield {"after_sleep": level, "same": same, "check": {"passed": passed, "bound": 0}}
+
+
+def _is_dora(name: str | None) -> bool:
+    return name is not None and name.startswith("DoRA")
+
+
+def _numbers(completion: Any) -> list[float]:
+    """Returns the log-probability of each token."""
+    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+    return [given[token].logprob for given, token in pairs]
 
 
 def _tokens(answers: list[Any]) -> list[list[int]]:
@@ -163,9 +179,7 @@ def _judge(model: Path, adapter: Path | None, prompt: list[int], answer: Any) ->
         logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     expected = logits.float().log_softmax(-1)
     chosen = expected[torch.arange(len(tokens)), torch.tensor(tokens)]
-    found = torch.tensor(
-        [given[token].logprob for given, token in zip(answer.logprobs, tokens, strict=True)]
-    )
+    found = torch.tensor(_numbers(answer))
     missed = int((expected.max(-1).values - chosen > BOUND).sum())
     return float((found - chosen).abs().max()), missed
 

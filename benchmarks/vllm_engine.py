@@ -1,6 +1,6 @@
 """One engine of vLLM for level `serve --vllm`, in a process of its own. Prints a line "ROW {json}"
 for each row; an engine that is measured first prints "READY", and then a row for each line that it
-reads, which is the JSON of a `serve_vllm.Work`.
+reads, which is the JSON of a `serve_vllm.Work`. This package's own server has its rows at once.
 
     python -m benchmarks.vllm_engine KIND FOLDER SETTINGS
 """
@@ -10,6 +10,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.results import Row
-from benchmarks.serve_vllm import CHECKS, Settings, Work
+from benchmarks.serve_vllm import CHECKS, OWN, PUNICA, WITHOUT, Settings, Work
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FILES = 8  # different files of tensors; further adapters are links to them
@@ -28,7 +29,13 @@ def main(kind: str, folder: Path, settings: Settings) -> None:
     if kind in CHECKS:
         from benchmarks import vllm_check
 
-        for row in vllm_check.check(folder, CHECKS[kind]):
+        lora_only, sleeps = kind == WITHOUT, kind not in (WITHOUT, PUNICA)
+        for row in vllm_check.check(folder, CHECKS[kind], lora_only=lora_only, sleeps=sleeps):
+            report({"kind": kind} | row)
+        print("READY", flush=True)
+        return
+    if kind == OWN:
+        for row in own(settings):
             report({"kind": kind} | row)
         print("READY", flush=True)
         return
@@ -38,6 +45,26 @@ def main(kind: str, folder: Path, settings: Settings) -> None:
 
 def report(row: Row) -> None:
     print("ROW " + json.dumps(row), flush=True)
+
+
+def own(settings: Settings) -> Iterator[Row]:
+    """Yields the rows of `jax-dora serve`: of the base, and of each number of adapters."""
+    from benchmarks import serve
+    from jax_dora.lm.models import DecoderConfig
+
+    given = serve.Settings(
+        DecoderConfig.from_hf(model_fields(settings)),
+        *(settings.rows, settings.prompt, settings.answer),
+        slots=settings.slots,
+        ranks=(settings.rank,),
+        qtypes=("bf16",),
+        adapters=settings.adapters,
+        only=("base", "DoRA"),
+        rounds=settings.rounds,
+    )
+    for row in serve.measure(given, settings.device):
+        found = {name: row[name] for name in ("adapters", "rows", "layers", "tokens_per_s")}
+        yield found | {"prompt": settings.prompt, "slots": settings.slots, "gpus": 1}
 
 
 def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
@@ -149,7 +176,12 @@ def _request(kind: str, number: int, folder: Path) -> Any:
 def write_model(folder: Path, settings: Settings) -> Path:
     """Writes the configuration of a Llama."""
     folder.mkdir(parents=True, exist_ok=True)
-    values = {
+    (folder / "config.json").write_text(json.dumps(model_fields(settings)))
+    return folder
+
+
+def model_fields(settings: Settings) -> dict[str, Any]:
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": settings.width,
@@ -166,8 +198,6 @@ def write_model(folder: Path, settings: Settings) -> Path:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
 
 
 def write_adapters(folder: Path, settings: Settings, count: int, *, dora: bool) -> list[Path]:

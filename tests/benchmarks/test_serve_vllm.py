@@ -1,0 +1,87 @@
+"""What level `serve --vllm` starts and measures on one GPU and on two, without vLLM."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from benchmarks import serve_vllm
+from benchmarks.serve_vllm import OWN, PUNICA, WITHOUT, Settings
+
+
+class Process:
+    """In place of an engine's process: answers each line that it is told."""
+
+    def __init__(self, kind):
+        self.kind, self.stdin, self.works = kind, io.StringIO(), []
+        self.stdin.write = self.tell
+        numbers = [0.5, 0.25] if kind == WITHOUT else [0.5, 0.25 + (kind == "check") / 8]
+        answers = {"all": [[1, 2]], "base": [[[1, 2], [0.5]]], "LoRA": [[[1, 2], numbers]]}
+        checked = {"check": {"passed": True}, "answers": answers}
+        self.stdout = iter(self.lines(checked))
+
+    def lines(self, checked):
+        if self.kind.startswith("check") or self.kind == OWN:
+            yield f"ROW {json.dumps({'kind': self.kind} | checked)}\n"
+        yield "READY\n"
+        while self.works:
+            yield f"ROW {json.dumps({'kind': self.kind, 'tokens_per_s': 2.0})}\n"
+
+    def tell(self, line):
+        if line.strip():
+            self.works.append(json.loads(line))
+
+    def kill(self):
+        pass
+
+
+def run(monkeypatch, gpus, **settings):
+    """Returns the rows, and the engines with their settings."""
+    started = {}
+
+    def start(settings, kind, folder):
+        started[kind] = Process(kind), settings
+        return started[kind][0]
+
+    monkeypatch.setattr(serve_vllm, "_start", start)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    return list(serve_vllm.measure(Settings(**settings), "cuda")), started
+
+
+def test_one_gpu_has_every_cell_and_its_checks(monkeypatch):
+    rows, started = run(monkeypatch, 1)
+    assert list(started) == [WITHOUT, "check", PUNICA, "base", "DoRA", "LoRA", OWN]
+    assert not any(row.get("failed") for row in rows)
+    usual = [64, 128]
+    for kind in ("DoRA", "LoRA"):
+        works = started[kind][0].works
+        assert {work[1] for work in works if work[2:4] == usual} >= {0, 1, 4, 8, 64, None}
+        loads = [work[1] for work in works].index(None)
+        assert not any(work[1] for work in works[:loads])  # Nothing has been loaded before.
+    assert {tuple(work[2:4]) for work in started["base"][0].works} == {
+        (64, 128),
+        (256, 128),
+        (64, 1024),
+    }
+    bits = {row["kind"]: row["same_bits"] for row in rows if "same_bits" in row}
+    assert bits == {"check": {"base": 1, "LoRA": 0}, PUNICA: {"base": 1, "LoRA": 1}}
+    assert all(row["check"]["passed"] for row in rows if "check" in row)
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_two_gpus_have_tensor_parallel_engines_and_checks(monkeypatch, gpus):
+    rows, started = run(monkeypatch, gpus)
+    checks = ["check, two GPUs", "check, two GPUs, fully sharded"]
+    assert list(started) == [WITHOUT, "check", PUNICA, *checks, "base", "DoRA"]
+    assert {settings.gpus for _, settings in started.values()} == {2}
+    assert all(serve_vllm.CHECKS[kind]["tensor_parallel_size"] == 2 for kind in checks)
+    assert [row["same_on_one"] for row in rows if "same_on_one" in row] == [1, 1]
+    assert [work[1] for work in started["DoRA"][0].works] == [None, 8]
+
+
+def test_other_bits_of_the_base_fail_the_check(monkeypatch):
+    row = {"kind": "check", "check": {"passed": True}}
+    serve_vllm._compare_bits(row, {"base": [[1, 0.5]]}, {"base": [[1, 0.25]]})
+    assert row["same_bits"] == {"base": 0}
+    assert not row["check"]["passed"]
