@@ -1,8 +1,8 @@
 """Quantised models that vLLM's CPU build can run: the norms are those of the quantised weights.
 
-Folders of compressed-tensors, written here: weights of 4 bits in groups of 32 inputs, and INT8
-weights whose inputs are rounded to INT8 too, which vLLM's CPU build serves without adapters only.
-PEFT has the dequantised weights, in fp32.
+Folders written here: weights of 4 bits in groups of 32 inputs, as compressed-tensors, GPTQ and AWQ
+store them; FP8 weights whose inputs are rounded to FP8; and INT8 weights with such inputs, which
+vLLM's CPU build serves without adapters only. PEFT has the dequantised weights, in fp32.
 """
 
 import json
@@ -13,18 +13,45 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import vllm_check
+from tests.torch_dora.vllm.test_base_weight import LARGEST, dynamic_float8
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 GROUP = 32
-FORMATS = {
-    "int4": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP}, None),
-    "int8": (
+
+
+def compressed_tensors(layout, weights, inputs=None):
+    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True} | weights}
+    if inputs:
+        group["input_activations"] = {"type": "int", "symmetric": True} | inputs
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+FOUR_BITS = {"bits": 4, "group_size": GROUP}
+CONFIGURATIONS = {
+    "int4": compressed_tensors(
+        "pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+    ),
+    "int8": compressed_tensors(
         "int-quantized",
         {"num_bits": 8, "strategy": "channel"},
         {"num_bits": 8, "strategy": "token", "dynamic": True},
     ),
+    "gptq": {"quant_method": "gptq", "desc_act": False, "sym": True} | FOUR_BITS,
+    "awq": {"quant_method": "awq", "zero_point": True} | FOUR_BITS,
+    "fp8": compressed_tensors(
+        "float-quantized",
+        {"num_bits": 8, "strategy": "channel", "type": "float"},
+        {"num_bits": 8, "strategy": "token", "dynamic": True, "type": "float"},
+    ),
 }
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def quantise(weight, bits, group):
@@ -35,46 +62,50 @@ def quantise(weight, bits, group):
     return codes.flatten(1).to(torch.int8), scale[..., 0], (codes * scale.float()).flatten(1)
 
 
-def pack(codes):
+def pack(codes, order=range(8)):
     """Returns eight codes of 4 bits in each int32, the first in the lowest bits."""
-    unsigned = (codes.to(torch.int64) + 8).unflatten(1, (-1, 8))
+    unsigned = (codes.to(torch.int64) + 8).unflatten(1, (-1, 8))[..., list(order)]
     packed = (unsigned << (4 * torch.arange(8))).sum(-1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
+def stored(kind, weight):
+    """Returns the tensors that stand for a weight [out, in], and what they stand for, in fp32."""
+    if kind == "fp8":
+        scale = weight.float().abs().amax(1, keepdim=True) / LARGEST
+        codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+    group = weight.shape[1] if kind == "int8" else GROUP
+    codes, scale, plain = quantise(weight, 8 if kind == "int8" else 4, group)
+    if kind == "int8":
+        return {"weight": codes, "weight_scale": scale}, plain
+    if kind == "int4":
+        shape = torch.tensor(weight.shape)
+        packed = {"weight_packed": pack(codes), "weight_shape": shape, "weight_scale": scale}
+        return packed, plain
+    zeros = torch.zeros(scale.shape[::-1])  # [groups, out]
+    if kind == "awq":
+        packed = {"qweight": pack(codes.T, AWQ_ORDER), "qzeros": pack(zeros)}
+    else:  # GPTQ stores zero points less one.
+        packed = {"qweight": pack(codes).T, "qzeros": pack(zeros - 1)}
+        packed["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+    return packed | {"scales": scale.T}, plain
+
+
 def write(folder, model, kind):
     """Writes the quantised model, and the dequantised one; returns their folders."""
-    layout, weights, inputs = FORMATS[kind]
-    bits = weights["num_bits"]
     tensors, plain = {}, {}
     for name, weight in load_file(model / "model.safetensors").items():
-        plain[name] = tensors[name] = weight
         if name.split(".")[-2] not in vllm_check.PROJECTIONS:
+            plain[name] = tensors[name] = weight
             continue
-        group = weights.get("group_size", weight.shape[1])
-        codes, scale, plain[name] = quantise(weight, bits, group)
-        at = name.removesuffix(".weight")
-        del tensors[name]
-        tensors[f"{at}.weight_scale"] = scale
-        if layout == "pack-quantized":
-            tensors[f"{at}.weight_packed"] = pack(codes)
-            tensors[f"{at}.weight_shape"] = torch.tensor(weight.shape)
-        else:
-            tensors[name] = codes
+        parts, plain[name] = stored(kind, weight)
+        at = name.removesuffix("weight")
+        tensors |= {at + part: one for part, one in parts.items()}
     config = json.loads((model / "config.json").read_text())
-    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True} | weights}
-    if inputs:
-        group["input_activations"] = {"type": "int", "symmetric": True} | inputs
-    quantisation = {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
     found = []
     for part, given, more in (
-        ("quantised", tensors, {"quantization_config": quantisation}),
+        ("quantised", tensors, {"quantization_config": CONFIGURATIONS[kind]}),
         ("plain", plain, {}),
     ):
         path = folder / part
@@ -98,8 +129,20 @@ def served(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_check, "LENGTHS", (3, 17))
     monkeypatch.setattr(vllm_check, "TOKENS", 6)
     model, adapters = vllm_check._write(tmp_path)
+    plain_oracle = vllm_check._oracle
+
+    def rounding_oracle(model, adapter):
+        """In place of PEFT's model: its base layers round their inputs as vLLM's do."""
+        found = plain_oracle(model, adapter)
+        for name, module in found.named_modules():
+            if name.split(".")[-1] in (*vllm_check.PROJECTIONS, "base_layer"):
+                if isinstance(module, torch.nn.Linear) and not module._forward_pre_hooks:
+                    module.register_forward_pre_hook(lambda _, given: dynamic_float8(given[0]))
+        return found
 
     def serve(kind):
+        if kind == "fp8":
+            monkeypatch.setattr(vllm_check, "_oracle", rounding_oracle)
         quantised, plain = write(tmp_path, model, kind)
         rows = vllm_check.served(quantised, adapters, {"enforce_eager": True}, oracle=plain)
         return next(rows)
@@ -108,8 +151,9 @@ def served(tmp_path, monkeypatch):
     cleanup_dist_env_and_memory()
 
 
-def test_adapters_on_a_quantised_base_answer_as_on_its_dequantised_weights(served):
-    found = served("int4")
+@pytest.mark.parametrize("kind", ["int4", "gptq", "awq", "fp8"])
+def test_adapters_on_a_quantised_base_answer_as_on_its_dequantised_weights(served, kind):
+    found = served(kind)
     assert found["check"]["passed"], found
 
 
