@@ -159,7 +159,8 @@ def facts(settings: Settings, device: str) -> Row:
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields the rows of all kinds. The engines start at the same time, which takes longest."""
-    settings, bases, answers = settings._replace(device=device), {}, {}
+    settings, bases = settings._replace(device=device), {}
+    answers: dict[str, dict[str, Any]] = {}
     if device == "cuda":
         settings = settings._replace(gpus=min(2, torch.cuda.device_count()))
     checks = [one for one in CHECKS if settings.gpus > 1 or "two GPUs" not in one]

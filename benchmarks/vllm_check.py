@@ -107,7 +107,7 @@ def served(
 
     def generate(some: list[tuple[str | None, list[int]]]) -> list[Any]:
         given: Any = [{"prompt_token_ids": prompt} for _, prompt in some]
-        lora: Any = [requests.get(name) for name, _ in some]
+        lora: Any = [name and requests[name] for name, _ in some]
         return engine.generate(given, sampling, lora_request=lora, use_tqdm=False)
 
     mixed = generate(pairs)
@@ -124,7 +124,7 @@ def served(
     row |= {"wrong": wrong, "check": {"passed": passed, "bound": BOUND}}
     row |= {"error_without_adapter": min(without)} if without else {}
     plain = [(name, prompt) for name, prompt in pairs if not _is_dora(name)]
-    answers = {"all": _tokens(mixed)}
+    answers: dict[str, list[Any]] = {"all": _tokens(mixed)}
     for (name, _), answer in zip(plain, generate(plain), strict=True):
         answers.setdefault(name or "base", []).append(
             [*_tokens([answer]), _numbers(answer.outputs[0])]

@@ -49,7 +49,7 @@ def keeps_punica() -> bool:
 
 def _compute_hash(original: Function) -> Function:
     # Stored graphs are looked up by this hash before anything is traced.
-    return lambda self: f"{original(self)}-torch_dora.vllm-2-{keeps_punica()}"
+    return lambda self: f"{original(self)}-torch_dora.vllm-3-{keeps_punica()}"
 
 
 def _from_dict(original: Function) -> Function:
@@ -139,9 +139,7 @@ def _apply(original: Function) -> Function:
         products = getattr(self, "slot_products", None)
         if products is None:
             return original(self, x, bias)
-        y = self._get_quant_method().apply(self.base_layer, x, bias)
-        products(y, x, bias)
-        return y
+        return products(self, x, bias)
 
     return apply
 
@@ -253,6 +251,7 @@ _HELPER = "vllm.lora.peft_helper:PEFTHelper"
 _MODEL = "vllm.lora.lora_model"
 _LINEAR = "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA"
 _PUNICA = "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase"
+_PRODUCTS = "vllm.model_executor.layers.utils"
 _WORKER = "vllm.lora.worker_manager"
 _RUNNER = "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin"
 _TENSORS = (
@@ -282,6 +281,8 @@ HOOKS = (
     Hook(_LINEAR, "_get_quant_method", "self"),
     Hook(_PUNICA, "update_metadata", "self mapping lora_index_to_id max_loras vocab_size"),
     Hook("vllm.lora.layers:BaseLayerWithLoRA", "set_lora", "self index lora_a lora_b"),
+    Hook(_PRODUCTS, "default_unquantized_gemm", "layer x weight bias"),
+    Hook(_PRODUCTS, "dispatch_unquantized_gemm", ""),
     Hook("vllm.distributed", "tensor_model_parallel_all_reduce", "input_"),
     Hook("vllm.distributed", "get_tp_group", ""),
 )

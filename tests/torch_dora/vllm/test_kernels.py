@@ -80,7 +80,8 @@ def run(slots, sizes, x, y, lora_a, lora_b, g, bias):
     is_small = batch.rows_of_tile(len(y)) == batch.SMALL
     tiles = tables.small if is_small else tables.large
     parts = shrink.launch(x, lora_a, tiles, MAX_RANK)
-    blocks, unit = expand.column_blocks(sizes, "cpu"), expand.unit_of(sizes)
+    config, unit = expand.SMALL if is_small else expand.LARGE, expand.unit_of(sizes)
+    blocks = expand.column_blocks(config, sizes, "cpu")
     expand.launch(y, parts, lora_b, g, bias, blocks, unit, tiles)
 
 
@@ -163,7 +164,7 @@ def test_a_kernel_is_compiled_once_for_all_numbers_of_tokens(monkeypatch):
             lora_a, lora_b = torch.zeros(3, 16, 1024), torch.zeros(3, 64, 16)
             tiles = torch.zeros(400, batch.HEAD + batch.LARGE, dtype=torch.int32)
             parts = shrink.launch(x, lora_a, tiles, 16)
-            blocks = expand.column_blocks([64], "cpu")
+            blocks = expand.column_blocks(expand.LARGE, [64], "cpu")
             y, g = torch.zeros(tokens, 64), torch.zeros(4, 64)
             expand.launch(y, parts, lora_b, g, None, blocks, 16, tiles)
         assert len(constants) == 4

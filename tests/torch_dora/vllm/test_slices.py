@@ -24,8 +24,11 @@ def linear(kind):
 
 
 def test_experts_and_layers_with_a_forward_of_their_own_are_refused_by_name():
-    from vllm.lora import layers
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
+    from vllm.lora import layers  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.linear import (  # pyright: ignore[reportMissingImports]
+        ColumnParallelLinear,
+        ReplicatedLinear,
+    )
 
     from torch_dora.vllm import slices
 

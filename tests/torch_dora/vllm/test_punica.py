@@ -1,0 +1,104 @@
+"""The operators that take the place of Punica, in the layers of vLLM."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+SLOTS, RANK, INPUTS, SIZES = 3, 8, 40, [24, 16]
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "with biases"])
+def layer(request, monkeypatch):
+    """A layer of two projections whose slots 0 and 2 have adapters, and a batch of both."""
+    from torch_dora.vllm import punica
+    from torch_dora.vllm.batch import Batch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    base = SimpleNamespace(
+        weight=torch.nn.Parameter(draw(sum(SIZES), INPUTS), requires_grad=False),
+        quant_method=SimpleNamespace(
+            apply=lambda base, x, bias: torch.nn.functional.linear(x, base.weight, bias)
+        ),
+    )
+    made = SimpleNamespace(
+        base_layer=base,
+        _get_quant_method=lambda: base.quant_method,
+        lora_a_stacked=tuple(draw(SLOTS, 1, RANK, INPUTS) for _ in SIZES),
+        lora_b_stacked=tuple(draw(SLOTS, 1, size, RANK) for size in SIZES),
+        bias=draw(sum(SIZES)) if request.param else None,
+    )
+    tables = Batch(64, SLOTS, "cpu")
+    tables.update(np.array([2, -1, 0, 2, 2]), [RANK, 0, 5])
+    made.tables, made.g = tables, torch.rand(SLOTS + 1, sum(SIZES), generator=generator) + 0.5
+    monkeypatch.setattr(punica, "_is_plain", lambda layer: False)
+    made.apart = punica.SlotProducts(made, made.g, tables)
+    monkeypatch.setattr(punica, "_is_plain", lambda layer: True)
+    made.together = punica.SlotProducts(made, made.g, tables)
+    made.draw = draw
+    return made
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5)])  # Transformers' models have a batch of one.
+def test_a_plain_layer_is_multiplied_in_the_same_operator_to_the_same_bits(layer, shape):
+    x = layer.draw(*shape, INPUTS)
+    found, expected = layer.together(layer, x, layer.bias), layer.apart(layer, x, layer.bias)
+    assert torch.equal(found, expected)
+    base = layer.base_layer.quant_method.apply(layer.base_layer, x, layer.bias)
+    rows, plain = found.view(5, -1), base.view(5, -1)
+    assert torch.equal(rows[1], plain[1])
+    assert all(not torch.equal(rows[i], plain[i]) for i in (0, 2, 3, 4))
+
+
+def test_a_batch_without_adapters_is_the_base_product(layer):
+    layer.tables.update(np.full(5, -1), [RANK, 0, 5])
+    x = layer.draw(5, INPUTS)
+    expected = layer.base_layer.quant_method.apply(layer.base_layer, x, layer.bias)
+    assert torch.equal(layer.together(layer, x, layer.bias), expected)
+    assert torch.equal(layer.apart(layer, x, layer.bias), expected)
+
+
+def test_both_operators_are_traced_whole(layer):
+    """vLLM compiles the model in one graph, for any number of tokens."""
+    for products in (layer.together, layer.apart):
+        compiled = torch.compile(
+            lambda x, products=products: products(layer, 2 * x, layer.bias) + 1,
+            fullgraph=True,
+            dynamic=True,
+            backend="aot_eager",
+        )
+        for tokens in (5, 7):
+            x = layer.draw(tokens, INPUTS)
+            assert torch.equal(compiled(x), products(layer, 2 * x, layer.bias) + 1)
+
+
+def test_a_layer_is_plain_where_vllm_multiplies_by_torch(monkeypatch):
+    from vllm.model_executor.layers import (  # pyright: ignore[reportMissingImports]
+        linear,
+        utils,
+    )
+
+    from torch_dora.vllm import punica
+
+    base = linear.ReplicatedLinear.__new__(linear.ReplicatedLinear)
+    torch.nn.Module.__init__(base)
+    base.quant_method, base.output_size = linear.UnquantizedLinearMethod(), 6
+    base.weight = torch.nn.Parameter(torch.ones(6, 4))
+    layer = SimpleNamespace(base_layer=base, input_size=4)
+    assert not punica._is_plain(layer)  # vLLM's CPU build has products of its own.
+    if hasattr(base.quant_method, "_gemm_impl"):
+        base.quant_method._gemm_impl = utils.default_unquantized_gemm
+    monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.default_unquantized_gemm)
+    assert punica._is_plain(layer)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not punica._is_plain(layer)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    base.weight = torch.nn.Parameter(torch.ones(6, 2))  # packed
+    assert not punica._is_plain(layer)
