@@ -17,6 +17,8 @@ Levels:
     quality             how much each quantised format changes the results of a model
     fp8_training        training with activations and gradients in FP8, compared with bf16
     serve               the engine of the server
+    kv_cache            decoding with keys and values in FP8, compared with bf16
+    kv_quality          how much a KV cache in FP8 changes the logits of a model
     scale               a decoder on several devices
     compile             the time until a user's model can run, on one device and on several
 
@@ -48,7 +50,7 @@ LEVELS = (
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     "fp8_training",
     *("model --torch", "vlm", "method_comparison", "bank", "bank --torch"),
-    *("serve", "serve --vllm"),
+    *("serve", "serve --vllm", "kv_cache", "kv_quality"),
 )
 # Options that set a field of the level's settings.
 FIELDS = ("only", "layers", "rank", "model", "ranks", "layouts", "axes")
@@ -93,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = options.level + " --torch" * options.torch + " --vllm" * options.vllm
     if name not in LEVELS:
         parsing.error(f"there is no level {name}; expected one of {', '.join(LEVELS)}")
-    if options.level in ("bank", "quantised", "serve", "step"):
+    if options.level in ("bank", "quantised", "serve", "step", "kv_cache"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     else:  # Both frameworks allocate on the same GPU, so JAX must not reserve most of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -108,7 +110,9 @@ def main(arguments: list[str] | None = None) -> int:
     file_name, out = name.replace(" --", "_"), options.out
     if out and out.suffix != ".jsonl":
         out = out / f"{file_name}.jsonl"
-    meaningful = (device == "cuda" or name in ("quality", "fp8_training")) and not options.quick
+    meaningful = (
+        device == "cuda" or name in ("quality", "kv_quality", "fp8_training")
+    ) and not options.quick
     if not meaningful and out and out.resolve().is_relative_to(results.FOLDER):
         parsing.error(f"--out is {out}; a quick or CPU run measures nothing worth keeping")
     if device == "cpu":

@@ -134,8 +134,8 @@ def _decoder(settings: Settings, folder: Path) -> Iterator[Row]:
         row: Row = {"model": "decoder", "format": form.name}
         row["weights"] = quantise(model, form)
         found = np.asarray(logits(*nnx.split(model)), np.float64)
-        row["cosine"] = _cosine(exact, found)
-        row |= _logits(exact, found)
+        row["cosine"] = cosine(exact, found)
+        row |= compared(exact, found)
         # Adapted layers do not support one scale for all activations.
         if form.activations != "tensor":
             row |= trained(model, sizes, settings.steps)[2]
@@ -231,14 +231,14 @@ def by_tensors(x: jax.Array, kernel: Any, *args: Any, **kwargs: Any) -> jax.Arra
     return dot_general(rounded, kernel, *args, **kwargs)
 
 
-def _cosine(exact: np.ndarray, found: np.ndarray) -> float:
+def cosine(exact: np.ndarray, found: np.ndarray) -> float:
     """Returns the mean of 1 - cosine over vectors."""
     product = (exact * found).sum(-1)
     lengths = np.linalg.norm(exact, axis=-1) * np.linalg.norm(found, axis=-1)
     return float(1 - (product / lengths).mean())
 
 
-def _logits(exact: np.ndarray, found: np.ndarray) -> Row:
+def compared(exact: np.ndarray, found: np.ndarray) -> Row:
     vocabulary = exact.shape[-1]
     rows = (torch.from_numpy(one).reshape(-1, vocabulary) for one in (found, exact))
     distance = compare_logits(*rows)

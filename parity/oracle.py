@@ -158,6 +158,14 @@ def dora_linear_grads(
     )
 
 
+def attention(q, keys, values) -> Array:
+    """Returns `softmax(q Kᵀ / sqrt(size)) V`, `[queries, size]`, of K and V `[tokens, size]`."""
+    q, keys, values = fp64(q), fp64(keys), fp64(values)
+    scores = q @ keys.T / q.shape[-1] ** 0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return (weights / weights.sum(-1, keepdims=True)) @ values
+
+
 def swiglu(gate, up, gate_g, up_g, gate_bias: Array = 0.0, up_bias: Array = 0.0) -> Array:
     """Returns `silu(gate_g ∘ gate + gate_bias) ∘ (up_g ∘ up + up_bias)` (arXiv 2002.05202)."""
     operands = (gate, up, gate_g, up_g, gate_bias, up_bias)

@@ -33,6 +33,7 @@ from jax_dora.ops.dispatch.choose import KERNELS, Target
 from jax_dora.ops.triton import (
     triton_compose_backward,
     triton_compose_forward,
+    triton_decode_attention,
     triton_expand_compose,
     triton_norm,
     triton_swiglu,
@@ -109,7 +110,25 @@ def _of_jax(capability: int) -> Iterator[Case]:
         wanted = {"delta": False, "want_base": True, "want_lora": True}
         launch(triton_compose_backward, size, rows, rows, g, scale, **wanted)
         launch(triton_compose_forward, size, rows, rows, g, scale, bias, delta=False, **with_inner)
+        for group, head_dim in ((4, 64), (4, 96), (4, 128), (2, 256), (64, 256)):
+            _launch_attention(functools.partial(launch, triton_decode_attention), group, head_dim)
     return iter(recorded)
+
+
+def _launch_attention(launch: Any, group: int, head_dim: int) -> None:
+    batch, kv_heads, capacity = 2, 8, 1024
+    full, whole = jnp.float32, jnp.int32
+
+    def array(*shape: int, dtype: Any = full) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    slots = 1, batch, kv_heads, capacity
+    entries = array(*slots, head_dim, dtype=jnp.float8_e4m3fn), array(*slots)
+    new = [array(batch, heads, head_dim) for heads in (group * kv_heads, kv_heads)]
+    value = array(batch, kv_heads, head_dim, dtype=jnp.bfloat16)
+    numbers = array(batch, dtype=whole), array(1, dtype=whole)
+    call = (group, head_dim, capacity, jnp.bfloat16)
+    launch(call, *new, value, *entries, *entries, *numbers, window=512)
 
 
 def _of_torch(capability: int) -> Iterator[Case]:
@@ -191,7 +210,7 @@ def fit(case: Case, capability: int) -> dict[str, Any]:
         and registers * code.threads <= REGISTERS
         and not spilled
     )
-    sizes = ("RANK", "RANKS", "ROWS", "COLUMNS", "DEPTH", "PIECES", "THEN", "GROUPED")
+    sizes = ("RANK", "RANKS", "SIZE", "ROWS", "COLUMNS", "DEPTH", "PIECES", "THEN", "GROUPED")
     return {
         "capability": capability,
         "package": case.package,

@@ -1,7 +1,10 @@
-"""DoRA as functions of arrays: the factored norm, compose, adapted projections and SwiGLU."""
+"""DoRA as functions of arrays: the factored norm, compose, adapted projections and SwiGLU;
+and attention to an FP8 cache."""
 
 from jax_dora.ops.compose import compose as compose
 from jax_dora.ops.compose import compose_delta as compose_delta
+from jax_dora.ops.decode_attention import CodedEntries as CodedEntries
+from jax_dora.ops.decode_attention import decode_attention as decode_attention
 from jax_dora.ops.disentangled_attention import disentangled_attention as disentangled_attention
 from jax_dora.ops.dropout import Dropout as Dropout
 from jax_dora.ops.dropout import draw_seed as draw_seed

@@ -2,7 +2,7 @@
 
     caps        limits for whole results: the paper's numbers and this project's promises
     rules       the error rules (rounding, fp32 arithmetic, sums) that all bounds are built from
-    operators   bounds for the norm, g, compose, SwiGLU, and rows rounded to FP8
+    operators   bounds for the norm, g, compose, SwiGLU, attention, and rows in FP8
     linear      bounds for a whole adapted layer and its gradients
 
 A bound is absolute, per element, in fp64, in the layout of `parity.oracle`.
@@ -10,6 +10,7 @@ A bound is absolute, per element, in fp64, in the layout of `parity.oracle`.
 
 from parity.tolerances import caps as caps
 from parity.tolerances.linear import dora_linear as dora_linear
+from parity.tolerances.operators import attention as attention
 from parity.tolerances.operators import compose as compose
 from parity.tolerances.operators import compose_delta as compose_delta
 from parity.tolerances.operators import compose_grads as compose_grads

@@ -1,6 +1,8 @@
-"""Bounds for the operators: the norm, g, the compose, SwiGLU and rows rounded to FP8."""
+"""Bounds for the operators: the norm, g, the compose, SwiGLU, attention and rows rounded to FP8."""
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from parity import oracle
 from parity.oracle import Array, dtype_name, fp64
@@ -192,6 +194,34 @@ def swiglu(dh, gate, up, gate_g, up_g, dtype, *, gate_bias=0.0, up_bias=0.0) -> 
         d_gate_bias=summed(d1, e_d1),
         d_up_bias=summed(d2, e_d2),
     )
+
+
+def attention(q, keys, values, operands, dtype) -> Array:
+    """Returns `[queries, size]`: the error of attention whose two products are of the dtype
+    `operands`, accumulated in fp32, and whose result is stored in `dtype`.
+
+    Queries are rounded in units of their largest number, and the softmax's numerators times the
+    largest number of each value in units of the largest of these. An error e of the scores changes
+    a weight p by at most the factor `exp(2e)`, since it is in the numerator and in the sum, here
+    `2·e` for small ones with e the largest of all tokens. An exponential costs a few fp32 roundings
+    of its argument.
+    """
+    q, k, v = fp64(q), fp64(keys), fp64(values)
+    unit = abs(q).max(-1, keepdims=True)
+    scale = q.shape[-1] ** -0.5
+    terms = accumulation(q.shape[-1], q @ k.T, (q**2 @ k.T**2) ** 0.5)
+    scores = scale * (independent(unit * rounding(q / unit, operands), k.T) + terms)
+    scores += 4 * in_fp32(scale * (q @ k.T))
+    p = np.exp(scale * (q @ k.T))
+    p /= p.sum(-1, keepdims=True)
+    tau = abs(v).max(-1)
+    largest = (p * tau).max(-1, keepdims=True)
+    stored = (largest * rounding(p * tau / largest, operands) / tau) @ abs(v)
+    y = p @ v
+    magnitude = p @ abs(v)
+    sums = accumulation(len(v), y, ((p**2) @ (v**2)) ** 0.5) + accumulation(len(v), y, abs(y))
+    relative = 2 * scores.max(-1, keepdims=True) + 8 * U32
+    return np.expm1(relative) * magnitude + stored + sums + rounding(y, dtype)
 
 
 def quantised_rows(x, weight, dtype="float8_e4m3fn") -> Array:

@@ -26,6 +26,7 @@ from jax_dora.lm.domains import integers
 from jax_dora.lm.models import Sampling, generate, generate_steps
 from jax_dora.lm.models.text import TextStream
 from jax_dora.lm.models.tokenizer import TextSettings, prompt_tokens
+from jax_dora.quantisation import QTYPE
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     tokens = in_domain(integers(1, 2**24))
     add("--tokens", type=tokens, default=128, metavar="N", help="maximum number of new tokens")
     add_end_token(add)
+    cache = "format of cached keys and values; the model's dtype by default"
+    add("--kv-cache", choices=(QTYPE,), help=cache)
 
     add = parser.add_argument_group("sampling").add_argument
     for name in Sampling.DOMAINS:
@@ -89,17 +92,17 @@ def run(args: argparse.Namespace) -> int:
             model = jax_dora.freeze(model)
     # A reply in a chat is a separate text. Otherwise, the completion continues the prompt.
     streams = [TextStream(texts.tokenizer, before=() if args.chat else ids) for ids in tokens]
+    options: dict[str, Any] = {"ends": texts.end_tokens, "kv_cache": args.kv_cache}
     if len(prompts) == 1:
         [stream] = streams
-        ends = texts.end_tokens
-        for (drawn,) in generate_steps(model, tokens, args.tokens, sampling, ends=ends):
-            if drawn in ends:
+        for (drawn,) in generate_steps(model, tokens, args.tokens, sampling, **options):
+            if drawn in texts.end_tokens:
                 break
             print(stream.add(int(drawn)), end="", flush=True)
         print(stream.end())
         return 0
     prints_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    answers = generate(model, tokens, args.tokens, sampling, ends=texts.end_tokens)
+    answers = generate(model, tokens, args.tokens, sampling, **options)
     for prompt, stream, answer in zip(prompts, streams, answers, strict=True):
         completion = "".join([*map(stream.add, answer), stream.end()])
         line = {"prompt": prompt, "completion": completion}

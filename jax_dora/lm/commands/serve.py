@@ -47,6 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     setting("name")
     add_end_token(add, Settings)
     add_formats(add, Settings, activations=True)
+    setting("kv_cache")
     setting("mesh", type=mesh("tp"), metavar="tp=N")
 
     _, setting = group("address")

@@ -103,8 +103,8 @@ class Decoder(nnx.Module):
 
         def one_layer(x, layer_and_state):
             number, state = layer_and_state
-            window = self.config.sliding_window
-            layer_cache = LayerCache(cache.keys, cache.values, number, lengths, rows, window)
+            options = rows, self.config.sliding_window, self.config.sharding
+            layer_cache = LayerCache(cache.keys, cache.values, number, lengths, *options)
             return nnx.merge(graphdef, bank, state)(x, angles, None, layer_cache)
 
         x, count = self.embed_tokens(tokens), self.config.num_hidden_layers

@@ -31,6 +31,7 @@ def generate_steps(
     sampling: Sampling | Sequence[Sampling] = GREEDY,
     *,
     ends: Collection[int] = (),
+    kv_cache: str | None = None,
 ) -> Iterator[np.ndarray]:
     """Yields the next token of every row, i32[batch], `count` times.
 
@@ -43,10 +44,13 @@ def generate_steps(
       count: the number of tokens to generate.
       sampling: how to draw the tokens of all rows, or of each row; greedy by default.
       ends: tokens that end a text, which are not drawn before `Sampling.min_tokens`.
+      kv_cache: the format of cached keys and values: None for the model's dtype, or
+        "float8_e4m3fn".
 
     Raises:
       ValueError: there is no prompt, a prompt is empty, or a token is outside of the vocabulary;
-        `sampling` has not one setting for each prompt; or `model` is abstract.
+        `sampling` has not one setting for each prompt; `kv_cache` is another format; or `model` is
+        abstract.
       NotFiniteError: the logits of a row are not finite.
     """
     if not prompts or not all(prompts):
@@ -77,7 +81,7 @@ def generate_steps(
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     capacity = math.ceil((longest + count) / _BLOCK) * _BLOCK
-    cache = make_cache(model.config, len(prompts), max(capacity, padded.shape[1]))
+    cache = make_cache(model.config, len(prompts), max(capacity, padded.shape[1]), kv_cache)
     tokens, counts, processors = jnp.asarray(padded), jnp.asarray(lengths), None
     if any(one.needs_processors for one in sampling):
         row_ends = [ends] * len(prompts)
@@ -104,18 +108,20 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = GREEDY,
     *,
     ends: Collection[int] = (),
+    kv_cache: str | None = None,
 ) -> list[list[int]]:
     """Returns the continuation of each prompt: up to `count` tokens, without the end token.
 
     Args:
-      model, prompts, count, sampling: the same as in `generate_steps`.
+      model, prompts, count, sampling, kv_cache: the same as in `generate_steps`.
       ends: tokens that end a text.
 
     Raises the same errors as `generate_steps`.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     active = set(range(len(prompts)))
-    for tokens in generate_steps(model, prompts, count, sampling, ends=ends):
+    steps = generate_steps(model, prompts, count, sampling, ends=ends, kv_cache=kv_cache)
+    for tokens in steps:
         for row in sorted(active):
             if tokens[row] in ends:
                 active.discard(row)

@@ -70,14 +70,16 @@ def model_programs(
     )
 
 
-@functools.partial(jax.jit, static_argnums=range(4))
-def empty_rows(config: DecoderConfig, rows: int, capacity: int, chunk: int) -> RowArrays:
+@functools.partial(jax.jit, static_argnums=range(5))
+def empty_rows(
+    config: DecoderConfig, rows: int, capacity: int, chunk: int, kv_cache: str | None
+) -> RowArrays:
     """Returns the arrays of rows without a request."""
     logits = jnp.zeros((rows, config.vocab_size), config.dtype)
     zeros = jnp.zeros((rows,), jnp.int32)
     settings = jax.tree.map(jnp.asarray, RowSettings.of([GREEDY] * rows))
     drawn = draw(logits, settings, zeros, DrawFeatures())
-    cache = make_cache(config, rows, capacity)
+    cache = make_cache(config, rows, capacity, kv_cache)
     processors = LogitsProcessors.of([GREEDY] * rows, [()] * rows, [()] * rows, capacity)
     processors = jax.tree.map(jnp.asarray, processors)
     hidden = jnp.zeros((chunk, config.hidden_size), config.dtype)
@@ -211,4 +213,4 @@ def write_row(old: Any, row: jax.Array, new: Any) -> Any:
 @functools.partial(jax.jit, donate_argnums=0)
 def wipe(cache: Cache, row: jax.Array) -> Cache:
     """Sets the keys and values of a row to zero."""
-    return cache._replace(keys=cache.keys.at[:, row].set(0), values=cache.values.at[:, row].set(0))
+    return cache.wiped(row)

@@ -107,7 +107,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: CausalLM, adapters: AdapterStore | None, rows: int, capacity: int, chunk: int
+        self,
+        model: CausalLM,
+        adapters: AdapterStore | None,
+        rows: int,
+        capacity: int,
+        chunk: int,
+        kv_cache: str | None = None,
     ) -> None:
         """
         Args:
@@ -116,6 +122,7 @@ class ModelRunner:
           rows: the number of requests at a time.
           capacity: the maximum number of tokens of a prompt and its answer together.
           chunk: the number of prompt tokens that one call of `prefill` processes.
+          kv_cache: the format of cached keys and values, the same as in `make_cache`.
         """
         graphdef, self._state = for_inference(model)
         self._sharding = model.config.sharding
@@ -129,7 +136,7 @@ class ModelRunner:
         self.widths = tuple(_widths(chunk))
         self.prompts_per_call = {width: min(chunk // width, rows) for width in self.widths}
         self._arrays = programs.empty_rows(
-            model.config, rows, capacity, math.ceil(chunk / SCORED) * SCORED
+            model.config, rows, capacity, math.ceil(chunk / SCORED) * SCORED, kv_cache
         )
         self._rows = [Row()] * rows
         # The features that the settings on the device need; None if `_rows` has changed since.

@@ -150,7 +150,8 @@ class Server:
         store = None
         if settings.adapters is not None:
             store = make_store(model, settings.slots, settings.max_rank, settings.host_bytes)
-        runner = ModelRunner(model, store, settings.batch, length, settings.chunk)
+        rows = settings.batch, length, settings.chunk
+        runner = ModelRunner(model, store, *rows, settings.kv_cache)
         name = settings.base_name
         self.adapters = Adapters(
             settings.adapters,

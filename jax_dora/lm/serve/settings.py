@@ -26,6 +26,8 @@ class Settings:
       quantize: the format to quantise the base model's projections to on loading; none by default.
       act_qtype: the format to quantise the inputs of projections to; it needs weights in the same
         format.
+      kv_cache: the format of cached keys and values, in half the memory of the model's dtype; the
+        model's dtype by default.
       host: the host name or address to listen on.
       port: the port to listen on; 0 for any free port.
       slots: the maximum number of adapters on the device at a time; 8 by default.
@@ -56,6 +58,7 @@ class Settings:
     mesh: Mapping[str, int] | Literal["auto"] | None = None
     quantize: str | None = None
     act_qtype: str | None = None
+    kv_cache: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     slots: int = 8
@@ -75,6 +78,7 @@ class Settings:
         "dtype": one_of("bfloat16", "float32"),
         "quantize": one_of(*FORMATS),
         "act_qtype": one_of(QTYPE),
+        "kv_cache": one_of(QTYPE),
         "port": integers(0, 65535),
         **dict.fromkeys(("slots", "batch", "queue"), integers(1, 2**16)),
         "max_rank": integers(1, 2**14),

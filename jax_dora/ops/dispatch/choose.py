@@ -182,10 +182,13 @@ def choose(
     if implementation in PLAIN:
         return None
     device, reason = target(), f"it has no {implementation} kernel"
+    # An operator that has only Triton kernels uses them on every GPU.
+    only_triton = all(package_of(kernel) == "triton" for kernel, _ in candidates)
     for kernel, call in candidates:
         package = package_of(kernel)
         is_named = implementation == package
-        if not is_named and (implementation is not None or not device.prefers(package)):
+        is_preferred = device.prefers("mosaic" if only_triton else package)
+        if not is_named and (implementation is not None or not is_preferred):
             continue
         reason = device.refuses(package)
         if reason is None and any(map(jax.export.is_symbolic_dim, call)):

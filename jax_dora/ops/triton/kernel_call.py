@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 TARGET = "__gpu$xla.gpu.ptx"
-_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32"}
+_TYPES = {
+    **{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32"},
+    "float8_e4m3fn": "u8",  # which kernels for every card can read
+}
 HALVES = (jnp.bfloat16, jnp.float16)
 
 

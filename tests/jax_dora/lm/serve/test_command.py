@@ -86,19 +86,23 @@ def test_who_waits_longer_than_the_end_takes_is_told(settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "formats", [("nf4", None), ("float8_e4m3fn", "float8_e4m3fn")], ids=["nf4", "fp8"]
+    "formats",
+    [("nf4", None, None), ("float8_e4m3fn", "float8_e4m3fn", None), (None, None, "float8_e4m3fn")],
+    ids=["nf4", "fp8", "kv_cache"],
 )
 def test_a_quantised_base(model, adapters, settings, formats):
     """Each adapter answers as it does alone over the quantised base."""
-    given = dict(zip(("quantize", "act_qtype"), formats, strict=True))
+    *weights, kv_cache = formats
+    given = dict(zip(("quantize", "act_qtype"), weights, strict=True))
     base = load_model(model, **given)
-    with serving.serving(dataclasses.replace(settings, **given)) as (server, client):
+    changed = dataclasses.replace(settings, **given, kv_cache=kv_cache)
+    with serving.serving(changed) as (server, client):
         tokenizer = server.service.texts.tokenizer
         prompt, answers = "12+30=", []
         tokens = tokenizer.encode(prompt).ids
         for name in ("tiny", "french", "lora"):
             alone = base if name == "tiny" else load_adapter(base, adapters / name)
-            (wanted,) = generate(alone, [tokens], 12, ends=[256])
+            (wanted,) = generate(alone, [tokens], 12, ends=[256], kv_cache=kv_cache)
             given = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
             found = client.completions.create(model=name, **given).choices[0].text
             assert found == tokenizer.decode(wanted), name

@@ -67,6 +67,18 @@ def test_two_devices_answer_as_one(model, adapters, reference, platform):
 
 
 @pytest.mark.slow
+def test_two_devices_answer_as_one_with_a_cache_in_fp8(model):
+    sharding = DecoderSharding.over(tp=2, devices=jax.devices()[:2])
+    with jax.default_matmul_precision("highest"):
+        alone, together = (
+            ModelRunner(load_model(model, sharding=one), None, 3, 32, 16, "float8_e4m3fn")
+            for one in (None, sharding)
+        )
+        assert answers(together, (-1,) * 3) == answers(alone, (-1,) * 3)
+    assert together._arrays.cache.keys.codes.sharding.is_equivalent_to(sharding.heads, 5)
+
+
+@pytest.mark.slow
 def test_a_server_answers_on_a_mesh_as_without_one(served, settings, monkeypatch):
     """Requests for all adapters at once, more than there are rows and slots."""
     devices = jax.devices()[:2]
