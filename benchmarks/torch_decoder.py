@@ -19,6 +19,7 @@ class Side(NamedTuple):
       compiled: whether each layer is compiled.
       wide: whether adapters are fp32, under autocast; otherwise they are bf16.
       in_4bit: whether the base's projections are in bitsandbytes' NF4.
+      frozen: whether the norms are constants, for inference.
     """
 
     package: str
@@ -26,11 +27,12 @@ class Side(NamedTuple):
     compiled: bool = False
     wide: bool = False
     in_4bit: bool = False
+    frozen: bool = False
 
     @property
     def name(self) -> str:
         precision = "fp32 adapters" if self.wide else "bf16 adapters"
-        further = ", nf4" * self.in_4bit + ", compiled" * self.compiled
+        further = ", nf4" * self.in_4bit + ", frozen" * self.frozen + ", compiled" * self.compiled
         return f"{self.package} {self.method}, {precision}{further}"
 
 

@@ -5,8 +5,8 @@ The models are transformers', at their real dimensions but with fewer layers, so
 run in turns in one process: `layers` of `of_layers`, and about as few layers of the vision tower.
 Weights are random and bf16, and all variants share them. Adapters of rank 384 (rsLoRA) are on the
 projections of the language model; 4,096 tokens, of which one image takes 256; the loss is on the
-last 1,024. For the gradient every layer is checkpointed. The protocol is that of the level `model
---torch`, and so are the fields of a line. Further ones:
+last 1,024. For the gradient every layer is checkpointed; a frozen side has inference alone. The
+protocol is that of the level `model --torch`, and so are the fields of a line. Further ones:
 
     model                     the published model whose dimensions these are
     peak_bytes                the weights, the adapters, their gradients, and what a call allocates
@@ -32,10 +32,10 @@ from benchmarks.results import Row
 from benchmarks.torch_decoder import Side, free
 from benchmarks.vision_language import MODELS, RULE, VisionLanguageModel
 from parity.sides.torch.decoder import adapt, checkpoint_layers
-from torch_dora import DoRALayer
+from torch_dora import DoRALayer, freeze
 from torch_dora.layers.base import parameter_aliases
 
-EAGER = (LORA, DEFAULT, IN_BF16, OURS[1], OURS[0])
+EAGER = (LORA, DEFAULT, IN_BF16, OURS[1], OURS[0], OURS[0]._replace(frozen=True))
 COMPILED = tuple(side._replace(compiled=True) for side in (IN_BF16, OURS[0], LORA))
 
 
@@ -107,11 +107,12 @@ def _measure(
         calls = {
             key: functools.partial(call, model, inputs, settings.last)
             for key, model in models.items()
+            if task == "inference" or not key[0].frozen
         }
         found = timed.setdefault(task, {})
         found |= in_turns(calls, settings.rounds, device)
-        for key, model in models.items():
-            side, autocast = key
+        for key in calls:
+            (side, autocast), model = key, models[key]
             row = with_ratios(found, side, autocast)
             yield {
                 "model": full.name,
@@ -138,6 +139,8 @@ def _adapted(side: Side, base: Any, rank: int, device: str) -> Any:
     with torch.device(device):
         adapt(model, package, dtype, rank, rank // 2, use_dora=is_dora, rule=RULE)
     set_adapters(model)
+    if side.frozen:
+        freeze(model)
     if side.compiled:
         # Compiled layer by layer, so that all layers share one program.
         backend = "inductor" if device == "cuda" else "aot_eager"

@@ -34,7 +34,7 @@ LEVELS = {
         "kind",
         {
             *(f"PEFT {kind}, bf16 adapters{end}" for kind in ("LoRA", "DoRA") for end in COMPILED),
-            *(f"torch_dora DoRA, bf16 adapters{end}" for end in COMPILED),
+            *(f"torch_dora DoRA, bf16 adapters{end}" for end in (*COMPILED, ", frozen")),
             *(f"{one} DoRA, fp32 adapters, autocast" for one in ("PEFT", "torch_dora")),
         },
     ),
