@@ -10,6 +10,7 @@ Gradient checkpointing makes each call again in the backward pass. The second ca
 the first.
 """
 
+import contextlib
 import functools
 import math
 from typing import TYPE_CHECKING, Any
@@ -103,11 +104,11 @@ def _forward(
     scale: float,
     dtype: torch.dtype,
     want_inner: bool,
-    scales: Tensor | None,
+    scales: tuple[Tensor, ...] | None,
 ) -> tuple[Any, ...]:
     """Returns y [..., out], and what the gradient may need: x and adapter_x [rows, in] in
-    ``dtype``, z = adapter_x lora_aᵀ, scaled unless in fp16, inner, and ``scales``, which is
-    computed if it is None: f32[2, out], max(norm, eps) and g."""
+    ``dtype``, z = adapter_x lora_aᵀ, scaled unless in fp16, inner, and ``scales``, which are
+    computed if they are None: max(norm, eps) and g, f32[out]."""
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
     pieces = None
     if scales is None and norm is None and lora_a.dtype == torch.float32:
@@ -117,11 +118,11 @@ def _forward(
         cast_a, cast_b = cast(lora_a, dtype), cast(lora_b, dtype)
     if scales is None and norm is not None:
         floor = norm.clamp(min=EPS_HALF)
-        scales = torch.stack([floor, magnitude / floor])
+        scales = floor, magnitude / floor
     elif scales is None:
         scales = one_pass_norm.launch(
             weight, lora_a, lora_b, scale, pieces=pieces, magnitude=magnitude, eps=EPS_HALF
-        )
+        ).unbind()
     rows = cast(rows_of(x), dtype)
     adapter_rows = rows if adapter_x is None else cast(rows_of(adapter_x), dtype)
     bias = None if bias is None else cast(bias, dtype)
@@ -144,9 +145,19 @@ def _split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     return (1.0, scale) if dtype == torch.float16 else (scale, 1.0)
 
 
+def _no_autocast_to_others(dy: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Returns a context that turns autocast off, unless it casts to dy's dtype, which all products
+    have: turning it off takes as long as two launches."""
+    if torch.get_autocast_dtype(dy.device.type) == dy.dtype:
+        return contextlib.nullcontext()
+    return no_autocast(dy)
+
+
 def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Returns scale·(a @ b) in the dtype of the operands; the sum is scaled before it is
     rounded."""
+    if scale == 1:
+        return torch.mm(a, b)
     return torch.addmm(_unread(a.dtype, a.device), a, b, beta=0, alpha=scale)
 
 
@@ -167,10 +178,10 @@ def _unread(dtype: torch.dtype, device: torch.device) -> Tensor:
 class _Scales:
     """max(norm, eps) and g of a call, and what they were computed from."""
 
-    __slots__ = "__weakref__", "source", "tensor"
+    __slots__ = "__weakref__", "source", "tensors"
 
-    def __init__(self, tensor: Tensor, source: tuple[Any, ...]) -> None:
-        self.tensor, self.source = tensor, source
+    def __init__(self, tensors: tuple[Tensor, ...], source: list[Any]) -> None:
+        self.tensors, self.source = tensors, source
 
 
 # Those of the last call with each lora_b, by its id. The call's node in the graph keeps both alive.
@@ -186,12 +197,12 @@ class _DirectLinear(torch.autograd.Function):
         _, _, want_weight, _, want_a, want_b, want_g, _ = ctx.needs_input_grad[2:]
         x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
         parts = weight, lora_a, lora_b, magnitude
-        versions = tuple(part._version for part in parts)
-        source = scale, norm is None, *versions, *(part.data_ptr() for part in parts)
+        versions = [part._version for part in parts]
+        source = [scale, norm is None, *versions, *[part.data_ptr() for part in parts]]
         # A call within a backward pass is a repeated one.
         repeats = torch._C._current_graph_task_id() != -1
         last = _LAST.get(id(lora_b)) if repeats else None
-        known = None if last is None or last.source != source else last.tensor
+        known = None if last is None or last.source != source else last.tensors
         y, rows, adapter_rows, z, inner, scales = _forward(tensors, scale, dtype, want_g, known)
         ctx.scales = _Scales(scales, source)
         if not repeats:
@@ -204,7 +215,7 @@ class _DirectLinear(torch.autograd.Function):
         )
         # The magnitude is not read, but gradients depend on it, which differentiable_once checks.
         ctx.parameters, ctx.versions = parts, versions[:3]
-        dtypes = (None if t is None else t.dtype for t in (x, adapter_x, bias, magnitude))
+        dtypes = [None if t is None else t.dtype for t in (x, adapter_x, bias, magnitude)]
         ctx.scale, ctx.kinds = scale, (x.shape, *dtypes)
         return y
 
@@ -213,7 +224,7 @@ class _DirectLinear(torch.autograd.Function):
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, adapter_rows, z, inner = ctx.saved_tensors
         weight, lora_a, lora_b, _ = ctx.parameters
-        if ctx.versions != (weight._version, lora_a._version, lora_b._version):
+        if ctx.versions != [weight._version, lora_a._version, lora_b._version]:
             raise RuntimeError(
                 "the weight, lora_a or lora_b of a DoRA layer was changed in place between the "
                 "forward and the backward pass, so its gradient cannot be computed any more: call "
@@ -226,12 +237,12 @@ class _DirectLinear(torch.autograd.Function):
         want_dz = want_a or want_adapter_x or (want_x and shared)
         want_d = want_dz or want_x or want_weight or want_b
         dx = d_adapter_x = d_weight = d_bias = d_a = d_b = d_g = None
-        with no_autocast(dy):
+        with _no_autocast_to_others(dy):
             dy = rows_of(dy)
             run = compose_backward.compose_backward if is_observed() else compose_backward.launch
             gradients = []
             if want_d or want_g:
-                floor, g = ctx.scales.tensor.unbind()
+                floor, g = ctx.scales.tensors
                 gradients = run(dy, inner, g, 1.0, False, want_d, False, floor)
             if want_g:
                 d_g = cast(gradients.pop(), magnitude_dtype)

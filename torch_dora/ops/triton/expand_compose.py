@@ -8,13 +8,10 @@ import functools
 import torch
 from torch import Tensor
 
-from dora_common.triton import expand_compose as shared
-from dora_common.triton.expand_compose import Config, kernel
+from dora_common.triton.expand_compose import config, kernel
 from dora_common.triton.jit import cdiv
 from torch_dora.ops.operator import operator
 from torch_dora.ops.triton.jit import Launch, capability
-
-config = functools.cache(shared.config)
 
 
 def refuses(dtype: torch.dtype) -> str | None:
@@ -59,8 +56,8 @@ def launch(
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
         return y, inner
-    g, chosen = g.contiguous(), config(rank, capability(base.device))
-    _launch(chosen, rank, rows, features, scale, bias is not None, want_inner)(
+    g, card = g.contiguous(), capability(base.device)
+    _launch(card, rank, rows, features, scale, bias is not None, want_inner)(
         base,
         z.contiguous(),
         lora_b.contiguous(),
@@ -74,7 +71,7 @@ def launch(
 
 @functools.lru_cache(1024)
 def _launch(
-    chosen: Config,
+    card: int,
     rank: int,
     rows: int,
     features: int,
@@ -82,6 +79,7 @@ def _launch(
     has_bias: bool,
     want_inner: bool,
 ) -> Launch:
+    chosen = config(rank, card)
     return Launch(
         kernel,
         (cdiv(rows, chosen.rows) * cdiv(features, chosen.columns),),

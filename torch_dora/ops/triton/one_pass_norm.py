@@ -9,17 +9,14 @@ import math
 import torch
 from torch import Tensor
 
-from dora_common.triton import one_pass_norm
-from dora_common.triton.expand_compose import Config
 from dora_common.triton.jit import cdiv
-from dora_common.triton.one_pass_norm import kernel
+from dora_common.triton.one_pass_norm import config, kernel
 from torch_dora.ops.choose import Call
 from torch_dora.ops.quantised import Codes
 from torch_dora.ops.triton import adapter_pieces, column_sums
 from torch_dora.ops.triton.adapter_pieces import Pieces
 from torch_dora.ops.triton.jit import Launch, capability
 
-config = functools.cache(one_pass_norm.config)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -37,17 +34,21 @@ def refuses(call: Call) -> str | None:
 
 @functools.lru_cache(1024)
 def _launch(
-    chosen: Config,
+    card: int,
     rank: int,
     out_features: int,
     in_features: int,
     scale: float,
     run: int,
     is_in_pieces: bool,
-) -> Launch:
-    return Launch(
+) -> tuple[int, Launch]:
+    """Returns the number of partial sums of an output feature, and the launch. ``run`` is that of
+    codes, or 0."""
+    chosen = config(rank, is_in_pieces=is_in_pieces, is_coded=run > 0, axis=1, capability=card)
+    parts = cdiv(in_features, chosen.columns)
+    return parts, Launch(
         kernel,
-        (cdiv(in_features, chosen.columns) * cdiv(out_features, chosen.rows),),
+        (parts * cdiv(out_features, chosen.rows),),
         (out_features, in_features, scale),
         AXIS=1,
         RANK=rank,
@@ -86,15 +87,6 @@ def launch(
     is_coded = isinstance(weight, Codes)
     if pieces is None and lora_a.dtype == torch.float32:
         pieces, *_ = adapter_pieces.launch(lora_a, lora_b, torch.float16)
-    chosen = config(
-        lora_a.shape[0],
-        is_in_pieces=pieces is not None,
-        is_coded=is_coded,
-        axis=1,
-        capability=capability(lora_a.device),
-    )
-    blocks = cdiv(in_features, chosen.columns)
-    partial = torch.empty((blocks, out_features), device=lora_a.device, dtype=torch.float32)
     if is_coded:
         weight_tensors, run = (weight.packed, weight.levels, weight.scales), weight.run
     else:
@@ -103,9 +95,9 @@ def launch(
         adapter_tensors = lora_a.contiguous(), lora_b.contiguous(), None, None
     else:
         adapter_tensors = pieces
-    run_kernel = _launch(
-        chosen, lora_a.shape[0], out_features, in_features, scale, run, pieces is not None
-    )
+    device, sizes = lora_a.device, (lora_a.shape[0], out_features, in_features)
+    parts, run_kernel = _launch(capability(device), *sizes, scale, run, pieces is not None)
+    partial = torch.empty((parts, out_features), device=device, dtype=torch.float32)
     run_kernel(*weight_tensors, *adapter_tensors, partial)
     if magnitude is None:
         return column_sums.launch(partial, "root")
