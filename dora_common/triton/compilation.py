@@ -14,6 +14,8 @@ from triton.compiler import ASTSource
 
 # CUDA 12.8, the first that knows every card of `cards`: a driver reads this version and older ones.
 PTX_VERSION = 87
+# Triton adds the addresses of scratch memory, which these kernels do not read: one before 3.5.
+UNREAD_PARAMETERS = 1 if triton.__version__.startswith("3.4.") else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +24,9 @@ class Compiled:
 
     Attributes:
         name: its name in `ptx`.
-        ptx, cubin: its code, for the driver and for the card.
+        ptx, cubin: its code, for the driver, without debug information, and for the card.
         threads: per program.
         shared_bytes: the shared memory of a program.
-        parameters: the number of its parameters; Triton adds some that a kernel without scratch
-            memory does not read.
     """
 
     name: str
@@ -34,7 +34,6 @@ class Compiled:
     cubin: bytes
     threads: int
     shared_bytes: int
-    parameters: int
 
     def resources(self) -> tuple[int, int]:
         """Returns the registers of a thread, and the bytes of memory that it spills them to."""
@@ -86,11 +85,21 @@ def compiled(
     ptx = found.asm["ptx"]
     declared = re.search(r"\.entry [^(]*\((.*?)\)\s", ptx, re.DOTALL)
     assert declared is not None
+    assert declared[1].count(".param") == len(types) + UNREAD_PARAMETERS
+    assert found.metadata.num_warps == warps
     return Compiled(
         name=found.metadata.name,
-        ptx=ptx,
+        ptx=_without_debug_information(ptx),
         cubin=found.asm["cubin"],
-        threads=32 * found.metadata.num_warps,
+        threads=32 * warps,
         shared_bytes=found.metadata.shared,
-        parameters=declared[1].count(".param"),
     )
+
+
+def _without_debug_information(ptx: str) -> str:
+    """Returns PTX without line numbers and comments, which are half of it: programs contain the
+    code once for each call."""
+    code = ptx.partition("\t.section\t.debug")[0]
+    left_out = (".loc\t", ".file\t", "//")
+    lines = (line for line in code.splitlines() if not line.lstrip().startswith(left_out))
+    return "\n".join(lines) + "\n"

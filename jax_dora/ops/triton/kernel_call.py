@@ -5,13 +5,19 @@ custom call of its own. XLA needs no plugin for it, puts it into CUDA graphs, an
 built on a machine without a GPU.
 """
 
+import dataclasses
 import functools
 import importlib.util
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.interpreters import mlir
+
+from jax_dora.ops.mosaic.hopper.launch import start
 
 TARGET = "__gpu$xla.gpu.ptx"
 _TYPES = {
@@ -81,23 +87,41 @@ def kernel_call(
         return jax.pure_callback(
             run, [*results.values()], *operands.values(), vmap_method="sequential"
         )
-    from dora_common.triton.compilation import compiled
+    from dora_common.triton import compilation
 
-    code = compiled(kernel, tuple(types.items()), constants, capability, warps, stages)
+    code = start(
+        lambda: compilation.compiled(
+            kernel, tuple(types.items()), constants, capability, warps, stages
+        )
+    )
     call = jax.ffi.ffi_call(TARGET, [*results.values()], vmap_method="sequential")
     read = [*operands.values()]
-    # The addresses of scratch memory that the kernel does not use.
-    unused = read[:1] * (code.parameters - len(pointers))
-    grid, launch = (*grid, 1, 1)[:3], {"kernel_type": "ptx", "kernel_data": code.ptx}
-    for axis, blocks, threads in zip("xyz", grid, (code.threads, 1, 1), strict=True):
+    launch: dict[str, Any] = {}
+    for axis, blocks, threads in zip("xyz", (*grid, 1, 1), (32 * warps, 1, 1), strict=False):
         launch |= {f"grid_{axis}": np.int32(blocks), f"block_{axis}": np.int32(threads)}
     return [
         *call(
             *read,
-            *unused,
-            name=code.name,
-            shared_mem_bytes=np.int32(code.shared_bytes),
+            *read[:1] * compilation.UNREAD_PARAMETERS,
+            kernel_type="ptx",
+            kernel_data=_Later(code, lambda found: found.ptx),
+            name=_Later(code, lambda found: found.name),
+            shared_mem_bytes=_Later(code, lambda found: np.int32(found.shared_bytes)),
             output_indices=tuple(np.int32(i) for i, name in enumerate(pointers) if name in results),
             **launch,
         )
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Later:
+    """An attribute of the call that is known when the kernel is compiled: by then JAX has traced
+    the program, and other kernels are compiled, too."""
+
+    code: Future[Any]
+    read: Callable[[Any], Any]
+
+
+mlir.register_attribute_handler(
+    _Later, lambda later: mlir.ir_attribute(later.read(later.code.result()))
+)

@@ -87,6 +87,11 @@ def _types(arrays: Sequence[Any]) -> tuple[Any, ...]:
 def _in_thread[R](function: Callable[[], R]) -> R:
     """Returns the result of `function`, called in a thread of its own, where no mesh, no axis and
     no trace of the caller is in effect."""
+    return start(function).result()
+
+
+def start[R](function: Callable[[], R]) -> Future[R]:
+    """Returns the result that `function` will have in a thread of its own."""
     future: Future[R] = Future()
 
     def run() -> None:
@@ -98,7 +103,7 @@ def _in_thread[R](function: Callable[[], R]) -> R:
     # No executor: it refuses work once the main thread has ended, while others may still run. From
     # Python 3.13 on they can start a thread.
     threading.Thread(target=run, name="jax_dora kernel").start()
-    return future.result()
+    return future
 
 
 @functools.cache
@@ -137,9 +142,10 @@ _compiled: set[tuple[_Kernel, tuple[Any, ...]]] = set()
 
 
 def _compile_ahead(kernel: _Kernel, types: tuple[Any, ...]) -> None:
-    """Starts to compile the kernel, once, if there is a GPU. jaxlib keeps it, by its bytes, for the
-    programs that contain it."""
-    if jax.default_backend() != "gpu" or (kernel, types) in _compiled:
+    """Starts to compile a Mosaic kernel, once, if there is a GPU. jaxlib keeps it, by its bytes,
+    for the programs that contain it. Triton's kernels are PTX, which XLA leaves to the driver."""
+    is_mosaic = "sm_count" in dict(kernel.settings)
+    if jax.default_backend() != "gpu" or not is_mosaic or (kernel, types) in _compiled:
         return
     _compiled.add((kernel, types))  # before the kernel's own program is lowered in the thread
 

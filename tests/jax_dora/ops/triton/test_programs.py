@@ -27,7 +27,7 @@ OPERANDS = (
 )
 
 
-CODE = compilation.Compiled("kernel", "", b"", 128, 0, 9)
+CODE = compilation.Compiled("kernel", "", b"", 128, 0)
 
 
 def step(x, kernel, lora_a, lora_b, magnitude, implementation=None):
