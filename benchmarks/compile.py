@@ -3,14 +3,15 @@
 The model is a decoder of Qwen3-8B's width, as a user of Flax writes it: a Python list of layers,
 each under `nnx.remat` with `jax_dora.remat_policy()`. Inference and an optimizer step are compiled
 for one device and, if there are several, for each layout of a mesh over all of them, with automatic
-and with explicit axes; also for one device with the layers in a scan. Nothing is run, so arrays are
-abstract.
+and with explicit axes; also for one device with the layers in a scan.
 
 One line is one program, compiled in a process of its own: the seconds of `jit(f).lower()`
-(`lower_s`: tracing and lowering) and of `.compile()` (`compile_s`), their sum (`seconds`), the
-number of calls of Mosaic kernels, and of different ones (`distinct`), and `over_lora`, DoRA's
-seconds divided by LoRA's. With `cached` the program is compiled by a second process with
-`JAX_COMPILATION_CACHE_DIR`, after a first one has filled it.
+(`lower_s`: tracing and lowering) and of `.compile()` (`compile_s`), their sum (`seconds`), those of
+the first call (`first_s`), in which the driver compiles Triton's kernels, the number of calls of
+Mosaic's and Triton's kernels, and of different ones (`distinct`), and `over_lora`, DoRA's seconds
+divided by LoRA's. With `cached` the program is compiled by a second process with
+`JAX_COMPILATION_CACHE_DIR`, after a first one has filled it. --only names the kinds to measure;
+"DoRA, triton" names an implementation for every layer, as do "mosaic" and "xla".
 """
 
 import dataclasses
@@ -22,14 +23,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from benchmarks.model.placed import LAYOUTS, placed
+from benchmarks.model.placed import LAYOUTS, NAMED, placed
 from benchmarks.model.protocol import QUICK, QWEN3
 from benchmarks.results import Row, attempt, with_ratio
-from benchmarks.scale import lowered
+from benchmarks.scale import lowered, operands_of, refuses_kinds
 from parity.environment import ROOT
 
 KINDS = ("LoRA", "DoRA")
@@ -43,7 +45,7 @@ class Settings(NamedTuple):
     Attributes:
       layers: the number of layers; None for several.
       layouts: the layouts on several devices; "alone" is one device.
-      only: the kinds that are measured, of `KINDS`.
+      only: the kinds that are measured, of `KINDS` and `NAMED`.
       ranks: the ranks of the adapters.
       quick: whether the model is tiny.
       devices: the number of devices; None for all.
@@ -80,6 +82,11 @@ class Settings(NamedTuple):
 TINY = Settings(layers=2, layouts=("alone", "fsdp"), axes=("auto",), quick=True, devices=2)
 
 
+def refuses(settings: Settings) -> str:
+    """Returns an error message about the settings, or ""."""
+    return refuses_kinds(settings.only, (*KINDS, *NAMED))
+
+
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each program."""
     for group in settings.groups():
@@ -94,7 +101,6 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 def _in_process(request: Row) -> Row:
     """Returns what `_compiled` returns in a new process; if "cached" is set, in the second of two
     that share a compilation cache."""
-    # Arrays are abstract, but XLA measures matrix products on the GPU.
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if request["device"] == "cpu":
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices']}"
@@ -129,11 +135,23 @@ def _compiled(request: Row) -> Row:
     begin = time.perf_counter()
     program = lowered(request["task"], model, mesh, sizes.last)
     middle = time.perf_counter()
-    text = program.compile().as_text()
+    run = program.compile()
     end = time.perf_counter()
-    names = re.findall(r'kernel_hash ?= ?"((?:[^"\\]|\\.)*)"', text)
     row = {"lower_s": middle - begin, "compile_s": end - middle, "seconds": end - begin}
+    row |= {"first_s": _first_call(run, operands_of(request["task"], model))}
+    names = re.findall(r'kernel_(?:hash|data) ?= ?"((?:[^"\\]|\\.)*)"', run.as_text())
     return row | {"kernels": len(names), "distinct": len(set(names))}
+
+
+def _first_call(run: Any, operands: Any) -> float:
+    """Returns the seconds of the first call of a program, with zeros."""
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), operands
+    )
+    jax.block_until_ready(zeros)
+    begin = time.perf_counter()
+    jax.block_until_ready(run(*zeros))
+    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

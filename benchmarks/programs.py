@@ -5,6 +5,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from benchmarks.results import Row, attempt
+from jax_dora.ops.triton import kernel_call
+
+TARGETS = ("mosaic_gpu", kernel_call.TARGET)
 
 
 class Program(NamedTuple):
@@ -19,7 +22,7 @@ class Program(NamedTuple):
 
 
 def compiled(row: Row, lower: Callable[[], Any]) -> Program:
-    """Returns the compiled program, and the row with the number of its Mosaic kernels, its memory
+    """Returns the compiled program, and the row with the number of its kernels, its memory
     and its compile time, or with the reason why it failed."""
     run = None
 
@@ -28,8 +31,9 @@ def compiled(row: Row, lower: Callable[[], Any]) -> Program:
         begin = time.monotonic()
         run = lower().compile()
         seconds, memory = time.monotonic() - begin, run.memory_analysis()
+        text = run.as_text()
         return {
-            "kernels": run.as_text().count('custom_call_target="mosaic_gpu'),
+            "kernels": sum(text.count(f'custom_call_target="{target}') for target in TARGETS),
             "temp_bytes": memory.temp_size_in_bytes,
             "peak_bytes": getattr(memory, "peak_memory_in_bytes", None),
             "compile_s": seconds,

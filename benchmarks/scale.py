@@ -6,7 +6,8 @@ Qwen3-0.6B's. Each layout is a mesh over all devices: tensor parallelism ("tp"),
 parallelism ("dp"), or one device with its share of data parallelism ("alone"). Inference and an
 optimizer step are measured with automatic and with explicit mesh axes, and with adapters of rank 64
 and 384. --only names the kinds to measure; "DoRA, inner computed again" does not keep what the
-gradient of a layer's last magnitude reads, and "DoRA, frozen" is inference with a constant norm.
+gradient of a layer's last magnitude reads, "DoRA, frozen" is inference with a constant norm, and
+"DoRA, triton" names an implementation for every layer, as do "mosaic" and "xla".
 
 All programs of one layout, kind of axes and rank are compiled first, and then timed in turns, so
 that a disturbance affects all of them. One line is one program: its median wall time (`ms`) in a
@@ -32,6 +33,7 @@ from benchmarks.model.placed import (
     FROZEN,
     INNER_AGAIN,
     LAYOUTS,
+    NAMED,
     Placed,
     drawing,
     on_own_axes,
@@ -68,7 +70,7 @@ class Settings(NamedTuple):
     Attributes:
       model: a name in `MODELS`.
       sizes, layers: override the model's own.
-      only: the kinds that are measured, of `KINDS`, `INNER_AGAIN` and `FROZEN`.
+      only: the kinds that are measured, of `KINDS`, `INNER_AGAIN`, `FROZEN` and `NAMED`.
       calls: calls of a program in one turn. As in a training loop, no call is waited for before
         the next one.
       devices: number of devices; None for all.
@@ -102,8 +104,12 @@ TINY = Settings(sizes=QUICK, ranks=(8,), rounds=1, devices=2)
 
 def refuses(settings: Settings) -> str:
     """Returns an error message about the settings, or ""."""
-    known = (*KINDS, INNER_AGAIN, FROZEN)
-    if unknown := [kind for kind in settings.only if kind not in known]:
+    return refuses_kinds(settings.only, (*KINDS, INNER_AGAIN, FROZEN, *NAMED))
+
+
+def refuses_kinds(kinds: Sequence[str], known: Sequence[str]) -> str:
+    """Returns an error message about a kind that is not `known`, or ""."""
+    if unknown := [kind for kind in kinds if kind not in known]:
         return f"--only is {unknown[0]!r}; expected one of {', '.join(map(repr, known))}"
     return ""
 
@@ -139,7 +145,7 @@ def _compiled_drawing(model: Placed, vocabulary: int) -> Any:
     return drawing(model, vocabulary).lower().compile()
 
 
-def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
+def operands_of(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """Returns the operands of a task's program, given a `Placed` or its arrays."""
     _, trained, frozen, state, tokens = arrays
     return (trained, frozen, state, tokens) if task == "step" else (trained, frozen, tokens)
@@ -148,7 +154,7 @@ def _operands(task: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
 def lowered(task: str, model: Placed, mesh: Any, last: int) -> Any:
     """Returns `program` of a model, lowered for its mesh."""
     with jax.set_mesh(mesh):
-        return program(task, model, last).lower(*_operands(task, model))
+        return program(task, model, last).lower(*operands_of(task, model))
 
 
 def program(task: str, model: Placed, last: int) -> Any:
@@ -179,7 +185,7 @@ def _timed(
                 continue
             if one.kind not in drawn:
                 drawn[one.kind] = (None, *on_own_axes(models[one.kind], draws[one.kind]()))
-            operands = _operands(one.row["task"], drawn[one.kind])
+            operands = operands_of(one.row["task"], drawn[one.kind])
             begin = time.perf_counter()
             jax.block_until_ready([one.run(*operands) for _ in range(settings.calls)])
             if turn:  # The first turn is warm-up.

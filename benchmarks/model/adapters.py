@@ -47,7 +47,9 @@ def linear_of(kind: str, rank: int, **options: Any) -> Callable[..., Any]:
     return functools.partial(LoRALinear, rank=rank, scale=2.0, **options)
 
 
-def dora_rule(sizes: Protocol, keep_inner: bool | None = None) -> jax_dora.DoRARule:
+def dora_rule(
+    sizes: Protocol, keep_inner: bool | None = None, implementation: str | None = None
+) -> jax_dora.DoRARule:
     """Returns the rule for DoRA on the projections of a decoder."""
     return jax_dora.DoRARule(
         rf"layers/(\d+/)?({'|'.join(PROJECTIONS)})",
@@ -55,6 +57,7 @@ def dora_rule(sizes: Protocol, keep_inner: bool | None = None) -> jax_dora.DoRAR
         sizes.alpha,
         use_rslora=True,
         keep_inner=keep_inner,
+        implementation=implementation,
         adapter_dtype=jnp.bfloat16,
         lora_b_init=LORA_B_INIT,
     )

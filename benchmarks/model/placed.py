@@ -21,6 +21,8 @@ COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 AXIS = "devices"
 INNER_AGAIN = "DoRA, inner computed again"
 FROZEN = "DoRA, frozen"
+NAMED = {f"DoRA, {name}": name for name in ("mosaic", "triton", "xla")}
+"""The implementation that a kind of this name uses."""
 ROWS_PER_DEVICE = 2
 DEVIATION = 0.02
 
@@ -67,7 +69,8 @@ class Placed(NamedTuple):
 def placed(
     kind: str, layout: Layout, mesh: Mesh, sizes: Protocol, device: str, scanned: bool = True
 ) -> Placed:
-    """Returns the decoder of the kind "base", "LoRA", "DoRA", `INNER_AGAIN` or `FROZEN`."""
+    """Returns the decoder of the kind "base", "LoRA", "DoRA", `INNER_AGAIN`, `FROZEN` or one of
+    `NAMED`."""
     attention = "cudnn" if device == "cuda" else "xla"
     style = Style(attention=attention, scanned=scanned)
     rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
@@ -83,7 +86,8 @@ def placed(
     def make() -> Decoder:
         model = Decoder(sizes, style, nnx.Rngs(0))
         if kind.startswith("DoRA"):
-            rule = dora_rule(sizes, keep_inner=False if kind == INNER_AGAIN else None)
+            keep_inner = False if kind == INNER_AGAIN else None
+            rule = dora_rule(sizes, keep_inner, NAMED.get(kind))
             model = jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1))
         return jax_dora.freeze(model) if kind == FROZEN else model
 
