@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_dora import ops
 from jax_dora.layers.contraction import Contraction
 from jax_dora.ops import check
 from jax_dora.ops.dispatch import mesh as meshes
-from jax_dora.ops.norm import epsilon, norm_implementation, ratio
+from jax_dora.ops.dtypes import accumulation_dtype
+from jax_dora.ops.norm import epsilon, norm_implementation
 from jax_dora.ops.quantised import stored
 from jax_dora.ops.saved_norm import save_norm
 
@@ -33,14 +35,16 @@ def g_of_call(
     if layer.given_g is not None:
         return order(layer.given_g[...])
     magnitude = order(layer.magnitude[...])
+    dtypes = layer.result_dtype, dtype
     if layer.given_norm is not None:
-        norm = order(layer.given_norm[...])
+        norm = bounded_norm(order(layer.given_norm[...]), *dtypes)
     else:
         arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
-        norm = save_norm(layer_norm(layer, arrays, contraction))
+        norm = save_norm(bounded_norm(layer_norm(layer, arrays, contraction), *dtypes))
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
-    return ratio(magnitude, bounded_norm(norm, layer.result_dtype), dtype)
+    wide = accumulation_dtype(dtype)
+    return magnitude.astype(wide) / norm.astype(wide)
 
 
 def layer_norm(
@@ -81,11 +85,13 @@ def matrix_norm(
     return jax.vmap(norm)(kernel, lora_a, lora_b)
 
 
-def bounded_norm(norm: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the norm, clipped to a positive and finite range; NaN stays NaN. The bounds are the
-    eps of `ops.magnitude_scale` for results of `dtype`, and the largest number, in case the squares
-    of finite numbers overflow. A fresh layer's magnitude is this value, so its g is 1."""
-    return jnp.clip(norm, epsilon(dtype), jnp.finfo(norm.dtype).max)
+def bounded_norm(norm: jax.Array, *dtypes: Any) -> jax.Array:
+    """Returns the norm as a constant, clipped to a positive and finite range; NaN stays NaN. The
+    bounds are the largest eps of `ops.magnitude_scale` for results of `dtypes`, and the largest
+    number, in case the squares of finite numbers overflow. A fresh layer's magnitude is this value,
+    so its g is 1."""
+    least, most = max(map(epsilon, dtypes)), jnp.finfo(norm.dtype).max
+    return lax.clamp(norm.dtype.type(least), lax.stop_gradient(norm), norm.dtype.type(most))
 
 
 def fresh_magnitude(layer: Any) -> jax.Array:

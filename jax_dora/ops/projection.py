@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_dora.ops import check, projection_products, quantised, residuals, row_scaled
@@ -67,7 +68,8 @@ def _with_divisible_g(operands: Projection) -> Projection:
     g = operands.g
     if g is None or not _result_holds_inner(operands, operands.x.dtype):
         return operands
-    return operands._replace(g=jnp.where(jnp.abs(g) < LEAST_G, jnp.copysign(LEAST_G, g), g))
+    least = lax.full_like(g, LEAST_G)
+    return operands._replace(g=lax.select(lax.abs(g) < least, least, g))
 
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:

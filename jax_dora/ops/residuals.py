@@ -49,10 +49,10 @@ def pack(tree: Any) -> Any:
     """Returns a pytree of arrays, None and True as one of arrays only: None and True become empty
     vectors of bool and of int8, which no operand is."""
 
+    none, true = (lax.full(_EMPTY, 0, dtype) for dtype in (_NONE, _TRUE))
+
     def pack_leaf(leaf: Any) -> Any:
-        if leaf is None or leaf is True:
-            return lax.full(_EMPTY, 0, _NONE if leaf is None else _TRUE)
-        return leaf
+        return none if leaf is None else true if leaf is True else leaf
 
     return jax.tree.map(pack_leaf, tree, is_leaf=lambda leaf: leaf is None)
 
