@@ -5,16 +5,17 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from dora_common.triton import compilation
-from jax_dora.ops import dora_linear, factored_norm, swiglu
+from jax_dora.ops import compose, dora_linear, factored_norm, swiglu
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.triton import kernel_call
-from tests.jax_dora.programs import aval
+from tests.jax_dora.programs import aval, for_cuda
 
 ROWS, IN, OUT, RANK = 1024, 1024, 2048, 64
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -105,6 +106,26 @@ def not_interpreted(monkeypatch):
     monkeypatch.setattr(choose, "interprets", lambda implementation: False)
     monkeypatch.setattr(kernel_call, "interpreted", lambda: False)
     monkeypatch.setattr(compilation, "compiled", lambda *call: CODE)
+
+
+def test_kernels_are_compiled_beside_each_other(not_interpreted, monkeypatch):
+    """And beside the tracing of the program: neither kernel waits for the other."""
+    both = threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "8.6"))
+    monkeypatch.setattr(compilation, "compiled", lambda *call: (both.wait(), CODE)[1])
+    y, g = aval(1152, 2048), aval(2048, dtype=F32)
+
+    def composed(base, lora, g):
+        return jax.grad(lambda *o: compose(*o, 0.7, implementation="triton").astype(F32).sum(), range(3))(base, lora, g)
+
+    text = for_cuda(composed, y, y, g)
+    assert text.count("xla.gpu.ptx") == 2
+
+
+def test_programs_contain_no_debug_information():
+    lines = (".target sm_90a", "\t.loc\t1 2 3", "\t// begin", "\tret;", "\t.file\t1 2", "}")
+    written = "\n".join((*lines, "\t.section\t.debug_abbrev", "\t{", ".b8 1"))
+    assert compilation._without_debug_information(written) == ".target sm_90a\n\tret;\n}\n"
 
 
 @pytest.mark.parametrize("whole_process", [False, True])
