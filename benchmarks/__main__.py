@@ -31,8 +31,8 @@ A level is a module in one of two forms:
 - `Settings`, `TINY` (the settings of --quick) and `measure(settings, device)`, which yields rows;
 - `works`, whose pieces of work `benchmarks.measure` checks and times.
 
-A level may also define `refuses` (an error message about its settings), `facts` (for the header)
-and `summary`. A command line option sets the field of the same name in the level's settings. The
+A level may also define `refuses` (an error message about its settings) and `facts` (for the
+header). A command line option sets the field of the same name in the level's settings. The
 exit status is 1 if a measurement failed or its result is wrong.
 """
 
@@ -153,8 +153,6 @@ def main(arguments: list[str] | None = None) -> int:
             writer.add(row)
         if options.seconds is not None and time.monotonic() - started > options.seconds:
             break
-    if hasattr(level, "summary"):
-        print(level.summary(header, rows))
     if options.level == "tune" and device == "cuda":
         sent = out or "these lines, or a file of --out,"
         print(f"On a card that docs/measured/which-gpu.md calls not measured, please send {sent}")

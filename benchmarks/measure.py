@@ -10,7 +10,6 @@ import torch
 from benchmarks import clock
 from benchmarks.arrays import to_jax
 from benchmarks.clock import Effort, device_clock
-from benchmarks.report import Report
 from benchmarks.results import Row
 from benchmarks.work import Variant, Work, judge, matches
 from parity.sides.jax.operators import to_torch
@@ -51,11 +50,6 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 def facts(settings: Settings, device: str) -> Row:
     """Returns what the header says of the card: its ceilings."""
     return {"ceilings": ceilings()} if device == "cuda" else {}
-
-
-def summary(header: Row, rows: list[Row]) -> str:
-    """Returns a table of everything that was measured."""
-    return Report(header, rows).text()
 
 
 def measured(work: Work, variant: Variant, device: str, quick: bool) -> Row:

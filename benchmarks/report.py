@@ -1,6 +1,4 @@
-"""Reads the results of the levels ops, layer and tune, and shows them as a table.
-
-    python -m benchmarks.report benchmarks/results/h200/ops.jsonl
+"""Reads the results of the levels ops, layer and tune.
 
 One row is one variant of one piece of work:
 
@@ -18,15 +16,12 @@ The header has the card's `ceilings`, measured in the same run: the bytes per se
 plus written, and the operations per second of a large bf16 matrix product.
 """
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from benchmarks import results
 from benchmarks.results import Row
 from benchmarks.work import shape_name
-from parity.report import table
 
 
 def label(row: Row) -> str:
@@ -64,16 +59,6 @@ class Report(NamedTuple):
         """Returns the report of a committed result file."""
         return cls.read(results.FOLDER / card / f"{name}.jsonl")
 
-    def row(self, group: str, label_: str, **shape: int) -> Row:
-        """Returns the only row with this group and label whose shape has these sizes."""
-        [only] = (
-            row
-            for row in self.rows
-            if (row["group"], label(row)) == (group, label_)
-            and shape.items() <= row["shape"].items()
-        )
-        return only
-
     def floor_us(self, row: Row) -> float | None:
         """Returns the least possible time: that of the bytes at the copy rate, or of the products
         at the matmul rate, whichever is longer; None if bytes or ceilings are not known."""
@@ -97,28 +82,3 @@ class Report(NamedTuple):
         if mine is None or row in others or not all(map(correct, others)):
             return None
         return mine / min(times) if (times := [us for us in theirs if us is not None]) else None
-
-    def text(self) -> str:
-        """Returns a table of everything that ran, without times of wrong results, and the
-        ceilings."""
-        clock = "device" if self.header["environment"]["device"] == "cuda" else "wall"
-        header = ("work", "implementation", f"{clock} µs", "of baseline", "of the floor")
-        ran = (row for row in self.rows if "refused" not in row)
-        text = table(header, ([*self._cells(row, clock)] for row in ran))
-        if ceilings := self.header.get("ceilings"):
-            text += (
-                f"\n\nceilings of this run: copy {ceilings['copy'] * 1e-12:.3f} TB/s, bf16 product "
-                f"{ceilings['matmul'] * 1e-12:.0f} TFLOP/s"
-            )
-        return text
-
-    def _cells(self, row: Row, clock: str) -> Iterator[str]:
-        us, ratio, floor = time(row, clock), self.ratio(row, clock), self.floor_us(row)
-        yield from (name(row), label(row), f"{us:.1f}" if us else "RED")
-        yield f"{ratio:.2f}" if ratio else ""
-        yield f"{floor / us:.0%}" if floor and us else ""
-
-
-if __name__ == "__main__":
-    for file in sys.argv[1:]:
-        print(f"{file}\n\n{Report.read(Path(file)).text()}\n")

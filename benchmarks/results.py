@@ -73,12 +73,12 @@ def failed(row: Row) -> bool:
 
 
 def describe(row: Row) -> str:
-    """Returns a row as a line to read: the median of each spread, a check only if it did not pass,
-    and no profile."""
+    """Returns a row as a line to read: the median of each spread, and a check only if it did not
+    pass."""
     parts = []
     for name, value in row.items():
         match name, value:
-            case ("check", {"passed": True}) | ("kernels", dict()):
+            case "check", {"passed": True}:
                 continue
             case "shape", dict():
                 parts.append("×".join(map(str, value.values())))

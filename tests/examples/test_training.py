@@ -32,9 +32,7 @@ def test_layer(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "steps"), [("train.py", "40"), ("linen_train.py", "40"), ("classify.py", "80")]
-)
+@pytest.mark.parametrize(("name", "steps"), [("train.py", "40"), ("classify.py", "80")])
 def test_adapter_learns(name, steps, tmp_path):
     output = run(name, "--steps", steps, cwd=tmp_path)
     first, last = map(float, re.findall(r"steps: ([\d.]+)$", output, re.MULTILINE))
