@@ -82,7 +82,7 @@ def _of_jax(capability: int) -> Iterator[Case]:
 
     def record(kernel: Any, types: Any, constants: Any, _: int, *options: int) -> Compiled:
         recorded.append(Case("jax_dora", kernel, types, constants, *options))
-        return Compiled("", "", b"", 32, 0, len(types))
+        return Compiled("", "", b"", 32, 0)
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
