@@ -33,8 +33,11 @@ def page() -> str:
             actions = [action for action in group._group_actions if action.dest != "help"]
             if actions:
                 title = "" if group.title in ("options", "positional arguments") else group.title
-                text += ["", f"| {title} | default | |", "| --- | --- | --- |"]
-                text += map(_row, actions)
+                rows: list[tuple[str, ...]]
+                rows = [(str(title), "default", ""), ("---",) * 3, *map(_cells, actions)]
+                if not any(cells[1] for cells in rows[2:]):
+                    rows = [(name, help_text) for name, _, help_text in rows]
+                text += ["", *(f"| {' | '.join(cells)} |" for cells in rows)]
     return "\n".join(text) + "\n"
 
 
@@ -49,7 +52,7 @@ def _paragraphs(description: str | None) -> list[str]:
     return text[:-1]
 
 
-def _row(action: argparse.Action) -> str:
+def _cells(action: argparse.Action) -> tuple[str, str, str]:
     name = ", ".join(action.option_strings) or str(action.metavar)
     if action.choices:
         name += f" {'|'.join(action.choices)}"
@@ -57,7 +60,7 @@ def _row(action: argparse.Action) -> str:
     default = str(action.default) if has_default else ""
     text = (action.help or "").strip()
     name, default, text = (cell.replace("|", "\\|") for cell in (name, default, text))
-    return f"| `{name}` | {f'`{default}`' if default else ''} | {text} |"
+    return f"`{name}`", f"`{default}`" if default else "", text
 
 
 if __name__ == "__main__":
