@@ -9,6 +9,7 @@ last 1,024. For the gradient every layer is checkpointed; a frozen side has infe
 protocol is that of the level `model --torch`, and so are the fields of a line. Further ones:
 
     model                     the published model whose dimensions these are
+    device_ms                 of the kernels of one call, without the gaps between them
     peak_bytes                the weights, the adapters, their gradients, and what a call allocates
     cosine_to_peft            of the logits, to those of PEFT's defaults
     cosine_to_fp32            of the logits, to those of PEFT in fp32 with the same numbers
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.clock import device_clock
 from benchmarks.model.protocol import LORA_B_DEVIATION
 from benchmarks.model_torch import DEFAULT, IN_BF16, LORA, OURS, in_turns, with_ratios
 from benchmarks.results import Row
@@ -114,6 +116,10 @@ def _measure(
         for key in calls:
             (side, autocast), model = key, models[key]
             row = with_ratios(found, side, autocast)
+            if device == "cuda":
+                with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                    kernels = device_clock().kernels(calls[key])
+                row["device_ms"] = sum(us for _, us in kernels) / 1e3
             yield {
                 "model": full.name,
                 "kind": side.name + ", autocast" * autocast,

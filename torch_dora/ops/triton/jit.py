@@ -1,7 +1,6 @@
 """Launches of kernels with little work on the host."""
 
 import functools
-from functools import reduce
 from operator import or_
 from typing import Any
 
@@ -83,7 +82,7 @@ class Launch:
             return
         # Triton's launcher would ask the driver about a tensor; it takes an address as it is.
         addresses = [first.data_ptr(), *[0 if t is None else t.data_ptr() for t in others]]
-        if reduce(or_, addresses) % 16:
+        if functools.reduce(or_, addresses) % 16:
             self._ask_triton(first, *others)  # It compiles another kernel, which has no place here.
             return
         device = first.get_device()
