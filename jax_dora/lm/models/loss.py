@@ -202,7 +202,9 @@ def _chunk_total(
     weights: jax.Array,
 ) -> jax.Array:
     logits = logits_of(nnx.merge(head, arrays, copy=True), hidden).astype(jnp.float32)
-    target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    # Not an index, whose gradient would be scattered into logits in fp32, in passes of their own.
+    is_target = targets[:, None] == jnp.arange(logits.shape[1])[None]
+    target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     cross_entropy = jax.nn.logsumexp(logits, axis=-1) - target_logits
     # The loss of a token of weight 0 can be infinite; 0 * inf would be NaN.
     return jnp.sum(jnp.where(weights == 0, 0, weights * cross_entropy))
