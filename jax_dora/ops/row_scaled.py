@@ -212,8 +212,8 @@ def transposed_sums(
     rows = Rows(d, _scales(kernel).astype(jnp.float32))
     make = _codes if shard is None else functools.partial(_run_codes, shard=shard)
     codes, scales = make(settings, operands=rows)
-    w = lax.bitcast_convert_type(kernel.qvalue, jnp.int8)
-    total = _multiplied(codes, w, d.dtype)
+    # In the rows of Ŵ, as stored, the summed features are contiguous already.
+    total = _dot(codes, kernel.qvalue, d.dtype)
     total = total if shard is None else shard.sum(total)
     return Sums(total, scales, jnp.ones(kernel.shape[0], jnp.float32))
 
@@ -229,11 +229,15 @@ def _multiplied(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     # cuBLAS requires contiguous rows. If they are not, XLA transposes int8 several times faster
     # than FP8. The constraint makes it do so here, not in a product that is slower for it.
     rows = lax.optimization_barrier(with_layout_constraint(w, _ROWS))
-    rows = lax.bitcast_convert_type(rows, QTYPE)
+    return _dot(x, lax.bitcast_convert_type(rows, QTYPE), dtype)
+
+
+def _dot(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+    """Returns x wᵀ of x [..., k] and w [n, k] in FP8, as `_multiplied`."""
     # Not fp16, in which unscaled sums would overflow.
     result = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     axes = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, rows, axes, preferred_element_type=result)
+    return lax.dot_general(x, w, axes, preferred_element_type=result)
 
 
 class Factors(NamedTuple):

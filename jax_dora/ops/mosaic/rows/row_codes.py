@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic.hopper.launch import launcher
+from jax_dora.ops.mosaic.hopper.limits import RESERVED, SHARED_MEMORY
 from jax_dora.ops.rounding import bound
 
 QTYPE = "float8_e4m3fn"
@@ -72,8 +73,12 @@ def wins(rows: int, in_features: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def config(rows: int, in_features: int, dtype: jax.typing.DTypeLike) -> Config:
-    """Returns the config for [rows, in] of `dtype`."""
-    return Config()
+    """Returns the config for [rows, in] of `dtype`: up to 4 blocks, as many as shared memory has
+    room for."""
+    default = Config()
+    tile = max(default.tile_bytes, in_features * jnp.dtype(dtype).itemsize)
+    block = RESERVED + (default.stages + 1) * tile  # Codes for two tiles are as large as one.
+    return dataclasses.replace(default, blocks_per_sm=min(4, SHARED_MEMORY // block))
 
 
 @launcher("qtype")
