@@ -66,13 +66,13 @@ class Variant(NamedTuple):
 IN_E5M2 = Format("", FP8, 0, "row", E5M2)
 VARIANTS = (
     Variant(BASE),
-    Variant("FP8 weights", Format("", FP8, 0)),
     Variant("FP8 forward", Format("", FP8, 0, "row")),
     Variant("FP8 forward, gradients in e4m3", Format("", FP8, 0, "row", FP8)),
     Variant("FP8 forward, gradients in e5m2", IN_E5M2),
     Variant("the same, rounded stochastically", IN_E5M2, is_stochastic=True),
     Variant("the same, in the MLP only", IN_E5M2, "mlp"),
     Variant("nf4", Format("", "nf4", 64)),
+    Variant("FP8 weights", Format("", FP8, 0)),
 )
 
 
@@ -92,7 +92,7 @@ class Settings(NamedTuple):
     layers: int | None = None
 
 
-TINY = Settings(quality.TINY.decoder, ((2, 2),), 4, (VARIANTS[0], *VARIANTS[4:7]))
+TINY = Settings(quality.TINY.decoder, ((2, 2),), 4, (VARIANTS[0], *VARIANTS[3:6]))
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
