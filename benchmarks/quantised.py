@@ -42,7 +42,7 @@ from benchmarks.bank_adapters import bytes_read, draw_ids
 from benchmarks.bank_programs import Stack
 from benchmarks.clock import kernel_time
 from benchmarks.model.adapters import linear_of
-from benchmarks.results import Row, attempt
+from benchmarks.results import Row, attempt, with_ratio
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
 from benchmarks.work import matches
 from jax_dora import ops
@@ -103,7 +103,8 @@ class Settings(NamedTuple):
     Attributes:
       features: of the kernels, in and out.
       rows, prompt_rows, many_rows: of "few rows", "product" and "projection".
-      only: `fnmatch` patterns; a "<work> <qtype>" that begins like none of them is skipped.
+      only: `fnmatch` patterns; a "<work> <qtype>", or "step <qtype> <name>", that begins like none
+        of them is skipped.
       decoding: the settings of "decode", for the formats `decoded`.
       cases, memory: the steps of "step", and of "memory".
     """
@@ -172,8 +173,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             yield _timed(device, row, function, operands)
     yield from _decoding(settings)
     for work, cases in (("step", settings.cases), ("memory", settings.memory)):
+        lora, of_lora = None, None
         for case in cases:
-            if not matches(f"{work} {case.qtype}", settings.only):
+            if not matches(f"{work} {case.qtype} {case.name}", settings.only):
                 continue
             row: Row = {"work": work, "name": case.name, "kind": case.kind, "qtype": case.qtype}
             row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
@@ -181,7 +183,11 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 row["keep_inner"] = "down_proj"
             formats = {"activations": case.activations, "gradients": case.gradients}
             row |= {name: qtype for name, qtype in formats.items() if qtype}
-            yield attempt(row, functools.partial(_step, case, settings, device))
+            row = attempt(row, functools.partial(_step, case, settings, device))
+            is_same = lora is not None and lora._replace(kind=case.kind) == case
+            yield with_ratio(row, of_lora if is_same else None, "over_lora")
+            if case.kind == "LoRA":
+                lora, of_lora = case, row
 
 
 def _copy(device: str) -> Row:

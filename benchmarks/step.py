@@ -26,6 +26,7 @@ from benchmarks.model.decoder import OPTIMIZER, update
 from benchmarks.model.protocol import LLAMA3
 from benchmarks.results import Row, attempt, milliseconds, with_ratio
 from jax_dora.lm.models import DecoderConfig, activations, make_model, next_token_loss
+from jax_dora.lm.models.decoder import step_options
 
 LLAMA_3_8B = DecoderConfig.from_hf(LLAMA3.hf_config(LLAMA3.layers, 8192) | {"model_type": "llama"})
 TINY_DECODER = DecoderConfig(256, 64, 96, 2, 4, 2, 16)
@@ -92,7 +93,7 @@ def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: in
     tokens = jnp.asarray(drawn, jnp.int32)
     begin = time.monotonic()
     step = jax.jit(functools.partial(update, graphdef, _mean_loss), donate_argnums=(0, 2))
-    run = step.lower(trained, frozen, state, tokens).compile()
+    run = step.lower(trained, frozen, state, tokens).compile(dict(step_options(model)))
     memory: Any = run.memory_analysis()
     arrays = (
         memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -25,6 +25,7 @@ from jax_dora.lm.finetune.results import Result
 from jax_dora.lm.finetune.settings import Settings
 from jax_dora.lm.finetune.stopping import DivergenceCheck, Interruption
 from jax_dora.lm.models import CausalLM, activations, load_model, read_config, save_model
+from jax_dora.lm.models.decoder import step_options
 from jax_dora.lm.models.end_tokens import GENERATION
 from jax_dora.lm.models.sharding import to_host
 
@@ -82,6 +83,7 @@ class Run:
             options["memory"] = free / activations.GIB
         model = plan.adapt(load_model(plan.folder, **options))
         self.trained = adapter.trained_magnitudes(model, settings.method)
+        self.accumulate = training.accumulate_with(step_options(model))
         self.parts = training.Parts.of(model)
         self.state = self.optimizer.init(self.parts.adapters)
         if plan.sharding is not None:
@@ -213,7 +215,7 @@ class Run:
     def _step(self, rows: packing.Rows) -> training.Metrics:
         if self.plan.sharding is not None:
             rows = rows.placed(self.plan.sharding.micro_batches)
-        loss, gradients, streams = training.accumulate(*self.parts, rows, self.trained)
+        loss, gradients, streams = self.accumulate(*self.parts, rows, self.trained)
         adapters, self.state, metrics = training.update(
             self.optimizer, self.parts.adapters, self.state, gradients, loss
         )

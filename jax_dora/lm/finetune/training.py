@@ -149,6 +149,16 @@ def accumulate(
     return loss, gradients, streams
 
 
+@functools.cache
+def accumulate_with(options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """Returns `accumulate`, compiled with the `step_options` of a model."""
+    if not options:
+        return accumulate
+    function: Any = accumulate
+    jit = functools.partial(jax.jit, static_argnums=0, static_argnames="loss_of")
+    return jit(function.__wrapped__, compiler_options=dict(options))
+
+
 def _constrain(sharding: DecoderSharding | None, state: nnx.State) -> nnx.State:
     """Returns `state` with the shardings of the model's arrays. XLA might choose others."""
     if sharding is None:

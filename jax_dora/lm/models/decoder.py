@@ -264,6 +264,17 @@ def loop_options(state: nnx.State) -> tuple[tuple[str, bool | int], ...]:
     return ("xla_gpu_enable_triton_gemm", False), ("xla_gpu_dot_merger_threshold_mb", 0)
 
 
+def step_options(model: nnx.Module) -> tuple[tuple[str, bool | int], ...]:
+    """Returns `compiler_options` of `jax.jit`, as items, for an optimizer step of `model`.
+
+    Products in FP8, forward and backward, are cuBLAS's. XLA would find that out by compiling and
+    timing Triton products of every shape, which takes most of the time that a step compiles.
+    """
+    if any(getattr(module, "bwd_qtype", None) for _, module in nnx.iter_modules(model)):
+        return (("xla_gpu_enable_triton_gemm", False),)
+    return ()
+
+
 def make_model(
     config: DecoderConfig, *, linear: MakeLinear = nnx.Linear, seed: int = 0
 ) -> CausalLM:

@@ -15,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jax_dora
 from jax_dora import DoRARule
 from jax_dora.layers.quantised_kernel import takes_codes
+from jax_dora.lm.finetune.training import accumulate, accumulate_with
 from jax_dora.lm.models import CausalLM
+from jax_dora.lm.models.decoder import step_options
 from jax_dora.lm.models.decoder_layer import RMSNorm
 from jax_dora.ops import row_scaled
 from tests.jax_dora.bank.adapters import drawn
@@ -44,6 +46,12 @@ def base(act_qtype=FP8, bwd_qtype=None):
 def adapted(act_qtype=FP8):
     rule = DoRARule(".*_proj", 3, 4.0)
     return train(jax_dora.apply_dora(base(act_qtype), rule, rngs=nnx.Rngs(1)))
+
+
+def test_a_step_in_fp8_alone_has_options():
+    assert dict(step_options(base(FP8, "float8_e5m2"))) == {"xla_gpu_enable_triton_gemm": False}
+    assert step_options(base()) == ()
+    assert accumulate_with(()) is accumulate
 
 
 @pytest.mark.parametrize("bwd_qtype", [FP8, "float8_e5m2"])
