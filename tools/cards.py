@@ -110,7 +110,7 @@ def _of_jax(capability: int) -> Iterator[Case]:
         wanted = {"delta": False, "want_base": True, "want_lora": True}
         launch(triton_compose_backward, size, rows, rows, g, scale, **wanted)
         launch(triton_compose_forward, size, rows, rows, g, scale, bias, delta=False, **with_inner)
-        for group, head_dim in ((4, 64), (4, 96), (4, 128), (2, 256), (64, 256)):
+        for group, head_dim in ((4, 64), (4, 96), (4, 128), (2, 256), (32, 256)):
             _launch_attention(functools.partial(launch, triton_decode_attention), group, head_dim)
     return iter(recorded)
 

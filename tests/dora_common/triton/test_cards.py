@@ -11,6 +11,8 @@ import pytest
 from dora_common.triton.cards import CARDS
 from tests.tables import slow
 
+PRODUCTS = ("one_pass_norm", "expand_compose", "bank_shrink", "bank_expand", "decode_attention")
+
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     """Returns what `python -m tools.cards` prints: here, Triton's kernels are interpreted."""
@@ -36,7 +38,7 @@ def test_every_kernel_fits_its_card_without_spilling(capability, kernels):
     for one in found:
         # Sums have a fixed order, and bf16 operands reach the tensor cores as they are.
         assert not one["atomics"]
-        if one["kernel"] in ("one_pass_norm", "expand_compose", "bank_shrink", "bank_expand"):
+        if one["kernel"] in PRODUCTS:
             assert one["product"] in ("mma.sync", "wgmma", "tcgen05.mma")
         assert one["vectors"] or not one["kernel"].startswith("compose")
     if capability == 90 and not kernels:
