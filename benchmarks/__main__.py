@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         help="12 layers of Qwen3-8B's width (the default), all of Llama-3-8B, or a list of layers",
     )
     scale.add_argument("--ranks", nargs="+", type=int, help="of the adapters; default: 64 384")
-    scale.add_argument("--layouts", nargs="+", choices=("tp", "fsdp", "dp", "alone"))
+    scale.add_argument("--layouts", nargs="+", choices=("tp", "fsdp", "dp", "alone", "fsdp-tp"))
     scale.add_argument("--axes", nargs="+", choices=("auto", "explicit"))
     add("--commit", help="commit to record, if this is not a git checkout")
     return parser

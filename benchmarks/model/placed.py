@@ -28,31 +28,38 @@ DEVIATION = 0.02
 
 
 class Layout(NamedTuple):
-    """The shardings of arrays on a mesh of one axis, "devices".
+    """The shardings of arrays on a mesh.
 
     Attributes:
-      rows: whether the rows of a batch are sharded.
+      rows: the mesh axis that the rows of a batch are sharded over, or None.
       weights: returns the axes of a kernel [in, out], given whether tensor parallelism shards its
         columns.
+      axes: the mesh axes. The second one has two devices.
       alone: whether the mesh is one device.
     """
 
-    rows: bool
+    rows: str | None
     weights: Callable[[bool], tuple[str | None, str | None]]
+    axes: tuple[str, ...] = (AXIS,)
     alone: bool = False
 
     def mesh(self, axes: str, count: int | None = None) -> Mesh:
         """Returns the mesh over `count` devices (None: all), with "auto" or "explicit" axes."""
         kind = AxisType.Explicit if axes == "explicit" else AxisType.Auto
         devices = jax.devices()[: 1 if self.alone else count]
-        return jax.make_mesh((len(devices),), (AXIS,), axis_types=(kind,), devices=devices)
+        sizes = (len(devices),) if len(self.axes) == 1 else (len(devices) // 2, 2)
+        kinds = (kind,) * len(sizes)
+        return jax.make_mesh(sizes, self.axes, axis_types=kinds, devices=devices)
 
 
 LAYOUTS = {
-    "tp": Layout(False, lambda columns: (None, AXIS) if columns else (AXIS, None)),
-    "fsdp": Layout(True, lambda columns: (AXIS, None)),
-    "dp": Layout(True, lambda columns: (None, None)),
-    "alone": Layout(True, lambda columns: (None, None), alone=True),
+    "tp": Layout(None, lambda columns: (None, AXIS) if columns else (AXIS, None)),
+    "fsdp": Layout(AXIS, lambda columns: (AXIS, None)),
+    "dp": Layout(AXIS, lambda columns: (None, None)),
+    "alone": Layout(AXIS, lambda columns: (None, None), alone=True),
+    "fsdp-tp": Layout(
+        "fsdp", lambda columns: ("fsdp", "tp") if columns else ("tp", "fsdp"), ("fsdp", "tp")
+    ),
 }
 
 
@@ -73,7 +80,7 @@ def placed(
     `NAMED`."""
     attention = "cudnn" if device == "cuda" else "xla"
     style = Style(attention=attention, scanned=scanned)
-    rows = NamedSharding(mesh, P(AXIS if layout.rows else None))
+    rows = NamedSharding(mesh, P(layout.rows))
     if AxisType.Explicit in mesh.axis_types:
         style = style._replace(residual=rows)
     elif layout.rows:
@@ -98,7 +105,7 @@ def placed(
     ]
     model = nnx.merge(graphdef, nnx.from_flat_state(flat))
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    count = ROWS_PER_DEVICE * (mesh.size if layout.rows else 1)
+    count = ROWS_PER_DEVICE * (mesh.shape[layout.rows] if layout.rows else 1)
     shape = (count, sizes.tokens + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
     moments = optax.tree.map_params(

@@ -31,6 +31,31 @@ def largest_floats(text: str) -> int:
     return max(math.prod(map(int, sizes.split(","))) for sizes in _FLOATS.findall(text))
 
 
+_FUNCTION = re.compile(r'func\.func \w+ @"?([\w.$-]+)"?\(')
+_CALL = re.compile(r'\bcall @"?([\w.$-]+)"?\(')
+
+
+def operations(text: str) -> int:
+    """Returns the number of operations of a lowered program, those of a function as often as it is
+    called."""
+    own: dict[str, int] = {}
+    calls: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if found := _FUNCTION.search(line):
+            name = found[1]
+            own[name], calls[name] = 0, []
+        elif found := _CALL.search(line):
+            calls[name].append(found[1])
+        elif name:
+            own[name] += "stablehlo." in line or "chlo." in line
+
+    def count(name: str) -> int:
+        return own[name] + sum(map(count, calls[name]))
+
+    return count("main")
+
+
 def equations(function: Any, *arguments: Any) -> Iterator[Any]:
     """Yields every equation of the program of `function`, those of loops and calls too."""
     yield from _of(jax.make_jaxpr(function)(*arguments).jaxpr)
