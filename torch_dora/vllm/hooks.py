@@ -29,27 +29,32 @@ from typing import Any, NamedTuple
 from torch_dora.vllm import folder
 
 VERSIONS = "0.25.0, 0.32.0 and 0.33.0"
-SWITCH = "TORCH_DORA_VLLM_PUNICA"
+PUNICA = "TORCH_DORA_VLLM_PUNICA"
+TWO_STREAMS = "TORCH_DORA_VLLM_TWO_STREAMS"
+_SWITCHES = {
+    PUNICA: "1 to keep vLLM's own LoRA kernels",
+    TWO_STREAMS: "1 to multiply by A beside the base product",
+}
 _MARK = "replaced_by_torch_dora"
 
 Function = Callable[..., Any]
 
 
-def keeps_punica() -> bool:
-    """Returns whether the user wants vLLM's own LoRA kernels.
+def is_on(switch: str) -> bool:
+    """Returns whether an environment variable of `_SWITCHES` is 1; 0 if it is not set.
 
     Raises:
-        ValueError: the environment variable is neither 0 nor 1.
+        ValueError: it is neither 0 nor 1.
     """
-    value = os.environ.get(SWITCH, "0")
+    value = os.environ.get(switch, "0")
     if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH}={value!r}; expected 1 to keep vLLM's own LoRA kernels, or 0")
+        raise ValueError(f"{switch}={value!r}; expected {_SWITCHES[switch]}, or 0")
     return value == "1"
 
 
 def _compute_hash(original: Function) -> Function:
     # Stored graphs are looked up by this hash before anything is traced.
-    return lambda self: f"{original(self)}-torch_dora.vllm-3-{keeps_punica()}"
+    return lambda self: f"{original(self)}-torch_dora.vllm-3-{[*map(is_on, _SWITCHES)]}"
 
 
 def _from_dict(original: Function) -> Function:
@@ -124,7 +129,7 @@ def _create_lora_modules(original: Function) -> Function:
                     "Serve the model in bf16 or in 4 bits, or on a GPU"
                 ) from error
             raise
-        self.dora = Adapters(self, keeps_punica=keeps_punica())
+        self.dora = Adapters(self, keeps_punica=is_on(PUNICA), two_streams=is_on(TWO_STREAMS))
         _outdate_after(self.model, "load_weights", self.dora)
 
     return create_lora_modules

@@ -74,15 +74,15 @@ def operands(tokens, features, sizes, dtype, has_bias):
     }
 
 
-def run(slots, sizes, x, y, lora_a, lora_b, g, bias):
+def run(slots, sizes, x, y, lora_a, lora_b, g, bias, is_beside=False):
     tables = batch.Batch(max(TOKENS, len(y)), SLOTS, "cpu")
     tables.update(slots, RANKS)
     is_small = batch.rows_of_tile(len(y)) == batch.SMALL
     tiles = tables.small if is_small else tables.large
-    parts = shrink.launch(x, lora_a, tiles, MAX_RANK)
-    config, unit = expand.SMALL if is_small else expand.LARGE, expand.unit_of(sizes)
-    blocks = expand.column_blocks(config, sizes, "cpu")
-    expand.launch(y, parts, lora_b, g, bias, blocks, unit, tiles)
+    parts = shrink.launch(x, lora_a, tiles, MAX_RANK, is_beside=is_beside)
+    blocks, unit = expand.column_blocks(sizes, "cpu"), expand.unit_of(sizes)
+    expand.launch(y, parts, lora_b, g, bias, blocks, unit, tiles, is_beside=is_beside)
+    return parts
 
 
 def reference(slots, sizes, x, y, lora_a, lora_b, g, bias):
@@ -125,6 +125,15 @@ def test_kernels_compute_what_fp64_does(kind, tokens, padded, features, sizes, d
     assert torch.equal(given["y"][untouched], before[untouched])
 
 
+def test_beside_a_base_product_the_features_are_read_in_larger_parts():
+    given = operands(9, 2300, [40], torch.float16, False)
+    slots = slots_of("mixed", 9)
+    expected = reference(slots, [40], **given)
+    assert len(run(slots, [40], **(given | {"y": given["y"].clone()}))) == 5
+    assert len(run(slots, [40], **given, is_beside=True)) == 3
+    torch.testing.assert_close(given["y"].double(), expected, rtol=2e-3, atol=2e-3)
+
+
 def test_a_batch_without_tokens_is_left_alone():
     given = operands(0, 16, [16], torch.bfloat16, False)
     run(np.zeros(0, np.int64), [16], **given)
@@ -164,7 +173,7 @@ def test_a_kernel_is_compiled_once_for_all_numbers_of_tokens(monkeypatch):
             lora_a, lora_b = torch.zeros(3, 16, 1024), torch.zeros(3, 64, 16)
             tiles = torch.zeros(400, batch.HEAD + batch.LARGE, dtype=torch.int32)
             parts = shrink.launch(x, lora_a, tiles, 16)
-            blocks = expand.column_blocks(expand.LARGE, [64], "cpu")
+            blocks = expand.column_blocks([64], "cpu")
             y, g = torch.zeros(tokens, 64), torch.zeros(4, 64)
             expand.launch(y, parts, lora_b, g, None, blocks, 16, tiles)
         assert len(constants) == 4
