@@ -22,9 +22,9 @@ Levels:
     scale               a decoder on several devices
     compile             the time until a user's model can run, on one device and on several
 
-step, scale, quantised and bank also exist with --torch: torch_dora compared with PEFT; serve
-also with --vllm: torch_dora's plugin in vLLM. The docstring of each level's module says
-what is compared, what is timed and how, and what one line of the result file means.
+step, scale and quantised also exist with --torch: torch_dora compared with PEFT; serve also with
+--vllm: torch_dora's plugin in vLLM. The docstring of each level's module says what is compared,
+what is timed and how, and what one line of the result file means.
 
 A level is a module in one of two forms:
 
@@ -49,7 +49,7 @@ LEVELS = (
     *("ops", "layer", "sizes", "tune", "step", "step --torch"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     "fp8_training",
-    *("model --torch", "vlm", "method_comparison", "bank", "bank --torch"),
+    *("model --torch", "vlm", "method_comparison", "bank"),
     *("serve", "serve --vllm", "kv_cache", "kv_quality"),
 )
 # Options that set a field of the level's settings.

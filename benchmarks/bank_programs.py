@@ -1,6 +1,6 @@
-"""The programs of the level `bank`: the projections of decoder layers, with a bank or one-hot."""
+"""The programs of the level `bank`: the projections of decoder layers, with a bank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import jax_dora
 from benchmarks.model.protocol import Protocol
 from jax_dora.bank import BankArray
 from jax_dora.lm.models.layer_stack import unstacked
-from jax_dora.ops.bank_slots import Slots
 
 
 def without_g(bank: Any) -> Any:
@@ -26,8 +25,6 @@ def bank_of_kind(kind: str, bank: Any) -> Any:
     """Returns the part of a bank that the program of a kind takes."""
     if kind == "base":
         return None
-    if kind == "one-hot":
-        return {path: array._replace(g=None, rank=None) for path, array in bank.arrays.items()}
     return without_g(bank) if kind == "LoRA" else bank
 
 
@@ -43,22 +40,13 @@ class Block(nnx.Module):
         def project(x: jax.Array, *names: str) -> list[jax.Array]:
             return jax_dora.apply_layers([getattr(self, name) for name in names], x)
 
-        return layer(x, project)
-
-
-def layer(x: jax.Array, project: Callable[..., Sequence[jax.Array]]) -> jax.Array:
-    """Returns the result of a layer.
-
-    Args:
-      project: returns the results of projections, given their input and their names.
-    """
-    q, k, v = project(normalised(x), "q_proj", "k_proj", "v_proj")
-    # Instead of attention, a sum that reads q, k and v.
-    (attended,) = project(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]), "o_proj")
-    x = x + attended
-    gate, up = project(normalised(x), "gate_proj", "up_proj")
-    (down,) = project(nnx.silu(gate) * up, "down_proj")
-    return x + down
+        q, k, v = project(normalised(x), "q_proj", "k_proj", "v_proj")
+        # Instead of attention, a sum that reads q, k and v.
+        (attended,) = project(q + jnp.tile(k + v, x.shape[-1] // k.shape[-1]), "o_proj")
+        x = x + attended
+        gate, up = project(normalised(x), "gate_proj", "up_proj")
+        (down,) = project(nnx.silu(gate) * up, "down_proj")
+        return x + down
 
 
 def normalised(x: jax.Array) -> jax.Array:
@@ -85,42 +73,16 @@ class Stack(nnx.Module):
         return x
 
 
-def one_hot(x: jax.Array, ids: jax.Array, kernel: jax.Array, slots: Slots) -> jax.Array:
-    """Returns x W + s·x A B, computed as products of all rows with all slots."""
-    chosen = jax.nn.one_hot(ids, slots.lora_a.shape[0], dtype=x.dtype)
-    z = jnp.einsum("bti,sri->btsr", x, slots.lora_a)
-    z = z * (chosen * slots.scale.astype(x.dtype)[None])[:, None, :, None]
-    return x @ kernel + jnp.einsum("btsr,sro->bto", z, slots.lora_b)
-
-
-def program(kind: str, graphdef: Any) -> Callable[..., jax.Array]:
+def program(graphdef: Any) -> Callable[..., jax.Array]:
     """Returns a function of (state, bank, ids, x), with the bank from `bank_of_kind`, that returns
     the result of all layers [rows, tokens, hidden].
 
     As in a server's step there is no loop, because XLA would copy each layer's kernels out of the
     stack in a loop.
     """
-    if kind == "one-hot":
-        return _one_hot
 
     def run(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state)
         return (model if bank is None else jax_dora.with_bank(model, bank, ids))(x)
 
-    def one_by_one(state: Any, bank: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
-        requests = zip(jnp.split(ids, len(ids)), jnp.split(x, len(x)), strict=True)
-        return jnp.concatenate([run(state, bank, *request) for request in requests])
-
-    return one_by_one if kind == "loop" else run
-
-
-def _one_hot(state: Any, bank: dict[str, Slots], ids: jax.Array, x: jax.Array) -> jax.Array:
-    kernels = {path[1]: variable.get_value() for path, variable in nnx.to_flat_state(state)}
-    pairs = {name: (kernel, bank[f"layers/{name}"]) for name, kernel in kernels.items()}
-    for one in unstacked(pairs, len(kernels["q_proj"])):
-
-        def project(x: jax.Array, *names: str, pairs: Any = one) -> list[jax.Array]:
-            return [one_hot(x, ids, *pairs[name]) for name in names]
-
-        x = layer(x, project)
-    return x
+    return run

@@ -49,8 +49,7 @@ LEVELS = {
             "triton rows=32 depth=32 stages=2",
         },
     ),
-    "bank": ((), "kind", {"base", "LoRA", "DoRA", "one-hot", "loop", "first", "again"}),
-    "bank --torch": ((), "kind", {"base", "LoRA", "DoRA", "PEFT LoRA"}),
+    "bank": ((), "kind", {"base", "LoRA", "DoRA", "first", "again"}),
     "serve": ((), "kind", {"base", "LoRA", "DoRA"}),
     "scale": (("--layouts", "tp"), "kind", {"base", "LoRA", "DoRA"}),
     "compile": ((), "kind", {"LoRA", "DoRA"}),
@@ -113,7 +112,7 @@ def test_wrong_results_and_errors_are_caught(
     [
         (["scale", "--rank", "7", *QUICK], "has no rank"),
         (["scale", "--only", "lora", *QUICK], "--only is 'lora'; expected one of 'base', 'LoRA'"),
-        (["bank", "--torch", "--rank", "7", *QUICK], "has no rank"),
+        (["bank", "--rank", "7", *QUICK], "has no rank"),
         (["serve", "--torch", *QUICK], "there is no level serve --torch"),
         (["quality", "--only", "encoder", *QUICK], "has no only"),
         (["ops", "--out", str(results.FOLDER / "new"), *QUICK], "nothing worth keeping"),
