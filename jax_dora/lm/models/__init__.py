@@ -2,7 +2,6 @@
 
 from jax_dora.lm.models.cache import Cache as Cache
 from jax_dora.lm.models.cache import make_cache as make_cache
-from jax_dora.lm.models.config import QWEN3_8B as QWEN3_8B
 from jax_dora.lm.models.config import DecoderConfig as DecoderConfig
 from jax_dora.lm.models.decoder import CausalLM as CausalLM
 from jax_dora.lm.models.decoder import make_model as make_model

@@ -261,16 +261,3 @@ def _is_supported_quantization(quantization: Any) -> bool:
     if method == "compressed-tensors":
         return quantization.get("format") in ("float-quantized", "naive-quantized")
     return method in ("fp8", "fbgemm_fp8")
-
-
-QWEN3_8B = DecoderConfig(
-    vocab_size=151_936,
-    hidden_size=4096,
-    intermediate_size=12_288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    rope=Rope(theta=1_000_000.0),
-    qk_norm=True,
-)

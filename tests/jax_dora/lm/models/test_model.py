@@ -150,7 +150,9 @@ def test_dropout_draws_new_masks(tokens):
 
 
 def test_qwen3_8b_dimensions():
-    model = nnx.eval_shape(lambda: decoder.CausalLM(decoder.QWEN3_8B, rngs=nnx.Rngs(0)))
+    sizes = (151_936, 4096, 12_288, 36, 32, 8, 128)
+    config = decoder.DecoderConfig(*sizes, qk_norm=True)
+    model = nnx.eval_shape(lambda: decoder.CausalLM(config, rngs=nnx.Rngs(0)))
     arrays = jax.tree.leaves(nnx.state(model))
     assert {array.dtype for array in arrays} == {jnp.dtype(jnp.bfloat16)}
     assert sum(array.size for array in arrays) == 8_190_735_360
