@@ -393,32 +393,43 @@ KERNELS = {kernel.name: kernel for kernel in TABLE}
 
 def triton_kernels() -> list[Kernel]:
     """Returns the Triton kernels of JAX, with the shapes of the Mosaic kernels."""
-    from dora_common.triton import compose_backward, compose_forward
+    from dora_common.triton import compose_backward, compose_forward, few_rows, strips
     from dora_common.triton.expand_compose import Config
+    from jax_dora.ops.triton import triton_bank_rows
 
     tiles = [
-        Config(rows, columns, depth, warps, stages)
-        for rows, columns, depth, warps, stages in (
-            *((32, 128, 32, 4, 2), (64, 128, 32, 4, 3), (64, 128, 64, 4, 3), (64, 128, 64, 8, 2)),
-            *(
-                (64, 256, 64, 8, 2),
-                (128, 128, 32, 8, 3),
-                (128, 128, 64, 4, 3),
-                (128, 128, 64, 8, 3),
-            ),
-            (128, 256, 64, 8, 3),
+        Config(*tile)
+        for tile in (
+            *((64, 128, 64, 4, 3), (64, 128, 64, 8, 2), (128, 128, 32, 8, 3)),
+            *((128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3)),
         )
     ]
-    strips = [compose_backward.Config(**c) for c in ({"columns": 1024}, {"rows": 2}, {"stages": 2})]
+    walks = [
+        strips.Config(*walk)
+        for walk in (
+            *((64, 64, 64, 4, 3), (64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (128, 64, 64, 4, 3)),
+            *((128, 64, 128, 4, 3, 1), (128, 64, 64, 8, 3)),
+        )
+    ]
+    parts = [compose_backward.Config(**c) for c in ({"columns": 1024}, {"rows": 2}, {"stages": 2})]
     rows = [compose_forward.Config(rows=2), compose_forward.Config(rows=8, warps=8)]
+    few = [few_rows.Config(**c) for c in ({"columns": 128}, {"resident": 2}, {"stages": 3})]
     candidates = {
-        "one_pass_norm": ("triton_norm", tiles),
-        "expand_compose": ("triton_expand_compose", tiles),
+        "one_pass_norm": ("triton_norm", [*walks, *tiles]),
+        "quantised_norm": ("triton_quantised_norm", walks),
+        "expand_compose": ("triton_expand_compose", [*walks, *tiles]),
+        "decode_project": ("triton_few_rows", few),
         "compose_forward": ("triton_compose_forward", rows),
-        "compose_backward": ("triton_compose_backward", strips),
-        "swiglu_backward": ("triton_swiglu", strips),
+        "compose_backward": ("triton_compose_backward", parts),
+        "swiglu_backward": ("triton_swiglu", parts),
+        "bank_shrink": ("triton_bank_shrink", ()),
+        "bank_expand": ("triton_bank_expand", ()),
     }
+    of_rows = _rows_of_a_bank(triton_bank_rows, (8, 64, 256), ())
     return [
-        replace(KERNELS[name], triton=module, candidates=configs)
-        for name, (module, configs) in candidates.items()
+        *(
+            replace(KERNELS[name], triton=module, candidates=configs)
+            for name, (module, configs) in candidates.items()
+        ),
+        replace(of_rows, name="bank_rows", triton="triton_bank_rows"),
     ]

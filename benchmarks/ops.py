@@ -89,6 +89,7 @@ def norm(n_in: int, n_out: int, rank: int, device: str) -> Work:
             in_jax("dense", baselines.dense_norm, exact=False),
             in_jax("factored", jax_ops.factored_norm, implementation="xla"),
             in_jax("mosaic", jax_ops.factored_norm, implementation="mosaic"),
+            in_jax("triton", jax_ops.factored_norm, implementation="triton"),
             in_torch("the paper's", baselines.paper_norm, exact=False),
             in_torch("factored", torch_ops.factored_norm, implementation="eager"),
             in_torch("triton", torch_ops.factored_norm, implementation="triton"),
@@ -108,14 +109,15 @@ def compose(case: Case, device: str, inputs: Callable[[], ComposeInputs]) -> Wor
 
     def in_jax(name: str) -> Variant:
         step = interpreted(lambda base, lora, g: _compose(base, g, lora, s, name), device)
-        return Variant("jax", name, step, jax_sets)
+        return Variant("jax", name, step, jax_sets, exact=_is_exact(name, device))
 
     def in_torch(name: str) -> Variant:
         step = functools.partial(torch_ops.compose, scale=s, implementation=name)
         return _torch_variant(name, step, sets, device)
 
     expected = Expectation(oracle.compose(*operands, s), tolerances.compose(*operands, s, DTYPE))
-    variants = [in_jax("xla"), in_jax("mosaic"), in_torch("eager"), in_torch("triton")]
+    in_jax_too = [in_jax(name) for name in ("xla", "mosaic", "triton")]
+    variants = [*in_jax_too, in_torch("eager"), in_torch("triton")]
     return _compose_work("compose", case, 3, {"y": expected}, variants)
 
 
@@ -136,7 +138,7 @@ def compose_backward(
             return jax.vjp(functools.partial(_compose, lora=lora, s=s, name=name), base, g)
 
         step, inputs = pullback(vjp, to_jax(sets), device)
-        return Variant("jax", name, step, inputs)
+        return Variant("jax", name, step, inputs, exact=_is_exact(name, device))
 
     def in_torch(name: str) -> Variant:
         def forward(dy, base, lora, g):
@@ -154,7 +156,8 @@ def compose_backward(
             return Variant("torch", name, raising(error), sets)
 
     expected = {name: Expectation(getattr(grads, name), getattr(bounds, name)) for name in names}
-    variants = [in_jax("xla"), in_jax("mosaic"), in_torch("eager"), in_torch("triton")]
+    in_jax_too = [in_jax(name) for name in ("xla", "mosaic", "triton")]
+    variants = [*in_jax_too, in_torch("eager"), in_torch("triton")]
     if with_lora:
         return _compose_work("backward", case, 4, expected, variants)
     return _compose_work("backward, d_base", case, 3, expected, variants)
@@ -165,9 +168,13 @@ def _compose(base, g, lora, s: float, name: str) -> jax.Array:
 
 
 def _torch_variant(name: str, step: Callable, sets: list, device: str) -> Variant:
-    # Triton's interpreter, which runs on a CPU, truncates to bf16 instead of rounding.
-    exact = name == "eager" or device == "cuda"
-    return Variant("torch", name, step, sets, exact=exact)
+    return Variant("torch", name, step, sets, exact=_is_exact(name, device))
+
+
+def _is_exact(name: str, device: str) -> bool:
+    """Returns whether results are rounded to bf16: Triton's interpreter, which runs on a CPU,
+    truncates."""
+    return name != "triton" or device == "cuda"
 
 
 def _compose_work(
@@ -191,7 +198,7 @@ def swiglu_backward(rows: int, out: int, device: str) -> Work:
     def variant(name: str) -> Variant:
         swiglu = functools.partial(jax_ops.swiglu, implementation=name)
         step, inputs = pullback(functools.partial(jax.vjp, swiglu), sets, device)
-        return Variant("jax", name, step, inputs)
+        return Variant("jax", name, step, inputs, exact=_is_exact(name, device))
 
     return Work(
         "SwiGLU's gradient",
@@ -202,6 +209,6 @@ def swiglu_backward(rows: int, out: int, device: str) -> Work:
             name: Expectation(want, getattr(bounds, name))
             for name, want in zip(names, grads, strict=True)
         },
-        [variant("xla"), variant("mosaic")],
+        [variant(name) for name in ("xla", "mosaic", "triton")],
         {"jax xla": "jax xla"},
     )

@@ -1,5 +1,5 @@
 """Expand and compose in one pass: y = g∘(base + s·(z B)) [+ bias], by
-`dora_common.triton.expand_compose`.
+`dora_common.triton.strip_expand` or `expand_compose`.
 
     base  [rows, out]  bf16 or fp16     z  [rows, r], B  [r, out]  base's dtype
     g     f32[out]                      s  f32[]                     bias  [out] (optional)
@@ -32,8 +32,11 @@ def wins(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
 
 def config(capability: int, rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Any:
     """Returns the launch options for a compute capability."""
-    from dora_common.triton import expand_compose
+    from dora_common.triton import expand_compose, strip_expand
 
+    # Strips were measured on Hopper only.
+    if capability == 90 and rank <= 128:
+        return strip_expand.config(rank)
     return expand_compose.config(rank, capability)
 
 
@@ -51,15 +54,24 @@ def launch(
     capability: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, inner or None) for base [..., out] and z [..., r]."""
-    from dora_common.triton import expand_compose
+    from dora_common.triton import expand_compose, strip_expand, strips
     from dora_common.triton.jit import cdiv
 
     rank, features = lora_b.shape
     rows = base.size // features
+    if isinstance(config, strips.Config):
+        kernel = strip_expand.kernel
+        programs, splits, steps = config.walk(features, rows, capability)
+        tiles = config.slices(rank) | {"splits": splits, "steps": steps}
+    else:
+        kernel = expand_compose.kernel
+        programs = cdiv(rows, config.rows) * cdiv(features, config.columns)
+        tiles = {"ROWS": config.rows, "COLUMNS": config.columns, "DEPTH": config.depth}
+        tiles["RANK"] = rank
     result = jax.ShapeDtypeStruct(base.shape, base.dtype)
     y, *inner = kernel_call(
-        expand_compose.kernel,
-        (cdiv(rows, config.rows) * cdiv(features, config.columns),),
+        kernel,
+        (programs,),
         capability,
         warps=config.warps,
         stages=config.stages,
@@ -73,13 +85,10 @@ def launch(
         rows=rows,
         features=features,
         scale=scale.astype(jnp.float32),
-        RANK=rank,
         OUT_LAST=True,
         HAS_BIAS=bias is not None,
         ADDS_BIAS=True,
         WITH_INNER=want_inner,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        DEPTH=config.depth,
+        **tiles,
     )
     return y, inner[0] if want_inner else None

@@ -1,5 +1,5 @@
 """The norm's square in one pass over the kernel: ‖W + s·A B‖² per output feature, by
-`dora_common.triton.one_pass_norm`.
+`dora_common.triton.strip_norm` or `one_pass_norm`.
 
     W  [in, out]  bf16 or fp16     A  [in, r], B  [r, out]  bf16, fp16 or fp32     s  f32[]
 
@@ -44,9 +44,12 @@ def config(
     adapter_dtype: Any,
 ) -> Any:
     """Returns the launch options for a compute capability."""
-    from dora_common.triton import one_pass_norm
+    from dora_common.triton import one_pass_norm, strip_norm
 
     is_in_pieces = jnp.dtype(adapter_dtype) == jnp.float32
+    # Strips were measured on Hopper only.
+    if capability == 90 and rank <= (64 if is_in_pieces else 128):
+        return strip_norm.config(rank, is_coded=False, out_last=True)
     return one_pass_norm.config(
         rank, is_in_pieces=is_in_pieces, is_coded=False, axis=0, capability=capability
     )
@@ -63,9 +66,12 @@ def launch(
     capability: int,
 ) -> jax.Array:
     """Returns norm² f32[out]."""
-    from dora_common.triton import one_pass_norm
+    from dora_common.triton import one_pass_norm, strips
     from dora_common.triton.jit import cdiv
 
+    if isinstance(config, strips.Config):
+        weight = {"weight_ptr": kernel, "levels_ptr": None, "scales_ptr": None}
+        return squares(weight | FLOATS, lora_a, lora_b, scale, config, capability)
     (rows, columns), rank = kernel.shape, lora_a.shape[1]
     left, right, units = lora_a, lora_b, (None, None)
     if lora_a.dtype == jnp.float32:
@@ -100,21 +106,65 @@ def launch(
     return jnp.sum(partial, axis=0)
 
 
-def _pieces(left: jax.Array, right: jax.Array, capability: int) -> list[jax.Array]:
+FLOATS = {"CODES": "", "RUN": 1, "GROUP": 1}
+
+
+def squares(
+    weight: dict[str, Any],
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: jax.Array,
+    config: Any,
+    capability: int,
+) -> jax.Array:
+    """Returns norm² f32[out] by strips, given the kernel's arguments that describe W."""
+    from dora_common.triton import strip_norm
+
+    (in_features, rank), out = lora_a.shape, lora_b.shape[1]
+    units, is_in_pieces = (None, None), lora_a.dtype == jnp.float32
+    if is_in_pieces:
+        lora_a, lora_b, *units = _pieces(lora_a, lora_b, capability)
+    programs, splits, steps = config.walk(out, in_features, capability)
+    (partial,) = kernel_call(
+        strip_norm.kernel,
+        (programs,),
+        capability,
+        warps=config.warps,
+        stages=config.stages,
+        lora_a_ptr=lora_a,
+        lora_b_ptr=lora_b,
+        unit_a_ptr=units[0],
+        unit_b_ptr=units[1],
+        partial_ptr=jax.ShapeDtypeStruct((splits, out), jnp.float32),
+        in_features=in_features,
+        out_features=out,
+        splits=splits,
+        steps=steps,
+        scale=scale.astype(jnp.float32),
+        OUT_LAST=True,
+        PIECES=is_in_pieces,
+        **weight,
+        **config.slices(rank),
+    )
+    return jnp.sum(partial, axis=0)
+
+
+def _pieces(lora_a: jax.Array, lora_b: jax.Array, capability: int) -> list[jax.Array]:
     """Returns f16[2, in, r] and f16[2, r, out], and their units f32[in] and f32[out]."""
     from dora_common.triton import adapter_pieces
 
-    (rows, rank), columns = left.shape, right.shape[1]
+    # The kernel knows B [out, r] and A [r, in]: of the transposed layout these are A and B.
+    (rows, rank), columns = lora_a.shape, lora_b.shape[1]
     programs, constants = adapter_pieces.programs_of(rank, columns, rows)
-    right, left, unit_right, unit_left = kernel_call(
+    pieces_b, pieces_a, unit_b, unit_a = kernel_call(
         adapter_pieces.kernel,
         (programs,),
         capability,
         warps=adapter_pieces.WARPS,
-        lora_a_ptr=right,
-        lora_b_ptr=left,
-        a_ptr=jax.ShapeDtypeStruct((2, *right.shape), jnp.float16),
-        b_ptr=jax.ShapeDtypeStruct((2, *left.shape), jnp.float16),
+        lora_a_ptr=lora_b,
+        lora_b_ptr=lora_a,
+        a_ptr=jax.ShapeDtypeStruct((2, *lora_b.shape), jnp.float16),
+        b_ptr=jax.ShapeDtypeStruct((2, *lora_a.shape), jnp.float16),
         cast_a_ptr=None,
         cast_b_ptr=None,
         unit_a_ptr=jax.ShapeDtypeStruct((columns,), jnp.float32),
@@ -123,4 +173,4 @@ def _pieces(left: jax.Array, right: jax.Array, capability: int) -> list[jax.Arra
         out_features=rows,
         **constants,
     )
-    return [left, right, unit_left, unit_right]
+    return [pieces_a, pieces_b, unit_a, unit_b]

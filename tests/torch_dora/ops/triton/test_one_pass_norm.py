@@ -30,6 +30,17 @@ def test_agrees_with_the_oracle(adapted, assert_within, dtype, adapter_dtype, si
 
 
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("sizes", [(150, 141, 40), (7, 300, 33), (264, 5, 64)])
+def test_strips_agree_with_the_oracle(adapted, assert_within, monkeypatch, dtype, sizes):
+    monkeypatch.setattr(one_pass_norm, "STRIPS_FROM", 0)
+    layer = adapted(sizes=sizes, dtype=dtype)
+    operands = layer.weight, layer.lora_a, layer.lora_b
+    norm = one_pass_norm.launch(*operands, 0.7)
+    assert_within(norm, oracle.norm(*operands, 0.7), tolerances.norm(*operands, 0.7))
+
+
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(64, 40, 8), (38, 129, 3), (6, 1, 1), (66, 64, 40)])
 def test_codes_stand_for_their_levels(adapted, assert_within, device, dtype, sizes):
