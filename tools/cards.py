@@ -16,7 +16,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import jax
@@ -30,12 +30,19 @@ from dora_common.triton import compilation
 from dora_common.triton.cards import CARDS, REGISTERS
 from dora_common.triton.compilation import Compiled, compiled
 from jax_dora.ops.dispatch.choose import KERNELS, Target
+from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member
+from jax_dora.ops.quantised import FORMATS, Format
 from jax_dora.ops.triton import (
+    triton_bank_expand,
+    triton_bank_rows,
+    triton_bank_shrink,
     triton_compose_backward,
     triton_compose_forward,
     triton_decode_attention,
     triton_expand_compose,
+    triton_few_rows,
     triton_norm,
+    triton_quantised_norm,
     triton_swiglu,
 )
 from parity.environment import environment
@@ -68,7 +75,9 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.kernel.fn.__module__.rpartition(".")[2]
+        module = self.kernel.fn.__module__.rpartition(".")[2]
+        name = self.kernel.fn.__name__
+        return module if name == "kernel" else f"{module}.{name}"
 
 
 def cases(capability: int) -> list[Case]:
@@ -92,7 +101,11 @@ def _of_jax(capability: int) -> Iterator[Case]:
         options |= {"config": config, "capability": capability}
         jax.eval_shape(lambda *a: kernel.launch.__wrapped__(*a, **options), *operands)
 
-    full, scale = jnp.float32, array(dtype=jnp.float32)
+    def codes(qtype: str) -> tuple[Format, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        form = Format(qtype, (64, 1), jnp.bfloat16, False)
+        return form, array(IN, OUT, dtype=form.stored), array(IN // 64, OUT)
+
+    full, whole, scale = jnp.float32, jnp.int32, array(dtype=jnp.float32)
     rows, g, bias = array(ROWS, OUT), array(OUT, dtype=full), array(OUT)
     size = (ROWS, OUT, jnp.bfloat16)
     with_inner = {"want_inner": True}
@@ -105,6 +118,32 @@ def _of_jax(capability: int) -> Iterator[Case]:
             operands = rows, array(ROWS, rank), array(rank, OUT), g, scale, bias
             call = (ROWS, rank, OUT, jnp.bfloat16)
             launch(triton_expand_compose, call, *operands, **with_inner)
+        for qtype in FORMATS:
+            form, *stored = codes(qtype)
+            adapter = array(IN, 64), array(64, OUT)
+            launch(
+                triton_quantised_norm, (IN, 64, OUT, form, jnp.bfloat16), *stored, *adapter, scale
+            )
+            operands = array(16, IN), *stored, *adapter, g, scale, bias
+            launch(triton_few_rows, (16, IN, OUT, 64, form, jnp.bfloat16), *operands)
+        operands = (
+            array(16, IN),
+            array(IN, OUT),
+            None,
+            array(IN, 64),
+            array(64, OUT),
+            g,
+            scale,
+            bias,
+        )
+        launch(triton_few_rows, (16, IN, OUT, 64, None, jnp.bfloat16), *operands)
+        held, ids, of_slots = array(4, 64, IN), array(8, dtype=whole), array(4, dtype=whole)
+        member: Any = Member(*cast(Any, (held, array(4, 64, OUT), of_slots, array(dtype=whole))))
+        launch(triton_bank_shrink, (8, 512, IN, 64), array(8, 512, IN), held, ids)
+        z, gs = array(8, 512, 64), array(8, OUT, dtype=full)
+        operands = array(8, 512, OUT), z, member.lora_b, ids, gs, array(8, dtype=full), bias
+        launch(triton_bank_expand, (8, 512, 64, OUT), *operands)
+        launch(triton_bank_rows, (8, IN, OUT, 4, 64), array(8, IN), (member,), ids)
         vectors = g, g, bias, bias
         launch(triton_swiglu, size, rows, rows, rows, *vectors, want_bias=True)
         wanted = {"delta": False, "want_base": True, "want_lora": True}
@@ -137,8 +176,12 @@ def _of_torch(capability: int) -> Iterator[Case]:
     def record(kernel: Any, *arguments: Any, num_warps=4, num_stages=3, **named: Any):
         named.pop("enable_fp_fusion", None)
         given = dict(zip(kernel.arg_names, arguments, strict=False))
-        types = {n: _type(one) for n, one in given.items() if one is not None}
-        named |= {n: None for n, one in given.items() if one is None}
+        # Triton takes a None and an integer 1 as constants.
+        fixed = {
+            n: one for n, one in given.items() if one is None or (type(one) is int and one == 1)
+        }
+        types = {n: _type(one) for n, one in given.items() if n not in fixed}
+        named |= fixed
         recorded.append(
             Case("torch_dora", kernel, (*types.items(),), (*named.items(),), num_warps, num_stages)
         )
@@ -210,7 +253,8 @@ def fit(case: Case, capability: int) -> dict[str, Any]:
         and registers * code.threads <= REGISTERS
         and not spilled
     )
-    sizes = ("RANK", "RANKS", "SIZE", "ROWS", "COLUMNS", "DEPTH", "PIECES", "THEN", "GROUPED")
+    sizes = ("RANK", "RANKS", "ROWS", "COLUMNS", "FEATURES", "WIDTH", "DEPTH", "PIECES", "CODES")
+    sizes += ("SIZE", "THEN", "GROUPED")
     return {
         "capability": capability,
         "package": case.package,

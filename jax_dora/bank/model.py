@@ -53,7 +53,7 @@ def with_bank[Model: nnx.Module](
       bank: a bank for the model.
       adapter_ids: integers [batch], each a slot or -1. Pass them to a function under `jax.jit` as
         int32: JAX truncates int64 arguments to int32 before they can be checked.
-      implementation: None, "mosaic" or "xla", as in `jax_dora.ops.dora_linear`.
+      implementation: None, "mosaic", "triton" or "xla", as in `jax_dora.ops.dora_linear`.
 
     Raises:
       TypeError: `model` is not an nnx module, `bank` is not an `AdapterBank`, or the ids are not

@@ -4,13 +4,14 @@ Adapters are constant while they are served, so g = magnitude / ‖W + sAB‖ is
 slot, and DoRA costs the same as LoRA. The rank is the first axis of a slot's matrices, so that an
 adapter whose rank is below the bank's maximum is contiguous in memory.
 
-- Rows of one token (decoding): the Mosaic kernels `bank_decode` and `bank_rows` support up to
-  512 rows and read each adapter of the batch once. Otherwise XLA computes the products
-  (`bank_xla`). Both compute only the adapters' products, which do not depend on base and may run
-  concurrently with it. XLA fuses the composition with the operations that follow.
+- Rows of one token (decoding): the Mosaic kernels `bank_decode` and `bank_rows`, and Triton's
+  `triton_bank_rows`, support up to 512 rows and read each adapter of the batch once. Otherwise
+  XLA computes the products (`bank_xla`). Both compute only the adapters' products, which do not
+  depend on base and may run concurrently with it. XLA fuses the composition with the operations
+  that follow.
 - Rows of several tokens (prompts): up to 256 tokens are rows of the same kernels. Otherwise a
-  batched product, with one adapter per row. The Mosaic kernel
-  `bank_expand` computes the second product and the composition in one pass.
+  batched product, with one adapter per row, or `triton_bank_shrink` if Triton is named. The kernels
+  `bank_expand` and `triton_bank_expand` compute the second product and the composition in one pass.
 - `bank_projection` also computes base, if it is not used elsewhere.
 """
 
@@ -29,7 +30,8 @@ from jax_dora.ops.dispatch.primitive import call_differentiable
 from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulation_dtype, static_precision
 from jax_dora.ops.mosaic.bank import bank_decode, bank_expand, bank_rows
-from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member, plan
+from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member
+from jax_dora.ops.triton import triton_bank_expand, triton_bank_rows, triton_bank_shrink
 
 # With 256 tokens the kernels took 345 µs a layer, or 375 without `jax_dora.bank.DECODING_OPTIONS`,
 # and XLA's products 384; with 512 tokens 574, 632 and 620 (`h100/tried.jsonl`, "small prompts with
@@ -111,10 +113,11 @@ def step_of(
         (ids.shape[0], fan_in, out, slots, rank, dtype, dtype)
         for fan_in, out, rank, dtype in projections
     )
-    has_kernel = any(
+    choices = (
         choose.choose(OP, implementation, *_candidates(call), optional=True) for call in calls
     )
-    return plan(ids, slots) if has_kernel else None
+    kernel = next((choice.kernel for choice in choices if choice), None)
+    return None if kernel is None else kernel.plan(ids, slots)
 
 
 def _run_expand(
@@ -131,7 +134,8 @@ def _run_expand(
         ),
     )
     call = (groups, time, rank, out, base.dtype)
-    choice = choose.choose(OP, settings.implementation, (bank_expand, call))
+    candidates = (bank_expand, call), (triton_bank_expand, call)
+    choice = choose.choose(OP, settings.implementation, *candidates)
     if choice is None:
         (y,) = expand(settings, flat)
     else:
@@ -153,11 +157,46 @@ EXPAND = Op(
 )
 
 
+class Shrink(NamedTuple):
+    """The operands of `SHRINK`: x [batch, time, in], lora_a [slots, rank, in], and the slot
+    i32[batch] of each row."""
+
+    x: Any
+    lora_a: Any
+    slot: Any
+
+
+def _run_shrink(settings: BankSettings, shard: Shard, operands: Shrink) -> tuple[jax.Array]:
+    x, lora_a, slot = operands
+    groups, (rank, in_features) = slot.size, lora_a.shape[1:]
+    time = x.size // max(groups * in_features, 1)
+    call = (groups, time, in_features, rank, x.dtype)
+    choice = choose.choose(OP, settings.implementation, (triton_bank_shrink, call))
+    if choice is None:
+        return (shard.sum(_shrink(settings, operands)[0]),)
+    z = choice.launch(
+        x.reshape(groups, time, in_features), lora_a.astype(x.dtype), slot.reshape(groups)
+    )
+    return (shard.sum(z.reshape(*x.shape[:-1], rank).astype(x.dtype)),)
+
+
+SHRINK = Op("bank_shrink", _run_shrink, Shrink("t i", "s r i", "t"), ("t r",), contracted="i")
+
+
+def _shrink(settings: BankSettings, operands: Shrink) -> tuple[jax.Array]:
+    """Returns the first product, by its definition."""
+    own_a = operands.lora_a[operands.slot].astype(operands.x.dtype)
+    return (jnp.einsum("nti,nri->ntr", operands.x, own_a, precision=settings.precision),)
+
+
 def shrunk(settings: BankSettings, x: jax.Array, projection: SlotProjection) -> SlotProjection:
-    """Returns the operands of `EXPAND`, with z = x A by a batched product."""
+    """Returns the operands of `EXPAND`, with z = x A."""
     slots, rows = projection.slots, projection.rows
-    own_a = slots.lora_a[rows.slot].astype(x.dtype)
-    z = jnp.einsum("nti,nri->ntr", x, own_a, precision=settings.precision)
+    operands = Shrink(x, slots.lora_a, rows.slot)
+    if settings.implementation == "triton":
+        (z,) = call_differentiable(SHRINK, _shrink, settings, operands)
+    else:
+        (z,) = _shrink(settings, operands)
     slots = Slots(None, slots.lora_b.astype(x.dtype), None, None, None)
     return SlotProjection(slots, base=projection.base, bias=projection.bias, rows=rows, z=z)
 
@@ -198,7 +237,7 @@ def _define_prompts(settings: BankSettings, batch: Batch) -> tuple[jax.Array, ..
 
 def _candidates(call: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     """Returns the candidate kernels for rows of one token, for `choose.choose`."""
-    return [(bank_decode, call), (bank_rows, call)]
+    return [(kernel, call) for kernel in (bank_decode, bank_rows, triton_bank_rows)]
 
 
 def _choice(settings: BankSettings, tokens: Batch) -> choose.Choice | None:
@@ -213,6 +252,8 @@ def _choice(settings: BankSettings, tokens: Batch) -> choose.Choice | None:
     kernels = {choice and choice.kernel for choice in choices}
     if choices[0] is None or len(kernels) > 1:
         return None
+    if choices[0].capability is not None:
+        return choices[0]
     config = choices[0].kernel.config(*call(sum(outs)), members=len(outs))
     return choices[0]._replace(config=config)
 

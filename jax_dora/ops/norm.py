@@ -40,7 +40,7 @@ from jax_dora.ops.mosaic.norm import quantised_norm as kernel_quantised_norm
 from jax_dora.ops.mosaic.norm import stationary_norm
 from jax_dora.ops.mosaic.norm.one_pass_norm import cut
 from jax_dora.ops.operands import AdaptedKernel, NormSettings
-from jax_dora.ops.triton import triton_norm
+from jax_dora.ops.triton import triton_norm, triton_quantised_norm
 
 BLOCK_ELEMENTS = 1 << 20
 EPS_FULL = 1e-12
@@ -60,7 +60,7 @@ def factored_norm(
     Args:
       kernel: [in, out], fp16, bf16, fp32 or fp64; or a `qwix.QArray` in one of
         `jax_dora.ops.quantised.FORMATS`, which is dequantised in blocks of at most 2^20 elements
-        (a row, if it has more), or by "mosaic" tile by tile, without temporaries.
+        (a row, if it has more), or by the kernels tile by tile, without temporaries.
       lora_a: [in, r].
       lora_b: [r, out].
       scale: a number, or a traced scalar. A Python 0 skips the adapter's terms.
@@ -123,9 +123,10 @@ def candidates(
     """Returns the (kernel, call) pairs of a norm for `choose.choose`, the fastest first. `stored`
     is the kernel's dtype, or its `Format` if it is quantised."""
     is_quantised = isinstance(stored, quantised.Format)
-    other = kernel_quantised_norm if is_quantised else kernel_norm
+    kernels = (stationary_norm, kernel_norm, triton_norm)
+    if is_quantised:
+        kernels = (stationary_norm, kernel_quantised_norm, triton_quantised_norm)
     call = (in_features, rank, out, stored, adapter_dtype)
-    kernels = (stationary_norm, other) if is_quantised else (stationary_norm, other, triton_norm)
     return [(kernel, call) for kernel in kernels]
 
 

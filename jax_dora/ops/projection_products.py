@@ -1,6 +1,6 @@
 """The products of an adapted projection, forward and backward, and the choice of their kernels.
 
-Calls with few rows, as in decoding and for prompts, have Mosaic kernels that read a quantised W
+Calls with few rows, as in decoding and for prompts, have kernels that read a quantised W
 directly. Otherwise a quantised W is dequantised to x's dtype for each product. With quantised
 activations, base is a product in FP8 (`row_scaled`), and so is d Wᵀ with quantised gradients.
 """
@@ -22,7 +22,7 @@ from jax_dora.ops.mosaic.decode import decode_finish, decode_project
 from jax_dora.ops.mosaic.projection import expand_compose, project, project_back
 from jax_dora.ops.mosaic.rows import compose_forward
 from jax_dora.ops.operands import ProductSettings, Projection
-from jax_dora.ops.triton import triton_compose_forward, triton_expand_compose
+from jax_dora.ops.triton import triton_compose_forward, triton_expand_compose, triton_few_rows
 
 
 def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -58,18 +58,20 @@ def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> t
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
     form = quantised.format_of(kernel) if is_quantised else None
     expand = (rows, rank, out, x.dtype)
+    whole = (rows, in_features, out, rank, form, x.dtype)
     candidates = {
-        decode_project: (rows, in_features, out, rank, form, x.dtype),
+        decode_project: whole,
         project: (rows, in_features, out, x.dtype),
         decode_finish: expand,
         expand_compose: expand,
         compose_forward: (rows, out, x.dtype),
+        triton_few_rows: whole,
         triton_expand_compose: expand,
         triton_compose_forward: (rows, out, x.dtype),
     }
-    # `decode_project` needs lora_a, and neither kernel for few rows returns inner.
+    # The kernels for few rows return no inner, and those for whole projections need lora_a.
     if settings.want_inner or lora_a is None:
-        del candidates[decode_project]
+        del candidates[decode_project], candidates[triton_few_rows]
     if settings.want_inner:
         del candidates[decode_finish]
     choice = choose.choose(settings.op, settings.implementation, *candidates.items())
@@ -77,7 +79,7 @@ def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> t
     lora_b = lora_b.astype(x.dtype)
     # The kernels for few rows multiply x A by s: computing s·A would be another pass over A.
     a = None if lora_a is None else lora_a.astype(x.dtype)
-    if choice is not None and a is not None and choice.kernel is decode_project:
+    if choice is not None and a is not None and choice.kernel in (decode_project, triton_few_rows):
         w = (kernel.qvalue, kernel.scale) if is_quantised else (kernel, None)
         return choice.launch(x, *w, a, lora_b, g, scale, bias), None
     # The dense copy of a quantised kernel lives only as long as its product.

@@ -1,8 +1,9 @@
 """This operator multiplies few rows of x by a quantised W, without an adapter: y = x W.
 
-A base layer with a quantised kernel calls it in decoding and for short prompts. The Mosaic kernels
-of `decode_project` and `decode_quantised` read the quantised bytes of W; where they do not support
-a call, XLA multiplies by a dense copy of W. The gradient is that of the dense product.
+A base layer with a quantised kernel calls it in decoding and for short prompts. The kernels of
+`decode_project`, `decode_quantised` and `triton_few_rows` read the quantised bytes of W; where they
+do not support a call, XLA multiplies by a dense copy of W. The gradient is that of the dense
+product.
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ from jax_dora.ops.dtypes import dot_general, static_precision
 from jax_dora.ops.mosaic.decode import decode_project, decode_quantised
 from jax_dora.ops.operands import ProductSettings
 from jax_dora.ops.row_scaled import Factors
+from jax_dora.ops.triton import triton_few_rows
 
 MOST_ROWS = decode_quantised.MOST_ROWS
 
@@ -35,9 +37,11 @@ def choice(implementation: str | None, rows: int, kernel: Any, dtype: Any) -> ch
     """Returns the kernel for a product of `rows` rows, launched with x, qvalue and scale; None for
     a dense copy of W."""
     (in_features, out), form = kernel.shape, quantised.format_of(kernel)
+    whole = (rows, in_features, out, 0, form, dtype)
     candidates = {
-        decode_project: (rows, in_features, out, 0, form, dtype),
+        decode_project: whole,
         decode_quantised: (rows, in_features, out, form, dtype),
+        triton_few_rows: whole,
     }
     return choose.choose(OP.name, implementation, *candidates.items(), optional=True)
 

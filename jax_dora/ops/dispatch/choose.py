@@ -160,9 +160,11 @@ class Choice(NamedTuple):
 def _without_fp64(launch: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
     """Returns `launch(*arrays, **options)` with scales and vectors in fp32, in which the kernels
     compute; under jax_enable_x64 they may be fp64."""
-    wide = [array is not None and array.dtype == jnp.float64 for array in arrays]
-    pairs = zip(arrays, wide, strict=True)
-    return launch(*(a.astype(jnp.float32) if is_wide else a for a, is_wide in pairs), **options)
+
+    def narrow(array: jax.Array) -> jax.Array:
+        return array.astype(jnp.float32) if array.dtype == jnp.float64 else array
+
+    return launch(*jax.tree.map(narrow, arrays), **options)
 
 
 def choose(

@@ -22,6 +22,7 @@ from jax_dora.ops.mosaic.hopper.launch import start
 TARGET = "__gpu$xla.gpu.ptx"
 _TYPES = {
     **{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32"},
+    "uint8": "u8",
     "float8_e4m3fn": "u8",  # which kernels for every card can read
 }
 HALVES = (jnp.bfloat16, jnp.float16)

@@ -99,7 +99,12 @@ def test_many_rows_of_one_token_are_sorted():
 
 @pytest.mark.parametrize(
     ("implementation", "dtype", "is_planned"),
-    [(None, jnp.bfloat16, False), ("mosaic", jnp.bfloat16, True), ("mosaic", jnp.float32, False)],
+    [
+        (None, jnp.bfloat16, False),
+        ("mosaic", jnp.bfloat16, True),
+        ("mosaic", jnp.float32, False),
+        ("triton", jnp.bfloat16, True),
+    ],
 )
 def test_a_step_is_planned_only_for_a_kernel(implementation, dtype, is_planned):
     base = nnx.Linear(64, 64, param_dtype=dtype, rngs=nnx.Rngs(0))

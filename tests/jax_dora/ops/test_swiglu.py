@@ -192,10 +192,11 @@ def test_with_codes_at_full_size(rows, out, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize(("rows", "out"), [(4096, 12288), (2049, 8192), (517, 8200)])
-def test_mosaic_agrees_at_full_size(rows, out, dtype):
-    check(*operands(3, (rows, out), dtype), "mosaic")
+def test_kernels_agree_at_full_size(rows, out, dtype, implementation):
+    check(*operands(3, (rows, out), dtype), implementation)
 
 
 @pytest.mark.parametrize("biased", [slow(False), True])

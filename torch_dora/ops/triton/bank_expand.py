@@ -49,6 +49,7 @@ def bank_linear(
         ids,
         ids if row_groups is None else row_groups,
         rank,
+        None,
         g if bias is None else bias.contiguous(),
         y,
         time,
@@ -57,9 +58,11 @@ def bank_linear(
         RANKS=ranks,
         PADDED_RANKS=max(bank_shrink.MIN_ROWS, next_power_of_2(ranks)),
         HAS_BIAS=bias is not None,
+        OF_ROWS=False,
         ROWS=rows,
         COLUMNS=chosen.columns,
         GROUPED=row_groups is not None,
+        AT_END=False,
         num_warps=chosen.warps,
     )
     return y

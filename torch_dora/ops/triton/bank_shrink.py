@@ -6,7 +6,14 @@ Multiplies each row by the A of its slot, in parts: parts[p] = x[:, p] A[slot][:
 import torch
 from torch import Tensor
 
-from dora_common.triton.bank_shrink import CONFIG, MAX_RANK, MIN_ROWS, PROGRAMS, kernel, tile_rows
+from dora_common.triton.bank_shrink import (
+    CONFIG,
+    MAX_RANK,
+    MIN_ROWS,
+    kernel,
+    parts_of,
+    tile_rows,
+)
 from dora_common.triton.jit import cdiv, next_power_of_2
 from torch_dora.ops.choose import Call
 from torch_dora.ops.triton.jit import launch_kernel
@@ -60,11 +67,7 @@ def launch(
     slots, ranks, _ = lora_a.shape
     rows = tile_rows(time)
     tiles = batch * cdiv(time, rows) if row_groups is None else row_groups.shape[0]
-    steps = cdiv(features, CONFIG.depth)
-    splits = max(1, min(steps, PROGRAMS // max(1, tiles)))
-    # A power of two, so that many sizes share a compiled kernel.
-    chunk = next_power_of_2(cdiv(steps, splits)) * CONFIG.depth
-    splits = cdiv(features, chunk)
+    splits, chunk = parts_of(tiles, features)
     parts = torch.empty(splits, batch, time, ranks, dtype=torch.float32, device=x.device)
     if parts.numel() == 0:
         return parts.new_zeros(batch, time, ranks)
@@ -76,6 +79,7 @@ def launch(
         ids,
         ids if row_groups is None else row_groups,
         rank,
+        None,
         parts,
         batch,
         time,
@@ -87,6 +91,7 @@ def launch(
         ROWS=rows,
         DEPTH=CONFIG.depth,
         GROUPED=row_groups is not None,
+        AT_END=False,
         num_warps=CONFIG.warps,
         num_stages=CONFIG.stages,
     )

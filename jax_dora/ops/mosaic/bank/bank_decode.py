@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jax_dora.ops.mosaic.bank import bank_decode_expand, bank_decode_shrink, bank_rows
 from jax_dora.ops.mosaic.bank.bank_rows_sizes import Member, prepare
+from jax_dora.ops.mosaic.bank.bank_rows_sizes import plan as plan
 from jax_dora.ops.mosaic.hopper.launch import launcher
 from jax_dora.ops.mosaic.hopper.limits import TILE_K
 

@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 
 from jax_dora.ops.mosaic.bank import bank_rows_expand, bank_rows_shrink
 from jax_dora.ops.mosaic.bank.bank_rows_sizes import Config, Member, Sizes, fastest_config, prepare
+from jax_dora.ops.mosaic.bank.bank_rows_sizes import plan as plan
 from jax_dora.ops.mosaic.hopper import limits
 from jax_dora.ops.mosaic.hopper.launch import launcher
 from jax_dora.ops.mosaic.hopper.limits import TILE_K
