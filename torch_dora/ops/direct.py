@@ -10,7 +10,6 @@ Gradient checkpointing makes each call again in the backward pass. The second ca
 the first.
 """
 
-import contextlib
 import functools
 import math
 from typing import TYPE_CHECKING, Any
@@ -145,14 +144,6 @@ def _split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     return (1.0, scale) if dtype == torch.float16 else (scale, 1.0)
 
 
-def _no_autocast_to_others(dy: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that turns autocast off, unless it casts to dy's dtype, which all products
-    have: turning it off takes as long as two launches."""
-    if torch.get_autocast_dtype(dy.device.type) == dy.dtype:
-        return contextlib.nullcontext()
-    return no_autocast(dy)
-
-
 def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Returns scale·(a @ b) in the dtype of the operands; the sum is scaled before it is
     rounded."""
@@ -237,7 +228,7 @@ class _DirectLinear(torch.autograd.Function):
         want_dz = want_a or want_adapter_x or (want_x and shared)
         want_d = want_dz or want_x or want_weight or want_b
         dx = d_adapter_x = d_weight = d_bias = d_a = d_b = d_g = None
-        with _no_autocast_to_others(dy):
+        with no_autocast(dy):
             dy = rows_of(dy)
             run = compose_backward.compose_backward if is_observed() else compose_backward.launch
             gradients = []

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dora_common.triton.compose_backward import CONFIG, kernel, strips_of
+from dora_common.triton.compose_backward import CONFIG, Config, kernel, strips_of
 from torch_dora.ops.operator import operator
 from torch_dora.ops.triton import column_sums
 from torch_dora.ops.triton.jit import Launch
@@ -16,6 +16,7 @@ from torch_dora.ops.triton.jit import Launch
 
 @functools.lru_cache(1024)
 def _launch(
+    config: Config,
     rows: int,
     features: int,
     scale: float,
@@ -25,7 +26,7 @@ def _launch(
     with_g: bool,
 ) -> tuple[int, Launch]:
     """Returns the number of strips, and the launch."""
-    strips, programs, constants = strips_of(CONFIG, rows, features)
+    strips, programs, constants = strips_of(config, rows, features)
     return strips, Launch(
         kernel,
         (programs,),
@@ -35,7 +36,7 @@ def _launch(
         WITH_LORA=with_lora,
         WITH_G=with_g,
         **constants,
-        num_warps=CONFIG.warps,
+        num_warps=config.warps,
         enable_fp_fusion=True,
     )
 
@@ -66,7 +67,7 @@ def launch(
             else [*gradients, dy.new_zeros(features, dtype=torch.float32)]
         )
     flags = delta, want_base, want_lora, inner is not None
-    strips, run_kernel = _launch(rows, features, scale, *flags)
+    strips, run_kernel = _launch(CONFIG, rows, features, scale, *flags)
     partial = g
     if inner is not None:
         partial = torch.empty((strips, features), device=dy.device, dtype=torch.float32)

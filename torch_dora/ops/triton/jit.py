@@ -1,7 +1,6 @@
 """Launches of kernels with little work on the host."""
 
 import functools
-from operator import or_
 from typing import Any
 
 import torch
@@ -70,7 +69,6 @@ class Launch:
         self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], **options: Any
     ) -> None:
         self.kernel, self.grid, self.scalars, self.options = kernel, grid, scalars, options
-        self.blocks = (*grid, 1, 1)[:3]
         self.compiled: dict[tuple[Any, ...], Any] = {}
         constants = (options[name] for name in kernel.arg_names if name in options)
         self.passed = (*scalars, *constants)
@@ -78,28 +76,35 @@ class Launch:
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Launches with tensors of the current device, or None."""
         if TRITON_MODE != "compiled" or _is_profiled():
-            self._ask_triton(first, *others)
+            self.kernel[self.grid](first, *others, *self.scalars, **self.options)
             return
         # Triton's launcher would ask the driver about a tensor; it takes an address as it is.
-        addresses = [first.data_ptr(), *[0 if t is None else t.data_ptr() for t in others]]
-        if functools.reduce(or_, addresses) % 16:
-            self._ask_triton(first, *others)  # It compiles another kernel, which has no place here.
+        address, device = first.data_ptr(), first.get_device()
+        addresses, bits, key = [address], address, [device, first.dtype]
+        for tensor in others:
+            if tensor is None:
+                addresses.append(0)
+                key.append(None)
+            else:
+                addresses.append(address := tensor.data_ptr())
+                bits |= address
+                key.append(tensor.dtype)
+        if bits % 16:  # Triton compiles another kernel, which has no place here.
+            self.kernel[self.grid](first, *others, *self.scalars, **self.options)
             return
-        device = first.get_device()
-        key = device, first.dtype, *[None if t is None else t.dtype for t in others]
-        found = self.compiled.get(key)
+        found = self.compiled.get(key := tuple(key))
         if found is None:
-            self.compiled[key] = self._ask_triton(first, *others)
+            self.compiled[key] = self.kernel[self.grid](
+                first, *others, *self.scalars, **self.options
+            )
             return
+        x, y, z = (*self.grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         found.run(
-            *(*self.blocks, stream, found.function, found.packed_metadata, None, None, None),
+            *(x, y, z, stream, found.function, found.packed_metadata, None, None, None),
             *addresses,
             *self.passed,
         )
-
-    def _ask_triton(self, *tensors: Tensor | None) -> Any:
-        return self.kernel[self.grid](*tensors, *self.scalars, **self.options)
 
 
 def _is_profiled() -> bool:
