@@ -9,7 +9,7 @@ last 1,024. For the gradient every layer is checkpointed; a frozen side has infe
 protocol is that of the level `model --torch`, and so are the fields of a line. Further ones:
 
     model                     the published model whose dimensions these are
-    device_ms                 of the kernels of one call, without the gaps between them
+    device_ms                 of the kernels and copies of one call, without the gaps between them
     peak_bytes                the weights, the adapters, their gradients, and what a call allocates
     cosine_to_peft            of the logits, to those of PEFT's defaults
     cosine_to_fp32            of the logits, to those of PEFT in fp32 with the same numbers
@@ -20,14 +20,15 @@ import copy
 import functools
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.clock import device_clock
 from benchmarks.model.protocol import LORA_B_DEVIATION
 from benchmarks.model_torch import DEFAULT, IN_BF16, LORA, OURS, in_turns, with_ratios
 from benchmarks.results import Row
@@ -117,9 +118,7 @@ def _measure(
             (side, autocast), model = key, models[key]
             row = with_ratios(found, side, autocast)
             if device == "cuda":
-                with torch.autocast(device, torch.bfloat16, enabled=autocast):
-                    kernels = device_clock().kernels(calls[key])
-                row["device_ms"] = sum(us for _, us in kernels) / 1e3
+                row["device_ms"] = _device_ms(calls[key], autocast)
             yield {
                 "model": full.name,
                 "kind": side.name + ", autocast" * autocast,
@@ -195,6 +194,18 @@ def _gradient(model: Any, inputs: dict[str, Tensor], last: int) -> None:
     logits = model(**inputs, logits_to_keep=last, use_cache=False).logits
     targets = inputs["input_ids"][0, -last:]
     F.cross_entropy(logits.flatten(0, 1).float(), targets).backward()
+
+
+def _device_ms(call: Callable[[], Any], autocast: bool) -> float:
+    """Returns the milliseconds of a call's kernels and copies on the GPU."""
+    with (
+        torch.autocast("cuda", torch.bfloat16, enabled=autocast),
+        profile(activities=[ProfilerActivity.CUDA]) as profiled,
+    ):
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() or () if event.device_type == DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in events) / 1e3
 
 
 def _held(model: Any) -> int:
