@@ -200,28 +200,32 @@ def attention(q, keys, values, operands, dtype) -> Array:
     """Returns `[queries, size]`: the error of attention whose two products are of the dtype
     `operands`, accumulated in fp32, and whose result is stored in `dtype`.
 
-    Queries are rounded in units of their largest number, and the softmax's numerators times the
-    largest number of each value in units of the largest of these. An error e of the scores changes
-    a weight p by at most the factor `exp(2e)`, since it is in the numerator and in the sum, here
-    `2·e` for small ones with e the largest of all tokens. An exponential costs a few fp32 roundings
-    of its argument.
+    Queries are rounded in units of their largest number. Errors δ of the scores change the result y
+    by `Σ p_t δ_t (V_t - y)` and, in second order, by at most `max δ² Σ p_t |V_t|`. Those of a
+    rounded channel of q are the same for all tokens, up to the factor K_t; by rule 3 those of its
+    channels are independent. The fp32 errors of a score and of its exponential are bounded together
+    with the sum of the softmax. Numerators times the largest number of a value are rounded in units
+    of the largest of these, each independently.
     """
     q, k, v = fp64(q), fp64(keys), fp64(values)
-    unit = abs(q).max(-1, keepdims=True)
-    scale = q.shape[-1] ** -0.5
-    terms = accumulation(q.shape[-1], q @ k.T, (q**2 @ k.T**2) ** 0.5)
-    scores = scale * (independent(unit * rounding(q / unit, operands), k.T) + terms)
-    scores += 4 * in_fp32(scale * (q @ k.T))
-    p = np.exp(scale * (q @ k.T))
+    scale, unit = q.shape[-1] ** -0.5, abs(q).max(-1, keepdims=True)
+    scores = scale * (q @ k.T)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
+    y, magnitude = p @ v, p @ abs(v)
+
+    rounded = scale * unit * rounding(q / unit, operands)
+    spread = np.einsum("nt,td,th->ndh", p, k, v) - (p @ k)[:, :, None] * y[:, None]
+    by_queries = SIGMAS * np.einsum("nd,ndh->nh", rounded**2, spread**2) ** 0.5
+    second_order = independent(rounded, k.T).max(-1, keepdims=True) ** 2 * magnitude
+    terms = scale * accumulation(q.shape[-1], q @ k.T, (q**2 @ k.T**2) ** 0.5)
+    in_scores = 2 * (terms + 4 * in_fp32(scores)).max(-1, keepdims=True) + 8 * U32
     tau = abs(v).max(-1)
     largest = (p * tau).max(-1, keepdims=True)
-    stored = (largest * rounding(p * tau / largest, operands) / tau) @ abs(v)
-    y = p @ v
-    magnitude = p @ abs(v)
-    sums = accumulation(len(v), y, ((p**2) @ (v**2)) ** 0.5) + accumulation(len(v), y, abs(y))
-    relative = 2 * scores.max(-1, keepdims=True) + 8 * U32
-    return np.expm1(relative) * magnitude + stored + sums + rounding(y, dtype)
+    by_weights = independent(largest * rounding(p * tau / largest, operands) / tau, v)
+    sums = accumulation(len(v), y, (p**2 @ v**2) ** 0.5) + accumulation(len(v), y, abs(y))
+    first_order = by_queries + np.expm1(in_scores) * magnitude + by_weights
+    return first_order + second_order + sums + rounding(y, dtype)
 
 
 def quantised_rows(x, weight, dtype="float8_e4m3fn") -> Array:

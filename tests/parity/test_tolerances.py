@@ -167,3 +167,23 @@ def test_layer_bound_of_lora():
         tolerances.dora_linear(dy, x, w, a, b, one, s, "float32").y for one in (m, None)
     )
     assert (without < with_norm).all()
+
+
+@pytest.mark.parametrize("operands", ["float16", "float32"])
+def test_attention_bound_holds_for_products_of_a_dtype(operands):
+    rng = np.random.default_rng(7)
+    q, keys, values = (rng.normal(size=(n, 64)).astype(np.float32) for n in (8, 300, 300))
+
+    def attend(operands):
+        unit, tau = np.abs(q).max(-1, keepdims=True), np.abs(values).max(-1)
+        scores = unit * (_stored(q / unit, operands) @ keys.T) / 8
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        peak = (p * tau).max(-1, keepdims=True)
+        weights = peak * _stored(p * tau / peak, operands) / tau
+        return weights @ values / p.sum(-1, keepdims=True)
+
+    bound = tolerances.attention(q, keys, values, operands, "float32")
+    exact = oracle.attention(q, keys, values)
+    assert (np.abs(attend(operands) - exact) <= bound).all()
+    worse = {"float16": "bfloat16", "float32": "float16"}[operands]
+    assert (np.abs(attend(worse) - exact) > bound).any()

@@ -18,7 +18,7 @@ import jax_dora.peft
 from jax_dora.lm.commands import finetune, main
 from jax_dora.lm.commands.flags import Parser, flags_of, with_flag_names
 from jax_dora.lm.finetune.checkpoints import Checkpoints
-from jax_dora.lm.models import Sampling, generate, load_model
+from jax_dora.lm.models import Sampling, generate, generation, load_model
 from jax_dora.lm.models.tokenizer import read_tokenizer
 from parity import tolerances
 from tests.jax_dora.lm.finetune.runs import assert_one_line
@@ -80,6 +80,23 @@ def test_generate_with_quantised_activations(model, adapter, capsys):
     flags = ["--quantize", "float8_e4m3fn", "--activations", "float8_e4m3fn", "--tokens", "9"]
     assert main(["generate", "--adapter", str(adapter), *flags, "--prompt", "12+30="]) == 0
     assert capsys.readouterr().out == f"{tokenizer.decode(wanted)}\n"
+
+
+@pytest.mark.slow
+def test_generate_with_a_cache_in_fp8(model, monkeypatch, capsys):
+    tokenizer, fp8 = read_tokenizer(Path(model)), "float8_e4m3fn"
+    asked, make = [], generation.make_cache
+    monkeypatch.setattr(generation, "make_cache", lambda *one: asked.append(one[-1]) or make(*one))
+    prompt = tokenizer.encode("12+30=").ids
+    (wanted,) = generate(load_model(model), [prompt], 5, ends=[256], kv_cache=fp8)
+    flags = ["--model", model, "--kv-cache", fp8, "--tokens", "5"]
+    for prompts in (["12+30="], ["12+30="] * 2):
+        assert main(["generate", *flags, *(f"--prompt={one}" for one in prompts)]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert [first, *(json.loads(one)["completion"] for one in lines)] == [
+        tokenizer.decode(wanted)
+    ] * 3
+    assert asked == [fp8] * 3
 
 
 def test_generate_is_that_of_transformers(model, tmp_path, capsys):
@@ -221,6 +238,7 @@ def test_merge_unties_an_embedding_that_is_the_head(model, tmp_path, capsys):
             'generate --model MODEL --prompt x --chat --chat-template-kwargs {"a":1}',
             "chat_template_kwargs has 'a', which the chat template does not read; expected some o",
         ),
+        ("generate --model MODEL --prompt x --kv-cache int8", "--kv-cache: invalid choice: 'int8'"),
         ("generate --model MODEL --prompt x --top-k 5", "--top-k is given without --temperature"),
         ("generate --model MODEL --prompt x --top-p .5", "--top-p is given without --temperature"),
         ("generate --model MODEL --prompt x\udcff", "--prompt 'x\\udcff' is not valid text: "),

@@ -147,6 +147,7 @@ def test_a_key_is_asked_for(model, settings):
         ("--host-gib 1", "--host-gib needs --adapters"),
         ("--host-gib -1", "'-1' is out of range: expected a number of at least 0"),
         ("--activations int8", "argument --activations: invalid choice: 'int8'"),
+        ("--kv-cache int8", "argument --kv-cache: invalid choice: 'int8'"),
         ("--mesh foo=2", "expected auto, or sizes of tp of at least 1, as in tp=2"),
         ("--mesh dp=2", "--mesh {'dp': 2}: expected only tp"),
         ("--mesh dp=1,tp=2", "--mesh {'dp': 1, 'tp': 2}: expected only tp, not dp"),
