@@ -39,6 +39,8 @@ from jax_dora.ops.triton import (
     triton_compose_backward,
     triton_compose_forward,
     triton_decode_attention,
+    triton_disentangled_backward,
+    triton_disentangled_forward,
     triton_expand_compose,
     triton_few_rows,
     triton_norm,
@@ -151,6 +153,16 @@ def _of_jax(capability: int) -> Iterator[Case]:
         launch(triton_compose_forward, size, rows, rows, g, scale, bias, delta=False, **with_inner)
         for group, head_dim in ((4, 64), (4, 96), (4, 128), (2, 256), (32, 256)):
             _launch_attention(functools.partial(launch, triton_decode_attention), group, head_dim)
+        for head in (64, 128):
+            call = batch, time, heads, buckets = 20, 512, 24, 512
+            q, products = array(batch, time, heads, head), array(heads, batch, time, buckets)
+            per_text = array(2 * time - 1, dtype=jnp.int32), array(batch, time, dtype=jnp.int8)
+            scores = q, q, q, products, products, *per_text, array(2, dtype=jnp.int32)
+            call, dropout = (*call[:3], head, jnp.bfloat16), {"rate": 0.1}
+            launch(triton_disentangled_forward, call, *scores, **dropout)
+            lse, table = array(batch, heads, time, dtype=full), array(2 * time - 1, heads, head)
+            of_forward = q, q, lse, *scores, table, table
+            launch(triton_disentangled_backward, call, *of_forward, **dropout)
     return iter(recorded)
 
 

@@ -6,19 +6,41 @@
 K and Q are the projected embeddings of buckets of relative positions, and c maps a distance to its
 bucket. DeBERTa calls the second term c2p and the third p2c; a model may lack one of them.
 
-Here no distance is looked up for a pair of tokens. K and Q are read for every distance once, which
-is a small gather; of the product with all queries or keys, [time, 2·time], the scores are a shear:
-row i begins i elements earlier than row 0, so they have the strides of a wider matrix. XLA reads
-them in place, and the gradient is the same shear backwards. The mask of dropout is computed from a
-counter, and never stored.
+Nothing of [time, time] is gathered in memory, and the mask of dropout is computed from a counter in
+both passes.
 
-    2·B·H·T²·D·(2 + 2·terms) FLOPs with terms - 1 products of twice as many columns as tokens
+- Triton: a kernel has a whole pass. It reads q Kᵀ and k Qᵀ, [time, buckets], at the distances of
+  its tile. The other gradients read that of the scores along its diagonals, which are strides like
+  those of rows.
+- XLA: K and Q are read for every distance once, a small gather. The scores are a shear of the
+  product with all queries or keys, [time, 2·time]: row i begins i elements earlier than row 0, so
+  they have the strides of a wider matrix. The gradient is the same shear backwards.
 """
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dropout import Dropout, drop
+from jax_dora.ops.dtypes import accumulation_dtype
+from jax_dora.ops.triton import triton_disentangled_backward as kernel_backward
+from jax_dora.ops.triton import triton_disentangled_forward as kernel_forward
+
+
+class _Operands(NamedTuple):
+    """The arrays of a call; those that are None are left out."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    pos_key: jax.Array | None
+    pos_query: jax.Array | None
+    buckets: jax.Array
+    mask: jax.Array | None
+    seed: jax.Array | None
 
 
 def disentangled_attention(
@@ -31,6 +53,7 @@ def disentangled_attention(
     *,
     mask: jax.Array | None = None,
     dropout: Dropout | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Returns the attended values [batch, time, heads, size], in v's dtype.
 
@@ -42,9 +65,11 @@ def disentangled_attention(
       mask: bool[batch, time], the tokens to attend to; all by default. A row without any attends to
         all alike.
       dropout: drops elements of the softmax; its `mode` does not matter.
+      implementation: None, "triton" where it was measured to be faster, or "xla"; "eager" is "xla".
 
     Raises:
-      ValueError: the shapes do not fit.
+      ValueError: the shapes do not fit, or `implementation` has no valid value.
+      NotImplementedError: the named implementation does not support the call.
     """
     batch, time, heads, size = q.shape
     if k.shape != q.shape or v.shape != q.shape:
@@ -62,25 +87,59 @@ def disentangled_attention(
         )
     if mask is not None and mask.shape != (batch, time):
         raise ValueError(f"mask has shape {mask.shape}; expected {(batch, time)}, one for each key")
-    terms = 1 + (pos_key is not None) + (pos_query is not None)
-    scale = jnp.asarray((terms * size) ** -0.5, q.dtype)
+    rate = 0.0 if dropout is None else dropout.rate
+    seed = None if dropout is None or not rate else dropout.seed
+    operands = _Operands(q, k, v, pos_key, pos_query, buckets, mask, seed)
+    if _is_fused(operands, implementation):
+        return _fused(rate, operands)
+    return _define(rate, operands)
+
+
+def _is_fused(operands: _Operands, implementation: str | None) -> bool:
+    """Returns whether Triton's kernels are taken."""
+    q, device = operands.q, choose.target()
+    if implementation is None:
+        # On Hopper, where choose prefers Mosaic, which has no kernel; other cards: not measured.
+        is_measured = device.compute_capability == "9.0" and not device.partitioned
+        has_terms = operands.pos_key is not None and operands.pos_query is not None
+        call: Any = (*q.shape, q.dtype)
+        is_better = is_measured and has_terms and kernel_forward.wins(*call)
+        is_better = is_better and not device.interpreted and not device.refuses("triton")
+        implementation = "triton" if is_better else "xla"
+    return _choose(kernel_forward, q, implementation) is not None
+
+
+def _choose(kernel: Any, q: jax.Array, implementation: str | None) -> Any:
+    candidate = (kernel, (*q.shape, q.dtype))
+    return choose.choose("disentangled_attention", implementation, candidate)
+
+
+def _define(rate: float, operands: _Operands) -> jax.Array:
+    """Returns the result in XLA."""
+    q, k, v, pos_key, pos_query, buckets, mask, seed = operands
+    scale = jnp.asarray(_scale(operands), q.dtype)
     scores = jnp.einsum("bihd,bjhd->bhij", q, k * scale)
     if pos_key is not None:
         # Column m is of the distance time - 1 - m, so that row i's scores begin at its distance i.
-        table = (pos_key * scale)[buckets[::-1]]
-        scores = scores + _sheared(jnp.einsum("bihd,mhd->bhim", q, _padded(table)))
+        table = _padded((pos_key * scale)[buckets[::-1]])
+        scores = scores + _sheared(jnp.einsum("bihd,mhd->bhim", q, table))
     if pos_query is not None:
-        table = (pos_query * scale)[buckets]
-        sheared = _sheared(jnp.einsum("bjhd,mhd->bhjm", k, _padded(table)))
+        table = _padded((pos_query * scale)[buckets])
+        sheared = _sheared(jnp.einsum("bjhd,mhd->bhjm", k, table))
         scores = scores + jnp.swapaxes(sheared, -1, -2)
     if mask is not None:
         lowest = jnp.asarray(jnp.finfo(scores.dtype).min, scores.dtype)
         scores = jnp.where(mask[:, None, None, :], scores, lowest)
-    wide = jnp.promote_types(scores.dtype, jnp.float32)
-    probabilities = jax.nn.softmax(scores.astype(wide), axis=-1).astype(v.dtype)
-    if dropout is not None:
-        probabilities = drop(probabilities, dropout.seed, dropout.rate)
+    wide = scores.astype(accumulation_dtype(scores.dtype))
+    probabilities = jax.nn.softmax(wide, axis=-1).astype(v.dtype)
+    if seed is not None:
+        probabilities = drop(probabilities, seed, rate)
     return jnp.einsum("bhij,bjhd->bihd", probabilities, v)
+
+
+def _scale(operands: _Operands) -> float:
+    terms = 1 + (operands.pos_key is not None) + (operands.pos_query is not None)
+    return (terms * operands.q.shape[-1]) ** -0.5
 
 
 def _padded(table: jax.Array) -> jax.Array:
@@ -95,3 +154,49 @@ def _sheared(x: jax.Array) -> jax.Array:
     # In the flat array, this is element i·(width - 1) + j + time - 1.
     flat = x.reshape(*leading, time * width)[..., time - 1 :][..., : time * (width - 1)]
     return flat.reshape(*leading, time, width - 1)[..., :time]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(rate: float, operands: _Operands) -> jax.Array:
+    """Returns the result by Triton's kernels."""
+    return _fused_fwd(rate, operands)[0]
+
+
+def _fused_fwd(rate: float, operands: _Operands) -> tuple[jax.Array, Any]:
+    q, k, v, pos_key, pos_query, *_ = operands
+    c2p = None if pos_key is None else jnp.einsum("bihd,mhd->hbim", q, pos_key)
+    p2c = None if pos_query is None else jnp.einsum("bjhd,mhd->hbjm", k, pos_query)
+    choice = _choose(kernel_forward, q, "triton")
+    o, lse = choice.launch(q, k, v, c2p, p2c, *_integers(operands), rate=rate)
+    return o, (operands, c2p, p2c, o, lse)
+
+
+def _fused_bwd(rate: float, kept: Any, do: jax.Array) -> tuple[_Operands]:
+    operands, c2p, p2c, o, lse = kept
+    q, k, v, pos_key, pos_query, buckets, *_ = operands
+    # What a query is multiplied by, at the key n tokens further: of the distance -n.
+    back = buckets[::-1]
+    key_table = None if pos_key is None else pos_key[back]
+    query_table = None if pos_query is None else pos_query[buckets]
+    choice = _choose(kernel_backward, q, "triton")
+    arrays: Any = (do, o, lse, q, k, v, c2p, p2c, *_integers(operands), key_table, query_table)
+    dq, dk, dv, d_key, d_query = choice.launch(*arrays, rate=rate)
+    if pos_key is not None:
+        d_key = jnp.zeros(pos_key.shape, d_key.dtype).at[back].add(d_key).astype(pos_key.dtype)
+    if pos_query is not None:
+        zeros = jnp.zeros(pos_query.shape, d_query.dtype)
+        d_query = zeros.at[buckets].add(d_query).astype(pos_query.dtype)
+    return (_Operands(dq, dk, dv, d_key, d_query, None, None, None),)  # pyright: ignore[reportArgumentType]
+
+
+_fused.defvjp(_fused_fwd, _fused_bwd)
+
+
+def _integers(operands: _Operands) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns the buckets, the mask and the seed as the kernels read them."""
+    mask, seed = operands.mask, operands.seed
+    return (
+        operands.buckets.astype(jnp.int32),
+        None if mask is None else mask.astype(jnp.int8),
+        None if seed is None else jax.lax.bitcast_convert_type(seed, jnp.int32),
+    )

@@ -99,7 +99,13 @@ class Embeddings(nnx.Module):
         if config.position_biased_input:
             x = x + self.position_embeddings(jnp.arange(tokens.shape[1]))[None]
         if config.type_vocab_size > 0:
-            x = x + self.token_type_embeddings(jnp.zeros_like(tokens) if types is None else types)
+            # By a product: of a lookup, the gradients of all tokens would be added to few rows.
+            one_hot = jax.nn.one_hot(
+                jnp.zeros_like(tokens) if types is None else types,
+                config.type_vocab_size,
+                dtype=x.dtype,
+            )
+            x = x + one_hot @ self.token_type_embeddings.embedding[...].astype(x.dtype)
         if config.embedding_size != config.hidden_size:
             x = self.embed_proj(x)
         x = jnp.where(mask[..., None], self.LayerNorm(x), 0)
@@ -148,8 +154,9 @@ class SelfAttention(nnx.Module):
             if to_query is not None and "p2c" in self.terms:
                 pos_query = heads(to_query(positions))
         dropout = dropouts.next(config.attention_probs_dropout_prob)
+        options: Any = {"dropout": dropout, "implementation": config.attention}
         attended = ops.disentangled_attention(
-            q, k, v, pos_key, pos_query, buckets, mask=mask, dropout=dropout
+            q, k, v, pos_key, pos_query, buckets, mask=mask, **options
         )
         return attended.reshape(*x.shape[:-1], -1)
 

@@ -32,6 +32,7 @@ class DebertaConfig:
       num_labels: the number of outputs of the classifier.
       dtype: the dtype of activations and products. Norms, softmax and losses are computed in fp32.
       param_dtype: the dtype of parameters; `dtype` by default.
+      attention: `implementation` of `jax_dora.ops.disentangled_attention`.
     """
 
     vocab_size: int
@@ -65,6 +66,7 @@ class DebertaConfig:
     num_labels: int = 2
     dtype: Dtype = jnp.float32
     param_dtype: Dtype | None = None
+    attention: str | None = None
 
     @property
     def span(self) -> int:

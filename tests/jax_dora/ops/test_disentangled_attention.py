@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jax_dora import ops
+from jax_dora.ops.disentangled_attention import _is_fused, _Operands
+from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dropout import keep_mask, kept_share
 from parity import tolerances
 
@@ -30,7 +32,7 @@ def oracle(arrays, cotangent, buckets, mask, kept=1.0):
       kept: what the softmax is multiplied by [batch, heads, time, time].
     """
     q, k, v, pos_key, pos_query = (np.float64(arrays[name]) for name in NAMES)
-    batch, time, heads, size = q.shape
+    batch, time, heads, size = arrays["q"].shape
     kept = np.broadcast_to(kept, (batch, heads, time, time))
     index = np.arange(time)
     bucket = buckets[index[:, None] - index[None, :] + time - 1]
@@ -80,20 +82,42 @@ def assert_near(found, expected, bound):
         assert np.abs(np.float64(value) - exact).max() <= bound * peak, name
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_fp32(rate):
-    inputs = drawn()
+def test_fp32(rate, implementation):
+    # The kernels' tiles are whole with the one rate, and in several with the other.
+    inputs = drawn(TIME if implementation == "xla" else 71 if rate else 64)
     seed, kept, dropout = jnp.array([5, 6], jnp.uint32), 1.0, None
     if rate:
-        shape = BATCH, HEADS, TIME, TIME
+        time = len(inputs[3][0])
+        shape = BATCH, HEADS, time, time
         kept = np.asarray(keep_mask(seed, shape, rate)) / kept_share(rate)
         dropout = ops.Dropout(seed, rate)
     bound = tolerances.caps.OPERATOR_FP32_MAX_ABS
-    assert_near(ours(*inputs, dropout=dropout), oracle(*inputs, kept), bound)
+    found = ours(*inputs, dropout=dropout, implementation=implementation)
+    assert_near(found, oracle(*inputs, kept), bound)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_fp16(implementation):
+    """As near to fp64 as the same computation in plain operations, by flash-attention's rule."""
+    arrays, cotangent, buckets, mask = drawn()
+    rounded = {name: np.float16(array) for name, array in arrays.items()}
+    exact = oracle(rounded, np.float16(cotangent), buckets, mask)
+    inputs = rounded, cotangent, buckets, mask, "float16"
+    y, gradients = ours(*inputs, implementation=implementation)
+    plain, plain_gradients = ours(*inputs, implementation="xla")
+    assert y.dtype == jnp.float16
+    named = {"y": (y, plain, exact[0])}
+    named |= {n: (gradients[n], plain_gradients[n], exact[1][n]) for n in NAMES}
+    for name, (value, plainly, wanted) in named.items():
+        error, theirs = (np.abs(np.float64(x) - wanted).max() for x in (value, plainly))
+        assert error <= tolerances.flash_rule(theirs, np.abs(wanted).max(), "float16"), name
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("left_out", ["pos_key", "pos_query"])
-def test_a_term_may_be_left_out(left_out):
+def test_a_term_may_be_left_out(left_out, implementation):
     """Its table of zeros computes the same, with the scale of two terms."""
     arrays, cotangent, buckets, mask = drawn()
     zeros = arrays | {left_out: 0 * arrays[left_out]}
@@ -106,15 +130,21 @@ def test_a_term_may_be_left_out(left_out):
     expected = oracle(scaled, cotangent, buckets, mask)[0]
     operands = {name: jnp.asarray(a, jnp.float32) for name, a in arrays.items()}
     operands[left_out] = None
-    y = ops.disentangled_attention(**operands, buckets=buckets, mask=jnp.asarray(mask))
+    options = {"mask": jnp.asarray(mask), "implementation": implementation}
+    y = ops.disentangled_attention(**operands, buckets=buckets, **options)
     assert np.abs(y - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS
 
 
-def test_a_row_without_tokens_is_finite():
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_a_row_without_tokens_attends_to_all(implementation):
     arrays, cotangent, buckets, mask = drawn()
-    y, gradients = ours(arrays, cotangent, buckets, mask & np.array([[True], [False]]))
+    mask = mask & np.array([[True], [False]])
+    y, gradients = ours(arrays, cotangent, buckets, mask, implementation=implementation)
     assert all(np.isfinite(one).all() for one in jax.tree.leaves((y, gradients)))
     np.testing.assert_allclose(y[1], np.broadcast_to(arrays["v"][1].mean(0), y[1].shape), atol=1e-5)
+    mean = np.broadcast_to(cotangent[1].mean(0), y[1].shape)
+    np.testing.assert_allclose(gradients["v"][1], mean, atol=1e-5)
+    assert not np.any(gradients["q"][1])
 
 
 def test_bad_shapes():
@@ -128,3 +158,30 @@ def test_bad_shapes():
     ):
         with pytest.raises(ValueError, match=message):
             ops.disentangled_attention(**{**operands, "buckets": buckets, **change})
+
+
+def test_the_kernels_are_chosen_where_they_were_measured(monkeypatch):
+    """On Hopper, though Mosaic is preferred there if it has a kernel; not over several devices."""
+    shape = 2, 512, 4, 64
+    for change, expected in (
+        ({}, True),
+        ({"shape": (2, 128, 4, 64)}, False),
+        ({"shape": (2, 512, 4, 32)}, False),
+        ({"dtype": jnp.float32}, False),
+        ({"term": None}, False),
+        ({"partitioned": True}, False),
+        ({"compute_capability": "10.0"}, False),
+        ({"platform": "cpu", "compute_capability": ""}, False),
+    ):
+        of_q = {"shape": shape, "dtype": jnp.bfloat16} | change
+        q = jax.ShapeDtypeStruct(of_q["shape"], of_q["dtype"])
+        term = change.get("term", q)
+        of_card = {"platform": "gpu", "compute_capability": "9.0", "partitioned": False} | change
+        fields = ("platform", "compute_capability", "partitioned")
+        card = choose.Target(**{name: of_card[name] for name in fields})
+        monkeypatch.setattr(choose, "target", lambda card=card: card)
+        operands = _Operands(q, q, q, q, term, q, None, None)
+        assert _is_fused(operands, None) is expected, change
+        assert not _is_fused(operands, "xla")
+    with pytest.raises(NotImplementedError, match="a head has 24 features"):
+        _is_fused(operands._replace(q=q.update(shape=(2, 64, 4, 24))), "triton")

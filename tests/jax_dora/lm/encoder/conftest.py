@@ -31,6 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "own-projections": RELATIVE | {"position_buckets": 16, "type_vocab_size": 2},
     "every-distance": RELATIVE | {"max_relative_positions": 20, "share_att_key": True},
+    # Heads of 16 features, which the kernels know.
+    "wide-heads": RELATIVE | V3 | {"hidden_size": 64},
     "c2p": RELATIVE | {"pos_att_type": ["c2p"], "position_buckets": 8},
     "p2c": RELATIVE | {"pos_att_type": ["p2c"], "norm_rel_ebd": "none", "conv_kernel_size": 5},
     "bert": {"embedding_size": 32, "type_vocab_size": 2},

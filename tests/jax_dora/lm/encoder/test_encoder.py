@@ -1,5 +1,6 @@
 """The encoder computes what transformers' DeBERTa computes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,6 +13,7 @@ from transformers.models.deberta_v2 import modeling_deberta_v2
 from jax_dora.lm.encoder import DebertaConfig, SequenceClassifier, load_classifier, save_classifier
 from jax_dora.lm.encoder.relative_positions import buckets_of
 from jax_dora.lm.models.stored_arrays import LEAVES
+from parity import tolerances
 from tests.jax_dora.lm.encoder.conftest import FAMILIES, SIZES, torch_model
 
 # Issue 60's bound, of logits near one.
@@ -145,3 +147,28 @@ def test_bad_folders(make_folder, tmp_path):
     model.classifier.lora_a = nnx.Param(jnp.zeros(3))
     with pytest.raises(ValueError, match="merge the adapters"):
         save_classifier(model, tmp_path / "new", {})
+
+
+@pytest.mark.slow
+def test_the_kernels_compute_the_model(make_folder, texts):
+    """Logits and gradients of the whole model, with dropout, are those of XLA."""
+    found = []
+    for attention in ("xla", "triton"):
+        model = load_classifier(make_folder("wide-heads"), attention=attention)
+        model.train()
+        found.append(compute(model, texts))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        peak = max(1e-3, np.abs(other).max())
+        assert np.abs(one - other).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS * peak
+
+
+@pytest.mark.slow
+def test_logits_of_bf16(make_folder, texts):
+    """As near to fp64 as transformers in bf16, by flash-attention's rule."""
+    exact = torch_loss(torch_model("v3").double(), texts).logits.detach().numpy()
+    theirs = torch_loss(torch_model("v3").bfloat16(), texts).logits.detach().double().numpy()
+    with jax.numpy_dtype_promotion("standard"):  # nnx.LayerNorm's own need
+        logits = loss_of(load_classifier(make_folder("v3"), dtype="bfloat16"), texts)[1]
+    assert logits.dtype == jnp.bfloat16
+    bound = tolerances.flash_rule(np.abs(theirs - exact).max(), np.abs(exact).max(), "bfloat16")
+    assert np.abs(np.float64(logits) - exact).max() <= bound
