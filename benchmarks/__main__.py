@@ -16,6 +16,7 @@ Levels:
     quantised           kernels and optimizer steps over quantised bases
     quality             how much each quantised format changes the results of a model
     fp8_training        training with activations and gradients in FP8, compared with bf16
+    encoder             a training step of DeBERTa, compared with transformers
     serve               the engine of the server
     kv_cache            decoding with keys and values in FP8, compared with bf16
     kv_quality          how much a KV cache in FP8 changes the logits of a model
@@ -48,7 +49,7 @@ from typing import Any
 LEVELS = (
     *("ops", "layer", "sizes", "tune", "step", "step --torch"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
-    "fp8_training",
+    *("fp8_training", "encoder"),
     *("model --torch", "vlm", "method_comparison", "bank"),
     *("serve", "serve --vllm", "kv_cache", "kv_quality"),
 )

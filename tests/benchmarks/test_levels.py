@@ -61,6 +61,11 @@ LEVELS = {
     ),
     "quality": ((), "model", {"decoder"}),
     "fp8_training": ((), "format", {one.name for one in fp8_training.TINY.variants}),
+    "encoder": (
+        ("--only", "tiny transformers eager", "--only", "tiny jax_dora XLA"),
+        "side",
+        {"transformers eager", "jax_dora XLA"},
+    ),
     "step": ((), "kind", {"LoRA", "DoRA"}),
 }
 
