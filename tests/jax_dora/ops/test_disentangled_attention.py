@@ -31,7 +31,7 @@ def oracle(arrays, cotangent, buckets, mask, kept=1.0):
     Args:
       kept: what the softmax is multiplied by [batch, heads, time, time].
     """
-    q, k, v, pos_key, pos_query = (np.float64(arrays[name]) for name in NAMES)
+    q, k, v, pos_key, pos_query = (np.asarray(arrays[name], np.float64) for name in NAMES)
     batch, time, heads, size = arrays["q"].shape
     kept = np.broadcast_to(kept, (batch, heads, time, time))
     index = np.arange(time)
