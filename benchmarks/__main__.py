@@ -7,7 +7,6 @@ Levels:
     ops                 the operators: the norm, compose, and the gradient of SwiGLU
     layer               one projection, compared with LoRA and PEFT
     sizes               one layer at the sizes of public models, and decoding with few rows
-    model --torch       a transformers decoder with the dimensions of Qwen3-8B: torch_dora and PEFT
     vlm                 vision-language models, torch_dora compared with PEFT
     method_comparison   PEFT's own benchmark, with its DoRA accelerated
     tune                each kernel of this card with several launch configs
@@ -50,7 +49,7 @@ LEVELS = (
     *("ops", "layer", "sizes", "tune", "step", "step --torch"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     *("fp8_training", "encoder"),
-    *("model --torch", "vlm", "method_comparison", "bank"),
+    *("vlm", "method_comparison", "bank"),
     *("serve", "serve --vllm", "kv_cache", "kv_quality"),
 )
 # Options that set a field of the level's settings.

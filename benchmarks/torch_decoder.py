@@ -57,15 +57,7 @@ def random_model(
     return model.requires_grad_(False)
 
 
-def adapted(
-    side: Side,
-    sizes: Protocol,
-    layers: int,
-    rank: int,
-    alpha: int,
-    device: str,
-    use_rslora: bool = False,
-) -> Any:
+def adapted(side: Side, sizes: Protocol, layers: int, rank: int, alpha: int, device: str) -> Any:
     """Returns a decoder in training mode with adapters on all projections, and with activation
     checkpointing of its layers."""
     model = random_llama(sizes, layers, device)
@@ -79,7 +71,6 @@ def adapted(
             torch.float32 if side.wide else torch.bfloat16,
             rank,
             alpha,
-            use_rslora=use_rslora,
             use_dora=side.method == "DoRA",
         )
     return model.train()

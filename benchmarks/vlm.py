@@ -5,8 +5,11 @@ The models are transformers', at their real dimensions but with fewer layers, so
 run in turns in one process: `layers` of `of_layers`, and about as few layers of the vision tower.
 Weights are random and bf16, and all variants share them. Adapters of rank 384 (rsLoRA) are on the
 projections of the language model; 4,096 tokens, of which one image takes 256; the loss is on the
-last 1,024. For the gradient every layer is checkpointed; a frozen side has inference alone. The
-protocol is that of the level `model --torch`, and so are the fields of a line. Further ones:
+last 1,024. For the gradient every layer is checkpointed; a frozen side has inference alone.
+Adapters are fp32 by default, under autocast. One line is one variant: the median wall time of a
+call and of the host in it, in ms, the largest minus the smallest, the bytes that a call allocates
+at most, and the time divided by PEFT's LoRA's, by that of PEFT's DoRA in bf16, and by that of
+PEFT's default:
 
     model                     the published model whose dimensions these are
     device_ms                 of the kernels and copies of one call, without the gaps between them
@@ -30,9 +33,9 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.model.protocol import LORA_B_DEVIATION
-from benchmarks.model_torch import DEFAULT, IN_BF16, LORA, OURS, in_turns, with_ratios
 from benchmarks.results import Row
 from benchmarks.torch_decoder import Side, free
+from benchmarks.turns import DEFAULT, IN_BF16, LORA, OURS, in_turns, with_ratios
 from benchmarks.vision_language import MODELS, RULE, VisionLanguageModel
 from parity.sides.torch.decoder import adapt, checkpoint_layers
 from torch_dora import DoRALayer, freeze

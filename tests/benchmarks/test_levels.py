@@ -28,7 +28,6 @@ LEVELS = {
         "variant",
         {"LoRA (no Triton)", "DoRA, norm kept (no Triton)", "PEFT DoRA, defaults"},
     ),
-    "model --torch": ((), "task", {"inference", "gradient"}),
     "vlm": (
         ("--only", "Qwen3-VL-8B"),
         "kind",

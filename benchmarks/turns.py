@@ -1,0 +1,74 @@
+"""Times of torch's variants, which take turns since the host's speed changes during a run."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.results import Row, milliseconds
+from benchmarks.torch_decoder import Side
+
+LORA, IN_BF16, DEFAULT = (
+    Side("PEFT", "LoRA"),
+    Side("PEFT", "DoRA"),
+    Side("PEFT", "DoRA", wide=True),
+)
+OURS = Side("torch_dora", "DoRA"), Side("torch_dora", "DoRA", wide=True)
+
+
+def in_turns(
+    calls: Mapping[tuple[Side, bool], Callable[[], Any]], rounds: int, device: str
+) -> dict[tuple[Side, bool], Row]:
+    """Returns the times of calls in turns, round by round, and the bytes that each allocates.
+
+    Args:
+      calls: by their side, and by whether they run under autocast.
+      rounds: the number of rounds to time, after two to warm up.
+    """
+    times: dict[Any, list[tuple[float, float]]] = {key: [] for key in calls}
+    peaks = dict.fromkeys(calls, 0)
+    gc.collect()
+    gc.freeze()  # The collections between the calls need not visit what is there already.
+    for turn in range(rounds + 2):
+        for key, call in calls.items():
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if device == "cuda" else 0
+            taken = _time(call, key[1])
+            if device == "cuda":
+                peaks[key] = torch.cuda.max_memory_allocated() - before
+            if turn > 1:
+                times[key].append(taken)
+    gc.unfreeze()
+    return {
+        key: milliseconds([wall for wall, _ in each])
+        | {"host_ms": milliseconds([host for _, host in each])["ms"], "call_bytes": peaks[key]}
+        for key, each in times.items()
+    }
+
+
+def with_ratios(timed: Mapping[tuple[Side, bool], Row], side: Side, autocast: bool) -> Row:
+    """Returns the times of a side from `in_turns`, also divided by PEFT's."""
+    row = timed[side, autocast]
+    return row | {
+        "over_lora": row["ms"] / timed[LORA, False]["ms"],
+        "over_peft_bf16": row["ms"] / timed[IN_BF16, False]["ms"],
+        "over_peft_default": row["ms"] / timed[DEFAULT, True]["ms"],
+    }
+
+
+def _time(call: Callable[[], Any], autocast: bool) -> tuple[float, float]:
+    """Returns the seconds until the device is done, and until the host is."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        call()
+    host = time.perf_counter() - begin
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin, host
