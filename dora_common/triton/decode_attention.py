@@ -20,7 +20,7 @@ import dataclasses
 
 import triton.language as tl
 
-from dora_common.triton.jit import WIDEN, jit, next_power_of_2
+from dora_common.triton.jit import WIDEN, bound, jit, next_power_of_2
 
 # Tensor cores multiply at least 16 rows.
 MIN_ROWS = 16
@@ -123,7 +123,7 @@ def kernel(
         sum2 += _channels(value_ptr, word, 2, SIZE) / tau
         sum3 += _channels(value_ptr, word, 3, SIZE) / tau
 
-    for start in tl.range(begin, end, TOKENS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    for start in tl.range(bound(begin), bound(end), TOKENS, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         t = start + tl.arange(0, TOKENS)  # [TOKENS]
         seen = t < end
         if WINDOW:

@@ -16,7 +16,7 @@ Traffic: d once. Flops: 2·B·H·T²·size, and those of the tiles that reach be
 import triton.language as tl
 
 from dora_common.triton.disentangled_scores import product, rows_of
-from dora_common.triton.jit import jit
+from dora_common.triton.jit import bound, jit
 
 
 @jit
@@ -40,10 +40,10 @@ def kernel(
     lowest = tl.maximum(TIME - 1 - (tl.program_id(0) * ROWS + ROWS - 1), 0) // COLUMNS * COLUMNS
     highest = tl.minimum(2 * TIME - 1 - tl.program_id(0) * ROWS, TIME)
     total = tl.zeros((ROWS, SIZE), tl.float32)
-    for text in range(part, BATCH, PARTS):
+    for text in range(bound(part), BATCH, PARTS):
         square = (text * HEADS + head).to(tl.int64) * TIME * TIME
         base = tl.cast(text, tl.int64) * TIME * STRIDE + head * SIZE
-        for first in range(lowest, highest, COLUMNS):
+        for first in range(bound(lowest), bound(highest), COLUMNS):
             a = first + tl.arange(0, COLUMNS)
             b = a[:, None] + n[None, :] - (TIME - 1)
             inside = (a < TIME)[:, None] & (b >= 0) & (b < TIME)

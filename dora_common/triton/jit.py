@@ -25,6 +25,15 @@ def number(value):
     return value
 
 
+@jit
+def bound(value):
+    """Returns the bound of a loop. The interpreter makes it a number of Python's, which Triton 3.6
+    cannot do by itself with NumPy 2.5."""
+    if WIDEN:
+        return value.handle.data.item()
+    return value
+
+
 def cdiv(count: int, size: int) -> int:
     """Returns ``count / size``, rounded up."""
     return -(-count // size)

@@ -13,7 +13,7 @@ TB/s; z once for every strip, from the level-2 cache. Flops: 2·rows·out·r.
 
 import triton.language as tl
 
-from dora_common.triton.jit import jit, number
+from dora_common.triton.jit import bound, jit, number
 from dora_common.triton.strips import Config, depth, dot, factor_pointers, load_factor, load_tile
 
 
@@ -62,7 +62,7 @@ def kernel(
         bias = tl.load(bias_ptr + feature, mask=feature_mask, other=0.0).to(tl.float32)[None, :]
     factor = number(scale)
 
-    for step in tl.range(0, steps, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    for step in tl.range(0, bound(steps), num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         row = (step * splits + split) * WIDTH + tl.arange(0, WIDTH)  # [WIDTH]
         stored = load_tile(base_ptr, row, feature, rows, features)
         lora = tl.zeros((WIDTH, FEATURES), tl.float32)

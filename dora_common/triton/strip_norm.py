@@ -14,7 +14,7 @@ cache. Flops: 2·out·in·r.
 import triton.language as tl
 
 from dora_common.triton.codes import decoded
-from dora_common.triton.jit import jit, number
+from dora_common.triton.jit import bound, jit, number
 from dora_common.triton.strips import Config, depth, dot, factor_pointers, load_factor, load_tile
 
 
@@ -74,7 +74,7 @@ def kernel(
         total = tl.zeros((WIDTH, FEATURES), tl.float32)
     else:
         total = tl.zeros((FEATURES,), tl.float32)
-    for step in tl.range(0, steps, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    for step in tl.range(0, bound(steps), num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         first = (step * splits + split) * WIDTH
         index = first + tl.arange(0, WIDTH)  # [WIDTH], of inputs
         weight = _weight(
