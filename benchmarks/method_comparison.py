@@ -10,16 +10,15 @@ configurations of PEFT's repository, with random weights, and tokens of the same
 
 The base is bf16, adapters are fp32, and there is no autocast, as there. A step is the gradient, its
 norm clipped to 1, and AdamW. The variants take turns, round by round. One line is one variant of
-one task: the median wall time of a call in ms, the largest minus the smallest, the peak of
-allocated memory without the other models, and both divided by those of PEFT's LoRA.
+one task: the median wall time of a call and of the host in it, in ms, the largest minus the
+smallest, the peak of allocated memory without the other models (on a GPU), and times and peaks
+divided by those of PEFT's LoRA.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -32,8 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_dora
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
-from benchmarks.results import Row, milliseconds, with_ratio
+from benchmarks.results import Row, with_ratio
 from benchmarks.torch_decoder import random_llama
+from benchmarks.turns import in_turns
 
 KINDS = "PEFT LoRA", "PEFT DoRA", "PEFT DoRA, accelerated"
 TARGETS = (
@@ -73,39 +73,16 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     ):
         models = {kind: _model(kind, make(settings, device)) for kind in KINDS}
         for task, call in tasks.items():
+            calls = {(kind, False): call(model, settings, device) for kind, model in models.items()}
             first: Row = {}
-            for kind, row in _in_turns(models, call, settings, device).items():
+            for (kind, _), row in in_turns(calls, settings.rounds, device).items():
+                weights = sum(p.nbytes for p in models[kind].parameters())
                 row = {"task": f"{name} {task}", "kind": kind, **row}
+                row["peak_bytes"] = weights + row.pop("call_bytes")
                 first = first or row
                 row = with_ratio(row, first, "over_lora")
                 yield with_ratio(row, first, "bytes_over_lora", "peak_bytes")
         del models
-
-
-def _in_turns(
-    models: dict[str, Any], call: Callable[..., Callable[[], Any]], settings: Settings, device: str
-) -> dict[str, Row]:
-    calls = {kind: call(model, settings, device) for kind, model in models.items()}
-    times: dict[str, list[float]] = {kind: [] for kind in models}
-    peaks = dict.fromkeys(models, 0)
-    weights = {kind: sum(p.nbytes for p in model.parameters()) for kind, model in models.items()}
-    gc.collect()
-    for turn in range(settings.rounds + 2):
-        for kind, step in calls.items():
-            before = 0
-            if device == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-            begin = time.perf_counter()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-                peaks[kind] = weights[kind] + torch.cuda.max_memory_allocated() - before
-            if turn > 1:  # The first two turns are warm-up.
-                times[kind].append(time.perf_counter() - begin)
-    bytes_of = {kind: {"peak_bytes": peak} for kind, peak in peaks.items() if peak}
-    return {kind: milliseconds(each) | bytes_of.get(kind, {}) for kind, each in times.items()}
 
 
 def _model(kind: str, base: Any) -> Any:

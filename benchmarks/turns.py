@@ -18,13 +18,13 @@ LORA, IN_BF16, DEFAULT = (
 OURS = Side("torch_dora", "DoRA"), Side("torch_dora", "DoRA", wide=True)
 
 
-def in_turns(
-    calls: Mapping[tuple[Side, bool], Callable[[], Any]], rounds: int, device: str
-) -> dict[tuple[Side, bool], Row]:
+def in_turns[K](
+    calls: Mapping[tuple[K, bool], Callable[[], Any]], rounds: int, device: str
+) -> dict[tuple[K, bool], Row]:
     """Returns the times of calls in turns, round by round, and the bytes that each allocates.
 
     Args:
-      calls: by their side, and by whether they run under autocast.
+      calls: by their kind, and by whether they run under autocast.
       rounds: the number of rounds to time, after two to warm up.
     """
     times: dict[Any, list[tuple[float, float]]] = {key: [] for key in calls}
