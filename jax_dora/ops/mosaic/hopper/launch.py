@@ -5,7 +5,7 @@ a second each time, with bytes that differ in a counter, so that XLA would compi
 Here a process traces and lowers each kernel once, for its settings and the types of its operands,
 and every program contains the same bytes. XLA compiles them in a thread, while JAX lowers the next
 kernel and XLA compiles the program around it. With a compilation cache, a second process neither
-traces nor lowers a kernel of the first one (`kernel_files`).
+traces nor lowers a kernel of the first one (`kernel_files`), nor compiles it.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import config as _config
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxlib.mlir import ir
@@ -151,9 +152,17 @@ def _compile_ahead(kernel: _Kernel, types: tuple[Any, ...]) -> None:
 
     def compile_kernel() -> None:
         with contextlib.suppress(Exception):  # the programs that contain the kernel report it
-            _bound.lower(kernel, *types).compile()
+            _compile_alone(functools.partial(_bound.lower, kernel, *types))
 
     threading.Thread(target=compile_kernel, name="jax_dora kernel").start()
+
+
+def _compile_alone(lower: Callable[[], Any]) -> None:
+    """Compiles a program of one kernel, or loads it from JAX's compilation cache, which stores a
+    program with the code of its kernels, but by default none that compiles in less than a
+    second."""
+    with _config.persistent_cache_min_compile_time_secs(0.0):
+        lower().compile()
 
 
 _kernel_p = Primitive("dora_kernel")

@@ -8,9 +8,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_dora.ops.identity import digest
-from jax_dora.ops.mosaic.hopper import kernel_files
+from jax_dora.ops.mosaic.hopper import kernel_files, launch
 
 # Prints how many kernels were traced and lowered for one device, their program, and how often JAX
 # found a program for two devices in its cache.
@@ -67,6 +68,38 @@ def test_a_second_process_lowers_and_compiles_nothing(tmp_path):
     assert second["traced"] == 0
     assert second["program"] == first["program"]
     assert (first["hits"], second["hits"]) == (0, 1)
+
+
+def test_the_program_of_a_kernel_is_stored_though_it_compiles_quickly(tmp_path):
+    """XLA's own operation stands for the kernel, as only a GPU compiles one."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 1.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    hits = []
+
+    def count(name, **_):
+        hits.extend([name] * name.endswith("/cache_hits"))
+
+    def compile_as_in_a_new_process():
+        jax.clear_caches()
+        launch._compile_alone(lambda: jax.jit(jnp.sin).lower(1.0))
+
+    jax.monitoring.register_event_listener(count)
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        compile_as_in_a_new_process()
+        assert not hits
+        compile_as_in_a_new_process()
+        assert len(hits) == 1
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 KERNEL = kernel_files.Stored(
