@@ -53,7 +53,7 @@ LEVELS = (
     *("serve", "serve --vllm", "kv_cache", "kv_quality"),
 )
 # Options that set a field of the level's settings.
-FIELDS = ("only", "layers", "rank", "model", "ranks", "layouts", "axes")
+FIELDS = ("only", "layers", "rank", "model", "ranks", "layouts", "axes", "tasks")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument("--ranks", nargs="+", type=int, help="of the adapters; default: 64 384")
     scale.add_argument("--layouts", nargs="+", choices=("tp", "fsdp", "dp", "alone", "fsdp-tp"))
     scale.add_argument("--axes", nargs="+", choices=("auto", "explicit"))
+    add("--tasks", nargs="+", help="level compile: 'cached step', for instance; default: all")
     add("--commit", help="commit to record, if this is not a git checkout")
     return parser
 

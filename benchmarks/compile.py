@@ -10,11 +10,14 @@ One line is one program, compiled in a process of its own: the seconds of `jit(f
 the first call (`first_s`), in which the driver compiles Triton's kernels, the number of calls of
 Mosaic's and Triton's kernels, and of different ones (`distinct`), and `over_lora`, DoRA's seconds
 divided by LoRA's. With `cached` the program is compiled by a second process with
-`JAX_COMPILATION_CACHE_DIR`, after a first one has filled it. --only names the kinds to measure;
-"DoRA, triton" names an implementation for every layer, as do "mosaic" and "xla".
+`JAX_COMPILATION_CACHE_DIR`, after a first one has filled it. Python's garbage, most of it of the
+model's construction, is collected before the clock starts. --only names the kinds to measure;
+"DoRA, triton" names an implementation for every layer, as do "mosaic" and "xla". --tasks names the
+programs, such as "cached step".
 """
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -35,7 +38,7 @@ from benchmarks.scale import lowered, operands_of, refuses_kinds
 from parity.environment import ROOT
 
 KINDS = ("LoRA", "DoRA")
-TASKS = ("inference", "step")
+TASKS = ("inference", "step", "cached step", "scanned inference", "scanned step")
 SECONDS = 300
 
 
@@ -45,6 +48,7 @@ class Settings(NamedTuple):
     Attributes:
       layers: the number of layers; None for several.
       layouts: the layouts on several devices; "alone" is one device.
+      tasks: the programs, of `TASKS`. The cached and scanned ones have six layers.
       only: the kinds that are measured, of `KINDS` and `NAMED`.
       ranks: the ranks of the adapters.
       quick: whether the model is tiny.
@@ -54,6 +58,7 @@ class Settings(NamedTuple):
     layers: int | None = None
     layouts: tuple[str, ...] = ("alone", "dp", "fsdp", "tp")
     axes: tuple[str, ...] = ("auto", "explicit")
+    tasks: tuple[str, ...] = TASKS
     only: tuple[str, ...] = KINDS
     ranks: tuple[int, ...] = (64,)
     quick: bool = False
@@ -72,11 +77,9 @@ class Settings(NamedTuple):
                     for layers in (self.layers,) if self.layers else depths:
                         row = {"layout": layout, "axes": axes, "devices": 1 if alone else count}
                         row |= {"layers": layers, "rank": rank}
-                        yield from ({**row, "task": task} for task in TASKS)
-                        if layers == 6:
-                            yield {**row, "task": "step", "cached": True}
-                        if layers == 6 and alone:
-                            yield from ({**row, "task": task, "scanned": True} for task in TASKS)
+                        for *how, task in map(str.split, self.tasks):
+                            if not how or (layers == 6 and (alone or how != ["scanned"])):
+                                yield {**row, "task": task} | dict.fromkeys(how, True)
 
 
 TINY = Settings(layers=2, layouts=("alone", "fsdp"), axes=("auto",), quick=True, devices=2)
@@ -84,6 +87,8 @@ TINY = Settings(layers=2, layouts=("alone", "fsdp"), axes=("auto",), quick=True,
 
 def refuses(settings: Settings) -> str:
     """Returns an error message about the settings, or ""."""
+    if unknown := [task for task in settings.tasks if task not in TASKS]:
+        return f"--tasks is {unknown[0]!r}; expected some of {', '.join(map(repr, TASKS))}"
     return refuses_kinds(settings.only, (*KINDS, *NAMED))
 
 
@@ -132,6 +137,7 @@ def _compiled(request: Row) -> Row:
     scanned = bool(request.get("scanned"))
     model = placed(request["kind"], layout, mesh, sizes, request["device"], scanned)
     jax.devices()
+    gc.collect()
     begin = time.perf_counter()
     program = lowered(request["task"], model, mesh, sizes.last)
     middle = time.perf_counter()
