@@ -73,9 +73,9 @@ class Engine:
         self._failed = ""
 
     @property
-    def free_rows(self) -> int:
-        """The number of rows without a request."""
-        return self._rows.count(None)
+    def free_rows(self) -> list[int]:
+        """The numbers of the rows without a request."""
+        return [row for row, one in enumerate(self._rows) if one is None]
 
     @property
     def waiting(self) -> int:
@@ -175,7 +175,7 @@ class Engine:
         A request whose adapter finds no free slot in the bank keeps waiting, and later requests may
         overtake it, at most as many times as there are rows.
         """
-        free = [row for row, one in enumerate(self._rows) if one is None]
+        free = self.free_rows
         if not free:
             return
         with self._changed:

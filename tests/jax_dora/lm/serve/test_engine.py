@@ -269,7 +269,7 @@ def test_who_waits_for_a_slot_is_overtaken_as_often_as_there_are_rows(fake):
     assert [name for name, _ in runner.taken] == ["a", "a", "a", "b", "a", "a"]
     assert all(pieces[-1].finish == "length" for _, pieces in asked)
     assert bank.users == 0
-    assert engine.free_rows == 2
+    assert len(engine.free_rows) == 2
 
 
 def test_an_adapter_that_cannot_be_loaded_costs_its_request_alone(fake):
@@ -278,7 +278,7 @@ def test_an_adapter_that_cannot_be_loaded_costs_its_request_alone(fake):
     run(engine)
     assert (bad[-1].finish, good[-1].finish) == ("error", "length")
     assert "no place" in bad[-1].error
-    assert (bank.users, engine.free_rows) == (0, 2)
+    assert (bank.users, len(engine.free_rows)) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_cancelled_requests_leave_wherever_they_are(fake):
     engine.cancel(asked[1][0])
     run(engine)
     assert [pieces[-1].finish for _, pieces in asked] == ["length"] + ["abort"] * 3
-    assert (bank.users, engine.free_rows, engine.waiting) == (0, 2, 0)
+    assert (bank.users, len(engine.free_rows), engine.waiting) == (0, 2, 0)
 
 
 def test_a_turn_that_reads_a_piece_of_a_prompt_has_done_something(fake):

@@ -80,7 +80,7 @@ def test_load_and_faults(
         assert host_bytes or not driver.counts["refused with 503"]
         assert (server.metrics.reads._value.get() > 0) is bool(host_bytes)
         assert "damaged-1" in server.adapters.damaged()
-        assert server.engine.free_rows == changed.batch
+        assert len(server.engine.free_rows) == changed.batch
         assert server.engine.waiting == 0
         assert not any(adapter.users for adapter in server.engine._adapters._in_slots)
         assert arrays_after <= arrays
@@ -90,7 +90,7 @@ def test_load_and_faults(
 async def settled(server):
     """Returns how many arrays and bytes there are once nobody is answered."""
     async with asyncio.timeout(60):
-        while server.engine.free_rows < server.settings.batch or server.engine.waiting:
+        while len(server.engine.free_rows) < server.settings.batch or server.engine.waiting:
             await asyncio.sleep(0.01)
     gc.collect()
     return len(jax.live_arrays()), load.resident()
