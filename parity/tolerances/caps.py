@@ -50,8 +50,8 @@ MODEL_RESOLUTION = 0.1
 def model_cosine_distance(dtype, control: float) -> float:
     """Returns the limit for `1 - cosine` of two systems' logits.
 
-    The limit is `1 - COSINE`, or `MODEL_CONTROL * control` if that is larger; `control` is the
-    distance between the unadapted models of the two frameworks.
+    The limit is `1 - COSINE`, or `MODEL_CONTROL * control` if that is larger, and at most the
+    paper's; `control` is the distance between the unadapted models of the two frameworks.
 
     Two bf16 models with different orders of sums round a residual stream of L layers 2L times
     independently. One rounding has a root mean square error of u/√3 of half a spacing, about 0.2u
@@ -59,4 +59,5 @@ def model_cosine_distance(dtype, control: float) -> float:
     1 - cosine = 0.09 · L · u², 5·10⁻⁵ for 36 layers, before any layer amplifies it. The adapter
     does not contribute to this.
     """
-    return max(1 - COSINE[dtype_name(dtype)], MODEL_CONTROL * control)
+    limit = max(1 - COSINE[dtype_name(dtype)], MODEL_CONTROL * control)
+    return min(limit, 1 - LOGITS_COSINE)
