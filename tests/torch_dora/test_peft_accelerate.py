@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -128,14 +129,17 @@ def test_no_layer_forms_the_product(name: str, no_products: None) -> None:
     results(model)
 
 
-@pytest.mark.parametrize("name", ["llama", "embedding", "gpt2", "conv"])
-@pytest.mark.parametrize("wide", [True, False], ids=["fp32 adapters", "bf16 adapters"])
-@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", ""])
+# PEFT's convolutions refuse fp32 adapters without autocast.
+@pytest.mark.parametrize(
+    ("name", "wide", "autocast"),
+    [
+        *itertools.product(["llama"], [True, False], [True, False]),
+        *((name, both, both) for name in ("embedding", "gpt2", "conv") for both in (True, False)),
+    ],
+)
 def test_half_precision_is_as_near_to_fp64_as_pefts(
     name: str, wide: bool, autocast: bool, device: str
 ) -> None:
-    if name == "conv" and wide and not autocast:
-        name = "llama"  # PEFT's convolutions refuse it
     model = peft_model(name, torch.bfloat16, autocast_adapter_dtype=wide).to(device)
     theirs, ours = both(model)
     exact = results(copy.deepcopy(theirs).double())
@@ -273,7 +277,7 @@ def test_wrong_models_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear has 0 LoRA layers of PEFT, none with a DoRA"):
         accelerate(nn.Linear(2, 2))
     plain = peft.get_peft_model(base(llama), config(use_dora=False, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"3 LoRA layers .*use_dora=True"):
+    with pytest.raises(ValueError, match=r"2 LoRA layers .*use_dora=True"):
         accelerate(plain)
 
 
@@ -346,7 +350,10 @@ def test_quantised_bases(kind: str, no_products: None, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("way", ["compiled", "checkpointed"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compilers_and_checkpoints(way: str) -> None:
-    theirs, ours = both(peft_model())
+    made = peft_model()
+    if way == "compiled":
+        del made.base_model.model.model.layers[1:]
+    theirs, ours = both(made)
     if way == "compiled":
         ours.compile(fullgraph=True, backend="aot_eager")
     else:
@@ -420,8 +427,8 @@ def test_trainer_accumulates_saves_and_resumes_as_with_peft(tmp_path: Path) -> N
         if kind == "ours":
             accelerate(resumed)
         again = trainer(resumed, tmp_path / kind, callback=transformers.TrainerCallback())
-        again.train(resume_from_checkpoint=str(tmp_path / kind / "checkpoint-4"))
-        found[kind] = losses(run), losses(again), tensors_of(tmp_path / kind / "checkpoint-6")
+        again.train(resume_from_checkpoint=str(tmp_path / kind / "checkpoint-2"))
+        found[kind] = losses(run), losses(again), tensors_of(tmp_path / kind / "checkpoint-4")
     np.testing.assert_allclose(found["ours"][0], found["theirs"][0], rtol=1e-4)
     np.testing.assert_allclose(found["ours"][1], found["ours"][0], rtol=1e-4)
     for name, tensor in found["theirs"][2].items():

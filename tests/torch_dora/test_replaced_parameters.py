@@ -11,7 +11,7 @@ from torch_dora import remove_dora
 from torch_dora.peft import load_adapter
 
 READ, OTHER = int(IDS[0, 0]), int((IDS[0, 0] + 1) % 40)
-BIASES = [f"model.layers.{at}.self_attn.q_proj.bias" for at in range(3)]
+BIASES = [f"model.layers.{at}.self_attn.q_proj.bias" for at in range(2)]
 CASES = {
     "a module": (
         {"modules_to_save": ["1.input_layernorm"]},

@@ -22,7 +22,7 @@ RULE = DoRARule(".*_proj", rank=2, alpha=4, dropout=0.1)
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self) -> int:
-        return 16
+        return 8
 
     def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, 40, (9,), generator=torch.Generator().manual_seed(at))
@@ -38,7 +38,7 @@ def trainer(model: Any, folder: Path, callback: Any = None, **arguments: Any) ->
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
-        "max_steps": 6,
+        "max_steps": 4,
         "learning_rate": 0.02,
         "logging_steps": 1,
         "save_steps": 2,
@@ -66,8 +66,8 @@ def test_an_interrupted_run_goes_on_from_its_adapter(
 ) -> None:
     whole = trainer(adapted(make), tmp_path / "whole")
     whole.train()
-    first = trainer(adapted(make), tmp_path / "run", max_steps=6)
-    first.add_callback(Stop(4))
+    first = trainer(adapted(make), tmp_path / "run")
+    first.add_callback(Stop(2))
     first.train()
     caplog.clear()
     resumed = trainer(adapted(make), tmp_path / "run")
@@ -159,9 +159,9 @@ def test_a_model_that_is_not_transformers(tmp_path: Path) -> None:
         def forward(self, input_ids, labels=None):
             return self.inner(input_ids=input_ids, labels=labels)
 
-    run = trainer(apply_dora(Model(), RULE), tmp_path, save_steps=6)
+    run = trainer(apply_dora(Model(), RULE), tmp_path, save_steps=4)
     run.train()
-    folder = tmp_path / "checkpoint-6"
+    folder = tmp_path / "checkpoint-4"
     assert (folder / "model.safetensors").exists()
     ours = load_adapter(Model(), folder).eval()
     assert torch.equal(ours(IDS).logits, run.model.eval()(IDS).logits)
