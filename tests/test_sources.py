@@ -2,11 +2,13 @@
 names."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -16,10 +18,42 @@ CHECKOUT = {"parity", "benchmarks", "tools", "examples", "tests"}
 FOREIGN = {"jax_dora": TORCH, "torch_dora": JAX, "dora_common": JAX | TORCH}
 
 
+class Facts(NamedTuple):
+    """What the rules are about in a file."""
+
+    imports: list[ast.Import | ast.ImportFrom]  # also inside functions
+    of_types: set[ast.AST]  # those of them that are for types alone
+    functions: list[tuple[str, int, bool]]  # name, parameters, and whether `jit` decorates it
+    flags: list[int]  # the lines that name one
+
+
+@functools.cache
+def facts(file: Path) -> Facts:
+    """Reads a file once, which takes longer than any rule."""
+    found = Facts([], set(), [], [])
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                found.imports.append(node)
+            case ast.If(test=ast.Name("TYPE_CHECKING")):
+                found.of_types.update(inner for one in node.body for inner in ast.walk(one))
+            case ast.FunctionDef():
+                of_jit = any("jit" in ast.unparse(one) for one in node.decorator_list)
+                found.functions.append((node.name, parameters(node), of_jit))
+            case ast.Constant() if re.search(r"(?<!\S)--[a-z]", str(node.value)):
+                found.flags.append(node.lineno)
+    return found
+
+
+def parameters(function: ast.FunctionDef) -> int:
+    arguments = function.args
+    return len((*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+
+
 def imported(file: Path) -> set[str]:
     """Returns the top-level names of everything that a file imports, also inside functions."""
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in facts(file).imports:
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -46,12 +80,9 @@ def arrows() -> dict[str, set[str]]:
         files[".".join(path.parent.parts if path.name == "__init__" else path.parts)] = file
     found = {}
     for module, file in files.items():
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = []
-        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-        for node in ast.walk(tree):
+        nodes = [node for node in facts(file).imports if node not in facts(file).of_types]
+        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+        for node in nodes:
             if isinstance(node, ast.ImportFrom):
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 names |= inner & set(files) or {str(node.module)}
@@ -74,23 +105,16 @@ def test_imports_go_in_one_direction():
     assert not up
 
 
-def parameters(function: ast.FunctionDef) -> int:
-    arguments = function.args
-    return len((*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
-
-
 @pytest.mark.parametrize("package", [*FOREIGN, "parity", "benchmarks", "tools"])
 def test_no_private_function_takes_more_than_eight_parameters(package):
     """Except kernels in `ops/triton`, `ops/mosaic` and those of `jit`, which take the arguments
     of a launch."""
     found = {
-        f"{file.relative_to(ROOT)}: {node.name}": parameters(node)
+        f"{file.relative_to(ROOT)}: {name}": count
         for file in (ROOT / package).rglob("*.py")
         if file.parent.name not in ("triton", "mosaic")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("_")
-        if not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-        if not node.name.endswith("__")
+        for name, count, of_jit in facts(file).functions
+        if name.startswith("_") and not name.endswith("__") and not of_jit
     }
     assert not {name: count for name, count in found.items() if count > 8}
 
@@ -99,11 +123,10 @@ def test_only_commands_name_flags():
     """The library is called from programs, too, which know settings and no flags."""
     commands = ROOT / "jax_dora" / "lm" / "commands"
     found = [
-        f"{file.relative_to(ROOT)}:{node.lineno}"
+        f"{file.relative_to(ROOT)}:{line}"
         for file in (ROOT / "jax_dora").rglob("*.py")
         if not file.is_relative_to(commands)
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Constant) and re.search(r"(?<!\S)--[a-z]", str(node.value))
+        for line in facts(file).flags
     ]
     assert not found
 
