@@ -10,6 +10,12 @@ from torch.utils.checkpoint import checkpoint
 from torch_dora import DoRALinear, freeze
 from torch_dora.ops import direct, dora_linear
 
+DTYPES = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+]
 SIZES = {"in_features": 24, "out_features": 40, "rank": 4, "alpha": 8}
 
 
@@ -38,18 +44,23 @@ def results(call, x, dy, made=None):
     return [y, *torch.autograd.grad(y, [x, *trained], dy)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("adapter_dtype", [torch.float32, None])
 @pytest.mark.parametrize(
-    "option",
+    ("dtype", "adapter_dtype", "option"),
     [
-        {},
-        {"bias": False},
-        {"dropout": 0.5, "dropout_mode": "adapter"},
-        {"frozen": True},
-        {"no_magnitude": True},
-        {"half_magnitude": True},
-        {"autocast": True},
+        # Every option with both dtypes of either, and all four pairs in turn.
+        (*DTYPES[(2 * number + turn) % 4], option)
+        for number, option in enumerate(
+            [
+                {},
+                {"bias": False},
+                {"dropout": 0.5, "dropout_mode": "adapter"},
+                {"frozen": True},
+                {"no_magnitude": True},
+                {"half_magnitude": True},
+                {"autocast": True},
+            ]
+        )
+        for turn in range(2)
     ],
     ids=str,
 )
@@ -57,7 +68,7 @@ def test_computes_as_the_long_way(device, calls, monkeypatch, dtype, adapter_dty
     option = dict(option)
     names = ("frozen", "no_magnitude", "half_magnitude", "autocast")
     changes = {name: option.pop(name, False) for name in names}
-    made = layer(device, dtype=dtype, adapter_dtype=adapter_dtype or dtype, **option)
+    made = layer(device, dtype=dtype, adapter_dtype=adapter_dtype, **option)
     if changes["frozen"]:
         made = freeze(copy.deepcopy(made))
         for parameter in (made.lora_a, made.lora_b, made.magnitude):

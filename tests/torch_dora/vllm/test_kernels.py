@@ -102,14 +102,17 @@ def reference(slots, sizes, x, y, lora_a, lora_b, g, bias):
     return y
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SMALL_TILES = (21, 24, 200, [40, 24, 130], torch.bfloat16, True)
+LARGE_TILES = (270, 272, 72, [16, 16], torch.bfloat16, False)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "padded", "features", "sizes", "dtype", "has_bias"),
+    ("kind", "tokens", "padded", "features", "sizes", "dtype", "has_bias"),
     [
-        (21, 24, 200, [40, 24, 130], torch.bfloat16, True),
-        (5, 5, 1100, [257], torch.float16, False),  # three parts
-        (270, 272, 72, [16, 16], torch.bfloat16, False),  # large tiles
-        (1, 8, 2300, [33], torch.float32, True),
+        *((kind, *case) for kind in KINDS for case in (SMALL_TILES, LARGE_TILES)),
+        ("mixed", 5, 5, 1100, [257], torch.float16, False),  # three parts
+        ("mixed", 1, 8, 2300, [33], torch.float32, True),
+        ("one adapter", 1, 8, 2300, [33], torch.float32, True),
     ],
 )
 def test_kernels_compute_what_fp64_does(kind, tokens, padded, features, sizes, dtype, has_bias):
