@@ -1,5 +1,7 @@
 """What tests of quantised weights hold a layer to, whoever has quantised it."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -56,6 +58,17 @@ def assert_projection_agrees(
     for name, one in zip(("x", "lora_a", "lora_b", "magnitude", "bias"), found, strict=True):
         error = np.abs(one.cpu().double().numpy() - getattr(gradients, f"d_{name}"))
         assert np.all(error <= getattr(bound, f"d_{name}")), name
+
+
+class Summed(nn.Module):
+    """The sum of what layers of one shape compute: one program of all of them."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers]).sum(0)
 
 
 def assert_compiles(model: nn.Module, x: Tensor) -> None:

@@ -18,6 +18,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 import torch_dora
 from parity.sides.torch import processes
 from tests.torch_dora.quantised_layers import (
+    Summed,
     adapter,
     assert_compiles,
     assert_norm_agrees,
@@ -170,10 +171,11 @@ def test_dropout_of_the_input_too():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
-@pytest.mark.parametrize("dropout", [{}, {"dropout": 0.5, "dropout_mode": "input"}], ids=repr)
-def test_a_compiled_layer_is_one_graph(dropout):
-    rule = dataclasses.replace(RULE, **dropout)
-    assert_compiles(trained(torch_dora.apply_dora(nn.Sequential(linear4bit()), rule)), rows(192))
+def test_compiled_layers_are_one_graph():
+    dropping = torch_dora.DoRARule(r"layers\.1", 4, 8, dropout=0.5, dropout_mode="input")
+    model = torch_dora.apply_dora(Summed([linear4bit(), linear4bit()]), [dropping, RULE])
+    assert [layer.dropout for layer in trained(model.layers)] == [0, 0.5]
+    assert_compiles(model, rows(192))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:FutureWarning")

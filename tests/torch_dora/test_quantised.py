@@ -17,6 +17,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import torch_dora
 from tests.torch_dora.quantised_layers import (
+    Summed,
     adapter,
     assert_compiles,
     assert_norm_agrees,
@@ -112,20 +113,10 @@ def test_a_layer_agrees_on_a_gpu(kind):
     assert_compiles(model, torch.randn(3, SHAPE[1], device="cuda"))
 
 
-class Summed(nn.Module):
-    """The sum of what a layer of each kind computes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(linear(kind) for kind in ("int8", "float8", "nf4"))
-
-    def forward(self, x):
-        return torch.stack([layer(x) for layer in self.layers]).sum(0)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
 def test_compiled_layers_are_one_graph():
-    model = torch_dora.apply_dora(Summed(), torch_dora.DoRARule(".*", 4, 8))
+    layers = Summed(linear(kind) for kind in ("int8", "float8", "nf4"))
+    model = torch_dora.apply_dora(layers, torch_dora.DoRARule(".*", 4, 8))
     for layer in model.layers:
         layer.lora_b.data.normal_(0, 0.1)
     assert_compiles(model, torch.randn(3, SHAPE[1]))

@@ -46,8 +46,14 @@ def test_folders_are_those_of_one_device(trained, tmp_path, count, kind):
         torch.testing.assert_close(found["removed"], inside.base()(inside.batch()))
 
 
-def test_fresh_adapters_are_the_base_model_and_the_same_everywhere():
-    found = processes.run(inside.fresh, 2, "cpu")
+@pytest.fixture(scope="module")
+def in_two():
+    """What two processes find, which take longer to start than to compute."""
+    return processes.run(inside.quick, 2, "cpu")
+
+
+def test_fresh_adapters_are_the_base_model_and_the_same_everywhere(in_two):
+    found = in_two["fresh"]
     base = inside.base()
     want = base(inside.batch())
     base.load_state_dict({name: 2 * value for name, value in base.state_dict().items()})
@@ -88,15 +94,15 @@ def test_checkpoints_go_on_in_fewer_processes(tmp_path):
         ("column", [(5, 8)], [(2, 8)]),
     ],
 )
-def test_what_is_sent(style, base, adapter):
-    found = processes.run(inside.sent, 2, "cpu", style)
+def test_what_is_sent(in_two, style, base, adapter):
+    found = in_two["sent", style]
     assert found["base"] == base
     assert sorted(found["DoRA"]) == sorted(base + adapter)
 
 
 @pytest.mark.parametrize("mode", ["adapter", "input"])
-def test_dropout_of_a_row_parallel_layer(mode):
-    found, want = processes.run(inside.dropping, 2, "cpu", mode)
+def test_dropout_of_a_row_parallel_layer(in_two, mode):
+    found, want = in_two["dropping", mode]
     torch.testing.assert_close(found, want)
 
 
