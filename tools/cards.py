@@ -154,15 +154,15 @@ def _of_jax(capability: int) -> Iterator[Case]:
         for group, head_dim in ((4, 64), (4, 96), (4, 128), (2, 256), (32, 256)):
             _launch_attention(functools.partial(launch, triton_decode_attention), group, head_dim)
         for head in (64, 128):
-            call = batch, time, heads, buckets = 20, 512, 24, 512
-            q, products = array(batch, time, heads, head), array(heads, batch, time, buckets)
-            per_text = array(2 * time - 1, dtype=jnp.int32), array(batch, time, dtype=jnp.int8)
-            scores = q, q, q, products, products, *per_text, array(2, dtype=jnp.int32)
-            call, dropout = (*call[:3], head, jnp.bfloat16), {"rate": 0.1}
-            launch(triton_disentangled_forward, call, *scores, **dropout)
-            lse, table = array(batch, heads, time, dtype=full), array(2 * time - 1, heads, head)
-            of_forward = q, q, lse, *scores, table, table
-            launch(triton_disentangled_backward, call, *of_forward, **dropout)
+            batch, time, heads = 20, 512, 24
+            q, table = array(batch, time, heads, head), array(2 * time - 1, heads, head)
+            mask, seed = array(batch, time, dtype=jnp.int8), array(2, dtype=whole)
+            taken = q, q, q, table, table, mask, seed
+            call, dropout = (batch, time, heads, head, jnp.bfloat16), {"rate": 0.1}
+            launch(triton_disentangled_forward, call, *taken, **dropout)
+            pairs, lse = array(batch, heads, time, time), array(batch, heads, time, dtype=full)
+            returned = q, lse, pairs, pairs
+            launch(triton_disentangled_backward, call, q, *returned, *taken, **dropout)
     return iter(recorded)
 
 

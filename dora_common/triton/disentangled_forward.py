@@ -1,13 +1,13 @@
 """The forward pass of disentangled attention, with softmax and dropout in one kernel.
 
-    s = (q kᵀ + C[i, c(i-j)] + P[j, c(i-j)])·scale      p = softmax(s)      o = (p∘m / kept) v
+    s = (q kᵀ + C + Pᵀ)·scale      p = softmax(s)      o = (p∘m / kept) v
 
-q, k, v, o: [batch, time, heads, size], fp16, bf16 or fp32; C, P: [heads, batch, time, buckets] of
+q, k, v, o: [batch, time, heads, size], fp16, bf16 or fp32; C, P: [batch, heads, time, pitch] of
 the same dtype; lse = log₂ Σ_j 2^(s·log₂e): f32[batch, heads, time]. Softmax is computed online
 (arXiv 2205.14135), and the mask m of dropout from a counter.
 
-Traffic: C and P once, 2·B·H·T·buckets, and q, k, v, o. Flops: 4·B·H·T²·size. At B·H = 480, T = 512,
-size 64 and 512 buckets in bf16: 126 µs of traffic at 4.2 TB/s, and 40 µs of tensor cores at 800
+Traffic: C and P once, 2·B·H·T², and q, k, v, o. Flops: 4·B·H·T²·size. At B·H = 480, T = 512 and
+size 64 in bf16: 126 µs of traffic at 4.2 TB/s, and 40 µs of tensor cores at 800
 TFLOP/s.
 """
 
@@ -17,10 +17,10 @@ from dora_common.triton.disentangled_scores import (
     LOG2E,
     MASKED,
     kept,
-    positions,
     product,
     row_hash,
     rows_of,
+    scores,
 )
 from dora_common.triton.jit import jit
 
@@ -32,18 +32,16 @@ def kernel(
     q_ptr,  # [batch, time, heads, size]
     k_ptr,  # [batch, time, heads, size]
     v_ptr,  # [batch, time, heads, size]
-    c2p_ptr,  # [heads, batch, time, buckets] or None
-    p2c_ptr,  # [heads, batch, time, buckets] or None
-    bucket_ptr,  # i32[2·time - 1]
+    c2p_ptr,  # [batch, heads, time, pitch] or None, of queries and keys
+    p2c_ptr,  # [batch, heads, time, pitch] or None, of keys and queries
     mask_ptr,  # i8[batch, time] or None
     seed_ptr,  # i32[2] or None
     o_ptr,  # [batch, time, heads, size]
     lse_ptr,  # f32[batch, heads, time]
-    BATCH: tl.constexpr,
     TIME: tl.constexpr,
+    PITCH: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    BUCKETS: tl.constexpr,
     SCALE: tl.constexpr,
     THRESHOLD: tl.constexpr,  # a 16-bit hash below it drops an element
     KEPT: tl.constexpr,  # the share of elements that are kept
@@ -52,9 +50,9 @@ def kernel(
 ):
     text, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     STRIDE: tl.constexpr = HEADS * SIZE
-    # batch·time·heads·size, and more so that of buckets, may exceed 2³¹.
+    # batch·time·heads·size, and more so the number of pairs, may exceed 2³¹.
     base = text.to(tl.int64) * TIME * STRIDE + head * SIZE
-    position_base = (head * BATCH + text).to(tl.int64) * TIME * BUCKETS
+    pairs = tl.program_id(1).to(tl.int64) * TIME * PITCH
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     features = tl.arange(0, SIZE)
     q = rows_of(q_ptr + base, i, features, TIME, STRIDE)
@@ -67,11 +65,7 @@ def kernel(
     for first in range(0, TIME, COLUMNS):
         j = first + tl.arange(0, COLUMNS)
         k = rows_of(k_ptr + base, j, features, TIME, STRIDE)
-        s = product(q, tl.trans(k), tl.zeros((ROWS, COLUMNS), tl.float32))
-        if c2p_ptr is not None:
-            s += positions(c2p_ptr + position_base, bucket_ptr, i, j, 1, TIME, BUCKETS)
-        if p2c_ptr is not None:
-            s += tl.trans(positions(p2c_ptr + position_base, bucket_ptr, j, i, -1, TIME, BUCKETS))
+        s = scores(q, k, c2p_ptr, p2c_ptr, pairs, i, j, TIME, PITCH)
         s *= SCALE * _LOG2E
         if mask_ptr is not None:
             is_key = tl.load(mask_ptr + text * TIME + j, mask=j < TIME, other=0) != 0

@@ -1,18 +1,16 @@
 """What both passes of disentangled attention share: a tile of scores, and the mask of dropout.
 
-    s_ij = (q_i·k_j + C[i, c(i-j)] + P[j, c(i-j)])·scale        C = q Kᵀ, P = k Qᵀ
+    s_ij = (q_i·k_j + C_ij + P_ji)·scale        C_ij = q_i·K[c(i-j)], P_ji = k_j·Q[c(i-j)]
 
-C and P, [batch·time, buckets] of each head, are products with the embeddings of the buckets. The
-scores of a tile are in few columns of theirs next to one another, which the cache holds: nothing of
-[time, time] is gathered in memory.
+C and P, [time, pitch] of each head and text, are computed by `disentangled_pairs`. The pitch is the
+time, rounded up so that each row is aligned.
 """
 
 import dataclasses
-from typing import Any
 
 import triton.language as tl
 
-from dora_common.triton.jit import WIDEN, jit
+from dora_common.triton.jit import WIDEN, cdiv, jit
 
 # Of keys that the mask leaves out: finite, so that a row without any key attends to all alike.
 MASKED = tl.constexpr(-1e30)
@@ -46,14 +44,39 @@ def rows_of(base_ptr, first, features, TIME: tl.constexpr, STRIDE: tl.constexpr)
 
 
 @jit
-def positions(product_ptr, bucket_ptr, own, other, SIGN: tl.constexpr, TIME: tl.constexpr,
-              BUCKETS: tl.constexpr):  # fmt: skip
-    """Returns f32[own, other], the elements [own, c(sign·(own - other))] of C or P of one head."""
-    inside = (own < TIME)[:, None] & (other < TIME)[None, :]
-    distance = SIGN * (own[:, None] - other[None, :])
-    bucket = tl.load(bucket_ptr + distance + (TIME - 1), mask=inside, other=0)
-    at = own[:, None] * BUCKETS + bucket
-    return tl.load(product_ptr + at, mask=inside, other=0.0).to(tl.float32)
+def square(base_ptr, row, column, TIME: tl.constexpr, PITCH: tl.constexpr):
+    """Returns f32[row, column] of an array [time, pitch] of one head, 0 outside."""
+    inside = (row < TIME)[:, None] & (column < TIME)[None, :]
+    at = row[:, None] * PITCH + column[None, :]
+    return tl.load(base_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def diagonals(a, n, ROWS: tl.constexpr, TIME: tl.constexpr, PITCH: tl.constexpr):
+    """Returns the offsets [a, n] of the elements [a, a + n - (time - 1)] of an array [time, pitch]
+    of one head, and which of them exist; ``a`` begins at a multiple of its size, ROWS."""
+    b = a[:, None] + n[None, :] - (TIME - 1)
+    # In 64 bits, the offsets of a thread's elements differ by constants that the compiler knows.
+    at = a.to(tl.int64)[:, None] * (PITCH + 1) + n.to(tl.int64)[None, :] - (TIME - 1)
+    inside = b.to(tl.uint32) < TIME
+    if TIME % ROWS:
+        inside &= (a < TIME)[:, None]
+    return at, inside
+
+
+@jit
+def scores(q, k, c2p_ptr, p2c_ptr, pairs, i, j, TIME: tl.constexpr, PITCH: tl.constexpr):
+    """Returns f32[i, j], the scores of a tile of queries and keys, without the scale."""
+    # The product comes last, so that all that is computed from it has the layout of a product.
+    if c2p_ptr is not None:
+        s = square(c2p_ptr + pairs, i, j, TIME, PITCH)
+        if p2c_ptr is not None:
+            s += tl.trans(square(p2c_ptr + pairs, j, i, TIME, PITCH))
+    elif p2c_ptr is not None:
+        s = tl.trans(square(p2c_ptr + pairs, j, i, TIME, PITCH))
+    else:
+        s = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
+    return product(q, tl.trans(k), s)
 
 
 @jit
@@ -81,6 +104,6 @@ def kept(hashed, column, THRESHOLD: tl.constexpr):
     return ((mix(hashed ^ pair) >> shift) & 0xFFFF) >= THRESHOLD
 
 
-def constants(time: int, heads: int, size: int, buckets: int, scale: float) -> dict[str, Any]:
-    """Returns the constants that all kernels of the attention take."""
-    return {"TIME": time, "HEADS": heads, "SIZE": size, "BUCKETS": buckets, "SCALE": scale}
+def pitch(time: int) -> int:
+    """Returns the elements from one row of [time, time] to the next."""
+    return cdiv(time, 16) * 16

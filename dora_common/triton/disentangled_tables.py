@@ -4,10 +4,10 @@
 
 For the embeddings that the queries are multiplied by, d is ds, x is q, and n the negative distance;
 for the others, d is dsᵀ, x is k, and n the distance. The elements [a, a + n] of d have the strides
-(time + 1, 1). Each of ``parts`` programs of a head and of a tile of distances has a part of the
+(pitch + 1, 1). Each of ``parts`` programs of a head and of a tile of distances has a part of the
 texts.
 
-d: [batch, heads, time, time]; x: [batch, time, heads, size]; dtable: f32[parts, 2·time - 1, heads,
+d: [batch, heads, time, pitch]; x: [batch, time, heads, size]; dtable: f32[parts, 2·time - 1, heads,
 size], for n from 1 - time on.
 
 Traffic: d once. Flops: 2·B·H·T²·size, and those of the tiles that reach beyond a row.
@@ -15,17 +15,18 @@ Traffic: d once. Flops: 2·B·H·T²·size, and those of the tiles that reach be
 
 import triton.language as tl
 
-from dora_common.triton.disentangled_scores import product, rows_of
+from dora_common.triton.disentangled_scores import diagonals, product, rows_of
 from dora_common.triton.jit import bound, jit
 
 
 @jit
 def kernel(
-    d_ptr,  # [batch, heads, time, time]
+    d_ptr,  # [batch, heads, time, pitch]
     x_ptr,  # [batch, time, heads, size]
     table_ptr,  # f32[parts, 2·time - 1, heads, size]
     BATCH: tl.constexpr,
     TIME: tl.constexpr,
+    PITCH: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -41,13 +42,12 @@ def kernel(
     highest = tl.minimum(2 * TIME - 1 - tl.program_id(0) * ROWS, TIME)
     total = tl.zeros((ROWS, SIZE), tl.float32)
     for text in range(bound(part), BATCH, PARTS):
-        square = (text * HEADS + head).to(tl.int64) * TIME * TIME
+        square = (text * HEADS + head).to(tl.int64) * TIME * PITCH
         base = tl.cast(text, tl.int64) * TIME * STRIDE + head * SIZE
         for first in range(bound(lowest), bound(highest), COLUMNS):
             a = first + tl.arange(0, COLUMNS)
-            b = a[:, None] + n[None, :] - (TIME - 1)
-            inside = (a < TIME)[:, None] & (b >= 0) & (b < TIME)
-            d = tl.load(d_ptr + square + a[:, None] * TIME + b, mask=inside, other=0.0)
+            at, inside = diagonals(a, n, COLUMNS, TIME, PITCH)
+            d = tl.load(d_ptr + square + at, mask=inside, other=0.0)
             x = rows_of(x_ptr + base, a, features, TIME, STRIDE)
             total = product(tl.trans(d), x, total)
     at = table_ptr + (part * (2 * TIME - 1) * STRIDE + head * SIZE)

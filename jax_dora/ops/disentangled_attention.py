@@ -6,12 +6,12 @@
 K and Q are the projected embeddings of buckets of relative positions, and c maps a distance to its
 bucket. DeBERTa calls the second term c2p and the third p2c; a model may lack one of them.
 
-Nothing of [time, time] is gathered in memory, and the mask of dropout is computed from a counter in
-both passes.
+No pair of tokens is looked up in memory, and the mask of dropout is computed from a counter in both
+passes.
 
-- Triton: a kernel has a whole pass. It reads q Kᵀ and k Qᵀ, [time, buckets], at the distances of
-  its tile. The other gradients read that of the scores along its diagonals, which are strides like
-  those of rows.
+- Triton: a product with K, or Q, at every distance stores its rows one element further each, at
+  the pairs of tokens. The scores, softmax and dropout are in a kernel for each pass. The other
+  gradients read that of the scores along its diagonals, which are strides like those of rows.
 - XLA: K and Q are read for every distance once, a small gather. The scores are a shear of the
   product with all queries or keys, [time, 2·time]: row i begins i elements earlier than row 0, so
   they have the strides of a wider matrix. The gradient is the same shear backwards.
@@ -163,26 +163,25 @@ def _fused(rate: float, operands: _Operands) -> jax.Array:
 
 
 def _fused_fwd(rate: float, operands: _Operands) -> tuple[jax.Array, Any]:
-    q, k, v, pos_key, pos_query, *_ = operands
-    c2p = None if pos_key is None else jnp.einsum("bihd,mhd->hbim", q, pos_key)
-    p2c = None if pos_query is None else jnp.einsum("bjhd,mhd->hbjm", k, pos_query)
-    choice = _choose(kernel_forward, q, "triton")
-    o, lse = choice.launch(q, k, v, c2p, p2c, *_integers(operands), rate=rate)
-    return o, (operands, c2p, p2c, o, lse)
+    q, k, v, pos_key, pos_query, buckets, mask, seed = operands
+    # What a query is multiplied by, at the key n tokens further: of the distance -n.
+    key_table = None if pos_key is None else pos_key[buckets[::-1]]
+    query_table = None if pos_query is None else pos_query[buckets]
+    mask = None if mask is None else mask.astype(jnp.int8)
+    seed = None if seed is None else jax.lax.bitcast_convert_type(seed, jnp.int32)
+    arrays = q, k, v, key_table, query_table, mask, seed
+    o, *others = _choose(kernel_forward, q, "triton").launch(*arrays, rate=rate)
+    return o, (operands, arrays, o, others)
 
 
 def _fused_bwd(rate: float, kept: Any, do: jax.Array) -> tuple[_Operands]:
-    operands, c2p, p2c, o, lse = kept
-    q, k, v, pos_key, pos_query, buckets, *_ = operands
-    # What a query is multiplied by, at the key n tokens further: of the distance -n.
-    back = buckets[::-1]
-    key_table = None if pos_key is None else pos_key[back]
-    query_table = None if pos_query is None else pos_query[buckets]
+    operands, arrays, o, others = kept
+    q, _, _, pos_key, pos_query, buckets, *_ = operands
     choice = _choose(kernel_backward, q, "triton")
-    arrays: Any = (do, o, lse, q, k, v, c2p, p2c, *_integers(operands), key_table, query_table)
-    dq, dk, dv, d_key, d_query = choice.launch(*arrays, rate=rate)
+    dq, dk, dv, d_key, d_query = choice.launch(do, o, *others, *arrays, rate=rate)
     if pos_key is not None:
-        d_key = jnp.zeros(pos_key.shape, d_key.dtype).at[back].add(d_key).astype(pos_key.dtype)
+        zeros = jnp.zeros(pos_key.shape, d_key.dtype)
+        d_key = zeros.at[buckets[::-1]].add(d_key).astype(pos_key.dtype)
     if pos_query is not None:
         zeros = jnp.zeros(pos_query.shape, d_query.dtype)
         d_query = zeros.at[buckets].add(d_query).astype(pos_query.dtype)
@@ -190,13 +189,3 @@ def _fused_bwd(rate: float, kept: Any, do: jax.Array) -> tuple[_Operands]:
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd)
-
-
-def _integers(operands: _Operands) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns the buckets, the mask and the seed as the kernels read them."""
-    mask, seed = operands.mask, operands.seed
-    return (
-        operands.buckets.astype(jnp.int32),
-        None if mask is None else mask.astype(jnp.int8),
-        None if seed is None else jax.lax.bitcast_convert_type(seed, jnp.int32),
-    )

@@ -2,9 +2,7 @@
 `dora_common.triton.disentangled_backward`, of queries and keys by `disentangled_products`, and of
 the embeddings by `disentangled_tables`.
 
-    do, o, and what the forward pass has taken and returned
-    query_table, key_table   [2·time - 1, heads, size] or None: for each distance from 1 - time on,
-                             the embeddings that keys and that queries are multiplied by
+    do, and what the forward pass has returned and taken
 """
 
 from typing import Any, NamedTuple
@@ -12,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_dora.ops.dropout import kept_share, threshold
 from jax_dora.ops.mosaic.hopper.launch import launcher
 from jax_dora.ops.triton.kernel_call import HALVES, kernel_call
-from jax_dora.ops.triton.triton_disentangled_forward import constants
+from jax_dora.ops.triton.triton_disentangled_forward import constants, sizes
 from jax_dora.ops.triton.triton_disentangled_forward import refuses as refuses
 from jax_dora.ops.triton.triton_disentangled_forward import wins as wins
 
@@ -38,7 +35,8 @@ def config(
     from dora_common.triton.disentangled_scores import Config
 
     if capability != 90 or size > 64 or dtype not in HALVES:  # larger tiles spill registers
-        return Configs(*3 * [Config(rows=32, columns=32, stages=1)])
+        small = Config(rows=32, columns=32, stages=1)
+        return Configs(Config(rows=32, columns=32), small, small)
     return Configs(Config(), Config(stages=3), Config(stages=3))
 
 
@@ -47,16 +45,15 @@ def launch(
     do: jax.Array,
     o: jax.Array,
     lse: jax.Array,
+    c2p: jax.Array | None,
+    p2c: jax.Array | None,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    c2p: jax.Array | None,
-    p2c: jax.Array | None,
-    buckets: jax.Array,
-    mask: jax.Array | None,
-    seed: jax.Array | None,
     key_table: jax.Array | None,
     query_table: jax.Array | None,
+    mask: jax.Array | None,
+    seed: jax.Array | None,
     *,
     rate: float,
     config: Configs,
@@ -68,11 +65,12 @@ def launch(
         disentangled_products,
         disentangled_tables,
     )
+    from dora_common.triton.disentangled_scores import pitch
     from dora_common.triton.jit import cdiv
 
-    batch, time, heads, size = q.shape
+    batch, time, heads, _ = q.shape
     delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
-    square = jax.ShapeDtypeStruct((batch, heads, time, time), q.dtype)
+    square = jax.ShapeDtypeStruct((batch, heads, time, pitch(time)), q.dtype)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     chosen = config.scores
     dv, ds, ds_back = kernel_call(
@@ -87,7 +85,6 @@ def launch(
         do_ptr=do,
         c2p_ptr=c2p,
         p2c_ptr=p2c,
-        bucket_ptr=buckets,
         mask_ptr=mask,
         seed_ptr=seed,
         lse_ptr=lse,
@@ -95,13 +92,10 @@ def launch(
         dv_ptr=like,
         ds_ptr=square,
         ds_back_ptr=square,
-        THRESHOLD=int(threshold(rate)),
-        KEPT=kept_share(rate),
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
-        **constants(q, c2p, p2c),
+        **constants(q, c2p, p2c, rate),
     )
-    sizes: Any = {"TIME": time, "HEADS": heads, "SIZE": size}
 
     def product(d: jax.Array, other: jax.Array, table: jax.Array | None) -> jax.Array:
         chosen = config.products
@@ -117,7 +111,7 @@ def launch(
             dx_ptr=like,
             ROWS=chosen.rows,
             COLUMNS=chosen.columns,
-            **sizes,
+            **sizes(q),
         )
         return dx
 
@@ -138,7 +132,7 @@ def launch(
             PARTS=parts,
             ROWS=chosen.rows,
             COLUMNS=chosen.columns,
-            **sizes,
+            **sizes(q),
         )
         return jnp.sum(total, axis=0)
 

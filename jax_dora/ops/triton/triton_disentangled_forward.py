@@ -1,13 +1,16 @@
-"""The forward pass of `jax_dora.ops.disentangled_attention`, by
-`dora_common.triton.disentangled_forward`.
+"""The forward pass of `jax_dora.ops.disentangled_attention`: scores of positions by
+`dora_common.triton.disentangled_pairs`, and all else by `disentangled_forward`.
 
-    q, k, v, o   [batch, time, heads, size]             bf16, fp16 or fp32
-    c2p, p2c     [heads, batch, time, buckets] or None  the same
-    buckets      i32[2·time - 1]                        lse  f32[batch, heads, time]
-    mask         i8[batch, time] or None                seed i32[2] or None
+    q, k, v, o   [batch, time, heads, size]            bf16, fp16 or fp32
+    key_table    [2·time - 1, heads, size] or None     the same; for each distance from 1 - time on,
+                                                       what a query and the key there multiply
+    query_table  [2·time - 1, heads, size] or None     the same, of a key and the query there
+    c2p, p2c     [batch, heads, time, pitch] or None   the same; of all pairs of tokens
+    mask         i8[batch, time] or None               lse  f32[batch, heads, time]
+    seed         i32[2] or None
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,27 +45,42 @@ def wins(batch: int, time: int, heads: int, size: int, dtype: jax.typing.DTypeLi
     return dtype == jnp.bfloat16 and size == 64 and time >= 512
 
 
+class Configs(NamedTuple):
+    """The launch options of the two kernels."""
+
+    pairs: Any
+    attention: Any
+
+
 def config(
     capability: int, batch: int, time: int, heads: int, size: int, dtype: jax.typing.DTypeLike
-) -> Any:
+) -> Configs:
     """Returns the launch options for a compute capability."""
     from dora_common.triton.disentangled_scores import Config
 
     # Elsewhere, larger tiles spill registers.
     is_large = dtype in HALVES and size <= 64 and capability == 90
-    return Config() if is_large else Config(rows=32, columns=32, stages=1)
+    if not is_large:
+        return Configs(*2 * [Config(rows=32, columns=32, stages=1)])
+    return Configs(Config(columns=128), Config())
 
 
-def constants(q: jax.Array, c2p: jax.Array | None, p2c: jax.Array | None) -> dict[str, Any]:
-    """Returns the sizes and the scale of the scores, as constants of the kernels."""
-    batch, time, heads, size = q.shape
-    products = [one for one in (c2p, p2c) if one is not None]
-    scale = ((1 + len(products)) * size) ** -0.5
-    buckets = products[0].shape[-1] if products else 1
-    return {
-        **{"BATCH": batch, "TIME": time, "HEADS": heads, "SIZE": size},
-        **{"BUCKETS": buckets, "SCALE": scale},
-    }
+def constants(
+    q: jax.Array, c2p: jax.Array | None, p2c: jax.Array | None, rate: float
+) -> dict[str, Any]:
+    """Returns the constants of both passes: sizes, the scale of the scores, and dropout."""
+    size = q.shape[-1]
+    scale = ((1 + (c2p is not None) + (p2c is not None)) * size) ** -0.5
+    dropout = {"THRESHOLD": int(threshold(rate)), "KEPT": kept_share(rate)}
+    return sizes(q) | {"SCALE": scale} | dropout
+
+
+def sizes(q: jax.Array) -> dict[str, int]:
+    """Returns the constants of all kernels of the attention."""
+    from dora_common.triton.disentangled_scores import pitch
+
+    _, time, heads, size = q.shape
+    return {"TIME": time, "PITCH": pitch(time), "HEADS": heads, "SIZE": size}
 
 
 @launcher("rate", "capability")
@@ -70,41 +88,59 @@ def launch(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    c2p: jax.Array | None,
-    p2c: jax.Array | None,
-    buckets: jax.Array,
+    key_table: jax.Array | None,
+    query_table: jax.Array | None,
     mask: jax.Array | None,
     seed: jax.Array | None,
     *,
     rate: float,
-    config: Any,
+    config: Configs,
     capability: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (o, lse)."""
-    from dora_common.triton import disentangled_forward
+) -> tuple[jax.Array | None, ...]:
+    """Returns (o, lse, c2p, p2c)."""
+    from dora_common.triton import disentangled_forward, disentangled_pairs
+    from dora_common.triton.disentangled_scores import pitch
     from dora_common.triton.jit import cdiv
 
     batch, time, heads, _ = q.shape
+
+    def pairs(x: jax.Array, table: jax.Array | None) -> jax.Array | None:
+        if table is None:
+            return None
+        chosen = config.pairs
+        [y] = kernel_call(
+            disentangled_pairs.kernel,
+            (cdiv(time, chosen.rows), batch * heads),
+            capability,
+            warps=chosen.warps,
+            stages=chosen.stages,
+            x_ptr=x,
+            table_ptr=table,
+            y_ptr=jax.ShapeDtypeStruct((batch, heads, time, pitch(time)), q.dtype),
+            ROWS=chosen.rows,
+            COLUMNS=chosen.columns,
+            **sizes(q),
+        )
+        return y
+
+    c2p, p2c, chosen = pairs(q, key_table), pairs(k, query_table), config.attention
     o, lse = kernel_call(
         disentangled_forward.kernel,
-        (cdiv(time, config.rows), batch * heads),
+        (cdiv(time, chosen.rows), batch * heads),
         capability,
-        warps=config.warps,
-        stages=config.stages,
+        warps=chosen.warps,
+        stages=chosen.stages,
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
         c2p_ptr=c2p,
         p2c_ptr=p2c,
-        bucket_ptr=buckets,
         mask_ptr=mask,
         seed_ptr=seed,
         o_ptr=jax.ShapeDtypeStruct(q.shape, q.dtype),
         lse_ptr=jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
-        THRESHOLD=int(threshold(rate)),
-        KEPT=kept_share(rate),
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        **constants(q, c2p, p2c),
+        ROWS=chosen.rows,
+        COLUMNS=chosen.columns,
+        **constants(q, c2p, p2c, rate),
     )
-    return o, lse
+    return o, lse, c2p, p2c
