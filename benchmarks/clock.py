@@ -7,8 +7,10 @@ mean time of back-to-back steps on the host's clock, gaps included.
 
 import functools
 import itertools
+import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -170,6 +172,16 @@ class DeviceClock:
                 raise RuntimeError("CUPTI recorded no kernel; is another profiler attached to it?")
             self._flushes[framework] = flush, names
         return self._flushes[framework]
+
+
+def by_name(kernels: Kernels) -> dict[str, tuple[int, float]]:
+    """Returns the launches and the time of the kernels that take longest, by the parts of their
+    names without numbers."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, us in kernels:
+        found[re.sub(r"_\d+|<.*", "", name)[:80]].append(us)
+    longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:40]
+    return {name: (len(times), sum(times)) for name, times in longest}
 
 
 def _times_by_name(timings: Kernels, names: list[str], count: int) -> list[float]:

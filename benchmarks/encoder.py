@@ -11,10 +11,13 @@ layer (`layer_us`), and by CUPTI the launches and the time of a step's kernels, 
 (`launches`, `device_us`) and by operator (`operators`, name: [launches, µs]). Kernels are assigned
 by their names, of XLA's fusions by what they contain; "product" are the matrix products of any
 library, and "fused attention" has the products, gathers, softmax and dropout of its kernels.
+
+A line of `layernorm` is norm(dropout(y) + x) alone, in both passes: device time with a cold L2
+cache, the bytes of y, x and the result, with those of the gradients of all, and `of_copy`, their
+rate divided by that at which XLA copies in the same run.
 """
 
 import dataclasses
-import functools
 import gc
 import re
 from collections import defaultdict
@@ -30,9 +33,18 @@ import torch
 import transformers
 from flax import nnx
 
-from benchmarks.clock import Effort, Kernels, device_clock, synchronise, wall_time
+from benchmarks.clock import (
+    Effort,
+    Kernels,
+    by_name,
+    device_clock,
+    kernel_time,
+    synchronise,
+    wall_time,
+)
 from benchmarks.results import Row
 from jax_dora.lm.encoder import DebertaConfig, SequenceClassifier
+from jax_dora.lm.encoder.deberta import Dropouts, Output
 
 LEARNING_RATE = 1e-5
 OPERATORS = {
@@ -63,6 +75,7 @@ class Settings(NamedTuple):
     Attributes:
       only: patterns of the beginnings of names, of an encoder and a side; all by default.
       layers: of the encoders; 0 for all of theirs.
+      copied: number of bf16 elements whose copying is timed.
     """
 
     encoders: tuple[Encoder, ...] = (
@@ -73,10 +86,11 @@ class Settings(NamedTuple):
     time: int = 512
     blocks: int = 5
     layers: int = 0
+    copied: int = 2**29
     only: tuple[str, ...] = ()
 
 
-TINY = Settings((Encoder("tiny", 2, 64, 4, 99, 8),), batch=2, time=24, blocks=1)
+TINY = Settings((Encoder("tiny", 2, 64, 4, 99, 8),), batch=2, time=24, blocks=1, copied=2**10)
 
 
 class Side(NamedTuple):
@@ -128,6 +142,44 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             jax.clear_caches()
             if device == "cuda":
                 torch.cuda.empty_cache()
+    if not settings.only or any(fnmatch("layernorm", f"{one}*") for one in settings.only):
+        x = jnp.zeros((settings.copied,), jnp.bfloat16)
+        us = _device_us(jax.jit(lambda x: x + 1), (x,), device)
+        rate = 2 * x.nbytes / us
+        yield {"work": "copy", "us": us, "tb_per_s": rate / 1e6}
+        for encoder in settings.encoders:
+            yield _layernorm(encoder, settings, device, rate)
+
+
+def _layernorm(encoder: Encoder, settings: Settings, device: str, rate: float) -> Row:
+    """Returns the line of the norms of an encoder; `rate` is that of copying, in bytes per µs."""
+    config = _deberta(encoder, Side("", "deberta", "xla"))
+    graphdef, parameters = nnx.split(Output(1, config, nnx.Rngs(0)))
+    shape = settings.batch, settings.time, encoder.hidden
+    drawn = jax.random.normal(jax.random.key(0), (3, *shape), jnp.bfloat16)
+    seed = jnp.zeros((2,), jnp.uint32)
+
+    def forward(parameters: Any, y: jax.Array, x: jax.Array) -> jax.Array:
+        output = nnx.merge(graphdef, parameters)
+        return output.LayerNorm(Dropouts(seed)(y, output.rate) + x)
+
+    def both(parameters: Any, y: jax.Array, x: jax.Array, cotangent: jax.Array) -> Any:
+        return jax.vjp(forward, parameters, y, x)[1](cotangent)
+
+    arrays = tuple(drawn)
+    row: Row = {"work": "layernorm", "encoder": encoder.name, "hidden": encoder.hidden}
+    row |= {"us": _device_us(jax.jit(forward), (parameters, *arrays[:2]), device)}
+    row |= {"gradient_us": _device_us(jax.jit(both), (parameters, *arrays), device)}
+    of_array = arrays[0].nbytes
+    return row | {
+        "of_copy": 3 * of_array / row["us"] / rate,
+        "gradient_of_copy": 5 * of_array / row["gradient_us"] / rate,
+    }
+
+
+def _device_us(step: Any, operands: tuple[Any, ...], device: str) -> float:
+    synchronise(step(*operands))
+    return kernel_time("jax", step, [operands], device).median
 
 
 def _timed(
@@ -151,16 +203,6 @@ def by_operator(kernels: Kernels) -> dict[str, tuple[int, float]]:
         matches = (one for one, words in OPERATORS.items() if re.search(words, name, re.I))
         found[next(matches, "others")].append(us)
     return {name: (len(times), sum(times)) for name, times in found.items()}
-
-
-def by_name(kernels: Kernels) -> dict[str, tuple[int, float]]:
-    """Returns the launches and the time of the kernels that take longest, by the parts of their
-    names without numbers."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for name, us in kernels:
-        found[re.sub(r"_\d+|<.*", "", name)[:80]].append(us)
-    longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:40]
-    return {name: (len(times), sum(times)) for name, times in longest}
 
 
 def _config(encoder: Encoder, model: str) -> dict[str, Any]:
@@ -213,28 +255,26 @@ def _torch_step(
     return step
 
 
+def _deberta(encoder: Encoder, side: Side) -> DebertaConfig:
+    config = DebertaConfig.from_hf({"model_type": "deberta-v2", **_config(encoder, side.model)})
+    options: dict[str, Any] = {"attention": side.attention}
+    options |= {"type_vocab_size": 2} if side.model == "bert" else {}
+    return dataclasses.replace(config, dtype=jnp.bfloat16, param_dtype=jnp.float32, **options)
+
+
 def _jax_step(
     encoder: Encoder, side: Side, settings: Settings, device: str
 ) -> Callable[[], jax.Array]:
-    config = DebertaConfig.from_hf({"model_type": "deberta-v2", **_config(encoder, side.model)})
-    config = dataclasses.replace(
-        config, dtype=jnp.bfloat16, param_dtype=jnp.float32, attention=side.attention
-    )
-    if side.model == "bert":
-        config = dataclasses.replace(config, type_vocab_size=2)
-
-    @jax.jit
-    def initialise() -> Any:
-        model = SequenceClassifier(config, rngs=nnx.Rngs(0))
-        model.train()
-        return nnx.split(model, nnx.Param, ...)
-
-    graphdef, parameters, streams = initialise()
+    config = _deberta(encoder, side)
+    # Not in one program, which would take as long to compile as the step.
+    model = SequenceClassifier(config, rngs=nnx.Rngs(0))
+    model.train()
+    graphdef, parameters, streams = nnx.split(model, nnx.Param, ...)
+    del model
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=0.01)
     tokens, labels = map(jnp.asarray, _inputs(encoder, settings))
     mask = jnp.ones(tokens.shape, bool)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def train(parameters: Any, state: Any, streams: Any) -> Any:
         def loss_of(parameters: Any) -> Any:
             model = nnx.merge(graphdef, parameters, streams, copy=True)
@@ -248,9 +288,10 @@ def _jax_step(
 
     held = [parameters, jax.jit(optimizer.init)(parameters), streams]
     del parameters, streams
+    compiled = jax.jit(train, donate_argnums=(0, 1, 2)).lower(*held).compile()
 
     def step() -> jax.Array:
-        loss, *held[:] = train(*held)
+        loss, *held[:] = compiled(*held)
         return loss
 
     synchronise(held)
