@@ -2,6 +2,7 @@
 
     copy        the card's copy rate, bytes read plus written, by a program of XLA
     attention   `jax_dora.ops.decode_attention` alone: one layer, all rows of the same length
+    write       one token of each row and layer, transformed, coded and appended
     decode      the server's decoding program for the whole model, with random weights
 
 The model has Llama 3 8B's dimensions and 64 rows, of 128 and of 8,192 tokens each. The cache is
@@ -11,10 +12,12 @@ A line of `attention` has its device time with a cold L2 cache, the bytes of cod
 it has to read, and `of_copy`, their rate divided by the copy rate. A line of `decode` is one format
 at one length: the median wall time of a step, tokens per second, the bytes of the cache,
 `of_bf16`, its tokens per second divided by those of the bf16 cache, and the kernels of a step with
-the time that they take together.
+the time that they take together, and by name (name: [launches, µs]). A line of `write` has the
+kernels of the pass that ends a step, in the same way.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,7 +30,7 @@ from jax import lax
 from benchmarks import clock
 from benchmarks.results import Row, with_ratio
 from benchmarks.step import LLAMA_3_8B, TINY_DECODER
-from jax_dora.lm.models import CausalLM, DecoderConfig, make_cache, make_model
+from jax_dora.lm.models import Cache, CausalLM, DecoderConfig, make_cache, make_model
 from jax_dora.lm.models.decoder import for_inference
 from jax_dora.lm.serve.programs import model_programs
 from jax_dora.ops import decode_attention
@@ -51,7 +54,7 @@ class Settings(NamedTuple):
     steps: int = 20
     rounds: int = 5
     copied: int = 2**30
-    only: tuple[str, ...] = ("attention", "decode")
+    only: tuple[str, ...] = ("attention", "write", "decode")
 
 
 TINY = Settings(TINY_DECODER, rows=3, lengths=(20, 130), steps=2, rounds=1, copied=2**10)
@@ -68,6 +71,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     if "attention" in settings.only:
         for length in settings.lengths:
             yield _attention(settings, length, device, rate)
+    if "write" in settings.only:
+        for kv_cache in FORMATS:
+            yield _write(settings, settings.lengths[0], kv_cache, device)
     if "decode" in settings.only:
         model = make_model(settings.config)
         for length in settings.lengths:
@@ -124,6 +130,37 @@ def _attention(settings: Settings, length: int, device: str, rate: float | None)
     return row if rate is None else row | {"of_copy": amount / us * 1e6 / rate}
 
 
+def _write(settings: Settings, length: int, kv_cache: str | None, device: str) -> Row:
+    config, rows = settings.config, settings.rows
+    cache = _cache(config, rows, length, 8, kv_cache)
+    shape = config.num_hidden_layers, rows, 1, config.num_key_value_heads, config.head_dim
+    new = _filled(shape, config.dtype)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def write(cache: Cache, new: jax.Array) -> Cache:
+        return cache.with_tokens(new, new, cache.positions(1), None, None)
+
+    def step() -> Any:
+        nonlocal cache
+        cache = write(cache, new)
+        return cache.lengths
+
+    clock.synchronise(step())
+    row: Row = {"work": "write", "kv_cache": kv_cache or "bf16", "rows": rows, "length": length}
+    return row | (_kernels(step) if device == "cuda" else {})
+
+
+def _kernels(step: Any) -> Row:
+    """Returns the number of kernels of a step, their time, and that by name."""
+    kernels = clock.device_clock().kernels(step)
+    total = sum(us for _, us in kernels)
+    return {
+        "kernels": len(kernels),
+        "device_ms": total / 1e3,
+        "by_name": clock.by_name(kernels),
+    }
+
+
 def _decode(
     settings: Settings, model: CausalLM, length: int, kv_cache: str | None, device: str
 ) -> Row:
@@ -156,7 +193,4 @@ def _decode(
     seconds = statistics.median(times)
     row |= {"ms": 1e3 * seconds, "spread_ms": 1e3 * (max(times) - min(times))}
     row |= {"tokens_per_s": rows / seconds}
-    if device == "cuda":
-        kernels = clock.device_clock().kernels(step)
-        row |= {"kernels": len(kernels), "device_ms": sum(us for _, us in kernels) / 1e3}
-    return row
+    return row | (_kernels(step) if device == "cuda" else {})
