@@ -8,8 +8,15 @@ from torch_dora.ops.triton import column_sums, compose_backward
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 0, 1)], ids=str)
-@pytest.mark.parametrize("shape", [(5, 7), (67, 40), (1, 1)])
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        *(((67, 40), wanted) for wanted in [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (1, 0, 1)]),
+        ((5, 7), (1, 1, 1)),
+        ((1, 1), (1, 1, 1)),
+    ],
+    ids=str,
+)
 def test_every_variant_equals_the_plain_evaluation(operands, monkeypatch, delta, wanted, shape):
     _, inner, g, dy = operands(shape)
     want_base, want_lora, want_g = map(bool, wanted)

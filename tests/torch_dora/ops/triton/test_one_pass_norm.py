@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -19,9 +21,14 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("adapter_dtype", [None, torch.float32])
-@pytest.mark.parametrize("sizes", [(40, 56, 8), (129, 37, 3), (1, 5, 1), (64, 1, 40)])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "adapter_dtype"),
+    [
+        *itertools.product([(40, 56, 8), (129, 37, 3)], HALVES, [None, torch.float32]),
+        ((1, 5, 1), torch.float16, torch.float32),
+        ((64, 1, 40), torch.bfloat16, None),
+    ],
+)
 def test_agrees_with_the_oracle(adapted, assert_within, dtype, adapter_dtype, sizes):
     layer = adapted(sizes=sizes, dtype=dtype, adapter_dtype=adapter_dtype or dtype)
     operands = layer.weight, layer.lora_a, layer.lora_b
