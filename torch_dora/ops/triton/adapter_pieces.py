@@ -4,7 +4,8 @@ fp32 adapters in pieces that tensor cores multiply: two float16 numbers and a po
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +32,17 @@ class Pieces(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _launch(rank: int, in_features: int, out_features: int) -> Launch:
+def prepared(rank: int, in_features: int, out_features: int) -> Launch:
+    """Returns the launch for tensors of these sizes."""
     programs, constants = programs_of(rank, in_features, out_features)
     return Launch(kernel, (programs,), (in_features, out_features), **constants, num_warps=WARPS)
 
 
-def launch(lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Pieces, Tensor, Tensor]:
-    """Returns the pieces of an fp32 adapter, and lora_a and lora_b in ``dtype``."""
+def launch(
+    lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype, run: Callable[..., Any] | None = None
+) -> tuple[Pieces, Tensor, Tensor]:
+    """Returns the pieces of an fp32 adapter, and lora_a and lora_b in ``dtype``; ``run`` is the
+    launch for their sizes, if there is one already."""
     (rank, in_features), out_features = lora_a.shape, lora_b.shape[0]
     lora_a, lora_b = lora_a.contiguous(), lora_b.contiguous()
     device = lora_a.device
@@ -49,9 +54,8 @@ def launch(lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Pieces, 
     )
     cast_a = torch.empty((rank, in_features), device=device, dtype=dtype)
     cast_b = torch.empty((out_features, rank), device=device, dtype=dtype)
-    _launch(rank, in_features, out_features)(
-        lora_a, lora_b, pieces.a, pieces.b, cast_a, cast_b, pieces.unit_a, pieces.unit_b
-    )
+    run = run or prepared(rank, in_features, out_features)
+    run(lora_a, lora_b, pieces.a, pieces.b, cast_a, cast_b, pieces.unit_a, pieces.unit_b)
     if TRITON_MODE == "interpreted":
         # The interpreter truncates to bfloat16 instead of rounding.
         cast_a, cast_b = lora_a.to(dtype), lora_b.to(dtype)

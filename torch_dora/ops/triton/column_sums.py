@@ -15,7 +15,8 @@ from torch_dora.ops.triton.jit import Launch
 
 
 @functools.lru_cache(1024)
-def _launch(parts: int, features: int, then: str, eps: float, elements: int) -> Launch:
+def prepared(parts: int, features: int, then: str, eps: float, elements: int = ELEMENTS) -> Launch:
+    """Returns the launch for tensors of these sizes."""
     padded = next_power_of_2(parts)
     columns = max(MIN_COLUMNS, elements // padded)
     return Launch(
@@ -41,5 +42,5 @@ def launch(
     shape = (2, features) if then == "scale" else (features,)
     result = torch.empty(shape, device=partial.device, dtype=torch.float32)
     factor = None if factor is None else factor.contiguous()
-    _launch(parts, features, then, eps, ELEMENTS)(partial, factor, result)
+    prepared(parts, features, then, eps, ELEMENTS)(partial, factor, result)
     return result

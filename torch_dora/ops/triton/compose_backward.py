@@ -14,6 +14,12 @@ from torch_dora.ops.triton import column_sums
 from torch_dora.ops.triton.jit import Launch
 
 
+def prepared(rows: int, features: int, scale: float, *flags: bool) -> tuple[int, Launch]:
+    """Returns the number of strips, and the launch for tensors of these sizes. The flags are those
+    of `launch`, then whether the magnitude's gradient is wanted."""
+    return _launch(CONFIG, rows, features, scale, *flags)
+
+
 @functools.lru_cache(1024)
 def _launch(
     config: Config,
@@ -67,7 +73,7 @@ def launch(
             else [*gradients, dy.new_zeros(features, dtype=torch.float32)]
         )
     flags = delta, want_base, want_lora, inner is not None
-    strips, run_kernel = _launch(CONFIG, rows, features, scale, *flags)
+    strips, run_kernel = prepared(rows, features, scale, *flags)
     partial = g
     if inner is not None:
         partial = torch.empty((strips, features), device=dy.device, dtype=torch.float32)

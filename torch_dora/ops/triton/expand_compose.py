@@ -61,7 +61,7 @@ def launch(
     if rows == 0 or features == 0:
         return y, inner
     g, card = g.contiguous(), capability(base.device)
-    _launch(card, rank, rows, features, scale, bias is not None, want_inner)(
+    prepared(card, rank, rows, features, scale, bias is not None, want_inner)(
         base,
         z.contiguous(),
         lora_b.contiguous(),
@@ -74,7 +74,7 @@ def launch(
 
 
 @functools.lru_cache(1024)
-def _launch(
+def prepared(
     card: int,
     rank: int,
     rows: int,
@@ -83,6 +83,7 @@ def _launch(
     has_bias: bool,
     want_inner: bool,
 ) -> Launch:
+    """Returns the launch for tensors of these sizes."""
     if card == 90 and 32 < rank <= 64 and rows * features >= STRIPS_FROM:
         chosen = strip_expand.config(rank)
         programs, *walk = chosen.walk(features, rows, card)

@@ -1,9 +1,12 @@
 """Launches of kernels with little work on the host."""
 
 import functools
+import operator
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.knobs import runtime
 
@@ -73,11 +76,12 @@ class Launch:
         constants = (options[name] for name in kernel.arg_names if name in options)
         self.passed = (*scalars, *constants)
 
-    def __call__(self, first: Tensor, *others: Tensor | None) -> None:
-        """Launches with tensors of the current device, or None."""
+    def __call__(self, first: Tensor, *others: Tensor | None) -> Any:
+        """Launches with tensors of the current device, or None. Returns the compiled kernel if it
+        can be launched again with tensors of the same dtypes."""
         if TRITON_MODE != "compiled" or _is_profiled():
             self.kernel[self.grid](first, *others, *self.scalars, **self.options)
-            return
+            return None
         # Triton's launcher would ask the driver about a tensor; it takes an address as it is.
         address, device = first.data_ptr(), first.get_device()
         addresses, bits, key = [address], address, [device, first.dtype]
@@ -91,13 +95,12 @@ class Launch:
                 key.append(tensor.dtype)
         if bits % 16:  # Triton compiles another kernel, which has no place here.
             self.kernel[self.grid](first, *others, *self.scalars, **self.options)
-            return
+            return None
         found = self.compiled.get(key := tuple(key))
         if found is None:
-            self.compiled[key] = self.kernel[self.grid](
-                first, *others, *self.scalars, **self.options
-            )
-            return
+            found = self.kernel[self.grid](first, *others, *self.scalars, **self.options)
+            self.compiled[key] = found
+            return found
         x, y, z = (*self.grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         found.run(
@@ -105,6 +108,53 @@ class Launch:
             *addresses,
             *self.passed,
         )
+        return found
+
+
+class SameLaunch:
+    """A :class:`Launch` whose every call has tensors of the same device and dtypes, and None in the
+    same places: nothing is looked up."""
+
+    __slots__ = "before", "blocks", "device", "launch", "run"
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch, self.blocks = launch, (*launch.grid, 1, 1)[:3]
+        self.device, self.run, self.before = 0, None, ()
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launches with tensors of the current device, or None."""
+        enter: Any = runtime.launch_enter_hook
+        leave: Any = runtime.launch_exit_hook
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if (
+            self.run is None
+            or functools.reduce(operator.or_, addresses) % 16
+            or getattr(enter, "calls", enter)
+            or getattr(leave, "calls", leave)
+        ):
+            self._ask(*tensors)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        self.run(*self.blocks, stream, *self.before, *addresses, *self.launch.passed)
+
+    def _ask(self, first: Any, *others: Tensor | None) -> None:
+        if (compiled := self.launch(first, *others)) is not None:
+            self.device = first.get_device()
+            # Another thread must not see the one without the other.
+            self.before, self.run = _run_of(compiled)
+
+
+def _run_of(compiled: Any) -> tuple[tuple[Any, ...], Any]:
+    """Returns the arguments between the stream and the kernel's, and the function that launches a
+    compiled kernel with them."""
+    run = compiled.run
+    if triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher":
+        launch, has_scratch = run.launch, run.global_scratch_size or run.profile_scratch_size
+        # Calls of Python, which would only find out that there is no scratch memory, are left out.
+        if type(launch) is BuiltinFunctionType and not has_scratch:
+            options = run.launch_cooperative_grid, run.launch_pdl, None, None
+            return (compiled.function, *options, compiled.packed_metadata, None, None, None), launch
+    return (compiled.function, compiled.packed_metadata, None, None, None), run
 
 
 def _is_profiled() -> bool:

@@ -36,7 +36,7 @@ def refuses(call: Call) -> str | None:
 
 
 @functools.lru_cache(1024)
-def _launch(
+def prepared(
     card: int,
     rank: int,
     out_features: int,
@@ -121,7 +121,7 @@ def launch(
     else:
         adapter_tensors = pieces
     device, sizes = lora_a.device, (lora_a.shape[0], out_features, in_features)
-    parts, run_kernel = _launch(capability(device), *sizes, scale, run, pieces is not None)
+    parts, run_kernel = prepared(capability(device), *sizes, scale, run, pieces is not None)
     partial = torch.empty((parts, out_features), device=device, dtype=torch.float32)
     run_kernel(*weight_tensors, *adapter_tensors, partial)
     if magnitude is None:

@@ -62,3 +62,36 @@ def test_a_profilers_hooks_see_each_launch(kernel, monkeypatch):
     monkeypatch.setattr(runtime, "launch_enter_hook", None)
     launch(x, x)
     assert (kernel.asked, len(kernel.launched)) == (2, 1)
+
+
+def test_a_same_launch_looks_nothing_up(kernel, monkeypatch):
+    launch = jit.SameLaunch(jit.Launch(kernel, (3, 2), (10,), SIZE=4, num_warps=2))
+    x, y = torch.zeros(16), torch.zeros(16)
+    launch(x, y)
+    assert (kernel.asked, kernel.launched) == (1, [])
+    launch(y, None)
+    expected = (3, 2, 1, 77, "f", (), None, None, None, y.data_ptr(), 0, 10, 4)
+    assert (kernel.asked, kernel.launched) == (1, [expected])
+    launch(x, y[1:])  # Another alignment is another kernel.
+    monkeypatch.setattr(runtime.launch_exit_hook, "calls", [print])
+    launch(x, y)
+    assert (kernel.asked, kernel.launched) == (3, [expected])
+
+
+def test_a_same_launch_passes_by_the_python_of_triton_3_6(kernel, monkeypatch):
+    class CudaLauncher:
+        launch = print
+        global_scratch_size = profile_scratch_size = 0
+        launch_cooperative_grid, launch_pdl = False, True
+
+    compiled = SimpleNamespace(function="f", packed_metadata="m", run=CudaLauncher())
+    as_run = ("f", "m", None, None, None), compiled.run
+    for version in ("3.6.0", "3.6.1"):
+        monkeypatch.setattr(jit.triton, "__version__", version)
+        options = "f", False, True, None, None, "m", None, None, None
+        assert jit._run_of(compiled) == (options, print)
+    monkeypatch.setattr(CudaLauncher, "profile_scratch_size", 1)
+    assert jit._run_of(compiled) == as_run
+    monkeypatch.setattr(CudaLauncher, "profile_scratch_size", 0)
+    monkeypatch.setattr(jit.triton, "__version__", "3.7.0")
+    assert jit._run_of(compiled) == as_run
