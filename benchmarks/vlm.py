@@ -78,10 +78,9 @@ def refuses(settings: Settings) -> str | None:
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each model, rank, each of inference and gradient, and each side; the
-    compiled sides of all models but the first come last."""
-    first, *others = (model for model in MODELS if model.name in settings.only)
-    parts = [(first, EAGER), (first, COMPILED)]
-    parts += [(model, sides) for sides in (EAGER, COMPILED) for model in others]
+    compiled sides come last."""
+    models = [model for model in MODELS if model.name in settings.only]
+    parts = [(model, sides) for sides in (EAGER, COMPILED) for model in models]
     timed: dict[tuple[str, int], dict[str, dict[Any, Row]]] = {}
     for (model, sides), rank in itertools.product(parts, settings.ranks):
         earlier = timed.setdefault((model.name, rank), {})
