@@ -134,3 +134,4 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(Tensor, "new_empty", poison(Tensor.new_empty))

@@ -9,8 +9,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_dora.layers import fast_path
 from torch_dora.layers.base import DoRALayer
-from torch_dora.ops import dora_linear, factored_norm, magnitude_scale
+from torch_dora.ops import direct, dora_linear, factored_norm, magnitude_scale
 from torch_dora.ops.linear import Operands, corrected_linear, result_dtype
+from torch_dora.ops.operator import PLAIN
 
 
 def adapted_linear(
@@ -106,6 +107,39 @@ class DoRALinear(_LinearBase):
     ) -> None:
         base = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
         super().__init__(base, rank=rank, alpha=alpha, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [..., out] for [..., in], in the result dtype of
+        :func:`torch_dora.ops.dora_linear`."""
+        y = None if torch.compiler.is_compiling() else self._direct(input)
+        return super().forward(input) if y is None else y
+
+    def _direct(self, x: Tensor) -> Tensor | None:
+        """Returns the result if this is the call that most layers make, and nothing about the layer
+        needs attention; otherwise None.
+
+        A step of a small model waits for this function: parameters are read from their dictionary,
+        which nn.Module's attributes search.
+        """
+        tensors, base = self._parameters, self._base[0]
+        weight = tensors.get("weight")
+        is_usual = (
+            weight is not None
+            and base._parameters.get("weight") is weight
+            and type(x) in PLAIN
+            and not (x.is_nested or self.is_disabled or (self.training and self.dropout > 0))
+            and self.act_qtype is None
+            and "_hf_hook" not in vars(self)
+        )
+        lora_a, lora_b = tensors.get("lora_a"), tensors.get("lora_b")
+        magnitude = tensors.get("magnitude")
+        if not is_usual or lora_a is None or lora_b is None or magnitude is None:
+            return None
+        if magnitude.dtype != torch.float32:
+            return None
+        bias, norm = tensors["bias"], self._buffers["constant_norm"]
+        operands = (x, None, weight, bias, lora_a, lora_b, magnitude, norm)
+        return direct.linear(operands, self.scale, self.implementation)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, **options: Any) -> Self:

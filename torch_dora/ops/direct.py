@@ -3,260 +3,258 @@ and not transformed.
 
 It computes what :mod:`torch_dora.ops.linear` computes with the same kernels, as one autograd
 function: the norm, g, the products and compose. This takes the least time on the host, which is
-what a training step of a small model waits for. ``takes`` looks only at types, dtypes and shapes;
-all other calls, and all wrong ones, go the long way.
+what a training step of a small model waits for. :mod:`torch_dora.ops.plan` says which calls go this
+way; all others, and all wrong ones, go the long way.
 
 Gradient checkpointing makes each call again in the backward pass. The second call uses the norm of
 the first.
 """
 
-import functools
-import math
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_dora.ops import choose
+from torch_dora.ops import choose, plan
 from torch_dora.ops.compose import differentiable_once
 from torch_dora.ops.dtypes import cast, no_autocast
 from torch_dora.ops.norm import EPS_HALF
-from torch_dora.ops.operator import PLAIN, is_observed
+from torch_dora.ops.operator import is_observed
+from torch_dora.ops.plan import Plan
 from torch_dora.ops.products import rounded_once, rows_of
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
-    from torch_dora.ops.triton import (
-        adapter_pieces,
-        compose_backward,
-        expand_compose,
-        one_pass_norm,
-    )
+    from torch_dora.ops.triton import adapter_pieces, compose_backward
 
-_HALVES = (torch.float16, torch.bfloat16)
-_FLOATS = (*_HALVES, torch.float32)
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
-def takes(
-    tensors: tuple[Any, ...], scale: Any, dtype: torch.dtype, implementation: str | None
-) -> bool:
-    """Returns whether a call can go this way.
-
-    Args:
-        tensors: x [..., in], adapter_x or None, weight [out, in], bias or None, lora_a, lora_b,
-            magnitude and norm or None.
-        scale: alpha/r or alpha/sqrt(r).
-        dtype: the result's.
-        implementation: the named one, or None.
-    """
-    if dtype not in _HALVES or type(scale) is not float or not 0 < abs(scale) < math.inf:
-        return False
-    if not _runs_kernels(tensors[0], implementation):
-        return False
-    x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
-    device = x.get_device()
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in PLAIN or tensor.get_device() != device):
-            return False
-    adapter_dtype = lora_a.dtype
-    if weight.dtype not in _HALVES or lora_b.dtype != adapter_dtype:
-        return False
-    if adapter_dtype not in _FLOATS or magnitude.dtype not in _FLOATS:
-        return False
-    if weight.ndim != 2 or lora_a.ndim != 2 or x.ndim < 2 or not x.numel() or not weight.numel():
-        return False
-    (out_features, in_features), rank = weight.shape, lora_a.shape[0]
-    return (
-        rank > 0
-        and x.shape[-1] == in_features == lora_a.shape[1]
-        and lora_b.shape == (out_features, rank)
-        and magnitude.shape == (out_features,)
-        and x.is_floating_point()
-        and (adapter_x is None or (adapter_x.shape == x.shape and adapter_x.is_floating_point()))
-        and (bias is None or (bias.shape == (out_features,) and bias.is_floating_point()))
-        and (norm is None or (norm.shape == (out_features,) and norm.dtype == torch.float32))
-    )
-
-
-def _runs_kernels(x: Tensor, implementation: str | None) -> bool:
-    if choose.TRITON_MODE == "compiled":
-        runs = x.is_cuda and implementation in (None, "triton")
-    else:
-        runs = choose.TRITON_MODE == "interpreted" and x.is_cpu and implementation == "triton"
-    if not runs or is_observed():
-        return False
-    # Triton launches kernels on the current device.
-    return not x.is_cuda or x.get_device() == torch.cuda.current_device()
-
-
-def linear(tensors: tuple[Any, ...], scale: float, dtype: torch.dtype) -> Tensor:
-    """Returns y for operands that `takes` has accepted."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _DirectLinear.apply(scale, dtype, *tensors)
-    return _forward(tensors, scale, dtype, False, None)[0]
+def linear(tensors: tuple[Any, ...], scale: Any, implementation: str | None) -> Tensor | None:
+    """Returns y, or None if the call has to go the long way. The arguments are those of
+    :func:`torch_dora.ops.plan.find`."""
+    found = plan.find(tensors, scale, implementation)
+    if found is None:
+        return None
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return _DirectLinear.apply(found, *tensors)
+    return _forward(found, tensors, False, False, None)[0]
 
 
 def _forward(
+    plan: Plan,
     tensors: tuple[Any, ...],
-    scale: float,
-    dtype: torch.dtype,
-    want_inner: bool,
-    scales: tuple[Tensor, ...] | None,
+    keep_z: bool,
+    keep_inner: bool,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> tuple[Any, ...]:
-    """Returns y [..., out], and what the gradient may need: x and adapter_x [rows, in] in
-    ``dtype``, z = adapter_x lora_aᵀ, scaled unless in fp16, inner, and ``scales``, which are
-    computed if they are None: max(norm, eps) and g, f32[out]."""
+    """Returns y [..., out], and what the gradient may need: x and adapter_x [rows, in], the tensor
+    that holds inner and then z = adapter_x lora_aᵀ, scaled unless in fp16, each if it is to be
+    kept, ``scales``, and lora_a and lora_b, all but the scales in the plan's dtype.
+
+    ``scales`` are computed if they are None: max(norm, eps), f32[out] or the first row of
+    f32[2, out], and g, f32[out].
+    """
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
-    pieces = None
-    if scales is None and norm is None and lora_a.dtype == torch.float32:
+    dtype = plan.dtype
+    pieces, a, b = (None, None, None, None), lora_a, lora_b
+    if scales is None and norm is None and plan.is_in_pieces:
         # The pass that splits an fp32 adapter for the norm casts it, too.
-        pieces, cast_a, cast_b = adapter_pieces.launch(lora_a, lora_b, dtype)
-    else:
-        cast_a, cast_b = cast(lora_a, dtype), cast(lora_b, dtype)
+        pieces, a, b = adapter_pieces.launch(lora_a, lora_b, dtype, plan.pieces)
+    elif plan.casts:
+        a, b = lora_a.to(dtype), lora_b.to(dtype)
     if scales is None and norm is not None:
         floor = norm.clamp(min=EPS_HALF)
         scales = floor, magnitude / floor
     elif scales is None:
-        scales = one_pass_norm.launch(
-            weight, lora_a, lora_b, scale, pieces=pieces, magnitude=magnitude, eps=EPS_HALF
-        ).unbind()
-    rows = cast(rows_of(x), dtype)
+        if not plan.is_in_pieces:
+            pieces = lora_a.contiguous(), lora_b.contiguous(), None, None
+        partial = weight.new_empty(plan.partial, dtype=torch.float32)
+        plan.norm(weight.contiguous(), None, None, *pieces, partial)
+        both = weight.new_empty((2, plan.out_features), dtype=torch.float32)
+        plan.scales_of(partial, magnitude.contiguous(), both)
+        scales = both, both[1]
+    x = x if plan.x_dtype is dtype else x.to(dtype)
+    rows = x if plan.is_matrix else x.flatten(0, -2)
     adapter_rows = rows if adapter_x is None else cast(rows_of(adapter_x), dtype)
-    bias = None if bias is None else cast(bias, dtype)
-    base = F.linear(rows, cast(weight, dtype), bias)
-    z_scale, later_scale = _split_scale(scale, dtype)
-    z = _scaled(adapter_rows, cast_a.t(), z_scale)
+    w = weight.to(dtype) if plan.casts_weight else weight
+    # autograd forbids to change a view from a Function in place, as y += residual does. A product
+    # without a bias is none, of any shape.
+    if bias is None and x.is_contiguous():
+        base = F.linear(x, w)
+    else:
+        bias = None if bias is None else cast(bias, dtype).contiguous()
+        base = F.linear(rows, w, bias)
+        base = base if plan.is_matrix else _UNSAFE_VIEW(base, plan.y_shape)
+    kept = z = None
+    if keep_inner:
+        kept = base.new_empty(plan.kept_size)
+        z = _kept(kept, (plan.rows, plan.rank), plan.z_start)
+    if plan.z_scale == 1:
+        z = torch.mm(adapter_rows, a.t(), out=z)
+    else:
+        z = torch.addmm(plan.unread, adapter_rows, a.t(), beta=0, alpha=plan.z_scale, out=z)
     # y takes base's memory.
-    y, inner = expand_compose.launch(
-        base, z, cast_b, scales[1], bias, later_scale, want_inner, base
-    )
-    if x.ndim > 2:
-        # autograd forbids to change a view from a Function in place, as y += residual does.
-        y = _UNSAFE_VIEW(y, (*x.shape[:-1], y.shape[1]))
-    return y, rows, adapter_rows, z, inner, scales
+    g = scales[1]
+    expand = plan.expand_with_inner if keep_inner else plan.expand
+    expand(base, z, b.contiguous(), g, g if bias is None else bias, base, kept if keep_inner else g)
+    kept = z if keep_z and not keep_inner else kept
+    return base, rows, adapter_rows, kept, scales, a, b
 
 
-def _split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Returns the factors of z and of what is computed from it: s·z may exceed float16's largest
-    number where s·z lora_bᵀ does not."""
-    return (1.0, scale) if dtype == torch.float16 else (scale, 1.0)
-
-
-def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Returns scale·(a @ b) in the dtype of the operands; the sum is scaled before it is
-    rounded."""
-    if scale == 1:
-        return torch.mm(a, b)
-    return torch.addmm(_unread(a.dtype, a.device), a, b, beta=0, alpha=scale)
-
-
-def _scaled_once(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Returns scale·(a @ b) in ``dtype``, as `_scaled` or `rounded_once`."""
-    if dtype == a.dtype:
-        return _scaled(a, b, scale)
-    product = rounded_once(a, b, dtype)
-    return product if scale == 1 else product.mul_(scale)
-
-
-@functools.cache
-def _unread(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the first argument of an addmm that ignores it."""
-    return torch.empty((), dtype=dtype, device=device)
+def _kept(kept: Tensor, shape: tuple[int, int], start: int) -> Tensor:
+    """Returns the matrix that begins at an element of the tensor of inner and z."""
+    return kept.as_strided(shape, (shape[1], 1), start)
 
 
 class _Scales:
-    """max(norm, eps) and g of a call, and what they were computed from."""
+    """max(norm, eps) and g of a call, what they were computed from, and lora_a and lora_b cast by a
+    repeated call, whose gradient follows at once."""
 
-    __slots__ = "__weakref__", "source", "tensors"
+    __slots__ = "__weakref__", "casts", "source", "tensors"
 
-    def __init__(self, tensors: tuple[Tensor, ...], source: list[Any]) -> None:
+    def __init__(self, tensors: tuple[Tensor, Tensor], source: list[Any]) -> None:
         self.tensors, self.source = tensors, source
+        self.casts: tuple[Tensor, Tensor] | None = None
 
 
-# Those of the last call with each lora_b, by its id. The call's node in the graph keeps both alive.
-_LAST: WeakValueDictionary[int, _Scales] = WeakValueDictionary()
+class _Last:
+    """The scales of the last call with each lora_b, by its id, while the call's node in the graph
+    keeps both alive. As weakref.WeakValueDictionary, with less Python in a call."""
+
+    def __init__(self) -> None:
+        self.references: dict[int, ref[_Scales]] = {}
+        self.most = 1024
+
+    def get(self, lora_b: Tensor, source: list[Any]) -> _Scales | None:
+        """Returns the scales if they were computed from the same source."""
+        reference = self.references.get(id(lora_b))
+        scales = None if reference is None else reference()
+        return None if scales is None or scales.source != source else scales
+
+    def set(self, lora_b: Tensor, scales: _Scales) -> None:
+        self.references[id(lora_b)] = ref(scales)
+        if len(self.references) > self.most:
+            alive = [item for item in list(self.references.items()) if item[1]() is not None]
+            self.references, self.most = dict(alive), 2 * len(alive) + 1024
+
+
+_LAST = _Last()
 
 
 class _DirectLinear(torch.autograd.Function):
     """The parameters and scales are kept by the function, and few tensors are saved: checkpointing
-    calls Python three times for each saved one."""
+    calls Python thirty times for each saved one."""
 
     @staticmethod
-    def forward(ctx, scale, dtype, *tensors):
-        _, _, want_weight, _, want_a, want_b, want_g, _ = ctx.needs_input_grad[2:]
-        x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
+    def forward(ctx, plan, *tensors):
+        _, _, _, want_weight, _, want_a, want_b, want_g, _ = ctx.needs_input_grad
+        _, adapter_x, weight, _, lora_a, lora_b, magnitude, norm = tensors
         parts = weight, lora_a, lora_b, magnitude
         versions = [part._version for part in parts]
-        source = [scale, norm is None, *versions, *[part.data_ptr() for part in parts]]
+        source = [plan.scale, norm is None, *versions, *[part.data_ptr() for part in parts]]
         # A call within a backward pass is a repeated one.
         repeats = torch._C._current_graph_task_id() != -1
-        last = _LAST.get(id(lora_b)) if repeats else None
-        known = None if last is None or last.source != source else last.tensors
-        y, rows, adapter_rows, z, inner, scales = _forward(tensors, scale, dtype, want_g, known)
-        ctx.scales = _Scales(scales, source)
+        scales = _LAST.get(lora_b, source) if repeats else None
+        known = None if scales is None else scales.tensors
+        y, rows, adapter_rows, kept, found, a, b = _forward(plan, tensors, want_b, want_g, known)
+        if scales is None:
+            scales = _Scales(found, source)
         if not repeats:
-            _LAST[id(lora_b)] = ctx.scales
+            _LAST.set(lora_b, scales)
         ctx.save_for_backward(
             rows if want_weight or (want_a and adapter_x is None) else None,
             adapter_rows if want_a and adapter_x is not None else None,
-            z if want_b else None,
-            inner,
+            kept,
         )
         # The magnitude is not read, but gradients depend on it, which differentiable_once checks.
-        ctx.parameters, ctx.versions = parts, versions[:3]
-        dtypes = [None if t is None else t.dtype for t in (x, adapter_x, bias, magnitude)]
-        ctx.scale, ctx.kinds = scale, (x.shape, *dtypes)
+        ctx.parameters = parts
+        if repeats and plan.casts:
+            scales.casts = a, b
+        # `_LAST` finds the scales as long as this node keeps them.
+        ctx.call = plan, versions[:3], scales, want_g
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows, adapter_rows, z, inner = ctx.saved_tensors
         weight, lora_a, lora_b, _ = ctx.parameters
-        if ctx.versions != [weight._version, lora_a._version, lora_b._version]:
+        plan, versions, *_ = ctx.call
+        if versions != [weight._version, lora_a._version, lora_b._version]:
             raise RuntimeError(
                 "the weight, lora_a or lora_b of a DoRA layer was changed in place between the "
                 "forward and the backward pass, so its gradient cannot be computed any more: call "
                 "backward before optimizer.step"
             )
-        wanted = ctx.needs_input_grad[2:]
-        want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g, _ = wanted
-        x_shape, x_dtype, adapter_x_dtype, bias_dtype, magnitude_dtype = ctx.kinds
-        shared = adapter_x_dtype is None
-        want_dz = want_a or want_adapter_x or (want_x and shared)
-        want_d = want_dz or want_x or want_weight or want_b
-        dx = d_adapter_x = d_weight = d_bias = d_a = d_b = d_g = None
-        with no_autocast(dy):
-            dy = rows_of(dy)
-            run = compose_backward.compose_backward if is_observed() else compose_backward.launch
-            gradients = []
-            if want_d or want_g:
-                floor, g = ctx.scales.tensors
-                gradients = run(dy, inner, g, 1.0, False, want_d, False, floor)
-            if want_g:
-                d_g = cast(gradients.pop(), magnitude_dtype)
-            if gradients:
-                d = gradients[0]
-                if want_x:
-                    dx = torch.mm(d, cast(weight, d.dtype))
-                if want_weight:
-                    d_weight = rounded_once(d.t(), rows, weight.dtype)
-                if want_b:
-                    d_b = _scaled_once(d.t(), z, _split_scale(ctx.scale, d.dtype)[1], lora_b.dtype)
-                if want_dz:
-                    dz = _scaled(d, cast(lora_b, d.dtype), ctx.scale)
-                    if want_a:
-                        d_a = rounded_once(dz.t(), rows if shared else adapter_rows, lora_a.dtype)
-                    if dx is not None and shared:
-                        dx.addmm_(dz, cast(lora_a, d.dtype))
-                    if want_adapter_x:
-                        d_adapter_x = torch.mm(dz, cast(lora_a, d.dtype))
-                        d_adapter_x = d_adapter_x.to(adapter_x_dtype).view(x_shape)
-            if want_bias:
-                d_bias = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-            if dx is not None:
-                dx = cast(dx, x_dtype)
-                dx = dx if len(x_shape) == 2 else dx.view(x_shape)
-        return None, None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None
+        # Autocast to the dtype that all operands have does nothing, and takes long to turn off.
+        kind = plan.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != plan.dtype:
+            with no_autocast(dy):
+                return _gradients(ctx, dy)
+        return _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    rows, adapter_rows, kept = ctx.saved_tensors
+    weight, lora_a, lora_b, _ = ctx.parameters
+    plan, _, scales, has_inner = ctx.call
+    floor, g = scales.tensors
+    _, want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g, _ = (
+        ctx.needs_input_grad
+    )
+    dtype, shared = plan.dtype, plan.adapter_x_dtype is None
+    want_dz = want_a or want_adapter_x or (want_x and shared)
+    want_d = want_dz or want_x or want_weight or want_b
+    dx = d_adapter_x = d_weight = d_bias = d_a = d_b = d_g = None
+    dy = rows_of(dy).contiguous()
+    d = None
+    if is_observed():
+        inner = _kept(kept, (plan.rows, plan.out_features), 0) if want_g else None
+        found = compose_backward.compose_backward(dy, inner, g, 1.0, False, want_d, False, floor)
+        d_g = found.pop() if want_g else None
+        d = found[0] if want_d else None
+    elif want_d or want_g:
+        d = torch.empty_like(dy) if want_d else None
+        strips, launch, total = plan.compose_backward[want_d, want_g]
+        if want_g:
+            partial = g.new_empty((strips, plan.out_features))
+            launch(dy, kept, g, dy if d is None else d, dy, partial)
+            total(partial, floor, d_g := torch.empty_like(g))
+        else:
+            launch(dy, dy, g, d, dy, g)
+    if d is not None:
+        b, a = lora_b, lora_a
+        if plan.casts:
+            a, b = scales.casts or (lora_a.to(dtype), lora_b.to(dtype))
+            scales.casts = None
+        if want_x:
+            dx = torch.mm(d, weight.to(dtype) if plan.casts_weight else weight)
+        if want_weight:
+            d_weight = rounded_once(d.t(), rows, weight.dtype)
+        if want_b:
+            z = _kept(kept, (plan.rows, plan.rank), plan.z_start if has_inner else 0)
+            later = plan.later_scale
+            if later == 1 or plan.casts:
+                d_b = plan.into_adapter(d.t(), z)
+                d_b = d_b if later == 1 else d_b.mul_(later)
+            else:
+                d_b = torch.addmm(plan.unread, d.t(), z, beta=0, alpha=later)
+        if want_dz:
+            dz = torch.addmm(plan.unread, d, b, beta=0, alpha=plan.scale)
+            if want_a:
+                d_a = plan.into_adapter(dz.t(), rows if shared else adapter_rows)
+            if dx is not None and shared:
+                dx.addmm_(dz, a)
+            if want_adapter_x:
+                d_adapter_x = cast(torch.mm(dz, a), plan.adapter_x_dtype).view(plan.x_shape)
+    if want_bias:
+        d_bias = dy.sum(0, dtype=torch.float32).to(plan.bias_dtype)
+    if d_g is not None:
+        d_g = cast(d_g, plan.magnitude_dtype)
+    if dx is not None:
+        dx = cast(dx, plan.x_dtype)
+        dx = dx if plan.is_matrix else dx.view(plan.x_shape)
+    return None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None

@@ -30,7 +30,6 @@ from torch_dora.ops.compose import (
 )
 from torch_dora.ops.dtypes import accumulation_dtype, cast, no_autocast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
-from torch_dora.ops.operator import PLAIN
 from torch_dora.ops.products import rounded_once, rows_of
 from torch_dora.ops.quantised import Bits4, as_matrix, dense, is_quantised
 
@@ -93,12 +92,12 @@ def dora_linear(
         NotImplementedError: the named implementation cannot run the call; a DTensor is a pending
             sum; a transform of torch.func is given act_qtype.
     """
+    if act_qtype is None and bwd_qtype is None:
+        tensors = (x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm)
+        y = direct.linear(tensors, scale, implementation)
+        if y is not None:
+            return y
     row_scaled.check(weight, act_qtype, bwd_qtype)
-    direct_operands = (x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm)
-    if type(weight) in PLAIN and type(x) in PLAIN:
-        dtype = result_dtype(x, weight)
-        if direct.takes(direct_operands, scale, dtype, implementation):
-            return direct.linear(direct_operands, scale, dtype)
     choose.check_name(implementation)
     check.is_float("x", x)
     weight = as_matrix(weight)

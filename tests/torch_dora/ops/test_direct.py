@@ -9,7 +9,9 @@ from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
 from torch_dora import DoRALinear, freeze
-from torch_dora.ops import direct, dora_linear
+from torch_dora.ops import direct, dora_linear, plan
+from torch_dora.ops.triton import one_pass_norm
+from torch_dora.ops.triton.jit import SameLaunch
 
 DTYPES = [
     (torch.bfloat16, torch.float32),
@@ -23,8 +25,13 @@ SIZES = {"in_features": 24, "out_features": 40, "rank": 4, "alpha": 8}
 @pytest.fixture
 def calls(monkeypatch):
     """Counts the calls that go the direct way."""
-    found, takes = [], direct.takes
-    monkeypatch.setattr(direct, "takes", lambda *a: found.append(takes(*a)) or found[-1])
+    found, find = [], plan.find
+
+    def counted(*arguments):
+        found.append((chosen := find(*arguments)) is not None)
+        return chosen
+
+    monkeypatch.setattr(plan, "find", counted)
     return found
 
 
@@ -45,6 +52,7 @@ def results(call, x, dy, made=None):
     return [y, *torch.autograd.grad(y, [x, *trained], dy)]
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("dtype", "adapter_dtype", "option"),
     [
@@ -84,7 +92,7 @@ def test_computes_as_the_long_way(device, calls, monkeypatch, dtype, adapter_dty
     with torch.autocast(x.device.type, dtype, enabled=changes["autocast"]):
         got = results(made, x, dy)
         assert calls == [True]
-        monkeypatch.setattr(direct, "takes", lambda *_: False)
+        monkeypatch.setattr(plan, "find", lambda *_: None)
         want = results(made, x, dy)
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype
@@ -94,6 +102,7 @@ def test_computes_as_the_long_way(device, calls, monkeypatch, dtype, adapter_dty
 def test_everything_else_goes_the_long_way(device, calls):
     made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
     adapter = made.lora_a, made.lora_b, made.magnitude
+    dora_linear(x, made.weight, *adapter, 2.0, implementation="triton")
     for weight, magnitude, scale in (
         (made.weight.float(), made.magnitude, 2.0),
         (made.weight, made.magnitude, 0.0),
@@ -107,8 +116,10 @@ def test_everything_else_goes_the_long_way(device, calls):
         dora_linear(x, made.weight, *adapter, float("nan"), implementation="triton")
     with pytest.raises(ValueError, match="magnitude has shape"):
         dora_linear(x, made.weight, *adapter[:2], made.magnitude[1:], 2.0, implementation="triton")
-    assert calls
-    assert not any(calls)
+    dora_linear(x.float(), made.weight, *adapter, 2.0, implementation="triton")
+    assert calls[0]
+    assert len(calls) > 8
+    assert not any(calls[1:])
 
 
 def test_parameters_changed_before_the_backward_pass_are_an_error(device, calls):
@@ -143,8 +154,9 @@ def test_large_scale_does_not_overflow_float16(device, calls, adapter_dtype):
         assert (g - w).norm() < 5e-3 * w.norm()
 
 
-def test_result_may_be_changed_in_place(device, calls):
-    made = layer(device)
+@pytest.mark.parametrize("bias", [True, False])
+def test_result_may_be_changed_in_place(device, calls, bias):
+    made = layer(device, bias=bias)
     x = torch.randn(2, 3, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
     residual, dy = torch.randn(2, 2, 3, 40, device=device, dtype=torch.bfloat16)
     y = made(x)
@@ -190,8 +202,8 @@ def test_checkpointing_sees_fewer_tensors_than_loras(device, calls):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         made(x.requires_grad_()).sum().backward()
     assert calls == [True]
-    # x, z and inner; of LoRA's three products: W, x, A, z and B.
-    assert len(saved) == 3
+    # x, and inner with z; of LoRA's three products: W, x, A, z and B.
+    assert len(saved) == 2
 
 
 def test_operands_may_be_strided(device, calls, monkeypatch):
@@ -203,17 +215,21 @@ def test_operands_may_be_strided(device, calls, monkeypatch):
     operands = [strided(one) for one in (x, made.weight, made.lora_a, made.lora_b, made.magnitude)]
     got = dora_linear(*operands, 2.0, implementation="triton")
     assert calls == [True]
-    monkeypatch.setattr(direct, "takes", lambda *_: False)
+    monkeypatch.setattr(plan, "find", lambda *_: None)
     torch.testing.assert_close(got, dora_linear(*operands, 2.0, implementation="triton"))
 
 
 @pytest.fixture
 def norms(monkeypatch):
     """Counts the norms that are computed."""
-    found, launch = [], direct.one_pass_norm.launch
-    monkeypatch.setattr(
-        direct.one_pass_norm, "launch", lambda *a, **k: found.append(None) or launch(*a, **k)
-    )
+    found, call = [], SameLaunch.__call__
+
+    def counted(launch, *tensors):
+        if launch.launch.kernel is one_pass_norm.kernel:
+            found.append(None)
+        call(launch, *tensors)
+
+    monkeypatch.setattr(SameLaunch, "__call__", counted)
     return found
 
 
@@ -266,3 +282,34 @@ def test_a_call_within_a_backward_pass_sees_changes(device, norms, name, in_plac
     assert len(norms) == 2
     assert torch.equal(seen[0], made(x))
     assert not torch.equal(seen[0], y)
+
+
+def test_a_repeated_call_casts_for_its_gradient(device, calls, monkeypatch):
+    made = layer(device, bias=False)
+    x = torch.randn(3, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
+    casts, to = [], torch.Tensor.to
+
+    def counted(tensor, *arguments, **named):
+        if tensor is made.lora_a or tensor is made.lora_b:
+            casts.append(tensor)
+        return to(tensor, *arguments, **named)
+
+    made(x)
+    y = checkpoint(made, x, use_reentrant=False)
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    y.sum().backward()
+    assert calls == [True] * 3
+    assert [one is made.lora_a for one in casts] == [True, False]
+
+
+def test_scales_are_forgotten_with_their_node():
+    last, ones = direct._Last(), [torch.ones(1) for _ in range(4)]
+    last.most = 3
+    kept = direct._Scales((ones[0], ones[0]), [1])
+    last.set(ones[0], kept)
+    for lora_b in ones[1:]:
+        last.set(lora_b, direct._Scales((lora_b, lora_b), [1]))
+    assert set(last.references) == {id(ones[0]), id(ones[3])}
+    assert last.get(ones[0], [1]) is kept
+    assert last.get(ones[0], [2]) is None
+    assert last.get(ones[1], [1]) is None

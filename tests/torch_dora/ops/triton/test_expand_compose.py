@@ -4,6 +4,7 @@ import torch
 from dora_common.triton.expand_compose import Config
 from torch_dora.ops import compose, dora_linear
 from torch_dora.ops.triton import expand_compose
+from torch_dora.ops.triton.jit import SameLaunch
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -42,12 +43,17 @@ def test_equals_the_product_and_the_compose_in_fp64(
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_projection_uses_it_and_loses_less_than_two_kernels(adapted, monkeypatch, dtype):
     layer = adapted((64,), (40, 96, 16), dtype)
-    calls, run = [], expand_compose.launch
-    monkeypatch.setattr(expand_compose, "launch", lambda *a: (calls.append(1), run(*a))[1])
+    kernels, call = [], SameLaunch.__call__
+
+    def noted(launch, *tensors):
+        kernels.append(launch.launch.kernel)
+        call(launch, *tensors)
+
+    monkeypatch.setattr(SameLaunch, "__call__", noted)
     x, weight, lora_a, lora_b, magnitude = layer[:5]
     norm = torch.full_like(magnitude, 1.0)
     y = dora_linear(x, weight, lora_a, lora_b, magnitude, 0.7, norm=norm, implementation="triton")
-    assert calls == [1]
+    assert kernels == [expand_compose.kernel]
     base, z = x @ weight.T, x @ lora_a.T
     two = compose(base, z @ lora_b.T, magnitude.float(), 0.7, implementation="eager")
     exact = magnitude.double() * (base.double() + 0.7 * (z.double() @ lora_b.double().T))
