@@ -5,8 +5,6 @@
     base    vLLM with LoRA switched off
     LoRA    vLLM's LoRA, without the plugin
     DoRA    the plugin, on adapters of the same sizes; also a batch of base, LoRA and DoRA
-    DoRA, two streams
-            with TORCH_DORA_VLLM_TWO_STREAMS=1; only if it is named
     jax-dora serve
             this package's own server on the same requests, as level `serve` measures it
 
@@ -91,13 +89,11 @@ TINY = Settings(
 OWN = "jax-dora serve"
 WITHOUT = "check, without the plugin"
 PUNICA = "check, vLLM's kernels"
-STREAMS = "DoRA, two streams"
 # The checks' options of vLLM.
 CHECKS: dict[str, dict[str, Any]] = {
     WITHOUT: {},
     "check": {},
     PUNICA: {},
-    "check, two streams": {},
     "check, two GPUs": {"tensor_parallel_size": 2},
     "check, two GPUs, fully sharded": {"tensor_parallel_size": 2, "fully_sharded_loras": True},
 }
@@ -135,8 +131,6 @@ def plan(settings: Settings) -> list[Work]:
         works += [Work("DoRA", count, *sizes, 1) for count in (one, most)]
     works += [Work("LoRA", count, *usual, 1) for count in (0, one, more, most)]
     works += [Work("DoRA", 3, *usual, is_mixed=True)]
-    works += [Work(STREAMS, count, *usual) for count in (one, some, more, most)]
-    works += [Work(STREAMS, one, settings.rows, settings.long, 1)]
     if settings.gpus > 1:
         kept = (("base", 0), ("DoRA", None), ("DoRA", more))
         works = [one for one in works if (one.kind, one.adapters) in kept]
@@ -179,7 +173,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             for kind in checks:
                 row = next(_rows(engines[kind], kind))
                 answers[kind] = row.pop("answers", {})
-                if kind in ("check", PUNICA, "check, two streams"):
+                if kind in ("check", PUNICA):
                     _compare_bits(row, answers[kind], answers[WITHOUT])
                 elif kind != WITHOUT:
                     found, alone = (answers[one].get("all", []) for one in (kind, "check"))
@@ -214,7 +208,7 @@ def _compare_bits(row: Row, found: dict[str, Any], expected: dict[str, Any]) -> 
     names = [name for name in found if name != "all"]
     pairs = {name: list(zip(found[name], expected.get(name, []), strict=False)) for name in names}
     row["same_bits"] = {name: sum(a == b for a, b in pairs[name]) for name in names}
-    kept = names if row["kind"] == PUNICA else ["base"]
+    kept = ["base"] if row["kind"] == "check" else names
     is_same = all(row["same_bits"][name] == len(found[name]) for name in kept if name in found)
     if "check" in row:
         row["check"]["passed"] &= is_same
@@ -239,7 +233,6 @@ def _start(settings: Settings, kind: str, folder: Path) -> subprocess.Popen[str]
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "" if kind in ("base", "LoRA", WITHOUT) else "torch_dora",
         "TORCH_DORA_VLLM_PUNICA": str(int(kind == PUNICA)),
-        "TORCH_DORA_VLLM_TWO_STREAMS": str(int("two streams" in kind)),
     }
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if settings.device == "cpu":

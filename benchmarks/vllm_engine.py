@@ -108,10 +108,10 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
     )
     started = time.monotonic() - begin
     most = max(settings.adapters) if count else 0
-    folders = write_adapters(folder, settings, most, dora=kind.startswith("DoRA"))
+    folders = write_adapters(folder, settings, most, dora=kind == "DoRA")
     adapters = [_request(kind, i, one) for i, one in enumerate(folders)]
     other = None
-    if kind.startswith("DoRA"):
+    if kind == "DoRA":
         [lora] = write_adapters(folder, settings, 1, dora=False)
         other = _request("LoRA", most, lora)
     sampling = SamplingParams(

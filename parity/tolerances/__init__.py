@@ -14,6 +14,7 @@ from parity.tolerances.operators import attention as attention
 from parity.tolerances.operators import compose as compose
 from parity.tolerances.operators import compose_delta as compose_delta
 from parity.tolerances.operators import compose_grads as compose_grads
+from parity.tolerances.operators import expanded as expanded
 from parity.tolerances.operators import magnitude_scale as magnitude_scale
 from parity.tolerances.operators import norm as norm
 from parity.tolerances.operators import quantised_rows as quantised_rows

@@ -14,6 +14,7 @@ from parity.tolerances.rules import (
     accumulation,
     in_fp32,
     independent,
+    product,
     rounding,
 )
 
@@ -91,6 +92,17 @@ def compose_delta(base, lora, g, scale: float, dtype) -> Array:
     operands = abs((g - 1) * base) + abs(g * scale * lora)
     delta = (g - 1) * base + g * (scale * lora)
     return rounding(delta, dtype) + 4 * U32 * operands
+
+
+def expanded(scaled, inner, inner_error, lora_b, dtype) -> Array:
+    """Returns the bound for `scaled + inner @ lora_b`, where `inner` has an error before it is
+    stored in dtype, and the sum is fp32: rules 1 and 4. There are as few roundings of `inner` as
+    ranks, so all may have the worst sign."""
+    scaled, inner, lora_b = fp64(scaled), fp64(inner), fp64(lora_b)
+    added, error = product(inner, lora_b)
+    stored = (fp64(inner_error) + rounding(inner, dtype)) @ abs(lora_b)
+    total, terms = scaled + added, abs(scaled) + abs(added)
+    return stored + error + accumulation(1, total, terms) + rounding(total, dtype)
 
 
 def compose_grads(

@@ -33,7 +33,7 @@ class Adapters:
         is_outdated: whether the base weights have changed since the norms were computed.
     """
 
-    def __init__(self, manager: Any, *, keeps_punica: bool, two_streams: bool) -> None:
+    def __init__(self, manager: Any, *, keeps_punica: bool) -> None:
         self.manager = manager
         self.is_outdated = False
         self._scaled_slots: set[int] = set()
@@ -49,7 +49,7 @@ class Adapters:
         for wrapper in set(manager.punica_wrapper_mapping.values()):
             wrapper._token_lora_indices.fill_(-1)  # vLLM leaves it uninitialized
             if not keeps_punica:
-                self._replace_punica(wrapper, two_streams)
+                self._replace_punica(wrapper)
         self._compile_norms()
 
     def _compile_norms(self) -> None:
@@ -65,7 +65,7 @@ class Adapters:
                 zeros = torch.zeros(1, shape[1], dtype=dtype), torch.zeros(shape[0], 1, dtype=dtype)
                 weight.squares([self._operands(weight, slice(None), *zeros)])
 
-    def _replace_punica(self, wrapper: Any, two_streams: bool) -> None:
+    def _replace_punica(self, wrapper: Any) -> None:
         """Gives the layers of a Punica wrapper their kernels."""
         slots, rows = self.manager.lora_slots, wrapper._token_lora_indices
         layers = [one for one in self.manager.modules.values() if one.punica_wrapper is wrapper]
@@ -76,9 +76,7 @@ class Adapters:
         tables = Batch(len(rows), slots, rows.device)
         for layer in ours:
             scales = layer.base_layer.row_scales
-            layer.slot_products = punica.SlotProducts(
-                layer, scales.g, tables, two_streams=two_streams
-            )
+            layer.slot_products = punica.SlotProducts(layer, scales.g, tables)
             scales.is_left_to_kernels = True
         is_alone = len(ours) == len(layers)
         wrapper.update_metadata = punica.makes_tables(wrapper, tables, self._ranks, is_alone)

@@ -20,24 +20,34 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from dora_common.triton.jit import WIDEN, jit, next_power_of_2
+from dora_common.triton.jit import WIDEN, cdiv, jit, next_power_of_2
 from torch_dora.ops.triton.jit import launch_kernel
 from torch_dora.vllm import batch, shrink
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A program computes a block of outputs of a tile, `COLUMNS` at a time, then another block."""
+    """A program computes a block of outputs of a tile, ``columns`` at a time, then another block.
 
+    Attributes:
+        blocks: outputs of a block, for layers of at least so many outputs.
+        overlaps: whether the kernel is launched while the one before it ends.
+        programs: the most programs.
+    """
+
+    blocks: dict[int, int]
+    overlaps: bool
     programs: int
-    warps: int
+    columns: int = 128
+    warps: int = 4
+
+    def width(self, features: int) -> int:
+        """Returns the outputs of a block of a layer with so many outputs."""
+        return next(width for least, width in self.blocks.items() if features >= least)
 
 
-SMALL = Config(programs=1056, warps=4)
-LARGE = Config(programs=65536, warps=8)
-COLUMNS = 128
-# Outputs of a block, for layers of at least so many outputs.
-BLOCKS = {16384: 512, 0: 128}
+SMALL = Config(blocks={16384: 512, 0: 128}, overlaps=True, programs=1056)
+LARGE = Config(blocks={0: 512}, overlaps=False, programs=65536)
 
 
 def unit_of(sizes: Sequence[int]) -> int:
@@ -46,10 +56,9 @@ def unit_of(sizes: Sequence[int]) -> int:
     return 16 if all(size % 16 == 0 for size in sizes) else 1
 
 
-def column_blocks(sizes: Sequence[int], device: torch.device | str) -> Tensor:
+def column_blocks(config: Config, sizes: Sequence[int], device: torch.device | str) -> Tensor:
     """Returns i32[blocks, 4]: the projection of each block of outputs, its begin and its end."""
-    unit, blocks, begin = unit_of(sizes), [], 0
-    width = next(width for least, width in BLOCKS.items() if sum(sizes) >= least)
+    unit, blocks, begin, width = unit_of(sizes), [], 0, config.width(sum(sizes))
     for projection, size in enumerate(sizes):
         end = begin + size
         for first in range(begin, end, width):
@@ -68,22 +77,19 @@ def _load_block(blocks_ptr, number, UNIT: tl.constexpr):
 
 
 @jit
-def _columns(
-    y_ptr,
+def _adapter(
     b_ptr,
     g_ptr,
     slot,
     rank,
-    tokens_of_tile,
     begin,
     end,
     features,
-    y_stride,
     MAX_RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Returns what is read of `COLUMNS` outputs, and where y is."""
+    """Returns B and g of `COLUMNS` outputs."""
     column = begin + tl.arange(0, COLUMNS)  # [COLUMNS]
     inside = column < end
     r = tl.arange(0, PADDED_RANK)  # [PADDED_RANK]
@@ -94,10 +100,16 @@ def _columns(
         mask=has_rank[:, None] & inside[None, :],
         other=0.0,
     )
-    g = tl.load(g_ptr + slot * features + column, mask=inside, other=0.0)
+    return b, tl.load(g_ptr + slot * features + column, mask=inside, other=0.0)
+
+
+@jit
+def _base(y_ptr, tokens_of_tile, begin, end, y_stride, COLUMNS: tl.constexpr):
+    """Returns y of `COLUMNS` outputs."""
+    column = begin + tl.arange(0, COLUMNS)  # [COLUMNS]
     target = y_ptr + tokens_of_tile[:, None].to(tl.int64) * y_stride + column[None, :]
-    mask = (tokens_of_tile >= 0)[:, None] & inside[None, :]
-    return b, g, tl.load(target, mask=mask, other=0.0)
+    mask = (tokens_of_tile >= 0)[:, None] & (column < end)[None, :]
+    return tl.load(target, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles", "blocks", "splits"])
@@ -122,27 +134,30 @@ def _kernel(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,  # of COLUMNS in a block
     UNIT: tl.constexpr,
     HEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
-    JOINS: tl.constexpr,  # whether the kernel before this one is the base product
 ):
     item = tl.program_id(0)
     slot, rank, tokens_of_tile = shrink.load_tile(tiles_ptr, item // blocks, tiles, ROWS, HEAD)
     projection, begin, end = _load_block(blocks_ptr, item % blocks, UNIT)
     r = tl.arange(0, PADDED_RANK)  # [PADDED_RANK]
     while rank > 0:
-        if JOINS:
+        item += tl.num_programs(0)
+        next_slot, next_rank, next_tokens = shrink.load_tile(
+            tiles_ptr, item // blocks, tiles, ROWS, HEAD
+        )
+        next_projection, next_begin, next_end = _load_block(blocks_ptr, item % blocks, UNIT)
+        b, g = _adapter(
+            b_ptr, g_ptr, slot, rank, begin, end, features, MAX_RANK, PADDED_RANK, COLUMNS
+        )
+        if OVERLAPS:
+            # The kernels before this one have written y and the parts.
             cuda.gdc_wait()
-        # The shrinking kernel has waited for what writes y before it let this one in.
-        b, g, y = _columns(
-            y_ptr, b_ptr, g_ptr, slot, rank, tokens_of_tile, begin, end, features, y_stride,
-            MAX_RANK, PADDED_RANK, COLUMNS,
-        )  # fmt: skip
+        y = _base(y_ptr, tokens_of_tile, begin, end, y_stride, COLUMNS)
         row_mask = tokens_of_tile >= 0
         row = tl.where(row_mask, tokens_of_tile, 0).to(tl.int64)
-        if OVERLAPS and not JOINS:
-            cuda.gdc_wait()
         z = tl.zeros((ROWS, PADDED_RANK), tl.float32)
         source = parts_ptr + row[:, None] * RANKS + projection * MAX_RANK + r[None, :]
         for split in range(SPLITS if SPLITS > 0 else splits):
@@ -154,12 +169,16 @@ def _kernel(
         z = z.to(b_ptr.dtype.element_ty)
         if WIDEN:
             z = z.to(tl.float32)
-        for first in range(begin, end, COLUMNS):
-            # Reads the next columns while it computes these.
-            next_b, next_g, next_y = _columns(
-                y_ptr, b_ptr, g_ptr, slot, rank, tokens_of_tile, first + COLUMNS, end, features,
-                y_stride, MAX_RANK, PADDED_RANK, COLUMNS,
-            )  # fmt: skip
+        for step in tl.static_range(STEPS):  # pyright: ignore[reportGeneralTypeIssues]
+            first = begin + step * COLUMNS
+            next_b, next_g, next_y = b, g, y
+            if step + 1 < STEPS:
+                # Reads the next columns while it computes these.
+                next_b, next_g = _adapter(
+                    b_ptr, g_ptr, slot, rank, first + COLUMNS, end, features, MAX_RANK,
+                    PADDED_RANK, COLUMNS,
+                )  # fmt: skip
+                next_y = _base(y_ptr, tokens_of_tile, first + COLUMNS, end, y_stride, COLUMNS)
             if WIDEN:
                 b = b.to(tl.float32)
             added = tl.dot(z, b)
@@ -175,9 +194,8 @@ def _kernel(
             result = (scaled + added).to(y_ptr.dtype.element_ty)
             tl.store(target, result, mask=row_mask[:, None] & inside[None, :])
             b, g, y = next_b, next_g, next_y
-        item += tl.num_programs(0)
-        slot, rank, tokens_of_tile = shrink.load_tile(tiles_ptr, item // blocks, tiles, ROWS, HEAD)
-        projection, begin, end = _load_block(blocks_ptr, item % blocks, UNIT)
+        slot, rank, tokens_of_tile = next_slot, next_rank, next_tokens
+        projection, begin, end = next_projection, next_begin, next_end
 
 
 def launch(
@@ -189,17 +207,21 @@ def launch(
     blocks: Tensor,
     unit: int,
     tiles: Tensor,
-    *,
-    is_beside: bool = False,
 ) -> None:
-    """Computes y in place; ``parts`` are those of `shrink`, with the same ``is_beside``."""
+    """Computes y in place.
+
+    Args:
+        parts: those of `shrink`.
+        blocks: of :func:`column_blocks`, for the configuration of so many tokens.
+        tiles: the table of :class:`batch.Batch` for so many tokens.
+    """
     tokens, features = y.shape
     splits, _, ranks = parts.shape
     slots, _, max_rank = lora_b.shape
     rows, count = batch.rows_of_tile(tokens), blocks.shape[0]
     config = SMALL if rows == batch.SMALL else LARGE
     most = min(tiles.shape[0], batch.most_tiles(tokens, slots, rows))
-    overlaps = shrink.config_of(tokens).overlaps and shrink.can_overlap(y.device)
+    overlaps = config.overlaps and shrink.can_overlap(y.device)
     launch_kernel(
         _kernel,
         (max(1, min(most * count, config.programs)),),
@@ -222,11 +244,11 @@ def launch(
         PADDED_RANK=max(16, next_power_of_2(max_rank)),
         HAS_BIAS=bias is not None,
         ROWS=rows,
-        COLUMNS=COLUMNS,
+        COLUMNS=config.columns,
+        STEPS=cdiv(config.width(features), config.columns),
         UNIT=unit,
         HEAD=batch.HEAD,
         OVERLAPS=overlaps,
-        JOINS=overlaps and is_beside,
         num_warps=config.warps,
         num_stages=1,  # A program mostly has one tile.
         launch_pdl=overlaps,

@@ -29,32 +29,27 @@ from typing import Any, NamedTuple
 from torch_dora.vllm import folder
 
 VERSIONS = "0.25.0, 0.32.0 and 0.33.0"
-PUNICA = "TORCH_DORA_VLLM_PUNICA"
-TWO_STREAMS = "TORCH_DORA_VLLM_TWO_STREAMS"
-_SWITCHES = {
-    PUNICA: "1 to keep vLLM's own LoRA kernels",
-    TWO_STREAMS: "1 to multiply by A beside the base product",
-}
+SWITCH = "TORCH_DORA_VLLM_PUNICA"
 _MARK = "replaced_by_torch_dora"
 
 Function = Callable[..., Any]
 
 
-def is_on(switch: str) -> bool:
-    """Returns whether an environment variable of `_SWITCHES` is 1; 0 if it is not set.
+def keeps_punica() -> bool:
+    """Returns whether the user wants vLLM's own LoRA kernels.
 
     Raises:
-        ValueError: it is neither 0 nor 1.
+        ValueError: the environment variable is neither 0 nor 1.
     """
-    value = os.environ.get(switch, "0")
+    value = os.environ.get(SWITCH, "0")
     if value not in ("0", "1"):
-        raise ValueError(f"{switch}={value!r}; expected {_SWITCHES[switch]}, or 0")
+        raise ValueError(f"{SWITCH}={value!r}; expected 1 to keep vLLM's own LoRA kernels, or 0")
     return value == "1"
 
 
 def _compute_hash(original: Function) -> Function:
     # Stored graphs are looked up by this hash before anything is traced.
-    return lambda self: f"{original(self)}-torch_dora.vllm-3-{[*map(is_on, _SWITCHES)]}"
+    return lambda self: f"{original(self)}-torch_dora.vllm-4-{keeps_punica()}"
 
 
 def _from_dict(original: Function) -> Function:
@@ -129,7 +124,7 @@ def _create_lora_modules(original: Function) -> Function:
                     "Serve the model in bf16 or in 4 bits, or on a GPU"
                 ) from error
             raise
-        self.dora = Adapters(self, keeps_punica=is_on(PUNICA), two_streams=is_on(TWO_STREAMS))
+        self.dora = Adapters(self, keeps_punica=keeps_punica())
         _outdate_after(self.model, "load_weights", self.dora)
 
     return create_lora_modules

@@ -11,7 +11,7 @@ Layers that they do not take, and all with TORCH_DORA_VLLM_PUNICA=1, stay with P
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,13 +58,12 @@ class SlotProducts(nn.Module):
         layer: a layer with LoRA of vLLM that :func:`refuses` accepts.
         g: f32[slots + 1, out].
         tables: the tables of the batch.
-        two_streams: whether a layer that vLLM multiplies by torch has A's products beside its own.
     """
 
     lora_a: Tensor
     lora_b: Tensor
 
-    def __init__(self, layer: Any, g: Tensor, tables: Batch, *, two_streams: bool = False) -> None:
+    def __init__(self, layer: Any, g: Tensor, tables: Batch) -> None:
         super().__init__()
         lora_a, lora_b = layer.lora_a_stacked, layer.lora_b_stacked
         sizes = [one.shape[2] for one in lora_b]
@@ -72,7 +71,8 @@ class SlotProducts(nn.Module):
             "lora_a": torch.cat([one[:, 0] for one in lora_a], 1),
             "lora_b": torch.cat([one[:, 0] for one in lora_b], 1),
             "g": g,
-            "blocks": expand.column_blocks(sizes, g.device),
+            "small_blocks": expand.column_blocks(expand.SMALL, sizes, g.device),
+            "large_blocks": expand.column_blocks(expand.LARGE, sizes, g.device),
             "small_tiles": tables.small,
             "large_tiles": tables.large,
         }
@@ -80,21 +80,22 @@ class SlotProducts(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         self.unit = expand.unit_of(sizes)
         self.has_adapters = tables.has_adapters
-        self.multiplies_base = two_streams and _is_plain(layer)
+        self.multiplies_base = _is_plain(layer)
         layer.lora_a_stacked = self.lora_a[:, None].split(lora_a[0].shape[2], 2)
         layer.lora_b_stacked = self.lora_b[:, None].split(sizes, 2)
 
     def forward(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the layer's result [..., out] for x [..., in]."""
+        """Returns the result of the layer, [..., out], for x [..., in]."""
         adapters = (
-            *(self.lora_a, self.lora_b, self.g, bias, self.blocks, self.unit),
+            *(self.lora_a, self.lora_b, self.g, self.unit, self.small_blocks, self.large_blocks),
             *(self.small_tiles, self.large_tiles, self.has_adapters),
         )
         if self.multiplies_base:
-            return torch.ops.torch_dora.linear_with_adapters(x, layer.base_layer.weight, *adapters)
+            weight = layer.base_layer.weight
+            return torch.ops.torch_dora.linear_with_adapters(x, weight, bias, *adapters)
         y = layer._get_quant_method().apply(layer.base_layer, x, bias)
         torch.ops.torch_dora.add_adapters(
-            y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), *adapters
+            y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), bias, *adapters
         )
         return y
 
@@ -110,59 +111,64 @@ def _is_plain(layer: Any) -> bool:
     return product is utils.default_unquantized_gemm
 
 
-def add_adapters(
-    y: Tensor,
-    x: Tensor,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    g: Tensor,
-    bias: Tensor | None,
-    blocks: Tensor,
-    unit: int,
-    small_tiles: Tensor,
-    large_tiles: Tensor,
-    has_adapters: Tensor,
-) -> None:
-    """The operator ``torch_dora::add_adapters``, whose tensors the schema below describes."""
-    if not has_adapters.item() or not y.shape[0]:
-        return
-    is_small = batch.rows_of_tile(y.shape[0]) == batch.SMALL
-    tiles = small_tiles if is_small else large_tiles
-    parts = shrink.launch(x.contiguous(), lora_a, tiles, lora_b.shape[2])
-    expand.launch(y, parts, lora_b, g, bias, blocks, unit, tiles)
+class _Adapters(NamedTuple):
+    """The last arguments of both operators."""
+
+    lora_a: Tensor
+    lora_b: Tensor
+    g: Tensor
+    unit: int
+    small_blocks: Tensor
+    large_blocks: Tensor
+    small_tiles: Tensor
+    large_tiles: Tensor
+    has_adapters: Tensor
+
+    def are_in(self, x: Tensor) -> bool:
+        """Returns whether a token of the batch has an adapter."""
+        return bool(self.has_adapters.item()) and x.numel() > 0
+
+    def shrink(self, x: Tensor, *, is_beside: bool = False) -> Tensor:
+        tiles = self.small_tiles if _is_small(x) else self.large_tiles
+        return shrink.launch(x, self.lora_a, tiles, self.lora_b.shape[2], is_beside=is_beside)
+
+    def expand(self, y: Tensor, parts: Tensor, bias: Tensor | None) -> None:
+        small, large = (self.small_blocks, self.small_tiles), (self.large_blocks, self.large_tiles)
+        blocks, tiles = small if _is_small(y) else large
+        expand.launch(y, parts, self.lora_b, self.g, bias, blocks, self.unit, tiles)
 
 
-def linear_with_adapters(
-    x: Tensor,
-    weight: Tensor,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    g: Tensor,
-    bias: Tensor | None,
-    *tables: Any,
-) -> Tensor:
-    """The operator ``torch_dora::linear_with_adapters``: the base product, then `add_adapters`.
+def _is_small(x: Tensor) -> bool:
+    return batch.rows_of_tile(x.shape[0]) == batch.SMALL
+
+
+def linear_with_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:
+    """The operator ``torch_dora::linear_with_adapters``: x Wᵀ + bias with the adapters' part.
 
     The shrinking kernel needs x only. For few tokens it runs beside the base product, which waits
     for memory then, on a second stream.
     """
-    blocks, unit, small_tiles, _, has_adapters = tables
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    is_small = batch.rows_of_tile(rows.shape[0]) == batch.SMALL
-    if not has_adapters.item() or not is_small or x.device.type != "cuda":
+    adapters, rows = _Adapters(*tensors), x.reshape(-1, x.shape[-1]).contiguous()
+    if not adapters.are_in(x) or not _is_small(rows) or x.device.type != "cuda":
         y = nn.functional.linear(x, weight, bias)
-        add_adapters(y.view(-1, y.shape[-1]), rows, lora_a, lora_b, g, bias, *tables)
+        add_adapters(y.view(-1, y.shape[-1]), rows, bias, *tensors)
         return y
     first, second = torch.cuda.current_stream(x.device), _second_stream(x.device)
     second.wait_stream(first)
     with torch.cuda.stream(second):
         # The second stream's memory, which it uses again only after the first has read this.
-        parts = shrink.launch(rows, lora_a, small_tiles, lora_b.shape[2], is_beside=True)
+        parts = adapters.shrink(rows, is_beside=True)
     y = nn.functional.linear(x, weight, bias)
     first.wait_stream(second)
-    target = y.view(-1, y.shape[-1])
-    expand.launch(target, parts, lora_b, g, bias, blocks, unit, small_tiles, is_beside=True)
+    adapters.expand(y.view(-1, y.shape[-1]), parts, bias)
     return y
+
+
+def add_adapters(y: Tensor, x: Tensor, bias: Tensor | None, *tensors: Any) -> None:
+    """The operator ``torch_dora::add_adapters``: adds the adapters' part to y = x Wᵀ + bias."""
+    adapters = _Adapters(*tensors)
+    if adapters.are_in(x):
+        adapters.expand(y, adapters.shrink(x.contiguous()), bias)
 
 
 @functools.cache
@@ -173,14 +179,16 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 # Not torch.library.custom_op, which takes longer on the host than the launches.
 _LIBRARY = torch.library.Library("torch_dora", "FRAGMENT")
 _ADAPTERS = (
-    "Tensor lora_a, Tensor lora_b, Tensor g, Tensor? bias, Tensor blocks, int unit, "
+    "Tensor lora_a, Tensor lora_b, Tensor g, int unit, Tensor small_blocks, Tensor large_blocks, "
     "Tensor small_tiles, Tensor large_tiles, Tensor has_adapters"
 )
-_LIBRARY.define(f"add_adapters(Tensor(a!) y, Tensor x, {_ADAPTERS}) -> ()")
-_LIBRARY.define(f"linear_with_adapters(Tensor x, Tensor weight, {_ADAPTERS}) -> Tensor")
-for _operator in (add_adapters, linear_with_adapters):
+_LIBRARY.define(f"add_adapters(Tensor(a!) y, Tensor x, Tensor? bias, {_ADAPTERS}) -> ()")
+_LIBRARY.define(
+    f"linear_with_adapters(Tensor x, Tensor weight, Tensor? bias, {_ADAPTERS}) -> Tensor"
+)
+for _function in (add_adapters, linear_with_adapters):
     for _device in ("CUDA", "CPU"):
-        _LIBRARY.impl(_operator.__name__, _operator, _device)
+        _LIBRARY.impl(_function.__name__, _function, _device)
 _LIBRARY._register_fake("add_adapters", lambda *arguments: None)
 _LIBRARY._register_fake(
     "linear_with_adapters", lambda x, weight, *others: x.new_empty(*x.shape[:-1], len(weight))

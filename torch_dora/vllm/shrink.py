@@ -12,7 +12,6 @@ slot, up to the real rank.
 """
 
 import dataclasses
-import functools
 
 import torch
 import triton
@@ -22,7 +21,7 @@ from triton.language.extra import cuda
 
 from dora_common.triton.jit import WIDEN, cdiv, jit, next_power_of_2
 from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.ops.triton.jit import launch_kernel
+from torch_dora.ops.triton.jit import capability, launch_kernel
 from torch_dora.vllm import batch
 
 # The expanding kernel adds the parts for each of its blocks.
@@ -55,8 +54,8 @@ class Config:
 
 # With few tokens, all that counts is how many reads follow one another.
 SMALL = Config(chunk=512, lanes=4, depth=128, divides=True, overlaps=True, programs=528)
-# Beside a base product, the time of the reads is hidden, and fewer parts are left to add.
-BESIDE = dataclasses.replace(SMALL, chunk=1024, overlaps=False)
+# The base product beside it reads far more, and is disturbed less by few programs.
+BESIDE = dataclasses.replace(SMALL, chunk=2048, overlaps=False, programs=132)
 LARGE = Config(chunk=256, lanes=1, depth=64, divides=False, overlaps=False, programs=65536)
 
 
@@ -106,6 +105,10 @@ def _kernel(
     while rank > 0:
         first = item % PROJECTIONS * RANKS
         split = item // PROJECTIONS % splits
+        item += tl.num_programs(0)
+        next_slot, next_rank, next_tokens = load_tile(
+            tiles_ptr, item // (PROJECTIONS * splits), tiles, ROWS, HEAD
+        )
         row_mask = tokens_of_tile >= 0
         row = tl.where(row_mask, tokens_of_tile, 0).to(tl.int64)
         has_rank = (r < RANKS) & (r % MAX_RANK < rank)
@@ -156,21 +159,12 @@ def _kernel(
         tl.store(
             parts_ptr + target + r[None, :], sums, mask=row_mask[:, None] & (r < RANKS)[None, :]
         )
-        item += tl.num_programs(0)
-        slot, rank, tokens_of_tile = load_tile(
-            tiles_ptr, item // (PROJECTIONS * splits), tiles, ROWS, HEAD
-        )
+        slot, rank, tokens_of_tile = next_slot, next_rank, next_tokens
 
 
-@functools.cache
 def can_overlap(device: torch.device) -> bool:
     """Returns whether a GPU has programmatic dependent launch."""
-    return TRITON_MODE == "compiled" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def config_of(tokens: int) -> Config:
-    """Returns the configuration for a batch that is padded to ``tokens``."""
-    return SMALL if batch.rows_of_tile(tokens) == batch.SMALL else LARGE
+    return TRITON_MODE == "compiled" and capability(device) >= 90
 
 
 def launch(
@@ -181,11 +175,12 @@ def launch(
     Args:
         tiles: the table of :class:`batch.Batch` for so many tokens.
         max_rank: the ranks of one projection in ``lora_a``.
-        is_beside: whether the base product runs at the same time, on another stream; of few tokens.
+        is_beside: whether another kernel runs at the same time, on another stream.
     """
     tokens, features = x.shape
     slots, ranks, _ = lora_a.shape
-    config, rows = BESIDE if is_beside else config_of(tokens), batch.rows_of_tile(tokens)
+    rows = batch.rows_of_tile(tokens)
+    config = LARGE if rows == batch.LARGE else BESIDE if is_beside else SMALL
     most = min(tiles.shape[0], batch.most_tiles(tokens, slots, rows))
     chunk = config.chunk
     if rows == batch.LARGE:
@@ -195,8 +190,8 @@ def launch(
     chunk = max(chunk, cdiv(cdiv(features, step), MAX_SPLITS) * step)
     splits = max(1, cdiv(features, chunk))
     groups = ranks // max_rank if config.divides else 1
-    parts = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)
     overlaps = config.overlaps and can_overlap(x.device)
+    parts = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)
     launch_kernel(
         _kernel,
         (min(config.programs, max(1, most) * splits * groups),),

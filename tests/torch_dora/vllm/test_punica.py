@@ -38,9 +38,10 @@ def layer(request, monkeypatch):
     tables = Batch(64, SLOTS, "cpu")
     tables.update(np.array([2, -1, 0, 2, 2]), [RANK, 0, 5])
     made.tables, made.g = tables, torch.rand(SLOTS + 1, sum(SIZES), generator=generator) + 0.5
-    monkeypatch.setattr(punica, "_is_plain", lambda layer: True)
+    monkeypatch.setattr(punica, "_is_plain", lambda layer: False)
     made.apart = punica.SlotProducts(made, made.g, tables)
-    made.together = punica.SlotProducts(made, made.g, tables, two_streams=True)
+    monkeypatch.setattr(punica, "_is_plain", lambda layer: True)
+    made.together = punica.SlotProducts(made, made.g, tables)
     made.draw = draw
     return made
 
