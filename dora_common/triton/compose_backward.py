@@ -27,7 +27,7 @@ class Config:
     Attributes:
         columns: 512, that is 1 KiB of a bf16 row, 8 bytes per thread.
         stages: this many rows are in flight (H100; 4096 and 14336 features: at least 0.95 of the
-            copy rate).
+            copy rate). On an H200, 4 take 46.5 µs for 4096 × 8192 and 3 take 47.7.
         programs: the least number of programs: enough strips that every multiprocessor of a large
             GPU has several programs, few enough that the partial sums stay small.
         most_strips: limits the partial sums that the second stage keeps in registers.
@@ -36,7 +36,7 @@ class Config:
     rows: int = 1
     columns: int = 512
     warps: int = 4
-    stages: int = 3
+    stages: int = 4
     programs: int = 132 * 4
     most_strips: int = 512
 

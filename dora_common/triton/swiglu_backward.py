@@ -15,7 +15,8 @@ import triton.language as tl
 from dora_common.triton.compose_backward import Config
 from dora_common.triton.jit import jit
 
-CONFIG = Config()
+# On an H200, three stages take 79.9 µs for 4096 × 8192 and four 85.0.
+CONFIG = Config(stages=3)
 
 
 @jit
