@@ -14,7 +14,8 @@ from triton.compiler import ASTSource
 
 # CUDA 12.8, the first that knows every card of `cards`: a driver reads this version and older ones.
 PTX_VERSION = 87
-# Triton adds the addresses of scratch memory, which these kernels do not read: one before 3.5.
+# Triton adds the addresses of scratch memory, of which kernels read the first one at most: before
+# 3.5 there is one.
 UNREAD_PARAMETERS = 1 if triton.__version__.startswith("3.4.") else 2
 
 
@@ -27,6 +28,7 @@ class Compiled:
         ptx, cubin: its code, for the driver, without debug information, and for the card.
         threads: per program.
         shared_bytes: the shared memory of a program.
+        scratch_bytes: the global memory of a program, for its tensor descriptors.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Compiled:
     cubin: bytes
     threads: int
     shared_bytes: int
+    scratch_bytes: int = 0
 
     def resources(self) -> tuple[int, int]:
         """Returns the registers of a thread, and the bytes of memory that it spills them to."""
@@ -93,6 +96,7 @@ def compiled(
         cubin=found.asm["cubin"],
         threads=32 * warps,
         shared_bytes=found.metadata.shared,
+        scratch_bytes=found.metadata.global_scratch_size,
     )
 
 

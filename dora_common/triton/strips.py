@@ -6,6 +6,7 @@ tiles run while it computes. B is thus read once by every program, and not once 
 """
 
 import dataclasses
+from typing import Any
 
 import triton.language as tl
 
@@ -37,7 +38,7 @@ class Config:
     stages: int = 3
     resident: int = 2
 
-    def slices(self, rank: int) -> dict[str, int]:
+    def slices(self, rank: int) -> dict[str, Any]:
         """Returns the constants of a kernel for a rank."""
         return {
             "RANK": rank,

@@ -8,6 +8,7 @@ built on a machine without a GPU.
 import dataclasses
 import functools
 import importlib.util
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -52,6 +53,7 @@ def kernel_call(
     *,
     warps: int = 4,
     stages: int = 3,
+    scratch: int = 0,
     **arguments: Any,
 ) -> list[jax.Array]:
     """Returns the results of a kernel.
@@ -61,6 +63,7 @@ def kernel_call(
       grid: up to three numbers of programs.
       capability: the compute capability of the GPU, such as 86 for 8.6.
       warps, stages: Triton's launch options.
+      scratch: the bytes of global memory that a program has for its tensor descriptors.
       arguments: the kernel's, by name: arrays that it reads, `jax.ShapeDtypeStruct`s of the results
         that it writes, and constants.
     """
@@ -95,7 +98,24 @@ def kernel_call(
             kernel, tuple(types.items()), constants, capability, warps, stages
         )
     )
-    call = jax.ffi.ffi_call(TARGET, [*results.values()], vmap_method="sequential")
+    written = [*results.values()]
+    outputs = [i for i, name in enumerate(pointers) if name in results]
+    unread = compilation.UNREAD_PARAMETERS
+    if scratch:
+        # The first parameter that Triton adds, after the kernel's own.
+        written.append(jax.ShapeDtypeStruct((math.prod(grid) * scratch,), jnp.int8))
+        outputs.append(len(pointers))
+        unread -= 1
+
+    def ptx(found: Any) -> str:
+        if found.scratch_bytes > scratch:
+            raise ValueError(
+                f"the kernel {found.name} needs {found.scratch_bytes} bytes of global memory for a "
+                f"program, and has scratch = {scratch}; raise it in the kernel's module"
+            )
+        return found.ptx
+
+    call = jax.ffi.ffi_call(TARGET, written, vmap_method="sequential")
     read = [*operands.values()]
     launch: dict[str, Any] = {}
     for axis, blocks, threads in zip("xyz", (*grid, 1, 1), (32 * warps, 1, 1), strict=False):
@@ -103,15 +123,15 @@ def kernel_call(
     return [
         *call(
             *read,
-            *read[:1] * compilation.UNREAD_PARAMETERS,
+            *read[:1] * unread,
             kernel_type="ptx",
-            kernel_data=_Later(code, lambda found: found.ptx),
+            kernel_data=_Later(code, ptx),
             name=_Later(code, lambda found: found.name),
             shared_mem_bytes=_Later(code, lambda found: np.int32(found.shared_bytes)),
-            output_indices=tuple(np.int32(i) for i, name in enumerate(pointers) if name in results),
+            output_indices=tuple(map(np.int32, outputs)),
             **launch,
         )
-    ]
+    ][: len(results)]
 
 
 @dataclasses.dataclass(frozen=True)

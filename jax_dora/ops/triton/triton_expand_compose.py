@@ -1,5 +1,5 @@
 """Expand and compose in one pass: y = g∘(base + s·(z B)) [+ bias], by
-`dora_common.triton.strip_expand` or `expand_compose`.
+`dora_common.triton.stationary_expand`, `strip_expand` or `expand_compose`.
 
     base  [rows, out]  bf16 or fp16     z  [rows, r], B  [r, out]  base's dtype
     g     f32[out]                      s  f32[]                     bias  [out] (optional)
@@ -32,9 +32,11 @@ def wins(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
 
 def config(capability: int, rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Any:
     """Returns the launch options for a compute capability."""
-    from dora_common.triton import expand_compose, strip_expand
+    from dora_common.triton import expand_compose, stationary, strip_expand
 
     # Strips were measured on Hopper only.
+    if capability == 90 and stationary.fits(rank, out):
+        return stationary.CONFIG
     if capability == 90 and rank <= 128:
         return strip_expand.config(rank)
     return expand_compose.config(rank, capability)
@@ -54,12 +56,23 @@ def launch(
     capability: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, inner or None) for base [..., out] and z [..., r]."""
-    from dora_common.triton import expand_compose, strip_expand, strips
+    from dora_common.triton import (
+        expand_compose,
+        stationary,
+        stationary_expand,
+        strip_expand,
+        strips,
+    )
     from dora_common.triton.jit import cdiv
 
     rank, features = lora_b.shape
     rows = base.size // features
-    if isinstance(config, strips.Config):
+    scratch = 0
+    if isinstance(config, stationary.Config):
+        kernel, scratch = stationary_expand.kernel, stationary.SCRATCH
+        programs, splits, steps = config.walk(rows, features, capability)
+        tiles = config.slices(rank) | {"splits": splits, "steps": steps}
+    elif isinstance(config, strips.Config):
         kernel = strip_expand.kernel
         programs, splits, steps = config.walk(features, rows, capability)
         tiles = config.slices(rank) | {"splits": splits, "steps": steps}
@@ -75,6 +88,7 @@ def launch(
         capability,
         warps=config.warps,
         stages=config.stages,
+        scratch=scratch,
         base_ptr=base,
         z_ptr=z,
         lora_b_ptr=lora_b,
