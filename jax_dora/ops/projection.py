@@ -44,6 +44,8 @@ from jax_dora.ops.saved_inner import save_inner
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
 """The checkpoint name of a DoRA layer's result, for policies of `jax.checkpoint`."""
+Z_NAME = "dora_z"
+"""The checkpoint name of z = x (s·A) [..., rank], which lora_b's gradient reads."""
 # A smaller |g| is replaced by this value: y = g∘inner would underflow and lose bits of inner.
 LEAST_G = 2.0**-40
 
@@ -110,6 +112,7 @@ def _projection_fwd(
     operands = _with_divisible_g(operands)
     from_y, scaled = _result_holds_inner(operands, operands.x.dtype), _scaled_lora_a(operands)
     forward = _with_z(settings, operands, scaled)
+    forward = forward._replace(z=jnp.asarray(checkpoint_name(forward.z, Z_NAME)))
     want_inner = wanted.g is not None and not from_y
     y, inner = primitive.call(FORWARD, _forward_settings(settings, want_inner), forward)
     name = INNER_NAME if settings.keep_inner else RESULT_NAME

@@ -6,6 +6,7 @@ cost of recomputation is counted in FLOPs. Moving bytes costs as many FLOPs as a
 in the same time, `FLOPS_PER_BYTE`.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import jax_dora
 from jax_dora.lm.models.config import DecoderConfig
 from jax_dora.ops import RESULT_NAME
+from jax_dora.ops.projection import Z_NAME
+from jax_dora.ops.saved_inner import AUTOMATIC
 
 GIB = 2**30
 
@@ -23,8 +26,14 @@ GIB = 2**30
 FLOPS_PER_BYTE = 250
 # Checkpoint names that the decoder gives to activations other than a projection's result.
 ATTENTION, NORMED, GATED = "attention", "normed", "gated"
+# The result that the gradient of the last projection's magnitude reads, if nothing else does; see
+# `save_inner`.
+LAST = "last"
 # The primitives of cuDNN's forward pass. Their residuals have no checkpoint name.
 ATTENTION_PRIMITIVES = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
+# The largest rank whose z = x (s·A) is kept with other activations. It takes few bytes then, and
+# computing it again would read the inputs of every projection.
+MOST_Z_FEATURES = 64
 # The share of the device's memory left for fragmentation and for arrays not counted here.
 RESERVED_SHARE = 0.15
 
@@ -33,7 +42,7 @@ class Activation(NamedTuple):
     """An activation of a layer that can be kept.
 
     Attributes:
-      name: the name given with `jax.ad_checkpoint.checkpoint_name`.
+      name: the name given with `jax.ad_checkpoint.checkpoint_name`, or `LAST`.
       width: the number of features, for projections' results, which all share one name; else 0.
       size: bytes per token and layer.
       work: FLOPs per token and layer that keeping the activation saves.
@@ -58,9 +67,9 @@ def activations(config: DecoderConfig, time: int) -> list[Activation]:
         *[(hidden, out, config.qkv_bias or is_short) for out in (query, key, key)],
         (query, hidden, config.o_bias or is_short),
         *[(hidden, inner, False)] * 2,
-        (inner, hidden, config.mlp_bias or is_short),
     ]
-    choices = []
+    # Nothing but the magnitude's gradient reads the result of the last projection.
+    choices = [Activation(LAST, 0, hidden * item, 2 * inner * hidden)]
     for width in dict.fromkeys(out for _, out, _ in products):
         same_width = [(n_in, has_second) for n_in, out, has_second in products if out == width]
         size = sum(1 + has_second for _, has_second in same_width) * width * item
@@ -71,11 +80,13 @@ def activations(config: DecoderConfig, time: int) -> list[Activation]:
         # values, each over half of the square.
         size = query * item + 4 * config.num_attention_heads
         choices.append(Activation(ATTENTION, 0, size, 2 * query * time))
-    elementwise = [(NORMED, 2 * hidden, 3), (GATED, inner, 3)]
-    choices += [
-        Activation(name, 0, width * item, FLOPS_PER_BYTE * passes * width * item)
-        for name, width, passes in elementwise
-    ]
+    # A scan copies what is kept into a stack of layers, in as many passes as computing it again.
+    if config.unroll:
+        elementwise = [(NORMED, 2 * hidden, 3), (GATED, inner, 3)]
+        choices += [
+            Activation(name, 0, width * item, FLOPS_PER_BYTE * passes * width * item)
+            for name, width, passes in elementwise
+        ]
     return choices
 
 
@@ -129,20 +140,28 @@ def _working_set(config: DecoderConfig, tokens: int) -> float:
     return tokens * (2 * layer + inputs) * item + 4 * 1024 * config.vocab_size * 4
 
 
-def policy(kept: Sequence[Activation]) -> Callable[..., Any]:
+@functools.cache
+def policy(kept: tuple[Activation, ...]) -> Callable[..., Any]:
     """Returns a policy for `jax.checkpoint`.
 
-    It keeps `kept`, and the values that `jax_dora.remat_policy` keeps.
+    It keeps `kept`, with the z of adapters of small rank, and the values that
+    `jax_dora.remat_policy` keeps.
     """
-    base_policy = jax_dora.remat_policy(*(one.name for one in kept if not one.width))
+    names = [one.name for one in kept if not one.width and one.name != LAST]
+    base_policy = jax_dora.remat_policy(*names)
     widths = {one.width for one in kept if one.width}
     keeps_attention = any(one.name == ATTENTION for one in kept)
 
     def is_kept(primitive: Any, *operands: Any, **params: Any) -> Any:
-        if params.get("name") == RESULT_NAME and operands[0].shape[-1] in widths:
+        name = params.get("name")
+        if name == RESULT_NAME and operands[0].shape[-1] in widths:
+            return True
+        if name == Z_NAME and kept and operands[0].shape[-1] <= MOST_Z_FEATURES:
             return True
         if keeps_attention and primitive.name in ATTENTION_PRIMITIVES:
             return True
         return base_policy(primitive, *operands, **params)
 
+    if any(one.name == LAST for one in kept):
+        AUTOMATIC.add(is_kept)
     return is_kept

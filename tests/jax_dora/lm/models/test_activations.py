@@ -71,6 +71,23 @@ def test_a_kept_result_is_not_computed_again(bias):
     assert counts[1.0] == [4, 2, 2]
 
 
+def test_the_last_result_is_kept_before_any_other():
+    """It takes the fewest bytes for what it saves, and alone does not keep z of a large rank."""
+    size = 2 * 17 * CONFIG.num_hidden_layers * 4 * CONFIG.hidden_size
+    config = dataclasses.replace(CONFIG, memory=size / GIB)
+    assert [one.name for one in activations.plan(config, 2, 17)] == [activations.LAST]
+    shapes = readings(*gradient_of(config))
+    assert [shapes.count(shape) for shape in ((24, 40), (40, 24), (32, 24))] == [6, 2, 3]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(3, [10, 2, 2]), (2, [15, 3, 3])])
+def test_z_is_kept_with_others_up_to_a_rank(most, expected, monkeypatch):
+    """z of rank 3 is computed once or, for lora_b's gradient, again. The norm reads lora_a too."""
+    monkeypatch.setattr(activations, "MOST_Z_FEATURES", most)
+    shapes = readings(*gradient_of(dataclasses.replace(CONFIG, memory=1.0)))
+    assert [shapes.count(shape) for shape in ((24, 3), (40, 3), (32, 3))] == expected
+
+
 CHOICES = [
     Activation(name, 0, size, work)
     for name, size, work in (("a", 4, 40.0), ("b", 3, 33.0), ("c", 3, 32.0), ("d", 1, 1.0))
@@ -100,13 +117,15 @@ def test_sizes_are_those_of_the_arrays():
     )
     sizes = {(one.name, one.width): one.size for one in activations.activations(config, 4096)}
     assert sizes == {
-        ("dora_result", 4096): 3 * 4096 * 2,
+        ("last", 0): 4096 * 2,
+        ("dora_result", 4096): 2 * 4096 * 2,
         ("dora_result", 1024): 2 * 1024 * 2,
         ("dora_result", 14336): 2 * 14336 * 2,
         ("attention", 0): 4096 * 2 + 32 * 4,
-        ("normed", 0): 2 * 4096 * 2,
-        ("gated", 0): 14336 * 2,
     }
+    unrolled = activations.activations(dataclasses.replace(config, unroll=True), 4096)
+    sizes |= {("normed", 0): 2 * 4096 * 2, ("gated", 0): 14336 * 2}
+    assert {(one.name, one.width): one.size for one in unrolled} == sizes
     kept = activations.plan(
         dataclasses.replace(config, memory=21 / 16, num_hidden_layers=1), 2, 4096
     )
