@@ -8,16 +8,18 @@ One line is one run: the loss of held-out text at the end (`held_out`), and the 
 difference between the losses of a step and those of bf16 with the same seed (`mean_apart`,
 `worst_apart`; of means over `WINDOW` steps).
 
-The last lines of a decoder compare the gradients of lora_a, lora_b and magnitude of the adapter
-that the first run ends with: the least and the mean cosine with those in bf16 over the arrays of a
-layer, for each layer from the first on (`least`, `mean`).
+The last line of a variant compares the gradients of lora_a, lora_b and magnitude of the adapter
+that the first run in bf16 ends with: the least and the mean cosine with those in bf16 over the
+arrays of a layer, for each layer from the first on (`least`, `mean`).
 """
 
 import contextlib
 import dataclasses
+import functools
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,15 +34,16 @@ import jax_dora
 from benchmarks import quality
 from benchmarks.quality import BASE, FP8, Format
 from benchmarks.results import Row
+from benchmarks.work import matches
 from jax_dora.layers.quantised_kernel import compute_quantised
 from jax_dora.lm.finetune.training import decayed
-from jax_dora.lm.models import load_model
+from jax_dora.lm.models import load_model, next_token_loss
 from jax_dora.ops import row_scaled
 from jax_dora.ops.row_scaled import RowScaled
 from parity.faults import Fault
 from parity.sides.jax import training
 from parity.training.settings import Settings as Decoder
-from parity.training.text import starts
+from parity.training.text import even_starts, starts
 
 WINDOW = 20
 E5M2 = "float8_e5m2"
@@ -55,12 +58,14 @@ class Variant(NamedTuple):
         in bf16.
       is_stochastic: whether gradients are rounded up with the probability of their distance from
         the lower neighbour.
+      with_head: whether the loss's product with the head is in FP8 too, as in `next_token_loss`.
     """
 
     name: str
     form: Format | None = None
     gradients_of: str = ""
     is_stochastic: bool = False
+    with_head: bool = False
 
 
 IN_E5M2 = Format("", FP8, 0, "row", E5M2)
@@ -69,6 +74,7 @@ VARIANTS = (
     Variant("FP8 forward", Format("", FP8, 0, "row")),
     Variant("FP8 forward, gradients in e4m3", Format("", FP8, 0, "row", FP8)),
     Variant("FP8 forward, gradients in e5m2", IN_E5M2),
+    Variant("FP8 forward and in the head, gradients in e5m2", IN_E5M2, with_head=True),
     Variant("the same, rounded stochastically", IN_E5M2, is_stochastic=True),
     Variant("the same, in the MLP only", IN_E5M2, "mlp"),
     Variant("nf4", Format("", "nf4", 64)),
@@ -81,6 +87,8 @@ class Settings(NamedTuple):
 
     Attributes:
       depths: the numbers of layers, each with its number of seeds.
+      only: `fnmatch` patterns; a variant whose name begins like none of them is skipped, except
+        bf16.
     """
 
     decoder: Decoder = dataclasses.replace(
@@ -90,9 +98,10 @@ class Settings(NamedTuple):
     steps: int = 2000
     variants: tuple[Variant, ...] = VARIANTS
     layers: int | None = None
+    only: tuple[str, ...] = ()
 
 
-TINY = Settings(quality.TINY.decoder, ((2, 2),), 4, (VARIANTS[0], *VARIANTS[3:6]))
+TINY = Settings(quality.TINY.decoder, ((2, 2),), 4, (VARIANTS[0], *VARIANTS[3:7]))
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
@@ -108,33 +117,47 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def _runs(folder: Path, sizes: Decoder, seeds: int, settings: Settings) -> Iterator[Row]:
-    exact, adapter, wanted, compared = None, None, None, []
-    for variant in settings.variants:
+    exact, adapter, wanted = None, None, None
+    # Variants are traced first, and then compiled all at the same time.
+    variants = [
+        one for one in settings.variants if one.name == BASE or matches(one.name, settings.only)
+    ]
+    works = []
+    for variant in variants:
         base = load_model(folder, dtype=jnp.float32, attention="xla", remat=False)
         _quantise(base, variant)
         with _rounding(variant):
-            runs = _trained(base, sizes, settings.steps, seeds)
-            adapter = runs.adapter if adapter is None else adapter
-            found = _gradients(runs, adapter, sizes)
-        facts: Row = {"layers": sizes.layers, "format": variant.name}
-        parts = np.array_split(runs.losses, max(1, settings.steps // WINDOW), axis=1)
-        means = np.stack([part.mean(1) for part in parts], 1)
-        exact = means if exact is None else exact
-        apart = np.abs(means - exact)
-        for seed in range(seeds):
-            row: Row = {"seed": seed, "steps": settings.steps}
-            row |= {"held_out_before": runs.before[seed], "held_out": runs.after[seed]}
-            row |= {
-                "mean_apart": float(apart[seed].mean()),
-                "worst_apart": float(apart[seed].max()),
-            }
-            yield facts | row
-        wanted = found if wanted is None else wanted
-        if found is not wanted:
-            by_depth = np.asarray([_cosines(found[path], wanted[path]) for path in wanted])
-            least, mean = by_depth.min(0).tolist(), by_depth.mean(0).tolist()
-            compared.append(facts | {"compared": "gradients", "least": least, "mean": mean})
-    yield from compared
+            works.append(_lowered(base, variant, sizes, settings.steps, seeds))
+    with ThreadPoolExecutor() as pool:
+        compiling = [[pool.submit(program.compile) for program in one.programs] for one in works]
+        for variant, work, programs in zip(variants, works, compiling, strict=True):
+            run, evaluate, gradient = (program.result() for program in programs)
+            before = evaluate(work.adapters, work.frozen)
+            arguments = work.adapters, work.states, work.frozen, work.where
+            adapters, _, losses, _ = run(*arguments)
+            after = evaluate(adapters, work.frozen)
+            if adapter is None:
+                adapter = jax.tree.map(lambda array: array[0], adapters)
+            found = _by_path(gradient(adapter, work.frozen))
+            facts: Row = {"layers": sizes.layers, "format": variant.name}
+            losses = np.asarray(losses, np.float64)
+            parts = np.array_split(losses, max(1, settings.steps // WINDOW), axis=1)
+            means = np.stack([part.mean(1) for part in parts], 1)
+            exact = means if exact is None else exact
+            apart = np.abs(means - exact)
+            for seed in range(seeds):
+                row: Row = {"seed": seed, "steps": settings.steps}
+                row |= {"held_out_before": float(before[seed]), "held_out": float(after[seed])}
+                row |= {
+                    "mean_apart": float(apart[seed].mean()),
+                    "worst_apart": float(apart[seed].max()),
+                }
+                yield facts | row
+            wanted = found if wanted is None else wanted
+            if found is not wanted:
+                by_depth = np.asarray([_cosines(found[path], wanted[path]) for path in wanted])
+                least, mean = by_depth.min(0).tolist(), by_depth.mean(0).tolist()
+                yield facts | {"compared": "gradients", "least": least, "mean": mean}
 
 
 def _quantise(base: nnx.Module, variant: Variant) -> None:
@@ -178,61 +201,77 @@ def stochastically(x: jax.Array) -> jax.Array:
     return jnp.clip(up, -most, most).astype(E5M2)
 
 
-class _Runs(NamedTuple):
-    """Runs of one variant that differ by their seed.
+class _Work(NamedTuple):
+    """The runs of one variant, which differ by their seed.
 
     Attributes:
-      graphdef, frozen: of the adapted model.
-      adapter: of the first run, at its end.
-      before, after: the loss of held-out text of each run.
-      losses: f64[runs, steps].
+      programs: lowered; the first runs the steps of all runs, the second evaluates all runs on
+        held-out text, f32[runs], and the third computes the gradient of one adapter.
+      adapters, states: of all runs, stacked.
+      frozen: the base.
+      where: i32[runs, steps, rows], the starts of the rows of text.
     """
 
-    graphdef: Any
+    programs: tuple[jax.stages.Lowered, ...]
+    adapters: Any
+    states: Any
     frozen: Any
-    adapter: Any
-    before: list[float]
-    after: list[float]
-    losses: np.ndarray
+    where: jax.Array
 
 
-def _trained(base: Any, sizes: Decoder, steps: int, seeds: int) -> _Runs:
-    """Trains an adapter over a base from each seed, all together."""
+def _lowered(base: Any, variant: Variant, sizes: Decoder, steps: int, seeds: int) -> _Work:
     rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
     models = [jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(seed)) for seed in range(seeds)]
     parts = [nnx.split(model, nnx.LoRAParam, ...) for model in models]
-    graphdef, _, frozen = parts[0]
+    graphdef, one, frozen = parts[0]
+    mean_loss = _loss_with_head if variant.with_head else training.mean_loss
 
     def loss(trained: Any, tokens: jax.Array, frozen: Any) -> jax.Array:
-        return training.mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
+        return mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
 
     optimizer = optax.adamw(sizes.learning_rate, weight_decay=0.01, mask=decayed)
-    train, held_out = quality.prose()
-    run = training.compiled_steps(loss, optimizer, jnp.asarray(train), sizes.length, stacked=True)
-    evaluate = training.evaluator(loss, sizes, held_out)
-    before = [evaluate(adapter, frozen) for _, adapter, _ in parts]
+    text, evaluated = quality.prose()
+    train, held_out = jnp.asarray(text), jnp.asarray(evaluated)
+    run: Any = training.compiled_steps(loss, optimizer, train, sizes.length, stacked=True)
+    batches = even_starts(evaluated, sizes.eval_rows, sizes.length)
+    batches = jnp.asarray(batches.reshape(-1, min(len(batches), training.EVAL_BATCH)))
+    rows = starts(text, (sizes.rows,), sizes.length, 99)
+    tokens = training.rows_at(train, jnp.asarray(rows), sizes.length)
+
+    def evaluate(adapters: Any, frozen: Any) -> jax.Array:
+        def batch_loss(where: jax.Array) -> jax.Array:
+            tokens = training.rows_at(held_out, where, sizes.length)
+            return jax.vmap(loss, in_axes=(0, None, None))(adapters, tokens, frozen)
+
+        return lax.map(batch_loss, batches).mean(0)
+
+    def gradient(adapter: Any, frozen: Any) -> Any:
+        return jax.grad(loss)(adapter, tokens, frozen)
+
     adapters = jax.tree.map(lambda *arrays: jnp.stack(arrays), *[part[1] for part in parts])
     states = jax.vmap(optimizer.init)(adapters)
-    where = [starts(train, (steps, sizes.rows), sizes.length, 1 + seed) for seed in range(seeds)]
-    adapters, losses, _ = training.run(run, adapters, states, frozen, np.stack(where))
-    ends = [jax.tree.map(lambda array, n=n: array[n], adapters) for n in range(seeds)]
-    after = [evaluate(adapter, frozen) for adapter in ends]
-    return _Runs(graphdef, frozen, ends[0], before, after, losses)
+    where = [starts(text, (steps, sizes.rows), sizes.length, 1 + seed) for seed in range(seeds)]
+    where = jnp.asarray(np.stack(where))
+    jit = functools.partial(jax.jit, compiler_options=training.compiler_options())
+    programs = (
+        run.lower(adapters, states, frozen, where),
+        jit(evaluate).lower(adapters, frozen),
+        jit(gradient).lower(one, frozen),
+    )
+    return _Work(programs, adapters, states, frozen, where)
 
 
-def _gradients(runs: _Runs, adapter: Any, sizes: Decoder) -> dict[Any, np.ndarray]:
+def _loss_with_head(model: Any, tokens: jax.Array) -> jax.Array:
+    """Returns the mean cross-entropy of tokens i32[rows, length + 1], as a step computes it."""
+    targets = tokens[:, 1:]
+    weights = jnp.ones(targets.shape, jnp.float32)
+    loss = next_token_loss(model, tokens[:, :-1], targets, weights, chunk=None)
+    return loss.total / loss.weight
+
+
+def _by_path(gradients: Any) -> dict[Any, np.ndarray]:
     """Returns the gradient of every array of an adapter, stacked by layer."""
-    train = quality.prose()[0]
-    where = starts(train, (sizes.rows,), sizes.length, 99)
-    tokens = training.rows_at(jnp.asarray(train), jnp.asarray(where), sizes.length)
-
-    @jax.jit
-    def gradient(adapter: Any, frozen: Any) -> Any:
-        return jax.grad(
-            lambda adapter: training.mean_loss(nnx.merge(runs.graphdef, adapter, frozen), tokens)
-        )(adapter)
-
-    flat = nnx.to_flat_state(gradient(adapter, runs.frozen))
+    flat = nnx.to_flat_state(gradients)
     return {path: np.asarray(one.get_value(), np.float64) for path, one in flat}
 
 

@@ -152,7 +152,7 @@ def compiled_steps(
 
     if stacked:
         several = jax.vmap(several, in_axes=(0, 0, None, 0))
-    return jax.jit(several, donate_argnums=(0, 1), compiler_options=_compiler_options())
+    return jax.jit(several, donate_argnums=(0, 1), compiler_options=compiler_options())
 
 
 def run(
@@ -172,7 +172,7 @@ def evaluator(
     where = even_starts(held_out, settings.eval_rows, settings.length)
     batches = np.split(where, max(1, len(where) // EVAL_BATCH))
 
-    @functools.partial(jax.jit, compiler_options=_compiler_options())
+    @functools.partial(jax.jit, compiler_options=compiler_options())
     def batch_loss(trained, frozen, where):
         return loss(trained, rows_at(part, where, settings.length), frozen)
 
@@ -182,7 +182,7 @@ def evaluator(
     return evaluate
 
 
-def _compiler_options() -> dict[str, bool]:
+def compiler_options() -> dict[str, bool]:
     """Returns options that make XLA round where the program does, as torch does. By default XLA may
     keep bf16 intermediates in fp32."""
     options = {"xla_allow_excess_precision": False}
