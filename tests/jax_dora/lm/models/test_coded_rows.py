@@ -49,7 +49,12 @@ def adapted(act_qtype=FP8):
 
 
 def test_a_step_in_fp8_alone_has_options():
-    assert dict(step_options(base(FP8, "float8_e5m2"))) == {"xla_gpu_enable_triton_gemm": False}
+    assert dict(step_options(base(FP8, "float8_e5m2"))) == {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 1,
+        "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+        "xla_gpu_memory_limit_slop_factor": 200,
+    }
     assert step_options(base()) == ()
     assert accumulate_with(()) is accumulate
 
