@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_dora.lm.finetune import processes
 from jax_dora.lm.finetune.training import Parts
-from jax_dora.lm.models import CausalLM, DecoderSharding, activations
+from jax_dora.lm.models import CausalLM, DecoderSharding, activations, coded_head
 from jax_dora.ops import is_quantised
 
 # The weights are replicated on every device if each has room for this many copies of them. The rest
@@ -56,6 +56,8 @@ def memory(model: CausalLM, batch: int, length: int) -> dict[str, int]:
         recomputed[f"its {kind} kernels"] = 3 * item * largest // mesh["tp"]
     # The logits and their gradient are freed before a layer is recomputed.
     logits = {"logits": 3 * 4 * min(tokens, LOSS_CHUNK) * config.vocab_size}
+    if coded_head.is_coded(model):
+        logits["codes of the head"] = config.hidden_size * config.vocab_size
     shares |= max(recomputed, logits, key=lambda one: sum(one.values()))
     if mesh["fsdp"] > 1:
         # Weights are gathered where they are used: at most the head, or the kernels of one layer.

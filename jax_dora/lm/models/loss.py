@@ -12,6 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import jax_dora
+from jax_dora.lm.models import coded_head
 from jax_dora.lm.models.decoder import CausalLM, logits_of
 from jax_dora.ops import residuals
 
@@ -96,7 +97,8 @@ def _cross_entropy(
     targets, weights = targets.reshape(shards, -1), weights.reshape(shards, -1).astype(jnp.float32)
     count = targets.shape[1]
     chunk = count if chunk is None else min(chunk, count)
-    total = _total(graphdef, chunk, arrays, hidden, targets, weights)
+    coded = coded_head.codes_of(model)
+    total = _total(graphdef, chunk, arrays, coded, hidden, targets, weights)
     return Loss(total, jnp.sum(weights))
 
 
@@ -105,6 +107,7 @@ def _total(
     head: nnx.GraphDef[Any],
     chunk: int,
     arrays: nnx.State,
+    coded: coded_head.HeadCodes | None,
     hidden: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
@@ -118,21 +121,25 @@ def _total(
     chunks, _ = _in_chunks(chunk, hidden, targets, weights)
 
     def add(total: jax.Array, part: Any) -> tuple[jax.Array, None]:
-        chunk_total = _skip_zero_weights(functools.partial(_chunk_total, head, arrays), part)
+        chunk_total = _skip_zero_weights(functools.partial(_chunk_total, head, arrays, coded), part)
         return total + chunk_total, None
 
     return lax.scan(add, jnp.zeros((), jnp.float32), chunks)[0]
 
 
-def _total_fwd(head: nnx.GraphDef[Any], chunk: int, arrays: Any, *others: Any) -> tuple[Any, Any]:
+def _total_fwd(
+    head: nnx.GraphDef[Any], chunk: int, arrays: Any, coded: Any, *others: Any
+) -> tuple[Any, Any]:
     primals, tree = jax.tree.flatten(arrays)
     hidden, targets, weights = (primal.value for primal in others)
     chunks, inverse = _in_chunks(chunk, hidden, targets, weights)
     trained = {i: primal.value for i, primal in enumerate(primals) if primal.perturbed}
+    # The codes have no gradient.
+    coded = None if trained else jax.tree.map(lambda primal: primal.value, coded)
 
     def total_of(trained: dict[int, jax.Array], *part: jax.Array) -> jax.Array:
         leaves = [trained.get(i, primal.value) for i, primal in enumerate(primals)]
-        return _chunk_total(head, jax.tree.unflatten(tree, leaves), *part)
+        return _chunk_total(head, jax.tree.unflatten(tree, leaves), coded, *part)
 
     gradient = jax.value_and_grad(total_of, argnums=(0, 1))
 
@@ -161,9 +168,9 @@ def _total_bwd(head: nnx.GraphDef[Any], chunk: int, packed: Any, ct: Any) -> tup
 
     d_arrays, d_hidden = residuals.unpack(packed)
     if isinstance(ct, SymbolicZero):
-        return None, None, None, None
+        return None, None, None, None, None
     d_arrays = jax.tree.map(scaled, d_arrays, is_leaf=lambda leaf: leaf is None)
-    return d_arrays, scaled(d_hidden), None, None
+    return d_arrays, None, scaled(d_hidden), None, None
 
 
 _total.defvjp(_total_fwd, _total_bwd, symbolic_zeros=True)
@@ -197,11 +204,16 @@ def _skip_zero_weights(function: Callable[..., Any], chunk: Any) -> Any:
 def _chunk_total(
     head: nnx.GraphDef[Any],
     arrays: Any,
+    coded: coded_head.HeadCodes | None,
     hidden: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    logits = logits_of(nnx.merge(head, arrays, copy=True), hidden).astype(jnp.float32)
+    layer = nnx.merge(head, arrays, copy=True)
+    if coded is None:
+        logits = logits_of(layer, hidden).astype(jnp.float32)
+    else:
+        logits = coded_head.logits(hidden, layer.kernel[...], coded)
     # Not an index, whose gradient would be scattered into logits in fp32, in passes of their own.
     is_target = targets[:, None] == jnp.arange(logits.shape[1])[None]
     target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
