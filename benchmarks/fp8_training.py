@@ -18,8 +18,9 @@ import dataclasses
 import functools
 import re
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +105,41 @@ class Settings(NamedTuple):
 TINY = Settings(quality.TINY.decoder, ((2, 2),), 4, (VARIANTS[0], *VARIANTS[3:7]))
 
 
+class _Runs(NamedTuple):
+    """The runs of one variant.
+
+    Attributes:
+      before, after: the loss of held-out text of each run.
+      losses: f64[runs, steps].
+      gradients: of the adapter `end`, by path.
+      end: the adapter that the first run of bf16 ends with.
+    """
+
+    before: list[float]
+    after: list[float]
+    losses: np.ndarray
+    gradients: dict[Any, np.ndarray]
+    end: Any
+
+
+class _Work(NamedTuple):
+    """The runs of one variant, which differ by their seed.
+
+    Attributes:
+      programs: lowered; the first runs the steps of all runs, the second evaluates all runs on
+        held-out text, f32[runs], and the third computes the gradient of one adapter.
+      adapters, states: of all runs, stacked.
+      frozen: the base.
+      where: i32[runs, steps, rows], the starts of the rows of text.
+    """
+
+    programs: tuple[jax.stages.Lowered, ...]
+    adapters: Any
+    states: Any
+    frozen: Any
+    where: jax.Array
+
+
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each run, and for the gradients of each variant and depth."""
     for layers, seeds in settings.depths:
@@ -117,47 +153,45 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def _runs(folder: Path, sizes: Decoder, seeds: int, settings: Settings) -> Iterator[Row]:
-    exact, adapter, wanted = None, None, None
-    # Variants are traced first, and then compiled all at the same time.
     variants = [
         one for one in settings.variants if one.name == BASE or matches(one.name, settings.only)
     ]
-    works = []
-    for variant in variants:
-        base = load_model(folder, dtype=jnp.float32, attention="xla", remat=False)
-        _quantise(base, variant)
-        with _rounding(variant):
-            works.append(_lowered(base, variant, sizes, settings.steps, seeds))
-    with ThreadPoolExecutor() as pool:
-        compiling = [[pool.submit(program.compile) for program in one.programs] for one in works]
-        for variant, work, programs in zip(variants, works, compiling, strict=True):
-            run, evaluate, gradient = (program.result() for program in programs)
-            before = evaluate(work.adapters, work.frozen)
-            arguments = work.adapters, work.states, work.frozen, work.where
-            adapters, _, losses, _ = run(*arguments)
-            after = evaluate(adapters, work.frozen)
-            if adapter is None:
-                adapter = jax.tree.map(lambda array: array[0], adapters)
-            found = _by_path(gradient(adapter, work.frozen))
-            facts: Row = {"layers": sizes.layers, "format": variant.name}
-            losses = np.asarray(losses, np.float64)
-            parts = np.array_split(losses, max(1, settings.steps // WINDOW), axis=1)
-            means = np.stack([part.mean(1) for part in parts], 1)
-            exact = means if exact is None else exact
-            apart = np.abs(means - exact)
-            for seed in range(seeds):
-                row: Row = {"seed": seed, "steps": settings.steps}
-                row |= {"held_out_before": float(before[seed]), "held_out": float(after[seed])}
-                row |= {
-                    "mean_apart": float(apart[seed].mean()),
-                    "worst_apart": float(apart[seed].max()),
-                }
-                yield facts | row
-            wanted = found if wanted is None else wanted
-            if found is not wanted:
-                by_depth = np.asarray([_cosines(found[path], wanted[path]) for path in wanted])
-                least, mean = by_depth.min(0).tolist(), by_depth.mean(0).tolist()
-                yield facts | {"compared": "gradients", "least": least, "mean": mean}
+    running: deque[tuple[Variant, Future[_Runs]]] = deque()
+    exact, first = None, None
+    # A variant is traced while those before it are compiled and run.
+    with ThreadPoolExecutor(1) as pool:
+        for variant in variants:
+            base = load_model(folder, dtype=jnp.float32, attention="xla", remat=False)
+            _quantise(base, variant)
+            with _rounding(variant):
+                work = _lowered(base, variant, sizes, settings.steps, seeds)
+            future = pool.submit(_run, work, first)
+            first = future if first is None else first
+            running.append((variant, future))
+            while running and (running[0][1].done() or variant is variants[-1]):
+                done, future = running.popleft()
+                exact = future.result() if exact is None else exact
+                facts: Row = {"layers": sizes.layers, "format": done.name}
+                for row in _rows(future.result(), exact, settings.steps):
+                    yield facts | row
+
+
+def _rows(runs: _Runs, exact: _Runs, steps: int) -> Iterator[Row]:
+    """Yields the rows of a variant, compared with those `exact` in bf16."""
+    means = [
+        np.stack([part.mean(1) for part in np.array_split(one.losses, max(1, steps // WINDOW), 1)])
+        for one in (runs, exact)
+    ]
+    apart = np.abs(means[0] - means[1])
+    for seed, (before, after) in enumerate(zip(runs.before, runs.after, strict=True)):
+        row: Row = {"seed": seed, "steps": steps, "held_out_before": before, "held_out": after}
+        one = apart[:, seed]
+        yield row | {"mean_apart": float(one.mean()), "worst_apart": float(one.max())}
+    if runs is not exact:
+        pairs = [(runs.gradients[path], exact.gradients[path]) for path in exact.gradients]
+        by_depth = np.asarray([_cosines(*pair) for pair in pairs])
+        least, mean = by_depth.min(0).tolist(), by_depth.mean(0).tolist()
+        yield {"compared": "gradients", "least": least, "mean": mean}
 
 
 def _quantise(base: nnx.Module, variant: Variant) -> None:
@@ -201,24 +235,6 @@ def stochastically(x: jax.Array) -> jax.Array:
     return jnp.clip(up, -most, most).astype(E5M2)
 
 
-class _Work(NamedTuple):
-    """The runs of one variant, which differ by their seed.
-
-    Attributes:
-      programs: lowered; the first runs the steps of all runs, the second evaluates all runs on
-        held-out text, f32[runs], and the third computes the gradient of one adapter.
-      adapters, states: of all runs, stacked.
-      frozen: the base.
-      where: i32[runs, steps, rows], the starts of the rows of text.
-    """
-
-    programs: tuple[jax.stages.Lowered, ...]
-    adapters: Any
-    states: Any
-    frozen: Any
-    where: jax.Array
-
-
 def _lowered(base: Any, variant: Variant, sizes: Decoder, steps: int, seeds: int) -> _Work:
     rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
     models = [jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(seed)) for seed in range(seeds)]
@@ -259,6 +275,18 @@ def _lowered(base: Any, variant: Variant, sizes: Decoder, steps: int, seeds: int
         jit(gradient).lower(one, frozen),
     )
     return _Work(programs, adapters, states, frozen, where)
+
+
+def _run(work: _Work, exact: Future[_Runs] | None) -> _Runs:
+    """Compiles and runs the programs of a variant; the gradients are those of the adapter that the
+    first run of the variant `exact` ends with, or of its own."""
+    run, evaluate, gradient = (program.compile() for program in work.programs)
+    before = evaluate(work.adapters, work.frozen)
+    adapters, _, losses, _ = run(work.adapters, work.states, work.frozen, work.where)
+    after = evaluate(adapters, work.frozen)
+    end = jax.tree.map(lambda array: array[0], adapters) if exact is None else exact.result().end
+    gradients = _by_path(gradient(end, work.frozen))
+    return _Runs(before.tolist(), after.tolist(), np.asarray(losses, np.float64), gradients, end)
 
 
 def _loss_with_head(model: Any, tokens: jax.Array) -> jax.Array:
