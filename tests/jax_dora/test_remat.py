@@ -55,6 +55,12 @@ class Blocks(nnx.Module):
 
 
 def adapted_blocks(**options: Any) -> tuple[Blocks, jax.Array]:
+    model, x = _adapted_blocks(**options)
+    return nnx.clone(model), x
+
+
+@functools.cache
+def _adapted_blocks(**options: Any) -> tuple[Blocks, jax.Array]:
     init = nnx.initializers.normal(0.1)
     rule = DoRARule(".*", 4, 8, lora_a_init=init, lora_b_init=init, **options)
     x = jax.random.normal(jax.random.key(2), (3, WIDTH))
@@ -74,27 +80,36 @@ REMATS = {
 }
 
 
+def gradient(model, x, remat, transform=lambda function: function):
+    graphdef, state = nnx.split(model)
+
+    def run(state, x):
+        wrt = nnx.DiffState(0, nnx.LoRAParam)
+        loss = nnx.grad(lambda model, x: jnp.sum(jnp.sin(model(x, remat))), argnums=wrt)
+        return nnx.to_pure_dict(loss(nnx.merge(graphdef, state), x))
+
+    return transform(run), state, x
+
+
+@functools.cache
+def plain_gradient(read_again=False):
+    """The compiled gradient of blocks that are not rematerialised."""
+    model, x = adapted_blocks()
+    for block in model.blocks:
+        block.read_again = read_again
+    return jax.jit(gradient(model, x, REMATS["none"])[0])
+
+
 class TestRematerialisedNorms:
     """A norm is computed once, whatever is rematerialised."""
-
-    @staticmethod
-    def gradient(model, x, remat, transform=lambda function: function):
-        graphdef, state = nnx.split(model)
-
-        def run(state, x):
-            wrt = nnx.DiffState(0, nnx.LoRAParam)
-            loss = nnx.grad(lambda model, x: jnp.sum(jnp.sin(model(x, remat))), argnums=wrt)
-            return nnx.to_pure_dict(loss(nnx.merge(graphdef, state), x))
-
-        return transform(run), state, x
 
     @pytest.mark.parametrize("remat", REMATS)
     def test_blocks_of_a_list(self, remat):
         model, x = adapted_blocks()
-        function, *args = self.gradient(model, x, REMATS[remat])
+        function, *args = gradient(model, x, REMATS[remat])
         assert count("norm", function, *args) == 2 * 3
         found = jax.jit(function)
-        plain = jax.jit(self.gradient(model, x, REMATS["none"])[0])
+        plain = plain_gradient()
         assert_close(found(*args), plain(*args))
         # Nothing is kept for the next call.
         for _, one in nnx.to_flat_state(args[0]):
@@ -104,7 +119,7 @@ class TestRematerialisedNorms:
 
     def test_batches_of_models(self):
         model, x = adapted_blocks()
-        function, state, x = self.gradient(model, x, nnx.remat)
+        function, state, x = gradient(model, x, nnx.remat)
         batch = jax.tree.map(lambda one: jnp.stack([one, 1.25 * one]), state)
         found = jax.jit(jax.vmap(function, (0, None)))(batch, x)
         second = jax.tree.map(lambda one: one[1], batch)
@@ -173,12 +188,11 @@ class TestRematerialisedNorms:
         model, x = adapted_blocks(**options)
         for block in model.blocks:
             block.read_again = read_again
-        function, *args = self.gradient(model, x, REMATS[remat])
+        function, *args = gradient(model, x, REMATS[remat])
         if read_again and not options.get("keep_inner"):
             twice = 3
         assert count("project", function, *args) == 2 * (3 + twice)
-        plain = jax.jit(self.gradient(model, x, REMATS["none"])[0])
-        assert_close(jax.jit(function)(*args), plain(*args))
+        assert_close(jax.jit(function)(*args), plain_gradient(read_again)(*args))
 
     def test_a_policy_outlives_an_equal_one(self):
         first, second = jax_dora.remat_policy("other"), jax_dora.remat_policy("other")
@@ -186,12 +200,12 @@ class TestRematerialisedNorms:
         gc.collect()
         model, x = adapted_blocks()
         remat = functools.partial(nnx.remat, policy=second)
-        assert count("project", *self.gradient(model, x, remat)) == 2 * (3 + 2)
+        assert count("project", *gradient(model, x, remat)) == 2 * (3 + 2)
 
     def test_a_mesh(self):
         mesh = automatic(model=2)
         model, x = adapted_blocks()
-        function, state, x = self.gradient(model, x, nnx.remat)
+        function, state, x = gradient(model, x, nnx.remat)
         wanted = jax.jit(function)(state, x)
         for path, one in nnx.to_flat_state(state):
             if path[-1] == "kernel":
