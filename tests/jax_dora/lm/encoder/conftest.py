@@ -12,7 +12,7 @@ import transformers
 SIZES = {
     "vocab_size": 211,
     "hidden_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 80,
     "max_position_embeddings": 64,

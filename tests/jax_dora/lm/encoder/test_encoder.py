@@ -70,7 +70,7 @@ def test_logits_and_all_gradients(family, make_folder, texts):
         peak = np.abs(gradient).max()
         assert np.abs(found.pop(name) - gradient).max() <= 10 * LOGITS * max(peak, 1e-3), name
         count += 1
-    assert count > 3 * 16
+    assert count > 2 * 16
     assert not found
 
 
@@ -118,16 +118,19 @@ def test_dropout_is_that_of_the_original(make_folder, texts):
     rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "pooler_dropout", "cls_dropout")
     none, short = dict.fromkeys(rates, 0.0), {"num_hidden_layers": 1}
     folder = make_folder("v3")
-    expected = run(load_classifier(folder, **short), texts)
+    model = load_classifier(folder, **short, **dict.fromkeys(rates, 0.5))
+    expected = run(model, texts)
+    off = run(load_classifier(folder, **none | short), texts)
+    np.testing.assert_array_equal(expected, off)
+    model.train()
+    model.eval()
+    np.testing.assert_array_equal(run(model, texts), expected)
     for name in rates:
         model = load_classifier(folder, **none | short | {name: 0.5})
-        np.testing.assert_array_equal(run(model, texts), expected)
         model.train()
         first, second = (run(model, texts) for _ in range(2))
         assert np.abs(first - expected).max() > 1e-3, name
         assert np.abs(first - second).max() > 1e-3, name
-        model.eval()
-        np.testing.assert_array_equal(run(model, texts), expected)
 
 
 def test_bad_folders(make_folder, tmp_path):
@@ -140,7 +143,7 @@ def test_bad_folders(make_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a Hugging Face model folder"):
         load_classifier(tmp_path)
     with pytest.raises(ValueError, match="lacks 16 tensors"):
-        load_classifier(make_folder("bert"), num_hidden_layers=4)
+        load_classifier(make_folder("bert"), num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"config\.json says"):
         load_classifier(make_folder("bert"), intermediate_size=72)
     model = SequenceClassifier(load_classifier(make_folder("bert")).config, rngs=nnx.Rngs(0))
