@@ -1,5 +1,6 @@
 """`quantize`: models over quantised kernels, adapted before or after, merged, saved and refused."""
 
+import functools
 import subprocess
 import sys
 
@@ -296,12 +297,17 @@ READERS = [
 ]
 
 
+@functools.cache
+def stacked_in_nf4(is_adapted):
+    model = quantize(Stacked(nnx.Rngs(0)), "nf4", tile_size=4)
+    return adapt(model) if is_adapted else model
+
+
 @pytest.mark.parametrize(("read", "done", "takes_adapted"), READERS)
 @pytest.mark.parametrize("value", [0, jnp.nan])
 def test_scales_of_a_stack_are_checked(read, done, takes_adapted, value):
     """Each layer's norm is computed under a trace, which no longer knows the scales."""
-    model = quantize(Stacked(nnx.Rngs(0)), "nf4", tile_size=4)
-    model = adapt(model) if takes_adapted else model
+    model = nnx.clone(stacked_in_nf4(takes_adapted))
     kernel = model.blocks.linear.kernel
     good = kernel.get_value()
     bad = qwix.QArray(good.qvalue, good.scale.at[1, 0, 3].set(value), None, good.qtype)
