@@ -44,7 +44,7 @@ def refuses(in_features: int, rank: int, out: int, form: Format, adapter_dtype: 
 
 
 def wins(in_features: int, rank: int, out: int, form: Format, adapter_dtype: Any) -> bool:
-    """Returns False: the kernel has not run on a GPU yet, only in Triton's interpreter."""
+    """Returns False: the kernel has not been timed beside XLA yet."""
     return False
 
 
