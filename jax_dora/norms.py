@@ -39,7 +39,7 @@ from jax_dora.layers.magnitude import bounded_norm, g_of_call
 from jax_dora.layers.quantised_kernel import check_kernel
 from jax_dora.ops.norm import ratio
 from jax_dora.ops.projection import INNER_NAME
-from jax_dora.ops.saved_inner import AUTOMATIC
+from jax_dora.ops.saved_inner import AUTOMATIC_POLICIES
 from jax_dora.ops.saved_norm import NORM_NAME
 
 
@@ -222,7 +222,7 @@ def remat_policy(*names: str) -> Callable[..., bool]:
 @functools.cache
 def _remat_policy(names: tuple[str, ...]) -> Callable[..., bool]:
     policy = jax.checkpoint_policies.save_only_these_names(NORM_NAME, INNER_NAME, *names)
-    AUTOMATIC.add(policy)
+    AUTOMATIC_POLICIES.add(policy)
     return policy
 
 

@@ -11,6 +11,9 @@ from jax_dora.adapt.quantize import shard_kernel
 from jax_dora.layers.quantised_kernel import LAYERS, compute_quantised
 from jax_dora.layers.stack import allocate_stack, set_layer
 from jax_dora.ops import check, quantised, row_scaled
+from jax_dora.ops.forward_coded import ForwardCodes as ForwardCodes
+from jax_dora.ops.forward_coded import forward_codes as forward_codes
+from jax_dora.ops.forward_coded import multiply_forward as multiply_forward
 from jax_dora.ops.quantised import FORMATS as FORMATS
 from jax_dora.ops.quantised import NF4 as NF4
 from jax_dora.ops.quantised import dense as dense

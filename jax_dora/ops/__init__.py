@@ -14,5 +14,7 @@ from jax_dora.ops.linear import lora_linear as lora_linear
 from jax_dora.ops.norm import factored_norm as factored_norm
 from jax_dora.ops.norm import magnitude_scale as magnitude_scale
 from jax_dora.ops.projection import RESULT_NAME as RESULT_NAME
+from jax_dora.ops.projection import Z_NAME as Z_NAME
 from jax_dora.ops.quantised import is_quantised as is_quantised
+from jax_dora.ops.saved_inner import AUTOMATIC_POLICIES as AUTOMATIC_POLICIES
 from jax_dora.ops.swiglu import swiglu as swiglu

@@ -7,7 +7,8 @@ inner by a primitive whose rules for `jax.checkpoint` decide: if the backward pa
 result again anyway, the gradient reads inner of that, and nothing is kept. If not, inner is kept.
 This needs nothing from the user's code, and also holds in `nnx.remat`, `nn.remat` and scans.
 
-A policy of the user's own decides by itself; see `AUTOMATIC`. So does JAX's option `jax_remat3`.
+A policy of the user's own decides by itself; see `AUTOMATIC_POLICIES`. So does JAX's option
+`jax_remat3`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +18,11 @@ import jax
 from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-# The policies with which inner is kept: none, and those of `jax_dora.remat_policy`. They are not
-# held weakly: in JAX 0.11 two policies may be equal, and the one in the set the first to go.
-AUTOMATIC: set[Callable[..., Any]] = {jax.checkpoint_policies.nothing_saveable}
+# They are not held weakly: in JAX 0.11 two policies may be equal, and the one in the set the first
+# to go.
+AUTOMATIC_POLICIES: set[Callable[..., Any]] = {jax.checkpoint_policies.nothing_saveable}
+"""The policies of `jax.checkpoint` with which inner is kept: none, and those of
+`jax_dora.remat_policy`."""
 
 
 def save_inner(result: jax.Array, inner: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,7 +70,7 @@ def _partial_eval(
     if any(unknown):
         return None, equation, [True] * count, [True] * count, kept
     forward = backward = equation
-    if not kept and policy in AUTOMATIC:
+    if not kept and policy in AUTOMATIC_POLICIES:
         result, inner, _ = equation.invars
         saved = Var(inner.aval)
         forward = equation.replace(outvars=[*equation.outvars[:2], saved])

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 
 import jax_dora
 from jax_dora.lm.models.config import DecoderConfig
-from jax_dora.ops import RESULT_NAME
-from jax_dora.ops.projection import Z_NAME
-from jax_dora.ops.saved_inner import AUTOMATIC
+from jax_dora.ops import AUTOMATIC_POLICIES, RESULT_NAME, Z_NAME
 
 GIB = 2**30
 
@@ -163,5 +161,5 @@ def policy(kept: tuple[Activation, ...]) -> Callable[..., Any]:
         return base_policy(primitive, *operands, **params)
 
     if any(one.name == LAST for one in kept):
-        AUTOMATIC.add(is_kept)
+        AUTOMATIC_POLICIES.add(is_kept)
     return is_kept

@@ -15,6 +15,7 @@ import jax_dora
 from jax_dora.lm.models import coded_head
 from jax_dora.lm.models.decoder import CausalLM, logits_of
 from jax_dora.ops import residuals
+from jax_dora.quantisation import ForwardCodes, multiply_forward
 
 
 class Loss(NamedTuple):
@@ -107,7 +108,7 @@ def _total(
     head: nnx.GraphDef[Any],
     chunk: int,
     arrays: nnx.State,
-    coded: coded_head.HeadCodes | None,
+    coded: ForwardCodes | None,
     hidden: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
@@ -204,7 +205,7 @@ def _skip_zero_weights(function: Callable[..., Any], chunk: Any) -> Any:
 def _chunk_total(
     head: nnx.GraphDef[Any],
     arrays: Any,
-    coded: coded_head.HeadCodes | None,
+    coded: ForwardCodes | None,
     hidden: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
@@ -213,7 +214,7 @@ def _chunk_total(
     if coded is None:
         logits = logits_of(layer, hidden).astype(jnp.float32)
     else:
-        logits = coded_head.logits(hidden, layer.kernel[...], coded)
+        logits = multiply_forward(hidden, layer.kernel[...], coded)
     # Not an index, whose gradient would be scattered into logits in fp32, in passes of their own.
     is_target = targets[:, None] == jnp.arange(logits.shape[1])[None]
     target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)

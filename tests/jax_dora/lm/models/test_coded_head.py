@@ -9,6 +9,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.lm.models import coded_head, next_token_loss
+from jax_dora.quantisation import multiply_forward
 from tests.jax_dora.lm.models.test_coded_rows import FP8, TOKENS, base
 from tests.jax_dora.programs import equations
 
@@ -38,7 +39,7 @@ def test_logits_are_those_of_the_codes():
     hidden, kernel, coded = heads()
     expected = rounded(hidden) @ rounded(kernel.T).T
     size = np.abs(rounded(hidden)) @ np.abs(rounded(kernel.T)).T
-    error = np.abs(np.float64(coded_head.logits(hidden, kernel, coded)) - expected)
+    error = np.abs(np.float64(multiply_forward(hidden, kernel, coded)) - expected)
     # A quotient halfway between two codes may be rounded to the other: 2**-4 of one of 48 terms.
     assert np.mean(error < 1e-5 * size) > 0.9
     assert np.all(error < 2.0**-4 * size)
@@ -47,7 +48,7 @@ def test_logits_are_those_of_the_codes():
 def test_the_gradient_is_that_of_the_head_as_it_is():
     hidden, kernel, coded = heads()
     cotangent = np.random.default_rng(5).normal(size=(7, kernel.shape[1])).astype(np.float32)
-    _, backward = jax.vjp(lambda hidden: coded_head.logits(hidden, kernel, coded), hidden)
+    _, backward = jax.vjp(lambda hidden: multiply_forward(hidden, kernel, coded), hidden)
     expected = np.float64(cotangent) @ np.float64(kernel).T
     size = np.abs(np.float64(cotangent)) @ np.abs(np.float64(kernel)).T
     assert np.all(np.abs(backward(jnp.asarray(cotangent))[0] - expected) < 1e-5 * size)
