@@ -16,9 +16,6 @@ from jax_dora.ops.triton.triton_disentangled_forward import constants, sizes
 from jax_dora.ops.triton.triton_disentangled_forward import refuses as refuses
 from jax_dora.ops.triton.triton_disentangled_forward import wins as wins
 
-# Texts are summed in this many parts, so that there are programs for all multiprocessors.
-PARTS = 4
-
 
 class Configs(NamedTuple):
     """The launch options of the three kernels."""
@@ -65,7 +62,7 @@ def launch(
         disentangled_products,
         disentangled_tables,
     )
-    from dora_common.triton.disentangled_scores import pitch
+    from dora_common.triton.disentangled_scores import STEP, pitch, programs
     from dora_common.triton.jit import cdiv
 
     batch, time, heads, _ = q.shape
@@ -101,7 +98,7 @@ def launch(
         chosen = config.products
         [dx] = kernel_call(
             disentangled_products.kernel,
-            (cdiv(time, chosen.rows), batch * heads),
+            (programs(time, chosen.rows), batch * heads),
             capability,
             warps=chosen.warps,
             stages=chosen.stages,
@@ -118,10 +115,10 @@ def launch(
     def of_table(d: jax.Array, x: jax.Array, table: jax.Array | None) -> jax.Array | None:
         if table is None:
             return None
-        chosen, parts = config.tables, min(PARTS, batch)
+        chosen, parts = config.tables, STEP.value
         [total] = kernel_call(
             disentangled_tables.kernel,
-            (cdiv(2 * time - 1, chosen.rows), heads * parts),
+            (cdiv(2 * time - 1 + parts - 1, chosen.rows), heads * parts),
             capability,
             warps=chosen.warps,
             stages=chosen.stages,
@@ -129,7 +126,6 @@ def launch(
             x_ptr=x,
             table_ptr=jax.ShapeDtypeStruct((parts, *table.shape), jnp.float32),
             BATCH=batch,
-            PARTS=parts,
             ROWS=chosen.rows,
             COLUMNS=chosen.columns,
             **sizes(q),
