@@ -15,9 +15,6 @@ from dora_common.triton.jit import WIDEN, cdiv, jit
 # Of keys that the mask leaves out: finite, so that a row without any key attends to all alike.
 MASKED = tl.constexpr(-1e30)
 LOG2E = 1.4426950408889634
-# The rows of a program that reads or writes along diagonals are this far apart: then all of their
-# diagonals begin at a multiple of it, and are read in vectors, though neighbouring rows' are not.
-STEP = tl.constexpr(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +52,16 @@ def square(base_ptr, row, column, TIME: tl.constexpr, PITCH: tl.constexpr):
 
 
 @jit
-def diagonals(lowest, start, r, m, TIME: tl.constexpr, PITCH: tl.constexpr):
-    """Returns the offsets [r, m] of the elements [a, b] of an array [time, pitch] of one head, and
-    which of them exist, for rows a = lowest + STEP·r and b = STEP·(start + r) + m."""
-    b = ((start + r) * STEP)[:, None] + m[None, :]
-    # As a sum of multiples of STEP and of the numbers from 0 on, of which Triton makes vectors.
-    at = lowest * PITCH + ((r * (PITCH + 1) + start) * STEP)[:, None] + m[None, :]
-    return at, (lowest + r * STEP < TIME)[:, None] & (b >= 0) & (b < TIME)
+def diagonals(a, n, ROWS: tl.constexpr, TIME: tl.constexpr, PITCH: tl.constexpr):
+    """Returns the offsets [a, n] of the elements [a, a + n - (time - 1)] of an array [time, pitch]
+    of one head, and which of them exist; ``a`` begins at a multiple of its size, ROWS."""
+    b = a[:, None] + n[None, :] - (TIME - 1)
+    # In 64 bits, the offsets of a thread's elements differ by constants that the compiler knows.
+    at = a.to(tl.int64)[:, None] * (PITCH + 1) + n.to(tl.int64)[None, :] - (TIME - 1)
+    inside = b.to(tl.uint32) < TIME
+    if TIME % ROWS:
+        inside &= (a < TIME)[:, None]
+    return at, inside
 
 
 @jit
@@ -102,11 +102,6 @@ def kept(hashed, column, THRESHOLD: tl.constexpr):
     pair = (((column >> 6) << 5) | (column & 31)).to(tl.uint32)
     shift = (((column >> 5) & 1) << 4).to(tl.uint32)
     return ((mix(hashed ^ pair) >> shift) & 0xFFFF) >= THRESHOLD
-
-
-def programs(time: int, rows: int) -> int:
-    """Returns the number of programs that have ``rows`` rows each, STEP apart."""
-    return cdiv(time, rows * STEP.value) * STEP.value
 
 
 def pitch(time: int) -> int:

@@ -16,6 +16,9 @@ from jax_dora.ops.triton.triton_disentangled_forward import constants, sizes
 from jax_dora.ops.triton.triton_disentangled_forward import refuses as refuses
 from jax_dora.ops.triton.triton_disentangled_forward import wins as wins
 
+# Texts are summed in this many parts, so that there are programs for all multiprocessors.
+PARTS = 4
+
 
 class Configs(NamedTuple):
     """The launch options of the three kernels."""
@@ -62,7 +65,7 @@ def launch(
         disentangled_products,
         disentangled_tables,
     )
-    from dora_common.triton.disentangled_scores import STEP, pitch, programs
+    from dora_common.triton.disentangled_scores import pitch
     from dora_common.triton.jit import cdiv
 
     batch, time, heads, _ = q.shape
@@ -98,7 +101,7 @@ def launch(
         chosen = config.products
         [dx] = kernel_call(
             disentangled_products.kernel,
-            (programs(time, chosen.rows), batch * heads),
+            (cdiv(time, chosen.rows), batch * heads),
             capability,
             warps=chosen.warps,
             stages=chosen.stages,
@@ -115,10 +118,10 @@ def launch(
     def of_table(d: jax.Array, x: jax.Array, table: jax.Array | None) -> jax.Array | None:
         if table is None:
             return None
-        chosen, parts = config.tables, STEP.value
+        chosen, parts = config.tables, min(PARTS, batch)
         [total] = kernel_call(
             disentangled_tables.kernel,
-            (cdiv(2 * time - 1 + parts - 1, chosen.rows), heads * parts),
+            (cdiv(2 * time - 1, chosen.rows), heads * parts),
             capability,
             warps=chosen.warps,
             stages=chosen.stages,
@@ -126,6 +129,7 @@ def launch(
             x_ptr=x,
             table_ptr=jax.ShapeDtypeStruct((parts, *table.shape), jnp.float32),
             BATCH=batch,
+            PARTS=parts,
             ROWS=chosen.rows,
             COLUMNS=chosen.columns,
             **sizes(q),
