@@ -21,8 +21,8 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 # They are not held weakly: in JAX 0.11 two policies may be equal, and the one in the set the first
 # to go.
 AUTOMATIC_POLICIES: set[Callable[..., Any]] = {jax.checkpoint_policies.nothing_saveable}
-"""The policies of `jax.checkpoint` with which inner is kept: none, and those of
-`jax_dora.remat_policy`."""
+"""The policies of `jax.checkpoint` with which inner is kept: none, those of
+`jax_dora.remat_policy`, and what is added."""
 
 
 def save_inner(result: jax.Array, inner: jax.Array) -> tuple[jax.Array, jax.Array]:

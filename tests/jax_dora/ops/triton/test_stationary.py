@@ -12,6 +12,7 @@ from jax_dora.ops.triton import kernel_call, triton_expand_compose, triton_norm
 from parity import oracle, tolerances
 from parity.oracle import fp64
 from tests.jax_dora.ops.test_norm import adapter
+from tests.jax_dora.ops.triton.test_strips import check_expand_and_compose, check_norm
 from tests.jax_dora.programs import aval, for_cuda
 
 
@@ -25,11 +26,7 @@ def launch_norm(operands, rank, config=None):
 
 @pytest.mark.parametrize("sizes", [(136, 200, 136), (24, 8, 384), (328, 136, 264)])
 def test_the_norm_agrees_with_the_oracle(sizes):
-    operands = adapter(0, *sizes, jnp.bfloat16, jnp.bfloat16)
-    found = launch_norm(operands, sizes[2])
-    exact = oracle.norm(*oracle.from_flax(*operands), 0.7)
-    bound = tolerances.norm(*oracle.from_flax(*operands), 0.7)
-    assert np.all(abs(np.sqrt(fp64(found)) - exact) <= bound)
+    check_norm(adapter(0, *sizes, jnp.bfloat16, jnp.bfloat16), stationary.Config)
 
 
 def test_a_row_of_nan_stays_one():
@@ -41,24 +38,8 @@ def test_a_row_of_nan_stays_one():
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("sizes", [(150, 136, 72), (3, 384, 200)])
 def test_expand_and_compose_agree_with_fp64(sizes, with_bias):
-    rows, rank, out = sizes
-    rng = np.random.default_rng(0)
-    shapes = (rows, out), (rows, rank), (rank, out)
-    base, z, b = (jnp.asarray(rng.normal(size=shape), jnp.float16) for shape in shapes)
-    g, bias = (jnp.asarray(rng.normal(size=out), jnp.float32) for _ in range(2))
-    config = triton_expand_compose.config(90, rows, rank, out, jnp.float16)
-    assert isinstance(config, stationary.Config)
-    options = {"want_inner": with_bias, "config": config, "capability": 90}
-    vectors = (g, jnp.float32(0.7), bias if with_bias else None)
-    y, inner = triton_expand_compose.launch(base, z, b, *vectors, **options)
-    sums = fp64(base) + 0.7 * fp64(z) @ fp64(b)
-    terms = 1 + abs(fp64(base)) + abs(fp64(z)) @ abs(fp64(b))
-    shift = fp64(bias) * with_bias
-    for got, exact in ((y, fp64(g) * sums + shift), (inner, sums)):
-        if got is not None:
-            bound = tolerances.rounding(exact, got.dtype) + 2.0**-19 * (1 + abs(fp64(g))) * terms
-            assert np.all(abs(fp64(got) - exact) <= bound)
-    assert (inner is None) != with_bias
+    options = {"with_bias": with_bias, "want_inner": with_bias}
+    check_expand_and_compose(sizes, stationary.Config, **options)
 
 
 @pytest.mark.gpu
