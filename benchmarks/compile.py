@@ -11,9 +11,10 @@ the first call (`first_s`), in which the driver compiles Triton's kernels, the n
 Mosaic's and Triton's kernels, and of different ones (`distinct`), and `over_lora`, DoRA's seconds
 divided by LoRA's. With `cached` the program is compiled by a second process with
 `JAX_COMPILATION_CACHE_DIR`, after a first one has filled it. Python's garbage, most of it of the
-model's construction, is collected before the clock starts. --only names the kinds to measure;
-"DoRA, triton" names an implementation for every layer, as do "mosaic" and "xla". --tasks names the
-programs, such as "cached step".
+model's construction, is collected before the clock starts. While a process is measured, the next
+one imports its packages and waits. --model chooses between two lists of layers of the level
+`scale`; --only names the kinds to measure; "DoRA, triton" names an implementation for every layer,
+as do "mosaic" and "xla". --tasks names the programs, such as "cached step".
 """
 
 import dataclasses
@@ -25,27 +26,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.model.placed import LAYOUTS, NAMED, placed
-from benchmarks.model.protocol import QUICK, QWEN3
+from benchmarks.model.protocol import QUICK
 from benchmarks.results import Row, attempt, with_ratio
-from benchmarks.scale import lowered, operands_of, refuses_kinds
+from benchmarks.scale import MODELS, lowered, operands_of, refuses_kinds
 from parity.environment import ROOT
 
 KINDS = ("LoRA", "DoRA")
 TASKS = ("inference", "step", "cached step", "scanned inference", "scanned step")
-SECONDS = 300
+SECONDS = 120
+"""The longest time that a process may take."""
 
 
 class Settings(NamedTuple):
     """The settings of the level.
 
     Attributes:
+      model: "list" or "list of small layers", of `MODELS`.
       layers: the number of layers; None for several.
       layouts: the layouts on several devices; "alone" is one device.
       tasks: the programs, of `TASKS`. The cached and scanned ones have six layers.
@@ -55,6 +58,7 @@ class Settings(NamedTuple):
       devices: the number of devices; None for all.
     """
 
+    model: str = "list"
     layers: int | None = None
     layouts: tuple[str, ...] = ("alone", "dp", "fsdp", "tp")
     axes: tuple[str, ...] = ("auto", "explicit")
@@ -77,6 +81,7 @@ class Settings(NamedTuple):
                     for layers in (self.layers,) if self.layers else depths:
                         row = {"layout": layout, "axes": axes, "devices": 1 if alone else count}
                         row |= {"layers": layers, "rank": rank}
+                        row |= {"model": self.model} if self.model != "list" else {}
                         for *how, task in map(str.split, self.tasks):
                             if not how or (layers == 6 and (alone or how != ["scanned"])):
                                 yield {**row, "task": task} | dict.fromkeys(how, True)
@@ -94,43 +99,78 @@ def refuses(settings: Settings) -> str:
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each program."""
-    for group in settings.groups():
-        lora = None
-        for kind in settings.only:
-            request = {"kind": kind, **group, "device": device, "quick": settings.quick}
-            row = attempt({"kind": kind, **group}, lambda request=request: _in_process(request))
-            lora = row if kind == "LoRA" else lora
-            yield row if kind == "LoRA" else with_ratio(row, lora, "over_lora", "seconds")
+    rows = [{"kind": kind, **group} for group in settings.groups() for kind in settings.only]
+    programs = [_Program(row | {"device": device, "quick": settings.quick}) for row in rows]
+    lora: dict[str, Row] = {}
+    try:
+        for row, program, following in zip(rows, programs, [*programs[1:], None], strict=True):
+            program.start()
+            if following:
+                following.start()
+            group = json.dumps(row | {"kind": ""})
+            row = attempt(row, program.measured)
+            baseline = lora.get(group)
+            if row["kind"] == "LoRA":
+                lora[group], baseline = row, None
+            yield with_ratio(row, baseline, "over_lora", "seconds")
+    finally:
+        for program in programs:
+            program.stop()
 
 
-def _in_process(request: Row) -> Row:
-    """Returns what `_compiled` returns in a new process; if "cached" is set, in the second of two
-    that share a compilation cache."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if request["device"] == "cpu":
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices']}"
-        environment["JAX_PLATFORMS"] = "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        if request.get("cached"):
-            environment["JAX_COMPILATION_CACHE_DIR"] = folder
-            _run(request, environment)
-        return _run(request, environment)
+class _Program:
+    """A program that is compiled in a process of its own; if "cached" is set in the request, in the
+    second of two processes that share a compilation cache."""
 
+    def __init__(self, request: Row) -> None:
+        self.request = request
+        self.folder = tempfile.TemporaryDirectory()
+        self.processes: list[subprocess.Popen[str]] = []
 
-def _run(request: Row, environment: Mapping[str, str]) -> Row:
-    """Returns what `_compiled` returns in a new process."""
-    command = [sys.executable, "-m", "benchmarks.compile", json.dumps(request)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    def start(self) -> None:
+        """Starts the processes, which then wait."""
+        if self.processes:
+            return
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if self.request["device"] == "cpu":
+            flag = f"--xla_force_host_platform_device_count={self.request['devices']}"
+            environment |= {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
+        if self.request.get("cached"):
+            environment["JAX_COMPILATION_CACHE_DIR"] = self.folder.name
+        for _ in range(2 if self.request.get("cached") else 1):
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.compile", json.dumps(self.request)],
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def measured(self) -> Row:
+        """Returns what `_compiled` returns in the last process."""
+        text = ""
+        for process in self.processes:
+            text, errors = process.communicate("begin\n", timeout=SECONDS)
+            if process.returncode:
+                raise RuntimeError(errors)
+        return json.loads(text.splitlines()[-1])
+
+    def stop(self) -> None:
+        """Ends the processes that are still running."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.folder.cleanup()
 
 
 def _compiled(request: Row) -> Row:
     """Returns the times and the kernels of one program."""
-    sizes = dataclasses.replace(QUICK if request["quick"] else QWEN3, layers=request["layers"])
+    sizes = QUICK if request["quick"] else MODELS[request.get("model", "list")].sizes
+    sizes = dataclasses.replace(sizes, layers=request["layers"])
     sizes = dataclasses.replace(sizes, rank=request["rank"], alpha=request["rank"] ** 0.5)
     layout = LAYOUTS[request["layout"]]
     mesh = layout.mesh(request["axes"], request["devices"])
@@ -138,6 +178,8 @@ def _compiled(request: Row) -> Row:
     model = placed(request["kind"], layout, mesh, sizes, request["device"], scanned)
     jax.devices()
     gc.collect()
+    if not sys.stdin.readline():
+        sys.exit("the level has ended")
     begin = time.perf_counter()
     program = lowered(request["task"], model, mesh, sizes.last)
     middle = time.perf_counter()
