@@ -10,10 +10,11 @@ traces nor lowers a kernel of the first one (`kernel_files`), nor compiles it.
 
 import contextlib
 import functools
+import gc
 import io
 import pathlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -107,12 +108,35 @@ def start[R](function: Callable[[], R]) -> Future[R]:
     return future
 
 
+_pauses: list[bool] = []  # for each thread in `_no_collection`, whether Python collected before
+_pausing = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pauses Python's garbage collection. Lowering a kernel creates so many objects that looking
+    through all others of the process, such as a model's, takes a sixth of its time."""
+    with _pausing:
+        _pauses.append(gc.isenabled())
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _pausing:
+            # The first element is what the process had; it leaves last.
+            if _pauses.pop() and not _pauses:
+                gc.enable()
+
+
 @functools.cache
 def _program(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
     """Returns the kernel for operands of these types, as another process has lowered it or as JAX
     traces it here: `kernel_files.Stored` or `jax.stages.Traced`."""
     file = _file(kernel, types)
-    return (file and kernel_files.read(file)) or _in_thread(kernel.traced(types))
+    if stored := file and kernel_files.read(file):
+        return stored
+    with _no_collection():
+        return _in_thread(kernel.traced(types))
 
 
 def _file(kernel: _Kernel, types: tuple[Any, ...]) -> pathlib.Path | None:
@@ -133,7 +157,8 @@ def _code(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
         lowered.compiler_ir().operation.write_bytecode(buffer)
         return buffer.getvalue()
 
-    code = _in_thread(lower)
+    with _no_collection():
+        code = _in_thread(lower)
     if file := _file(kernel, types):
         kernel_files.write(file, kernel_files.Stored(program.out_info, code))
     return code

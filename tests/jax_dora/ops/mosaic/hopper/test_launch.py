@@ -1,6 +1,7 @@
 """A kernel is lowered once in a process, whatever programs, layers and shards call it."""
 
 import functools
+import gc
 import re
 from concurrent.futures import thread as futures
 
@@ -97,6 +98,33 @@ def test_kernels_are_lowered_in_threads_that_outlive_the_main_thread(monkeypatch
     assert lowered() >= 3
     with pytest.raises(ZeroDivisionError):
         launch._in_thread(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_kernels_are_lowered(collects):
+    """Collecting costs a sixth of the time. Afterwards Python collects as before."""
+
+    def paused():
+        with launch._no_collection():
+            return gc.isenabled()
+
+    enabled, during = gc.isenabled(), []
+
+    def collection(phase, info):
+        during.append(launch._pauses[:])
+
+    gc.callbacks.append(collection)
+    try:
+        (gc.enable if collects else gc.disable)()
+        with launch._no_collection():
+            assert launch._in_thread(paused) is gc.isenabled() is False
+        assert gc.isenabled() is collects
+        for_cuda(*step(1))
+        assert not any(during)
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if enabled else gc.disable)()
+        gc.callbacks.remove(collection)
 
 
 @pytest.mark.parametrize("stored", [True, False])
