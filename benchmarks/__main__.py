@@ -53,7 +53,7 @@ LEVELS = (
     *("serve", "serve --vllm", "kv_cache", "kv_quality"),
 )
 # Options that set a field of the level's settings.
-FIELDS = ("only", "layers", "rank", "model", "ranks", "layouts", "axes", "tasks")
+FIELDS = ("only", "layers", "rank", "rounds", "model", "ranks", "sides", "layouts", "axes", "tasks")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +76,8 @@ def parser() -> argparse.ArgumentParser:
     add("--vllm", action="store_true", help="level serve: measure torch_dora's plugin in vLLM")
     add("--layers", type=int, help="number of decoder layers")
     add("--rank", type=int, help="rank of the adapters")
+    add("--rounds", type=int, help="number of timed calls of each side, which take turns")
+    add("--sides", nargs="+", help="level vlm: eager or compiled; default: both")
     scale = parser.add_argument_group("level scale")
     scale.add_argument(
         "--model",

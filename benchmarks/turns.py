@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import Row, milliseconds
+from benchmarks.results import Row, milliseconds, with_ratio
 from benchmarks.torch_decoder import Side
 
 LORA, IN_BF16, DEFAULT = (
@@ -51,13 +51,12 @@ def in_turns[K](
 
 
 def with_ratios(timed: Mapping[tuple[Side, bool], Row], side: Side, autocast: bool) -> Row:
-    """Returns the times of a side from `in_turns`, also divided by PEFT's."""
+    """Returns the times of a side from `in_turns`, also divided by those of PEFT's sides that are
+    there."""
     row = timed[side, autocast]
-    return row | {
-        "over_lora": row["ms"] / timed[LORA, False]["ms"],
-        "over_peft_bf16": row["ms"] / timed[IN_BF16, False]["ms"],
-        "over_peft_default": row["ms"] / timed[DEFAULT, True]["ms"],
-    }
+    row = with_ratio(row, timed.get((LORA, False)), "over_lora")
+    row = with_ratio(row, timed.get((IN_BF16, False)), "over_peft_bf16")
+    return with_ratio(row, timed.get((DEFAULT, True)), "over_peft_default")
 
 
 def _time(call: Callable[[], Any], autocast: bool) -> tuple[float, float]:

@@ -42,7 +42,8 @@ from torch_dora import DoRALayer, freeze
 from torch_dora.layers.base import parameter_aliases
 
 EAGER = (LORA, DEFAULT, IN_BF16, OURS[1], OURS[0], OURS[0]._replace(frozen=True))
-COMPILED = tuple(side._replace(compiled=True) for side in (IN_BF16, OURS[0], LORA))
+COMPILED = tuple(side._replace(compiled=True) for side in (IN_BF16, OURS[0], LORA, EAGER[-1]))
+SIDES = {"eager": EAGER, "compiled": COMPILED}
 
 
 class Settings(NamedTuple):
@@ -52,11 +53,13 @@ class Settings(NamedTuple):
       only: the names of the models.
       layers: of the language models; 0 for those of `LAYERS`.
       ranks: of the adapters, one after the other.
+      sides: "eager", "compiled" or both. Compiled ones are divided by eager ones of the same run.
     """
 
     only: tuple[str, ...] = tuple(model.name for model in MODELS)
     layers: int = 0
     ranks: tuple[int, ...] = (384,)
+    sides: tuple[str, ...] = ("eager", "compiled")
     rounds: int = 5
     tokens: int = 4096
     last: int = 1024
@@ -73,6 +76,8 @@ def refuses(settings: Settings) -> str | None:
     names = [model.name for model in MODELS]
     if unknown := [name for name in settings.only if name not in names]:
         return f"--only is {unknown[0]}; expected one of {', '.join(names)}"
+    if unknown := [name for name in settings.sides if name not in SIDES]:
+        return f"--sides is {unknown[0]}; expected eager, compiled or both"
     return None
 
 
@@ -80,7 +85,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each model, rank, each of inference and gradient, and each side; the
     compiled sides come last."""
     models = [model for model in MODELS if model.name in settings.only]
-    parts = [(model, sides) for sides in (EAGER, COMPILED) for model in models]
+    parts = [(model, SIDES[name]) for name in SIDES if name in settings.sides for model in models]
     timed: dict[tuple[str, int], dict[str, dict[Any, Row]]] = {}
     for (model, sides), rank in itertools.product(parts, settings.ranks):
         earlier = timed.setdefault((model.name, rank), {})
@@ -131,6 +136,7 @@ def _measure(
                 "layers": chosen.sizes.layers,
                 "of_layers": full.sizes.layers,
                 "vision_layers": chosen.sizes.vision_layers,
+                "rounds": settings.rounds,
                 **row,
                 "peak_bytes": row["call_bytes"] + _held(model),
                 **cosines.get(key, {}),
@@ -225,7 +231,10 @@ def _cosines(
     last: int,
     device: str,
 ) -> dict[Any, Row]:
-    """Returns the cosines of the logits of each side to PEFT's and to fp32."""
+    """Returns the cosines of the logits of each side to PEFT's and to fp32; none for a model that
+    does not fit the GPU in fp32."""
+    if device == "cuda" and 2 * _held(base) > torch.cuda.mem_get_info()[0]:
+        return {}
     exact = copy.deepcopy(base).float()
     with torch.device(device):
         adapt(exact, "peft", torch.float32, rank, rank // 2, rule=RULE)

@@ -16,6 +16,7 @@ from parity.cases import Case, layer_inputs
 
 QUICK = ("--quick", "--device", "cpu")
 COMPILED = ("", ", compiled")
+FROZEN = ", frozen", ", frozen, compiled"
 # The arguments of a level, a field of its rows, and the expected values of that field.
 LEVELS = {
     "ops": (
@@ -33,7 +34,7 @@ LEVELS = {
         "kind",
         {
             *(f"PEFT {kind}, bf16 adapters{end}" for kind in ("LoRA", "DoRA") for end in COMPILED),
-            *(f"torch_dora DoRA, bf16 adapters{end}" for end in (*COMPILED, ", frozen")),
+            *(f"torch_dora DoRA, bf16 adapters{end}" for end in (*COMPILED, *FROZEN)),
             *(f"{one} DoRA, fp32 adapters, autocast" for one in ("PEFT", "torch_dora")),
         },
     ),
