@@ -250,8 +250,7 @@ def weight_change(before: jax.Array | None, layer: DoRALayer | WeightAdapter) ->
     parameters["kernel"] = layer.kernel_param[...]
     if before is not None:
         parameters["before"] = before
-    setting = Setting.of(layer)
-    return layer.stack.map(lambda one: _layer_change(setting, **one), parameters)
+    return layer.stack.map(_layer_change, parameters, Setting.of(layer))
 
 
 class Setting(NamedTuple):
@@ -273,11 +272,11 @@ def kernel_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
     merged already."""
     kernel = parameters["kernel"]
     stack = Stack(kernel.shape[: kernel.ndim - len(setting.contraction.kernel.stored)])
-    return stack.map(lambda layer: _layer_change(setting, **layer), parameters)
+    return stack.map(_layer_change, parameters, setting)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _layer_change(setting: Setting, **parameters: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=1)
+def _layer_change(parameters: Mapping[str, jax.Array], setting: Setting) -> jax.Array:
     """Returns `kernel_change` of a single layer."""
     change = functools.partial(_change_of_matrices, setting)
     kernel = quantised.stored(parameters["kernel"])

@@ -1,6 +1,5 @@
 """The base class of all DoRA layers: a Flax layer with an adapter on its kernel."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -244,4 +243,5 @@ class DoRALayer(nnx.Module):
         """Computes ‖kernel + s·lora_a lora_b‖ of the stored parameters, even if `given_norm` is
         set. Returns it in the magnitude's shape, in fp32."""
         arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
-        return self.stack.map(functools.partial(layer_norm, self), arrays)
+        settings = self.contraction, self.scale, self.implementation
+        return self.stack.map(layer_norm, arrays, *settings)

@@ -40,7 +40,8 @@ def g_of_call(
         norm = bounded_norm(order(layer.given_norm[...]), *dtypes)
     else:
         arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
-        norm = save_norm(bounded_norm(layer_norm(layer, arrays, contraction), *dtypes))
+        settings = contraction or layer.contraction, layer.scale, layer.implementation
+        norm = save_norm(bounded_norm(layer_norm(arrays, *settings), *dtypes))
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
     wide = accumulation_dtype(dtype)
@@ -48,24 +49,24 @@ def g_of_call(
 
 
 def layer_norm(
-    layer: Any, arrays: Sequence[jax.Array], contraction: Contraction | None = None
+    arrays: Sequence[jax.Array], contraction: Contraction, scale: float, implementation: Any
 ) -> jax.Array:
-    """Returns ‖kernel + s·lora_a lora_b‖ of one layer's arrays, in its magnitude's shape."""
-    axes: Contraction = contraction or layer.contraction
-    implementation = norm_implementation(layer.implementation)
-    if axes.is_one_matrix:
-        return ops.factored_norm(*arrays, scale=layer.scale, implementation=implementation)
+    """Returns ‖kernel + s·lora_a lora_b‖ of one layer's arrays, in its magnitude's shape.
+    `implementation` is the layer's."""
+    implementation = norm_implementation(implementation)
+    if contraction.is_one_matrix:
+        return ops.factored_norm(*arrays, scale=scale, implementation=implementation)
 
     def compute(arrays: Sequence[jax.Array]) -> jax.Array:
         named = dict(zip(("kernel", "lora_a", "lora_b"), arrays, strict=True))
-        matrices = axes.matrices(**named)
-        norm = matrix_norm(**matrices, scale=layer.scale, implementation=implementation)
-        return axes.magnitude.from_matrices(norm[:, None])
+        matrices = contraction.matrices(**named)
+        norm = matrix_norm(**matrices, scale=scale, implementation=implementation)
+        return contraction.magnitude.from_matrices(norm[:, None])
 
     kernel = stored(arrays[0])
 
     def spec() -> jax.sharding.PartitionSpec:
-        return jax.P(*axes.adapter_axes([*meshes.spec(kernel)])["magnitude"])
+        return jax.P(*contraction.adapter_axes([*meshes.spec(kernel)])["magnitude"])
 
     return meshes.on_explicit_axes(compute, spec, kernel)(tuple(arrays))
 

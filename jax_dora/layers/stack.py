@@ -119,12 +119,13 @@ class Stack:
         """Stacks the layers' arrays, given in row-major order, into one array."""
         return self.move_stack_axes(jnp.stack(arrays).reshape(*self.shape, *arrays[0].shape))
 
-    def map(self, function: Callable[[Any], jax.Array], arrays: Any) -> jax.Array:
-        """Returns `function` of each layer's arrays, stacked. It runs layer by layer, because its
-        temporaries may be as large as the kernel."""
-        return self.move_stack_axes(
-            self.map_leading(lambda layer, _: function(layer), arrays, None)
-        )
+    def map(self, function: Callable[..., jax.Array], arrays: Any, *settings: Any) -> jax.Array:
+        """Returns `function(arrays, *settings)` of each layer's arrays, stacked. It runs layer by
+        layer, because its temporaries may be as large as the kernel. Outside of compiled programs
+        it is compiled once for a function, its hashable settings, and shapes."""
+        if not self.count:
+            return function(arrays, *settings)
+        return _map(self, function, settings, arrays)
 
     def map_leading(
         self, function: Callable[[Any, Any], jax.Array], arrays: Any, leading: Any
@@ -147,6 +148,14 @@ class Stack:
                 array, index[number], axis % array.ndim, keepdims=False
             )
         return array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _map(
+    stack: Stack, function: Callable[..., jax.Array], settings: tuple[Any, ...], arrays: Any
+) -> jax.Array:
+    mapped = stack.map_leading(lambda layer, _: function(layer, *settings), arrays, None)
+    return stack.move_stack_axes(mapped)
 
 
 def innermost(axes: Sequence[int], count: int) -> tuple[int, ...]:

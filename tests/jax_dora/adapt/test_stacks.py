@@ -1,5 +1,7 @@
 """Layers that `nnx.vmap` has stacked along any axis, run by `nnx.scan` along the same one."""
 
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,16 @@ import pytest
 from flax import nnx
 
 import jax_dora
-from jax_dora import DoRARule, apply_dora, get_adapter, merge_dora, remove_dora, set_adapter
+from jax_dora import (
+    DoRALinear,
+    DoRARule,
+    apply_dora,
+    get_adapter,
+    merge_dora,
+    ops,
+    remove_dora,
+    set_adapter,
+)
 from parity import oracle
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.small_models import train
@@ -137,6 +148,22 @@ def test_it_computes_what_its_layers_compute(axes, sizes, width):
     assert type(merged.blocks.linear) is nnx.Linear
     assert type(merged.blocks.own) is Own
     np.testing.assert_allclose(found, merged(x), 0, OPERATOR_FP32_MAX_ABS)
+
+
+def test_equal_stacks_are_traced_once(monkeypatch):
+    @nnx.split_rngs(splits=LAYERS)
+    @nnx.vmap
+    def make(rngs: nnx.Rngs) -> DoRALinear:
+        return DoRALinear(5, 7, rank=2, alpha=1.75, rngs=rngs)
+
+    stacks = [make(nnx.Rngs(seed)) for seed in (0, 1)]
+    factored_norm = Mock(wraps=ops.factored_norm)
+    monkeypatch.setattr(ops, "factored_norm", factored_norm)
+    for compute in (DoRALinear.norm, merge_dora):
+        factored_norm.reset_mock()
+        for layers in stacks:
+            compute(layers)
+        assert factored_norm.call_count == 1
 
 
 @pytest.mark.slow
