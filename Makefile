@@ -1,6 +1,6 @@
 # make parity     compare both packages with each other and with an fp64 oracle
 # make test       quick tests, no GPU needed: a few minutes
-# make test-slow  slow tests of kernels and operators
+# make test-slow  the other tests of .ci/run: those marked `ci`, and slow ones
 # make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
 #                 those of other packages: make test-models, test-clients, test-deepspeed,
 #                 test-trl, test-vllm
@@ -34,7 +34,7 @@ OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/layers/test_linear.py tests/ja
     tests/test_readme.py tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
     tests/jax_dora/peft/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
-# The slow tests that .ci/run has time for: kernels, operators and adapted weights, also on meshes,
+# The tests marked `slow` that .ci/run has time for: kernels, operators and adapted weights, also on meshes,
 # and some of the decoder and its server.
 SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
     tests/jax_dora/tracing --ignore tests/jax_dora/tracing/test_sharded_models.py \
@@ -65,6 +65,7 @@ test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) --keep-programs $(PYTEST_ARGS)
 
 test-slow: $(SETUP)
+	$(RUN) -m pytest $(WORKERS) --keep-programs -m "ci and not slow" $(PYTEST_ARGS)
 	$(RUN) -m pytest $(WORKERS) --keep-programs -m "slow and not gpu and not gpus and not models" \
 	    $(SLOW_TESTS) $(PYTEST_ARGS)
 

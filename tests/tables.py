@@ -11,15 +11,25 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-def thinned(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
-    """Returns pytest's parameters for `cases`; all that are not in `quick` are marked slow.
+def ci(*case: Any) -> Any:
+    """Returns a case that is marked ci."""
+    return pytest.param(*case, marks=pytest.mark.ci)
 
-    A case is one value or a tuple of values. Raises ValueError if an element of `quick` is not a
-    case.
+
+def thinned(cases: Iterable[Any], quick: Iterable[Any], in_ci: Iterable[Any] = ()) -> list[Any]:
+    """Returns pytest's parameters for `cases`: those in `in_ci` are marked ci, and all others that
+    are not in `quick` slow.
+
+    A case is one value or a tuple of values. Raises ValueError if an element of `quick` or `in_ci`
+    is not a case.
     """
-    cases, quick = list(cases), list(quick)
-    for one in quick:
+    cases, quick, in_ci = list(cases), list(quick), list(in_ci)
+    for one in quick + in_ci:
         if one not in cases:
-            raise ValueError(f"quick names {one!r}, which is none of the {len(cases)} cases")
-    tuples = [(case if isinstance(case, tuple) else (case,), case in quick) for case in cases]
-    return [pytest.param(*case) if is_quick else slow(*case) for case, is_quick in tuples]
+            raise ValueError(f"quick or in_ci names {one!r}, none of the {len(cases)} cases")
+
+    def parameters(case: Any) -> Any:
+        mark = pytest.param if case in quick else ci if case in in_ci else slow
+        return mark(*case) if isinstance(case, tuple) else mark(case)
+
+    return [parameters(case) for case in cases]

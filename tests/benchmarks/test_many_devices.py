@@ -41,6 +41,7 @@ def in_a_layer(kind: str, task: str) -> float:
     return counts[1] - counts[0]
 
 
+@pytest.mark.ci
 def test_a_layer_adds_few_operations():
     """XLA's time grows with them. 245 of a step's are the optimizer's for seven magnitudes."""
     assert in_a_layer("DoRA", "step") <= 1.32 * in_a_layer("LoRA", "step")

@@ -130,6 +130,7 @@ def test_of_the_operator(mode):
     assert jnp.array_equal(of("eager")(given), of("xla")(given))
 
 
+@pytest.mark.ci
 def test_a_penalty_of_a_gradient():
     rng = np.random.default_rng(0)
     given = {n: jnp.asarray(rng.standard_normal(s, np.float32)) for n, s in OPERANDS.items()}

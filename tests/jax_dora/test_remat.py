@@ -117,6 +117,7 @@ class TestRematerialisedNorms:
                 one[...] *= 1.5
         assert_close(found(*args), plain(*args))
 
+    @pytest.mark.ci
     def test_batches_of_models(self):
         model, x = adapted_blocks()
         function, state, x = gradient(model, x, nnx.remat)
@@ -202,6 +203,7 @@ class TestRematerialisedNorms:
         remat = functools.partial(nnx.remat, policy=second)
         assert count("project", *gradient(model, x, remat)) == 2 * (3 + 2)
 
+    @pytest.mark.ci
     def test_a_mesh(self):
         mesh = automatic(model=2)
         model, x = adapted_blocks()

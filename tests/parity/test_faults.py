@@ -25,13 +25,16 @@ CAUGHT = [
     ("norm_attached", LAYER, "d_lora_b", "torch"),
     ("g_rounded_in_kernel", NEAR_UNITY, "compose_delta y", "jax"),
 ]
+# Of these, what takes longest.
+LONGEST = [CAUGHT[0], CAUGHT[7]]
 
 
 @pytest.mark.parametrize(
     ("name", "case", "quantity", "backend"),
     thinned(
         [(*caught, backend) for *caught, _ in CAUGHT for backend in SIDES],
-        [caught for caught in CAUGHT if caught[-1]],
+        [caught for caught in CAUGHT if caught[-1] and caught not in LONGEST],
+        LONGEST,
     ),
 )
 def test_a_planted_error_is_caught(name, case, quantity, backend, tmp_path):

@@ -17,7 +17,7 @@ import jax_dora
 from jax_dora import DoRALinear, DoRARule, apply_dora, get_adapter, set_adapter
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.small_models import ALL, LAYERS, WIDTH, Block, Mixed, Stacked, call, ids, train
-from tests.tables import thinned
+from tests.tables import ci, thinned
 
 FP8 = "float8_e4m3fn"
 
@@ -45,7 +45,7 @@ def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit(dtype):
 
 
 @pytest.mark.parametrize(
-    "quantised", [{}, {"qtype": "int8"}, {"qtype": FP8, "act_qtype": FP8, "bwd_qtype": FP8}]
+    "quantised", [ci({}), {"qtype": "int8"}, {"qtype": FP8, "act_qtype": FP8, "bwd_qtype": FP8}]
 )
 def test_an_empty_batch_has_an_empty_result_and_gradients_of_zero(quantised):
     """With and without dropout, of every kind of layer; and of no requests to a bank."""

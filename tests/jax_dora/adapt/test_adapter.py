@@ -195,6 +195,7 @@ class TestDropoutOfAnAdapterThatIsPutIn:
         assert set(self.put_into(model).values()) == {False}
 
 
+@pytest.mark.ci
 def test_an_adapter_of_one_device_in_a_sharded_model():
     base = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     trained = train(apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(1)), 1)
@@ -230,6 +231,7 @@ def test_an_adapter_of_a_mesh_in_a_model_that_is_committed_to_one_device(axes):
         chex.assert_trees_all_close(found(x), trained(x), rtol=1e-5)
 
 
+@pytest.mark.ci
 def test_norms_of_a_mesh_in_a_model_that_is_committed_to_one_device():
     def adapted(device):
         base = nnx.Linear(16, 24, rngs=nnx.Rngs(0))

@@ -112,6 +112,7 @@ def test_it_computes_with_the_weights_of_the_paper(base, trained):
     np.testing.assert_allclose(trained.body.doubled(x), expected.body.doubled(x), atol=1e-5)
 
 
+@pytest.mark.ci
 def test_every_function_sees_all_of_it(base, trained, tmp_path):
     y = trained(x)
     assert sorted(jax_dora.norms(trained)) == PATHS
@@ -134,6 +135,7 @@ def test_every_function_sees_all_of_it(base, trained, tmp_path):
     assert (again.body.down["magnitude"][...] == norms["body/down"]).all()
 
 
+@pytest.mark.ci
 def test_an_optimizer_of_adapters_trains_all_of_it(trained):
     model = nnx.clone(trained)
     before = nnx.state(trained, nnx.LoRAParam)

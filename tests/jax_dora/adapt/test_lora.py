@@ -23,6 +23,7 @@ from parity import oracle
 from tests.jax_dora.meshes import automatic, explicit
 from tests.jax_dora.peft import test_peft
 from tests.jax_dora.small_models import ALL, WIDTH, Mixed, Stacked, call, ids, train
+from tests.tables import ci
 
 
 def changes(model) -> dict[str, np.ndarray]:
@@ -67,7 +68,7 @@ def rows() -> jax.Array:
     return jax.random.normal(jax.random.key(2), (4, WIDTH))
 
 
-@pytest.mark.parametrize("make", [Mixed, Stacked])
+@pytest.mark.parametrize("make", [ci(Mixed), Stacked])
 def test_every_kind_of_layer(make):
     rules = ALL if make is Mixed else DoRARule("blocks/.*", 2, 4, dropout=0.1)
     model = train(apply_dora(make(nnx.Rngs(0)), rules, rngs=nnx.Rngs(1)))
@@ -146,6 +147,7 @@ def test_peft_loads_what_is_saved_and_computes_the_same(stacked, tmp_path):
     assert not np.allclose(found, test_peft.outputs(model), atol=1e-4)
 
 
+@pytest.mark.ci
 def test_the_lora_of_an_adapter_that_changes_nothing_is_saved(tmp_path):
     rules = DoRARule("layers/.*_proj", 3, 4)
     model = apply_dora(test_peft.flax_model(stacked=True), rules, rngs=nnx.Rngs(1))

@@ -143,6 +143,7 @@ def test_kernels_are_quantised(axis):
         assert jnp.array_equal(found, kernel.astype(jnp.bfloat16))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("axis", AXES)
 def test_folders_are_those_of_a_list(axis, tmp_path):
     x, model = inputs(WIDTH), adapted_stack(axis)

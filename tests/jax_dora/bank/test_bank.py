@@ -48,6 +48,7 @@ def test_a_bank_lies_on_the_device_that_its_model_is_put_on():
     assert all(array.devices() == {device} for array in jax.tree.leaves(bank.arrays))
 
 
+@pytest.mark.ci
 def test_what_is_loaded_again_takes_no_norm():
     """Beside the same kernels; beside others it has another g."""
     model = Stacked(nnx.Rngs(0))
@@ -217,6 +218,7 @@ def test_under_x64():
         assert bank.load(1, drawn(bank, {"": 3})).arrays[""].rank.tolist() == [0, 3]
 
 
+@pytest.mark.ci
 def test_under_debug_nans():
     """Empty slots hold NaN on purpose."""
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))

@@ -86,6 +86,7 @@ def check_rows(base, adapters, x, y, ids):
         within(y[row], exact, bounds.y.reshape(exact.shape))
 
 
+@pytest.mark.ci
 def test_many_rows_of_one_token_are_sorted():
     base, bank, adapters = linear(slots=3)
     alone = [merged(base, bank, one) for one in adapters]

@@ -121,6 +121,7 @@ def test_init_makes_everything(everything):
     assert jax.tree.structure(made) == jax.tree.structure(variables)
 
 
+@pytest.mark.ci
 def test_merging_computes_the_same(base, everything):
     adapted, variables = everything
     variables = train(variables)

@@ -14,6 +14,7 @@ from jax_dora.linen import apply_dora, coverage, merge_dora, split_adapters
 from parity import oracle
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
 from tests.jax_dora.linen.linen_models import train
+from tests.tables import ci
 
 RULE = DoRARule("all-linear", 2, 3.0)
 X = jax.random.normal(jax.random.key(0), (3, 4))
@@ -79,7 +80,7 @@ def effective(arrays: dict[str, np.ndarray]) -> np.ndarray:
     return oracle.merged_weight(*operands, magnitude, RULE.scale).T
 
 
-CASES = [((1,), (1,)), ((1, 1), (2, 3))]
+CASES = [((1,), (1,)), ci((1, 1), (2, 3))]
 SLOW_CASES = [
     ((0,), (1,)),
     ((-1,), (1,)),

@@ -14,6 +14,8 @@ from parity import oracle, tolerances
 from tests.tables import thinned
 
 HALF_OR_FULL = [jnp.bfloat16, jnp.float16, jnp.float32]
+# Of lora_a and lora_b.
+UNLIKE = [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)]
 
 
 def adapter(seed, n_in, n_out, rank, dtype=jnp.float32, adapter_dtype=jnp.float32):
@@ -84,8 +86,13 @@ def test_agrees_at_any_shape_and_scale(n_in, n_out, rank, scale, seed):
     assert_near_oracle(factored_norm(*operands, scale), *operands, scale)
 
 
-@pytest.mark.parametrize("dtypes", [(jnp.bfloat16, jnp.float32), (jnp.float16, jnp.bfloat16)])
-@pytest.mark.parametrize("implementation", choose.KERNELS)
+@pytest.mark.parametrize(
+    ("implementation", "dtypes"),
+    thinned(
+        itertools.product(choose.KERNELS, UNLIKE),
+        [("mosaic", UNLIKE[0]), *itertools.product(["triton"], UNLIKE)],
+    ),
+)
 def test_kernels_do_not_round_the_wider_of_two_dtypes(dtypes, implementation):
     kernel, lora_a, lora_b = adapter(1, 136, 72, 8, jnp.bfloat16)
     operands = kernel, lora_a.astype(dtypes[0]), 1e5 * lora_b.astype(dtypes[1])

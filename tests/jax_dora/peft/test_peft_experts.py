@@ -232,6 +232,7 @@ class TestDoRA:
         ):
             assert jnp.array_equal(one, other)
 
+    @pytest.mark.ci
     def test_torch_dora_reads_and_writes_it(self, torch_model, tmp_path):
         base = Model(torch_model)
         ours = train(adapted_by_hand(base))

@@ -92,6 +92,7 @@ def test_removing_gives_the_base_back(base):
         assert one is other
 
 
+@pytest.mark.ci
 def test_the_gradient_is_that_of_the_merged_weights_with_the_norm_held(adapted):
     @nnx.jit
     def loss(model):
@@ -161,6 +162,7 @@ def test_a_base_that_a_loss_holds(adapted):
     close(found, expected, 0.1)  # XLA folds what is constant, and rounds it so
 
 
+@pytest.mark.ci
 def test_under_vmap(adapted):
     x = jnp.ones((2, 3, WIDTH))
     graphdef, state = nnx.split(adapted.blocks[0])
