@@ -85,8 +85,8 @@ def _kernels_of(item: pytest.Item) -> set[str]:
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec else ()
     named = {one for one in values if isinstance(one, str)} & {"mosaic", "triton"}
-    is_of_mosaic = "on_mosaic" in item.fixturenames or "/mosaic/" in item.nodeid
-    if not named and (is_of_mosaic or "mosaic" in item.nodeid):
+    of_hopper = {"on_mosaic", "on_hopper", "hopper"} & {*item.fixturenames}
+    if not named and (of_hopper or "mosaic" in item.nodeid):
         named = {"mosaic"}
     return named if "torch_dora" not in item.nodeid else set()
 

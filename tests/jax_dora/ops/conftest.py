@@ -1,4 +1,4 @@
-"""Fixtures that run Mosaic kernels: interpreted with race detection, or natively (`-m gpu`)."""
+"""Fixtures that run kernels interpreted, Mosaic's with race detection, and natively (`-m gpu`)."""
 
 import functools
 from collections.abc import Callable
@@ -12,16 +12,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_dora.ops.mosaic.hopper.launch import launcher
 from jax_dora.ops.mosaic.projection.strip_tiling import Config
 
+BOTH_WAYS = ["interpreted", pytest.param("native", marks=pytest.mark.gpu)]
 # A race condition raises an error.
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 
 
-@pytest.fixture(params=["interpreted", pytest.param("native", marks=pytest.mark.gpu)])
+@pytest.fixture(params=BOTH_WAYS)
 def on_mosaic(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager]:
     """Returns a context in which `implementation="mosaic"` runs."""
     if request.param == "native":
         return nullcontext
     return lambda: plgpu.force_gpu_interpret_mode(RACES)
+
+
+@pytest.fixture(params=BOTH_WAYS)
+def on_triton() -> None:
+    """Runs a test in Triton's interpreter and, under `-m gpu`, natively."""
+
+
+@pytest.fixture(params=BOTH_WAYS)
+def on_hopper() -> None:
+    """As `on_triton`, for kernels that only a Hopper runs."""
+
+
+@pytest.fixture(params=BOTH_WAYS[1:])
+def hopper() -> None:
+    """Runs a test natively, on a Hopper."""
 
 
 @pytest.fixture(

@@ -95,6 +95,7 @@ def test_mosaic_agrees_with_the_oracle(on_mosaic, op, rows, out, dtype):
         check(op, *arrays, 0.7, "mosaic")
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize(
     ("op", "dtype"),
     thinned(itertools.product(OPS, DTYPES), [("compose", DTYPES[0]), ("compose_delta", DTYPES[2])]),

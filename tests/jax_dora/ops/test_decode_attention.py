@@ -66,6 +66,7 @@ def check(operands, implementation, window, dtype):
             assert (error <= slack(implementation, dtype) * bound).all()
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "size", "capacity", "window", "dtype"),
@@ -86,6 +87,7 @@ def test_agrees_at_full_size(size, window, implementation):
     check(operands, implementation, window, BF16)
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_a_row_depends_on_itself_alone(implementation):
     """Its bits are the same beside other rows and other lengths, over stale and wiped slots."""

@@ -71,7 +71,8 @@ def ours(arrays, cotangent, buckets, mask, dtype="float32", **options):
         )
         return y, pullback(cotangent)[0]
 
-    return run(operands, jnp.asarray(cotangent, dtype))
+    with jax.default_matmul_precision("highest"):
+        return run(operands, jnp.asarray(cotangent, dtype))
 
 
 def assert_near(found, expected, bound):
@@ -82,6 +83,7 @@ def assert_near(found, expected, bound):
         assert np.abs(np.float64(value) - exact).max() <= bound * peak, name
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_fp32(rate, implementation):
@@ -98,6 +100,7 @@ def test_fp32(rate, implementation):
     assert_near(found, oracle(*inputs, kept), bound)
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_fp16(implementation):
     """As near to fp64 as the same computation in plain operations, by flash-attention's rule."""
@@ -115,6 +118,7 @@ def test_fp16(implementation):
         assert error <= tolerances.flash_rule(theirs, np.abs(wanted).max(), "float16"), name
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("left_out", ["pos_key", "pos_query"])
 def test_a_term_may_be_left_out(left_out, implementation):
@@ -131,10 +135,12 @@ def test_a_term_may_be_left_out(left_out, implementation):
     operands = {name: jnp.asarray(a, jnp.float32) for name, a in arrays.items()}
     operands[left_out] = None
     options = {"mask": jnp.asarray(mask), "implementation": implementation}
-    y = ops.disentangled_attention(**operands, buckets=buckets, **options)
+    with jax.default_matmul_precision("highest"):
+        y = ops.disentangled_attention(**operands, buckets=buckets, **options)
     assert np.abs(y - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_a_row_without_tokens_attends_to_all(implementation):
     arrays, cotangent, buckets, mask = drawn()

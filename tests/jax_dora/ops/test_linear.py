@@ -111,6 +111,7 @@ def test_mosaic_agrees_with_the_oracle(on_mosaic, dtype, n_in, n_out):
         check(arrays, dy, "mosaic")
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("dtype", thinned(DTYPES, [jnp.bfloat16]))
 def test_triton_agrees_with_the_oracle(dtype):
     arrays, dy = layer(1, (2, 9), 60, 133, 13, dtype)

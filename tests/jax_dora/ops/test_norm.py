@@ -50,6 +50,7 @@ def test_agrees_with_the_materialised_norm(sizes, dtype, adapter_dtype):
     assert_near_oracle(factored_norm(*operands, 0.7), *operands, 0.7)
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize(
     ("sizes", "dtype", "adapter_dtype"),
     thinned(

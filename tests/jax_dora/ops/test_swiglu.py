@@ -118,6 +118,7 @@ def test_mosaic_agrees_with_the_oracle(on_mosaic, rows, out, spread, dtype, bias
         check(dh, values, "mosaic", train_biases=train_biases)
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize(
     ("dtype", "biased", "train_biases"),
     thinned(

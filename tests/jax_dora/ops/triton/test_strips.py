@@ -43,12 +43,14 @@ def check_expand_and_compose(sizes, kind, *, with_bias, want_inner):
         assert np.all(abs(fp64(got) - exact) <= bound)
 
 
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("adapter_dtype", [jnp.float16, jnp.float32])
 @pytest.mark.parametrize("sizes", [(150, 141, 40), (33, 300, 5)])
 def test_the_norm_agrees_with_the_oracle(sizes, adapter_dtype):
     check_norm(adapter(0, *sizes, jnp.bfloat16, adapter_dtype), strips.Config)
 
 
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("sizes", [(150, 40, 70), (3, 7, 130)])
 def test_expand_and_compose_agree_with_fp64(sizes):
     check_expand_and_compose(sizes, strips.Config, with_bias=True, want_inner=True)

@@ -31,6 +31,7 @@ def run(arrays, layer, **options):
     return run_mosaic(arrays, layer, kernel=OnTriton(), **options)
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize(
     ("rows", "n_in", "rank", "dtype", "with_bias"),
     [

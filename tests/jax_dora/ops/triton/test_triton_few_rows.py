@@ -38,6 +38,7 @@ def run(qtype, tiles, shape, rank, dtype, out, scale_dtype=jnp.float32):
     check(x, kernel, lora_a, lora_b, g, bias, found, slack("triton", dtype))
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize(
     ("qtype", "tiles", "shape", "rank", "dtype", "out"),
     [
@@ -60,6 +61,7 @@ def test_triton_agrees_at_full_size(qtype, rows):
     run(qtype, (64, 2048), (rows, 4096), 64, jnp.bfloat16, 2048, jnp.bfloat16)
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize(("qtype", "rows"), [("nf4", 9), (None, 2)])
 def test_multiplies_without_an_adapter(qtype, rows):
     kernel, _, _ = draw(qtype, 128, 1, 256, (2, 256), jnp.float16)

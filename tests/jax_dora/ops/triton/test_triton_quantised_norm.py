@@ -25,6 +25,7 @@ def check(qtype, sizes, tiles, adapter_dtype, scale_dtype=jnp.float32):
     np.testing.assert_allclose(fp64(found), np.linalg.norm(adapted, axis=0), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize(
     ("qtype", "sizes", "tiles", "adapter_dtype"),
     [
@@ -41,6 +42,7 @@ def test_agrees_with_the_materialised_norm(qtype, sizes, tiles, adapter_dtype):
     check(qtype, sizes, tiles, adapter_dtype)
 
 
+@pytest.mark.usefixtures("on_triton")
 def test_scales_may_be_bf16():
     check("nf4", (128, 8, 32), (2, 32), jnp.bfloat16, jnp.bfloat16)
 
