@@ -11,6 +11,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 # CUDA 12.8, the first that knows every card of `cards`: a driver reads this version and older ones.
 PTX_VERSION = 87
@@ -26,7 +27,7 @@ class Compiled:
     Attributes:
         name: its name in `ptx`.
         ptx, cubin: its code, for the driver, without debug information, and for the card.
-        threads: per program.
+        threads: per program, also those that only fetch tiles.
         shared_bytes: the shared memory of a program.
         scratch_bytes: the global memory of a program, for its tensor descriptors.
     """
@@ -73,7 +74,7 @@ def compiled(
     unknown = {*names} ^ {*given, *dict(constants)}
     if unknown:
         raise TypeError(f"{kernel.fn.__module__} has not the parameters {sorted(unknown)}")
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         {name: given.get(name, "constexpr").removesuffix(":16") for name in names},
         constexprs={(names.index(name),): value for name, value in constants},
@@ -89,12 +90,11 @@ def compiled(
     declared = re.search(r"\.entry [^(]*\((.*?)\)\s", ptx, re.DOTALL)
     assert declared is not None
     assert declared[1].count(".param") == len(types) + UNREAD_PARAMETERS
-    assert found.metadata.num_warps == warps
     return Compiled(
         name=found.metadata.name,
         ptx=_without_debug_information(ptx),
         cubin=found.asm["cubin"],
-        threads=32 * warps,
+        threads=32 * found.metadata.num_warps,
         shared_bytes=found.metadata.shared,
         scratch_bytes=found.metadata.global_scratch_size,
     )

@@ -118,8 +118,9 @@ def kernel_call(
     call = jax.ffi.ffi_call(TARGET, written, vmap_method="sequential")
     read = [*operands.values()]
     launch: dict[str, Any] = {}
-    for axis, blocks, threads in zip("xyz", (*grid, 1, 1), (32 * warps, 1, 1), strict=False):
-        launch |= {f"grid_{axis}": np.int32(blocks), f"block_{axis}": np.int32(threads)}
+    for axis, blocks in zip("xyz", (*grid, 1, 1), strict=False):
+        launch |= {f"grid_{axis}": np.int32(blocks), f"block_{axis}": np.int32(1)}
+    launch["block_x"] = _Later(code, lambda found: np.int32(found.threads))
     return [
         *call(
             *read,

@@ -1,5 +1,5 @@
 """Expand and compose in one pass: y = g∘(base + s·(z B)) [+ bias], by
-`dora_common.triton.stationary_expand`, `strip_expand` or `expand_compose`.
+`dora_common.triton.ring_expand`, `strip_expand` or `expand_compose`.
 
     base  [rows, out]  bf16 or fp16     z  [rows, r], B  [r, out]  base's dtype
     g     f32[out]                      s  f32[]                     bias  [out] (optional)
@@ -32,11 +32,13 @@ def wins(rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> bool:
 
 def config(capability: int, rows: int, rank: int, out: int, dtype: jax.typing.DTypeLike) -> Any:
     """Returns the launch options for a compute capability."""
-    from dora_common.triton import expand_compose, stationary, strip_expand
+    from dora_common.triton import expand_compose, rings, strip_expand
 
-    # Strips were measured on Hopper only.
-    if capability == 90 and stationary.fits(rank, out):
-        return stationary.CONFIG
+    # Rings and strips were measured on Hopper only.
+    if capability == 90 and rank > 128 and rings.fits(rank, rank, out):
+        from dora_common.triton import ring_expand
+
+        return ring_expand.config(rank)
     if capability == 90 and rank <= 128:
         return strip_expand.config(rank)
     return expand_compose.config(rank, capability)
@@ -56,22 +58,20 @@ def launch(
     capability: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, inner or None) for base [..., out] and z [..., r]."""
-    from dora_common.triton import (
-        expand_compose,
-        stationary,
-        stationary_expand,
-        strip_expand,
-        strips,
-    )
+    from dora_common.triton import expand_compose, rings, strip_expand, strips
     from dora_common.triton.jit import cdiv
 
     rank, features = lora_b.shape
     rows = base.size // features
-    scratch = 0
-    if isinstance(config, stationary.Config):
-        kernel, scratch = stationary_expand.kernel, stationary.SCRATCH
+    scratch, options = 0, {"OUT_LAST": True, "ADDS_BIAS": True}
+    if isinstance(config, rings.Config):
+        from dora_common.triton import ring_expand
+
+        kernel, options = ring_expand.kernel, {}
         programs, splits, steps = config.walk(rows, features, capability)
-        tiles = config.slices(rank) | {"splits": splits, "steps": steps}
+        tiles = {"RANK": rank, "SLICES": cdiv(rank, config.depth), "STAGES": config.stages}
+        tiles |= {"SLOTS": config.slots, "splits": splits, "steps": steps}
+        scratch = (4 + want_inner) * rings.DESCRIPTOR_BYTES
     elif isinstance(config, strips.Config):
         kernel = strip_expand.kernel
         programs, splits, steps = config.walk(features, rows, capability)
@@ -99,10 +99,9 @@ def launch(
         rows=rows,
         features=features,
         scale=scale.astype(jnp.float32),
-        OUT_LAST=True,
         HAS_BIAS=bias is not None,
-        ADDS_BIAS=True,
         WITH_INNER=want_inner,
+        **options,
         **tiles,
     )
     return y, inner[0] if want_inner else None

@@ -1,5 +1,5 @@
 """The norm's square in one pass over the kernel: ‖W + s·A B‖² per output feature, by
-`dora_common.triton.stationary_norm`, `strip_norm` or `one_pass_norm`.
+`dora_common.triton.ring_norm`, `strip_norm` or `one_pass_norm`.
 
     W  [in, out]  bf16 or fp16     A  [in, r], B  [r, out]  bf16, fp16 or fp32     s  f32[]
 
@@ -44,12 +44,16 @@ def config(
     adapter_dtype: Any,
 ) -> Any:
     """Returns the launch options for a compute capability."""
-    from dora_common.triton import one_pass_norm, stationary, strip_norm
+    from dora_common.triton import one_pass_norm, rings, strip_norm
 
     is_in_pieces = jnp.dtype(adapter_dtype) == jnp.float32
-    # Strips were measured on Hopper only.
-    if capability == 90 and stationary.fits(rank, rank, out) and not is_in_pieces:
-        return stationary.CONFIG
+    pieces = 1 + is_in_pieces
+    # Rings and strips were measured on Hopper only.
+    least = 1 if is_in_pieces else 129
+    if capability == 90 and rank >= least and rings.fits(rank, rank, out, pieces=pieces):
+        from dora_common.triton import ring_norm
+
+        return ring_norm.config(rank, pieces)
     if capability == 90 and rank <= (64 if is_in_pieces else 128):
         return strip_norm.config(rank, is_coded=False, out_last=True)
     return one_pass_norm.config(
@@ -68,11 +72,11 @@ def launch(
     capability: int,
 ) -> jax.Array:
     """Returns norm² f32[out]."""
-    from dora_common.triton import one_pass_norm, stationary, strips
+    from dora_common.triton import one_pass_norm, rings, strips
     from dora_common.triton.jit import cdiv
 
-    if isinstance(config, stationary.Config):
-        return _stationary(kernel, lora_a, lora_b, scale, config, capability)
+    if isinstance(config, rings.Config):
+        return _by_rings(kernel, lora_a, lora_b, scale, config, capability)
     if isinstance(config, strips.Config):
         weight = {"weight_ptr": kernel, "levels_ptr": None, "scales_ptr": None}
         return squares(weight | FLOATS, lora_a, lora_b, scale, config, capability)
@@ -153,7 +157,7 @@ def squares(
     return jnp.sum(partial, axis=0)
 
 
-def _stationary(
+def _by_rings(
     kernel: jax.Array,
     lora_a: jax.Array,
     lora_b: jax.Array,
@@ -161,29 +165,38 @@ def _stationary(
     config: Any,
     capability: int,
 ) -> jax.Array:
-    """Returns norm² f32[out], with B in registers."""
-    from dora_common.triton import stationary, stationary_norm
+    """Returns norm² f32[out] by rings of tiles."""
+    from dora_common.triton import ring_norm, rings
+    from dora_common.triton.jit import cdiv
 
-    in_features, out = kernel.shape
+    (in_features, rank), out = lora_a.shape, lora_b.shape[1]
+    units, pieces = (None, None), 1
+    if lora_a.dtype == jnp.float32:
+        lora_a, lora_b, *units = _pieces(lora_a, lora_b, capability)
+        pieces = 2
     programs, splits, steps = config.walk(out, in_features, capability)
     (partial,) = kernel_call(
-        stationary_norm.kernel,
+        ring_norm.kernel,
         (programs,),
         capability,
         warps=config.warps,
-        stages=config.stages,
-        scratch=stationary.SCRATCH,
+        scratch=(1 + 2 * pieces) * rings.DESCRIPTOR_BYTES,
         weight_ptr=kernel,
         lora_a_ptr=lora_a,
         lora_b_ptr=lora_b,
+        unit_a_ptr=units[0],
+        unit_b_ptr=units[1],
         partial_ptr=jax.ShapeDtypeStruct((splits, out), jnp.float32),
         in_features=in_features,
         out_features=out,
         splits=splits,
         steps=steps,
         scale=scale.astype(jnp.float32),
-        OUT_LAST=True,
-        **config.slices(lora_a.shape[1]),
+        PIECES=pieces,
+        RANK=rank,
+        SLICES=cdiv(rank, config.depth),
+        STAGES=config.stages,
+        WIDTH=config.width,
     )
     return jnp.sum(partial, axis=0)
 

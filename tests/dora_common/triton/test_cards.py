@@ -12,6 +12,7 @@ from dora_common.triton.cards import CARDS
 from tests.tables import slow
 
 PRODUCTS = ("one_pass_norm", "expand_compose", "bank_shrink", "bank_expand", "decode_attention")
+PRODUCTS += ("ring_norm", "ring_expand")
 
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
