@@ -125,45 +125,47 @@ class _Program:
     def __init__(self, request: Row) -> None:
         self.request = request
         self.folder = tempfile.TemporaryDirectory()
-        self.processes: list[subprocess.Popen[str]] = []
+        self.process: subprocess.Popen[str] | None = None
 
-    def start(self) -> None:
-        """Starts the processes, which then wait."""
-        if self.processes:
-            return
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if self.request["device"] == "cpu":
-            flag = f"--xla_force_host_platform_device_count={self.request['devices']}"
-            environment |= {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
-        if self.request.get("cached"):
-            environment["JAX_COMPILATION_CACHE_DIR"] = self.folder.name
-        for _ in range(2 if self.request.get("cached") else 1):
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.compile", json.dumps(self.request)],
-                    cwd=ROOT,
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
+    def start(self) -> subprocess.Popen[str]:
+        """Starts the process, which then waits."""
+        if self.process is None:
+            environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            if self.request["device"] == "cpu":
+                flag = f"--xla_force_host_platform_device_count={self.request['devices']}"
+                environment |= {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
+            if self.request.get("cached"):
+                environment["JAX_COMPILATION_CACHE_DIR"] = self.folder.name
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.compile", json.dumps(self.request)],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
+        return self.process
 
     def measured(self) -> Row:
-        """Returns what `_compiled` returns in the last process."""
-        text = ""
-        for process in self.processes:
-            text, errors = process.communicate("begin\n", timeout=SECONDS)
-            if process.returncode:
-                raise RuntimeError(errors)
-        return json.loads(text.splitlines()[-1])
+        """Returns what `_compiled` returns in the process."""
+        if self.request.get("cached"):
+            self._finished()
+            self.process = None  # The second one must find what the first one has stored.
+        return json.loads(self._finished().splitlines()[-1])
+
+    def _finished(self) -> str:
+        process = self.start()
+        text, errors = process.communicate("begin\n", timeout=SECONDS)
+        if process.returncode:
+            raise RuntimeError(errors)
+        return text
 
     def stop(self) -> None:
-        """Ends the processes that are still running."""
-        for process in self.processes:
-            process.kill()
-            process.wait()
+        """Ends the process if it is still running."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
         self.folder.cleanup()
 
 
