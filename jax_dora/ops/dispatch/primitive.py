@@ -111,6 +111,7 @@ def _with_xla(settings: Any) -> Any:
     return settings._replace(implementation="xla")
 
 
+@functools.lru_cache(4096)
 def _unvarying(aval: Any) -> Any:
     """Returns the type without varying mesh axes: JAX cannot trace kernels of varying arrays."""
     return aval.update(manual_axis_type=jax.typeof(0.0).manual_axis_type)

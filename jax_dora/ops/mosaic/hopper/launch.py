@@ -26,7 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
 from jax_dora.ops.identity import digest
-from jax_dora.ops.mosaic.hopper import kernel_files
+from jax_dora.ops.mosaic.hopper import kernel_files, kernel_module
 
 
 def launcher[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -152,9 +152,10 @@ def _code(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
         return program.code
 
     def lower() -> bytes:
-        lowered = program.lower(lowering_platforms=("cuda",))
+        module = program.lower(lowering_platforms=("cuda",)).compiler_ir()
+        kernel_module.simplify(module)
         buffer = io.BytesIO()
-        lowered.compiler_ir().operation.write_bytecode(buffer)
+        module.operation.write_bytecode(buffer)
         return buffer.getvalue()
 
     with _no_collection():
@@ -207,11 +208,7 @@ def _execute(*operands: Any, kernel: _Kernel) -> Any:
 
 @_kernel_p.def_abstract_eval
 def _result_types(*avals: Any, kernel: _Kernel) -> list[Any]:
-    types = _types(avals)
-    program = _program(kernel, types)
-    if isinstance(program, kernel_files.Stored):  # XLA compiles it while JAX traces the program
-        _compile_ahead(kernel, types)
-    results = jax.tree.leaves(program.out_info)
+    results = jax.tree.leaves(_program(kernel, _types(avals)).out_info)
     return [avals[0].update(shape=one.shape, dtype=one.dtype, weak_type=False) for one in results]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import hashlib
 import re
 from concurrent.futures import thread as futures
 
@@ -9,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental.mosaic.gpu import layout_inference
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
+from jaxlib.mlir import ir
 
 import jax_dora
 from jax_dora.ops.dispatch import choose, partitions, primitive
-from jax_dora.ops.mosaic.hopper import kernel_files, launch
+from jax_dora.ops.mosaic.hopper import kernel_module, launch
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import aval, for_cuda
 
@@ -38,12 +41,12 @@ def retraced(op):
     return jax.jit(lambda *call: op.run(*call), static_argnums=(0, 1))
 
 
-def step(depth):
+def step(depth, width=WIDTH):
     """Returns the gradient of a plain list of layers, and its abstract arguments."""
 
     def make():
         layers = [
-            nnx.Linear(WIDTH, WIDTH, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            nnx.Linear(width, width, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
             for _ in range(depth)
         ]
         rule = jax_dora.DoRARule("all-linear", RANK, RANK, adapter_dtype=jnp.bfloat16)
@@ -56,7 +59,7 @@ def step(depth):
             x = jax.nn.relu(layer(x))
         return x.astype(jnp.float32).sum()
 
-    return jax.grad(loss), trained, frozen, aval(ROWS, WIDTH)
+    return jax.grad(loss), trained, frozen, aval(ROWS, width)
 
 
 def lowered():
@@ -127,19 +130,65 @@ def test_no_garbage_is_collected_while_kernels_are_lowered(collects):
         gc.callbacks.remove(collection)
 
 
-@pytest.mark.parametrize("stored", [True, False])
-def test_a_stored_kernel_is_compiled_while_jax_traces(monkeypatch, stored):
-    started, program = set(), launch._program
-
-    def as_stored(kernel, types):
-        return kernel_files.Stored(program(kernel, types).out_info, b"")
-
+def test_kernels_are_compiled_while_jax_lowers(monkeypatch):
+    """Threads that begin earlier would take Python's time from tracing."""
+    started = set()
     monkeypatch.setattr(launch, "_compile_ahead", lambda kernel, types: started.add(kernel.launch))
-    monkeypatch.setattr(launch, "_program", as_stored if stored else program)
     function, *arguments = step(1)
     jax.clear_caches()  # what an earlier test has traced would not be traced again
-    jax.jit(function).trace(*arguments)
-    assert len(started) >= 3 if stored else not started
+    traced = jax.jit(function).trace(*arguments)
+    assert not started
+    traced.lower(lowering_platforms=("cuda",))
+    assert len(started) >= 3
+
+
+def test_pallas_infers_no_layouts_in_a_step(monkeypatch):
+    """Inferring them takes a third of the time to lower a kernel."""
+    infer, inferred = layout_inference.infer_layout, []
+
+    def recorded(module, **options):
+        inferred.append(module.operation.attributes["sym_name"].value)
+        return infer(module, **options)
+
+    monkeypatch.setattr(layout_inference, "infer_layout", recorded)
+    for_cuda(*step(1, width=4096))
+    assert lowered() >= 3
+    assert not inferred
+
+
+def modules(program):
+    """Returns (module, hash) of the call of a kernel in its own program."""
+    found = []
+
+    def visit(call):
+        if "mhlo.backend_config" in call.attributes:
+            config = ir.DictAttr(call.attributes["mhlo.backend_config"])
+            found.append(
+                [ir.StringAttr(config[key]).value_bytes for key in ("module", "kernel_hash")]
+            )
+        return ir.WalkResult.ADVANCE
+
+    program.operation.walk(visit)
+    return found
+
+
+def test_modules_of_kernels_are_small(monkeypatch):
+    """XLA stores a module with each of its calls."""
+    simplify, pairs = kernel_module.simplify, []
+
+    def recorded(program):
+        [(original, _)] = modules(program)
+        simplify(program)
+        pairs.append((original, *modules(program)[0]))
+
+    monkeypatch.setattr(kernel_module, "simplify", recorded)
+    for_cuda(*step(1))
+    assert len(pairs) >= 3
+    for original, code, name in pairs:
+        assert len(code) < 0.7 * len(original)
+        assert name == hashlib.sha256(code).digest()
+        assert b".py" in original
+        assert b".py" not in code
 
 
 def test_shards_of_all_layers_share_the_kernels():

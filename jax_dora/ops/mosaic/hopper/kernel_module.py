@@ -1,0 +1,52 @@
+"""Smaller Mosaic modules.
+
+Pallas lowers a kernel to a module with many equal constants and addresses. XLA keeps the module
+with every call, and writes it into JAX's compilation cache as often. jaxlib simplifies a module
+when it compiles it; here this is done before, once for all calls, and halves its bytes.
+"""
+
+import hashlib
+import io
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+TARGET = "mosaic_gpu_v2"
+# A module is stored in a dialect that all versions of jaxlib can read.
+PASSES = (
+    "mosaic_gpu-serde{serialize=false},canonicalize,cse,strip-debuginfo,"
+    "mosaic_gpu-serde{serialize=true}"
+)
+
+
+def simplify(program: ir.Module) -> None:
+    """Simplifies the module of each call of a Mosaic kernel in a StableHLO program."""
+
+    def visit(call: ir.Operation) -> ir.WalkResult:
+        name = call.attributes["call_target_name"] if "call_target_name" in call.attributes else ""
+        if str(name) == f'"{TARGET}"':
+            config: Any = call.attributes["mhlo.backend_config"]
+            call.attributes["mhlo.backend_config"] = _simplified(config)
+        return ir.WalkResult.ADVANCE
+
+    program.operation.walk(visit)
+
+
+def _simplified(config: Any) -> ir.DictAttr:
+    """Returns the configuration of a call with a simplified module."""
+    context = config.context
+    allowed, context.allow_unregistered_dialects = context.allow_unregistered_dialects, True
+    try:
+        with context, ir.Location.unknown():
+            module = ir.Module.parse(config["module"].value_bytes)
+            PassManager.parse(f"builtin.module({PASSES})").run(module.operation)
+            buffer = io.BytesIO()
+            module.operation.write_bytecode(buffer, desired_version=0)
+            code = buffer.getvalue()
+            entries = {config[i].name: config[i].attr for i in range(len(config))}
+            entries["module"] = ir.StringAttr.get(code)
+            entries["kernel_hash"] = ir.StringAttr.get(hashlib.sha256(code).digest())
+            return ir.DictAttr.get(entries)
+    finally:
+        context.allow_unregistered_dialects = allowed
