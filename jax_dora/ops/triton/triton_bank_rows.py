@@ -42,7 +42,8 @@ def refuses(
 def wins(
     rows: int, in_features: int, out: int, slots: int, rank: int, dtype: DTypeLike, bank: DTypeLike
 ) -> bool:
-    """Returns False: the kernels have not been timed beside XLA yet."""
+    """Returns False: on an H200, the kernels were timed beside one of XLA's ways only, in which
+    each row has a copy of its adapter (`h200/tried.jsonl`, "Triton kernels beside XLA")."""
     return False
 
 

