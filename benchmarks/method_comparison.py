@@ -11,8 +11,8 @@ configurations of PEFT's repository, with random weights, and tokens of the same
 The base is bf16, adapters are fp32, and there is no autocast, as there. A step is the gradient, its
 norm clipped to 1, and AdamW. The variants take turns, round by round. One line is one variant of
 one task: the median wall time of a call and of the host in it, in ms, the largest minus the
-smallest, the peak of allocated memory without the other models (on a GPU), and times and peaks
-divided by those of PEFT's LoRA.
+smallest, the peak of allocated memory without the other models and the time of a step's kernels and
+copies (on a GPU), and times and peaks divided by those of PEFT's LoRA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch_dora
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.results import Row, with_ratio
 from benchmarks.torch_decoder import random_llama
-from benchmarks.turns import in_turns
+from benchmarks.turns import device_ms, in_turns
 
 KINDS = "PEFT LoRA", "PEFT DoRA", "PEFT DoRA, accelerated"
 TARGETS = (
@@ -79,6 +79,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 weights = sum(p.nbytes for p in models[kind].parameters())
                 row = {"task": f"{name} {task}", "kind": kind, **row}
                 row["peak_bytes"] = weights + row.pop("call_bytes")
+                if device == "cuda" and task == "step":
+                    row["device_ms"] = device_ms(calls[kind, False], False)
                 first = first or row
                 row = with_ratio(row, first, "over_lora")
                 yield with_ratio(row, first, "bytes_over_lora", "peak_bytes")

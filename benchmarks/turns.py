@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.results import Row, milliseconds, with_ratio
 from benchmarks.torch_decoder import Side
@@ -57,6 +59,18 @@ def with_ratios(timed: Mapping[tuple[Side, bool], Row], side: Side, autocast: bo
     row = with_ratio(row, timed.get((LORA, False)), "over_lora")
     row = with_ratio(row, timed.get((IN_BF16, False)), "over_peft_bf16")
     return with_ratio(row, timed.get((DEFAULT, True)), "over_peft_default")
+
+
+def device_ms(call: Callable[[], Any], autocast: bool) -> float:
+    """Returns the milliseconds of a call's kernels and copies on the GPU."""
+    with (
+        torch.autocast("cuda", torch.bfloat16, enabled=autocast),
+        profile(activities=[ProfilerActivity.CUDA]) as profiled,
+    ):
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() or () if event.device_type == DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in events) / 1e3
 
 
 def _time(call: Callable[[], Any], autocast: bool) -> tuple[float, float]:

@@ -23,19 +23,17 @@ import copy
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.model.protocol import LORA_B_DEVIATION
 from benchmarks.results import Row
 from benchmarks.torch_decoder import Side, free
-from benchmarks.turns import DEFAULT, IN_BF16, LORA, OURS, in_turns, with_ratios
+from benchmarks.turns import DEFAULT, IN_BF16, LORA, OURS, device_ms, in_turns, with_ratios
 from benchmarks.vision_language import MODELS, RULE, VisionLanguageModel
 from parity.sides.torch.decoder import adapt, checkpoint_layers
 from torch_dora import DoRALayer, freeze
@@ -125,7 +123,7 @@ def _measure(
             (side, autocast), model = key, models[key]
             row = with_ratios(found, side, autocast)
             if device == "cuda":
-                row["device_ms"] = _device_ms(calls[key], autocast)
+                row["device_ms"] = device_ms(calls[key], autocast)
             yield {
                 "model": full.name,
                 "kind": side.name + ", autocast" * autocast,
@@ -202,18 +200,6 @@ def _gradient(model: Any, inputs: dict[str, Tensor], last: int) -> None:
     logits = model(**inputs, logits_to_keep=last, use_cache=False).logits
     targets = inputs["input_ids"][0, -last:]
     F.cross_entropy(logits.flatten(0, 1).float(), targets).backward()
-
-
-def _device_ms(call: Callable[[], Any], autocast: bool) -> float:
-    """Returns the milliseconds of a call's kernels and copies on the GPU."""
-    with (
-        torch.autocast("cuda", torch.bfloat16, enabled=autocast),
-        profile(activities=[ProfilerActivity.CUDA]) as profiled,
-    ):
-        call()
-        torch.cuda.synchronize()
-    events = [event for event in profiled.events() or () if event.device_type == DeviceType.CUDA]
-    return sum(event.time_range.elapsed_us() for event in events) / 1e3
 
 
 def _held(model: Any) -> int:
