@@ -194,6 +194,7 @@ def test_a_weight_qtype_gives_qdora(qtype):
     assert np.mean(difference > 0) <= 0.05
 
 
+@pytest.mark.ci
 def test_a_weight_qtype_quantises_what_a_modules_code_reads():
     base = Model(nnx.Rngs(0))
     model = adapted(base, weight_qtype="nf4", tile_size=4)

@@ -16,6 +16,7 @@ import jax_dora
 from jax_dora import DoRARule
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import equations
+from tests.tables import ci
 
 WIDTH = 16
 
@@ -126,7 +127,7 @@ class TestRematerialisedNorms:
         second = jax.tree.map(lambda one: one[1], batch)
         assert_close(jax.tree.map(lambda one: one[1], found), jax.jit(function)(second, x))
 
-    @pytest.mark.parametrize("policy", [None, jax_dora.remat_policy()], ids=["none", "ours"])
+    @pytest.mark.parametrize("policy", [ci(None), jax_dora.remat_policy()], ids=["none", "ours"])
     def test_a_scan_over_layers(self, policy):
         stack = nnx.split_rngs(splits=3)(nnx.vmap(Block))(nnx.Rngs(0))
         rule = DoRARule("up|down", 4, 8, lora_b_init=nnx.initializers.normal(0.1))

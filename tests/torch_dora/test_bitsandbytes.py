@@ -170,6 +170,7 @@ def test_dropout_of_the_input_too():
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
 def test_compiled_layers_are_one_graph():
     dropping = torch_dora.DoRARule(r"layers\.1", 4, 8, dropout=0.5, dropout_mode="input")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tables import ci
 from tests.torch_dora.adapters import Experts, trained
 from torch_dora import DoRARule, apply_dora, freeze
 
@@ -29,7 +30,7 @@ class Every(nn.Module):
         return {kind: layer(xs[kind]) for kind, layer in self.layers.items()}
 
 
-@pytest.mark.parametrize("implementation", [None, "triton"])
+@pytest.mark.parametrize("implementation", [None, ci("triton")])
 def test_operators_decompose_for_onnx(implementation):
     """torch.onnx.export decomposes what ONNX does not know by torch's table of decompositions."""
     rule = DoRARule(".*", 2, 4, implementation=implementation)

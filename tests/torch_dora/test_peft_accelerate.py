@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parity import tolerances
 from parity.sides.torch import processes
+from tests.tables import ci
 from tests.torch_dora.peft_folders import (
     IDS,
     Convolutions,
@@ -347,7 +348,7 @@ def test_quantised_bases(kind: str, no_products: None, monkeypatch: pytest.Monke
     assert max(distance(*found).values()) < 2e-4
 
 
-@pytest.mark.parametrize("way", ["compiled", "checkpointed"])
+@pytest.mark.parametrize("way", [ci("compiled"), "checkpointed"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compilers_and_checkpoints(way: str) -> None:
     made = peft_model()

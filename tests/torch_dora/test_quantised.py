@@ -113,6 +113,7 @@ def test_a_layer_agrees_on_a_gpu(kind):
     assert_compiles(model, torch.randn(3, SHAPE[1], device="cuda"))
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
 def test_compiled_layers_are_one_graph():
     layers = Summed(linear(kind) for kind in ("int8", "float8", "nf4"))

@@ -99,6 +99,7 @@ def test_recomputation_happens_inside() -> None:
         y.sum().backward()
 
 
+@pytest.mark.ci
 def test_under_torch_compile() -> None:
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
     model = trained(apply_dora(copy.deepcopy(plain), DoRARule(".*", 2, 4)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dora_common.triton.cards import CARDS
-from tests.tables import slow
+from tests.tables import ci, slow
 
 PRODUCTS = ("one_pass_norm", "expand_compose", "bank_shrink", "bank_expand", "decode_attention")
 PRODUCTS += ("ring_norm", "ring_expand")
@@ -27,7 +27,7 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("capability", "kernels"),
     [
-        (86, ["compose_forward", "compose_backward", "column_sums"]),
+        ci(86, ["compose_forward", "compose_backward", "column_sums"]),
         *(slow(capability, []) for capability in CARDS),
     ],
 )

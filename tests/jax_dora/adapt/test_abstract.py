@@ -13,6 +13,7 @@ from jax_dora import DoRARule
 from jax_dora.lm import models
 from tests.jax_dora.lm.models.conftest import SMALL
 from tests.jax_dora.small_models import Block, Stacked
+from tests.tables import ci
 
 RULE = DoRARule("all-linear", rank=2, alpha=3)
 
@@ -112,10 +113,10 @@ def test_a_decoder_is_neither_run_nor_saved(tmp_path):
 @pytest.mark.parametrize(
     "call",
     [
-        jax_dora.merge_dora,
+        ci(jax_dora.merge_dora),
         jax_dora.freeze,
         jax_dora.remove_dora,
-        lambda model: jax_dora.quantize(model, "int8"),
+        ci(lambda model: jax_dora.quantize(model, "int8")),
         lambda model: jax_dora.with_norms(model, jax_dora.norms(model)),
     ],
 )

@@ -91,6 +91,7 @@ class Experts(nnx.Module):
         return jnp.einsum("ebi,eio->ebo", x, self.up[...])
 
 
+@pytest.mark.ci
 def test_every_expert_has_its_own():
     register(Experts, param="up", axes="bio")
     model = train(apply_dora(Experts(nnx.Rngs(0)), DoRARule("up", 2, 4), rngs=nnx.Rngs(1)))

@@ -535,6 +535,7 @@ def test_peft_folders_store_no_quantised_layer(tmp_path):
     np.testing.assert_array_equal(loaded.up.bias[...], model.up.bias[...])
 
 
+@pytest.mark.ci
 def test_tiles_are_split_so_that_they_divide_over_devices(optimized):
     """6 tiles over 4 devices; otherwise XLA would send the kernel to every device."""
     layers = [nnx.Linear(24, 16, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)]

@@ -97,6 +97,7 @@ def test_gradients_with_given_norms_are_those_without(axis):
     jax.tree.map(same, given, computed)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "freeze", [jax_dora.freeze, lambda m: jax_dora.with_norms(m, jax_dora.norms(m))]
 )

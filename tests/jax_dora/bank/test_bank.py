@@ -267,6 +267,7 @@ def test_a_bank_is_a_pytree_of_its_arrays():
     assert "slots=2" in repr(same)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("remake", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy])
 def test_a_copied_or_unpickled_bank_loads_and_evicts(remake):
     model = Stacked(nnx.Rngs(0))
@@ -325,6 +326,7 @@ def put(value):
 MODEL = Mixed(nnx.Rngs(0))
 
 
+@pytest.mark.ci
 def test_rows_of_an_adapter_whose_norm_overflows_are_not_finite():
     """Its g would be 0, and so would all that the projection computes."""
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))

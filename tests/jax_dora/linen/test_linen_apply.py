@@ -424,6 +424,7 @@ class TestTransforms:
         close(found, expected)
         assert not np.allclose(found, adapted.apply(variables, x), atol=1e-2)
 
+    @pytest.mark.ci
     def test_stacks_in_stacks_along_different_axes_are_merged(self):
         class Layer(nn.Module):
             @nn.compact

@@ -33,6 +33,7 @@ from tests.jax_dora.linen.linen_models import (
     scanned,
     train,
 )
+from tests.tables import ci
 
 KEY = jax.random.key(2)
 IDS = jax.random.randint(KEY, (2, 4), 0, VOCABULARY)
@@ -362,7 +363,7 @@ class TestRefusals:
                 apply_dora(Embedder(), DoRARule("", 2, 4), example=example)
 
 
-@pytest.mark.parametrize("example", [None, (jnp.ones((3, WIDTH)),)])
+@pytest.mark.parametrize("example", [ci(None), (jnp.ones((3, WIDTH)),)])
 def test_magnitudes_of_weights_that_came_later(example):
     """Pretrained weights are put into the parameters of an adapted model, layers of a scan too."""
 

@@ -8,7 +8,7 @@ import pytest
 
 import jax_dora_command
 from jax_dora.lm.commands import parser
-from tests.tables import slow
+from tests.tables import ci, slow
 
 WITHOUT = """
 import sys
@@ -22,7 +22,7 @@ main()
 @pytest.mark.parametrize(
     ("name", "arguments", "extra"),
     [
-        ("tokenizers", ["finetune", "--help"], "finetune"),
+        ci("tokenizers", ["finetune", "--help"], "finetune"),
         slow("uvicorn", ["serve", "--model", "none"], "serve"),
     ],
 )

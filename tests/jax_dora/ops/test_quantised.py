@@ -111,6 +111,7 @@ def test_lora_linear():
     near(*(lora_linear(x, one, a, b, SCALE) for one in (kernel, plain(kernel))))
 
 
+@pytest.mark.ci
 def test_vmap_scan_and_checkpoint():
     one, two = (kernels.draw("nf4", SHAPE, (3, 24), seed=seed) for seed in (0, 1))
     (x, a, b, magnitude, _), _ = operands(one)

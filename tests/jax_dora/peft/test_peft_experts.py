@@ -182,6 +182,7 @@ class Stacked(nnx.Module):
         return run(x, self.layers)
 
 
+@pytest.mark.ci
 def test_what_lies_beside_a_stacked_weight_is_told_apart_by_layers(tmp_path):
     jax_dora.register(Scaled, param="w", axes="io")
     base = Stacked()

@@ -200,6 +200,7 @@ def test_a_merged_weight_in_bf16_is_rounded_once():
     within(found, exact, 1.01 * tolerances.rounding(exact, jnp.bfloat16))
 
 
+@pytest.mark.ci
 def test_a_product_on_a_mesh_of_which_one_axis_is_explicit():
     class Bare(nnx.Module):
         def __init__(self):

@@ -498,6 +498,7 @@ class TestAnEnsemble:
     def call(models, x):
         return nnx.vmap(lambda model, x: model(x))(models, x)
 
+    @pytest.mark.ci
     def test_of_adapted_models(self):
         equation, rule = "bd,df->bf", DoRARule("", 2, 3)
         members = []

@@ -15,10 +15,11 @@ from jax_dora.lm.encoder.relative_positions import buckets_of
 from jax_dora.lm.models.stored_arrays import LEAVES
 from parity import tolerances
 from tests.jax_dora.lm.encoder.conftest import FAMILIES, SIZES, torch_model
+from tests.tables import thinned
 
 # Issue 60's bound, of logits near one.
 LOGITS = 1e-5
-QUICK = ("v2-xlarge", "own-projections", "p2c")
+QUICK = ("v2-xlarge", "p2c")
 
 
 def loss_of(model, texts):
@@ -45,7 +46,7 @@ def torch_loss(model, texts):
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in FAMILIES],
+    thinned(FAMILIES, QUICK, ["own-projections"]),
 )
 def test_logits_and_all_gradients(family, make_folder, texts):
     theirs = torch_model(family)
@@ -87,6 +88,7 @@ def test_buckets_are_transformers(buckets, furthest):
     np.testing.assert_array_equal(buckets_of(config, time)[distance + time - 1], expected)
 
 
+@pytest.mark.ci
 def test_a_folder_of_the_encoder_alone_gets_a_new_head(tmp_path, texts):
     theirs = torch_model("v3")
     theirs.deberta.save_pretrained(tmp_path)
@@ -112,6 +114,7 @@ def test_transformers_reads_what_we_write(make_folder, tmp_path, texts):
         save_classifier(model, tmp_path / "new", config)
 
 
+@pytest.mark.ci
 def test_dropout_is_that_of_the_original(make_folder, texts):
     """Every rate acts on its own, an element is kept or dropped whole, and a step has new masks."""
     run = nnx.jit(lambda model, texts: loss_of(model, texts)[1])

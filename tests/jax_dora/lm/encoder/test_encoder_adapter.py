@@ -83,6 +83,7 @@ def test_logits_and_gradients(family, make_folder, texts, tmp_path):
         assert torch.equal(torch_loss(again, texts).logits, result.logits)
 
 
+@pytest.mark.ci
 def test_all_linear_and_merged(make_folder, texts):
     """A rule finds the projections, and the merged model computes what the adapted one does."""
     base = load_classifier(make_folder("v2-xlarge"))

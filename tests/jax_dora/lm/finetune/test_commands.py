@@ -56,6 +56,7 @@ def test_generate(quantize, is_adapted, model, adapter, capsys):
     assert capsys.readouterr().out == f"{tokenizer.decode(wanted)}\n"
 
 
+@pytest.mark.ci
 def test_another_format_than_that_of_the_run_is_warned_of(adapter, tmp_path, capsys):
     run = shutil.copytree(adapter, tmp_path / "run")
     checkpoints = Checkpoints(run / "checkpoints")
@@ -132,6 +133,7 @@ def test_generate_with_settings_that_change_logits(model, capsys):
     assert capsys.readouterr().out == tokenizer.decode(wanted) + "\n"
 
 
+@pytest.mark.ci
 def test_generate_for_several(model, adapter, capsys):
     prompts = ["--prompt", "1+1=", "--prompt", "ä"]
     sampling = ["--temperature", "0.9", "--top-k", "50", "--top-p", "0.9", "--seed", "3"]
@@ -268,6 +270,7 @@ def test_bad_commands(command, message, model, capsys):
     assert_one_line(capsys, message)
 
 
+@pytest.mark.ci
 def test_a_terminal_that_has_not_all_letters(model, monkeypatch):
     command = ["generate", "--model", model, "--tokens", "4", "--prompt", "ä🙂"]
     printed = []

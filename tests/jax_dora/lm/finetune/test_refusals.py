@@ -20,6 +20,7 @@ from jax_dora.lm.commands import main
 from jax_dora.lm.finetune.tiny import byte_level_tokenizer
 from parity import tolerances
 from tests.jax_dora.lm.finetune.runs import FP8, OPTIONS, assert_one_line, finetune, told
+from tests.tables import ci
 
 ROOT = Path(__file__).parents[4]
 
@@ -200,7 +201,7 @@ def test_damaged_model_folders(file, fields, message, inputs, tmp_path, capsys):
     assert_one_line(capsys, message)
 
 
-@pytest.mark.parametrize("flag", ["--data", "--eval-data"])
+@pytest.mark.parametrize("flag", ["--data", ci("--eval-data")])
 def test_an_example_longer_than_the_model_s_positions(flag, inputs, tmp_path, capsys):
     """Packed rows may be longer: positions begin again in every example."""
     long = tmp_path / "long.jsonl"

@@ -13,6 +13,7 @@ from jax_dora.lm.models import load_model
 from jax_dora.ops import quantised
 from parity import tolerances
 from tests.jax_dora.lm.models.test_model import cosine, run, torch_logits
+from tests.tables import ci
 
 # The MLP's kernels are not square, and have 640 scales: two groups of 256 and half a group.
 CONFIG = {
@@ -38,7 +39,7 @@ def float_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [ci(False), True])
 def test_a_folder_of_bitsandbytes(float_folder, tmp_path, twice):
     theirs = transformers.LlamaForCausalLM.from_pretrained(
         float_folder,

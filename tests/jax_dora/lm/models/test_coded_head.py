@@ -84,6 +84,7 @@ def widths_in_fp8(function, *operands):
     }
 
 
+@pytest.mark.ci
 def test_the_loss_is_near_that_of_the_head_in_16_bits(monkeypatch):
     loss, adapters = loss_of(adapted())
     found = jax.jit(jax.value_and_grad(loss))(adapters)

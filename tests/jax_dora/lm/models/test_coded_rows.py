@@ -25,7 +25,7 @@ from tests.jax_dora.lm.models.conftest import SMALL
 from tests.jax_dora.meshes import automatic
 from tests.jax_dora.programs import equations
 from tests.jax_dora.small_models import train
-from tests.tables import slow
+from tests.tables import ci, slow
 
 FP8 = "float8_e4m3fn"
 TOKENS = np.random.default_rng(0).integers(0, 97, (4, 9)).astype(np.int32)
@@ -81,7 +81,7 @@ def gradients_and_types(bwd_qtype):
     return jax.tree.leaves(lowered.compile()(trained, frozen)), set(types)
 
 
-@pytest.mark.parametrize("bwd_qtype", [FP8, "float8_e5m2"])
+@pytest.mark.parametrize("bwd_qtype", [ci(FP8), "float8_e5m2"])
 def test_gradients_in_fp8(bwd_qtype):
     """Through adapted and plain layers: near those in 16 bits, and by no kernel in floats."""
     exact, types = gradients_and_types(None)

@@ -308,6 +308,7 @@ def test_index_and_files_disagree(make_folder, tmp_path):
         decoder.load_model(folder)
 
 
+@pytest.mark.ci
 def test_a_head_that_an_adapter_s_folder_unties(make_folder, make_torch_model, tmp_path, recwarn):
     """Every program reads the folder of the merged model with both weights."""
     theirs = peft_model(

@@ -68,6 +68,7 @@ def test_takes_about_half_of_the_memory():
     assert 0.5 < size(FP8) / size(None) <= 0.52
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("config", "unroll"),
     [

@@ -111,6 +111,7 @@ def test_it_is_what_peft_and_the_merged_model_answer(served, model, adapters, na
     assert compared >= 2
 
 
+@pytest.mark.ci
 def test_sampled_is_what_generate_samples(served, model):
     server, client = served
     tokenizer, prompts = server.service.texts.tokenizer, PROMPTS[:3]
@@ -132,6 +133,7 @@ PROCESSED = (
 )
 
 
+@pytest.mark.ci
 def test_processed_is_what_generate_says(served, model):
     """In company of requests without such settings, which change nothing in their own answers."""
     server, client = served

@@ -79,7 +79,7 @@ def scales_of(rows, out):
     return tuple(jnp.asarray(np.exp(rng.standard_normal(size, np.float32))) for size in (rows, out))
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_bias", [slow(False), True])
 def test_scales_of_rows_and_columns(on_mosaic, with_bias):
     arrays, scales = operands(4, 136, 24, 136, jnp.bfloat16), scales_of(136, 136)
     with on_mosaic():
