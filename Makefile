@@ -65,7 +65,7 @@ test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) --keep-programs $(PYTEST_ARGS)
 
 test-slow: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) --keep-programs -m "ci and not slow" $(PYTEST_ARGS)
+	$(RUN) -m pytest $(WORKERS) --keep-programs -m "ci and not gpu and not slow" $(PYTEST_ARGS)
 	$(RUN) -m pytest $(WORKERS) --keep-programs -m "slow and not gpu and not gpus and not models" \
 	    $(SLOW_TESTS) $(PYTEST_ARGS)
 
