@@ -13,6 +13,7 @@ once for every block of outputs.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,23 +21,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from dora_common.triton.jit import WIDEN, cdiv, jit, next_power_of_2
+from dora_common.triton.jit import WIDEN, jit, next_power_of_2
 from torch_dora.ops.triton.jit import launch_kernel
 from torch_dora.vllm import batch, shrink
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A program computes a block of outputs of a tile, ``columns`` at a time, then another block.
+    """A program computes a block of outputs of a tile, then another block.
 
     Attributes:
         blocks: outputs of a block, for layers of at least so many outputs.
-        overlaps: whether the kernel is launched while the one before it ends.
         programs: the most programs.
+        columns: outputs at a time.
     """
 
     blocks: dict[int, int]
-    overlaps: bool
     programs: int
     columns: int = 128
     warps: int = 4
@@ -46,8 +46,8 @@ class Config:
         return next(width for least, width in self.blocks.items() if features >= least)
 
 
-SMALL = Config(blocks={16384: 512, 0: 128}, overlaps=True, programs=1056)
-LARGE = Config(blocks={0: 512}, overlaps=False, programs=65536)
+SMALL = Config(blocks={16384: 256, 0: 128}, programs=1056)
+LARGE = Config(blocks={0: 512}, programs=65536)
 
 
 def unit_of(sizes: Sequence[int]) -> int:
@@ -69,51 +69,154 @@ def column_blocks(config: Config, sizes: Sequence[int], device: torch.device | s
 
 
 @jit
-def _load_block(blocks_ptr, number, UNIT: tl.constexpr):
-    """Returns the projection of a block, its begin and its end. Read beside the tile, since one
-    read after the other would take twice as long."""
-    block = blocks_ptr + 4 * number
-    return tl.load(block), tl.load(block + 1) * UNIT, tl.load(block + 2) * UNIT
+def _load_item(
+    tiles_ptr, blocks_ptr, item, tiles, blocks, ROWS: tl.constexpr, HEAD: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Returns the slot of a tile, its rank, its tokens [ROWS] and the first of them, and the
+    projection of a block of outputs, its begin and its end.
+
+    All are read at once, since one read after the other would take twice as long. Without a mask
+    the compiler would move some behind those that the loop waits for."""
+    number = item // blocks
+    slot, rank, tokens = shrink.load_tile(tiles_ptr, number, tiles, ROWS, HEAD)
+    first = tl.load(tiles_ptr + (HEAD + ROWS) * number + HEAD, mask=number < tiles, other=0)
+    block = blocks_ptr + 4 * (item % blocks)
+    projection = tl.load(block, mask=number < tiles, other=0)
+    begin = tl.load(block + 1, mask=number < tiles, other=0) * UNIT
+    end = tl.load(block + 2, mask=number < tiles, other=0) * UNIT
+    return slot, rank, tokens, first, projection, begin, end
 
 
 @jit
-def _adapter(
-    b_ptr,
-    g_ptr,
-    slot,
-    rank,
-    begin,
-    end,
-    features,
-    MAX_RANK: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
+def _has_rank(r, rank, MAX_RANK: tl.constexpr):
+    """Returns which ranks of B are read: in steps of 16, so that those of an output are read
+    together. B is zero beyond the adapter's."""
+    return (r < MAX_RANK) & (r // 16 * 16 < rank)
+
+
+@jit
+def _only(x):
+    """Returns x[0] of x [1, ...]."""
+    return tl.sum(x.to(tl.float32), 0).to(x.dtype)
+
+
+@jit
+def _result(y, z, b, g, bias, HAS_BIAS: tl.constexpr):
+    """Returns the equation's result in fp32, for z [ROWS, ranks] and b [ranks, COLUMNS]."""
+    if WIDEN:
+        z, b = z.to(tl.float32), b.to(tl.float32)
+    added = tl.dot(z, b)
+    y = y.to(tl.float32)
+    if HAS_BIAS:
+        bias = bias.to(tl.float32)
+        return g * (y - bias) + bias + added
+    return g * y + added
+
+
+@jit
+def _read(
+    y_ptr, b_ptr, g_ptr, bias_ptr, token, slot, rank, begin, end, y_stride, features,
+    MAX_RANK: tl.constexpr, PADDED_RANK: tl.constexpr, HAS_BIAS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
-    """Returns B and g of `COLUMNS` outputs."""
-    column = begin + tl.arange(0, COLUMNS)  # [COLUMNS]
-    inside = column < end
-    r = tl.arange(0, PADDED_RANK)  # [PADDED_RANK]
-    # In steps of 16, so that the ranks of an output are read together; B is zero beyond its rank.
-    has_rank = (r < MAX_RANK) & (r // 16 * 16 < rank)
+):  # fmt: skip
+    """Begins to read y [1, ROWS, COLUMNS], B [1, PADDED_RANK, COLUMNS], and g and the bias
+    [1, 1, COLUMNS], for tokens [1, ROWS, 1].
+
+    Triton changes the layout of numbers where it reads them, and waits for them there, unless a sum
+    comes first, here of one summand: `_only`."""
+    column = tl.arange(0, COLUMNS)[None, None, :]
+    r = tl.arange(0, PADDED_RANK)
+    inside = column < end - begin
+    y = tl.load(y_ptr + begin + (token * y_stride + column), mask=inside, other=0.0)
+    start = slot * features + begin
+    g = tl.load(g_ptr + start + column, mask=inside, other=0.0)
     b = tl.load(
-        b_ptr + (slot * features + column[None, :]) * MAX_RANK + r[:, None],
-        mask=has_rank[:, None] & inside[None, :],
+        b_ptr + start * MAX_RANK + (column * MAX_RANK + r[None, :, None]),
+        mask=_has_rank(r, rank, MAX_RANK)[None, :, None] & inside,
         other=0.0,
     )
-    return b, tl.load(g_ptr + slot * features + column, mask=inside, other=0.0)
+    bias = g
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + begin + column, mask=inside, other=0.0)
+    return y, b, g, bias
 
 
-@jit
-def _base(y_ptr, tokens_of_tile, begin, end, y_stride, COLUMNS: tl.constexpr):
-    """Returns y of `COLUMNS` outputs."""
-    column = begin + tl.arange(0, COLUMNS)  # [COLUMNS]
-    target = y_ptr + tokens_of_tile[:, None].to(tl.int64) * y_stride + column[None, :]
-    mask = (tokens_of_tile >= 0)[:, None] & (column < end)[None, :]
-    return tl.load(target, mask=mask, other=0.0)
+@triton.jit(do_not_specialize=["tokens", "tiles", "blocks"])
+def _small_kernel(
+    y_ptr,  # [tokens, out], its rows y_stride apart
+    parts_ptr,  # f32[SPLITS, tokens, RANKS]
+    b_ptr,  # [slots, out, MAX_RANK]
+    g_ptr,  # f32[slots + 1, out]
+    bias_ptr,  # [out], not read unless HAS_BIAS
+    blocks_ptr,  # i32[blocks, 4]
+    tiles_ptr,  # i32[tiles, HEAD + ROWS]
+    tokens,
+    features,
+    y_stride,
+    tiles,
+    blocks,
+    SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    PADDED_RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,  # of COLUMNS in a block
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    item = tl.program_id(0)
+    slot, rank, row, first, projection, begin, end = _load_item(
+        tiles_ptr, blocks_ptr, item, tiles, blocks, ROWS, HEAD, UNIT
+    )
+    split = tl.arange(0, PADDED_SPLITS)[:, None, None]  # [PADDED_SPLITS, 1, 1]
+    r = tl.arange(0, PADDED_RANK)  # [PADDED_RANK]
+    column = tl.arange(0, COLUMNS)[None, None, :]  # [1, 1, COLUMNS]
+    while rank > 0:
+        if OVERLAPS:
+            # The kernels before this one have written y and the parts.
+            cuda.gdc_wait()
+        # In place of tokens that the tile lacks, the first one is read.
+        token = tl.where(row >= 0, row, first)[None, :, None]  # [1, ROWS, 1]
+        parts = tl.load(
+            parts_ptr + projection * MAX_RANK
+            + ((split * tokens + token) * RANKS + r[None, None, :]),
+            mask=(split < SPLITS) & (r < MAX_RANK)[None, None, :],
+            other=0.0,
+        )  # fmt: skip
+        y, b, g, bias = _read(
+            y_ptr, b_ptr, g_ptr, bias_ptr, token, slot, rank, begin, end, y_stride, features,
+            MAX_RANK, PADDED_RANK, HAS_BIAS, COLUMNS,
+        )  # fmt: skip
+        z = tl.sum(parts, 0).to(b_ptr.dtype.element_ty)
+        item += tl.num_programs(0)
+        next_slot, next_rank, next_row, first, projection, next_begin, next_end = _load_item(
+            tiles_ptr, blocks_ptr, item, tiles, blocks, ROWS, HEAD, UNIT
+        )
+        for step in tl.static_range(STEPS):  # pyright: ignore[reportGeneralTypeIssues]
+            next_y, next_b, next_g, next_bias = y, b, g, bias
+            after = begin + COLUMNS
+            if step + 1 < STEPS:
+                next_y, next_b, next_g, next_bias = _read(
+                    y_ptr, b_ptr, g_ptr, bias_ptr, token, slot, rank, after, end, y_stride,
+                    features, MAX_RANK, PADDED_RANK, HAS_BIAS, COLUMNS,
+                )  # fmt: skip
+            result = _result(_only(y), z, _only(b), _only(g), _only(bias), HAS_BIAS)
+            tl.store(
+                y_ptr + begin + (token * y_stride + column),
+                result.to(y_ptr.dtype.element_ty)[None, :, :],
+                mask=(row >= 0)[None, :, None] & (column < end - begin),
+            )
+            y, b, g, bias, begin = next_y, next_b, next_g, next_bias, after
+        slot, rank, row, begin, end = next_slot, next_rank, next_row, next_begin, next_end
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles", "blocks", "splits"])
-def _kernel(
+def _large_kernel(
     y_ptr,  # [tokens, out], its rows y_stride apart
     parts_ptr,  # f32[splits, tokens, RANKS]
     b_ptr,  # [slots, out, MAX_RANK]
@@ -127,7 +230,6 @@ def _kernel(
     tiles,
     blocks,
     splits,
-    SPLITS: tl.constexpr,  # 0: `splits`
     RANKS: tl.constexpr,
     MAX_RANK: tl.constexpr,
     PADDED_RANK: tl.constexpr,
@@ -137,65 +239,45 @@ def _kernel(
     STEPS: tl.constexpr,  # of COLUMNS in a block
     UNIT: tl.constexpr,
     HEAD: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     item = tl.program_id(0)
-    slot, rank, tokens_of_tile = shrink.load_tile(tiles_ptr, item // blocks, tiles, ROWS, HEAD)
-    projection, begin, end = _load_block(blocks_ptr, item % blocks, UNIT)
+    slot, rank, row, _, projection, begin, end = _load_item(
+        tiles_ptr, blocks_ptr, item, tiles, blocks, ROWS, HEAD, UNIT
+    )
     r = tl.arange(0, PADDED_RANK)  # [PADDED_RANK]
     while rank > 0:
-        item += tl.num_programs(0)
-        next_slot, next_rank, next_tokens = shrink.load_tile(
-            tiles_ptr, item // blocks, tiles, ROWS, HEAD
-        )
-        next_projection, next_begin, next_end = _load_block(blocks_ptr, item % blocks, UNIT)
-        b, g = _adapter(
-            b_ptr, g_ptr, slot, rank, begin, end, features, MAX_RANK, PADDED_RANK, COLUMNS
-        )
-        if OVERLAPS:
-            # The kernels before this one have written y and the parts.
-            cuda.gdc_wait()
-        y = _base(y_ptr, tokens_of_tile, begin, end, y_stride, COLUMNS)
-        row_mask = tokens_of_tile >= 0
-        row = tl.where(row_mask, tokens_of_tile, 0).to(tl.int64)
+        has_token, token = (row >= 0)[:, None], row[:, None].to(tl.int64)  # [ROWS, 1]
+        source = parts_ptr + token * RANKS + projection * MAX_RANK + r[None, :]
         z = tl.zeros((ROWS, PADDED_RANK), tl.float32)
-        source = parts_ptr + row[:, None] * RANKS + projection * MAX_RANK + r[None, :]
-        for split in range(SPLITS if SPLITS > 0 else splits):
+        for split in range(splits):
             z += tl.load(
                 source + split * tokens * RANKS,
-                mask=row_mask[:, None] & (r < MAX_RANK)[None, :],
+                mask=has_token & (r < MAX_RANK)[None, :],
                 other=0.0,
             )
         z = z.to(b_ptr.dtype.element_ty)
-        if WIDEN:
-            z = z.to(tl.float32)
-        for step in tl.static_range(STEPS):  # pyright: ignore[reportGeneralTypeIssues]
-            first = begin + step * COLUMNS
-            next_b, next_g, next_y = b, g, y
-            if step + 1 < STEPS:
-                # Reads the next columns while it computes these.
-                next_b, next_g = _adapter(
-                    b_ptr, g_ptr, slot, rank, first + COLUMNS, end, features, MAX_RANK,
-                    PADDED_RANK, COLUMNS,
-                )  # fmt: skip
-                next_y = _base(y_ptr, tokens_of_tile, first + COLUMNS, end, y_stride, COLUMNS)
-            if WIDEN:
-                b = b.to(tl.float32)
-            added = tl.dot(z, b)
-            column = first + tl.arange(0, COLUMNS)
+        has_rank = _has_rank(r, rank, MAX_RANK)
+        for step in range(STEPS):
+            column = begin + step * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
             inside = column < end
-            g, scaled = g[None, :], y.to(tl.float32)
+            target = y_ptr + token * y_stride + column[None, :]
+            mask = has_token & inside[None, :]
+            y = tl.load(target, mask=mask, other=0.0)
+            g = tl.load(g_ptr + slot * features + column, mask=inside, other=0.0)[None, :]
+            b = tl.load(
+                b_ptr + (slot * features + column[None, :]) * MAX_RANK + r[:, None],
+                mask=has_rank[:, None] & inside[None, :],
+                other=0.0,
+            )
+            bias = g
             if HAS_BIAS:
-                bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-                scaled = g * (scaled - bias) + bias
-            else:
-                scaled = g * scaled
-            target = y_ptr + row[:, None] * y_stride + column[None, :]
-            result = (scaled + added).to(y_ptr.dtype.element_ty)
-            tl.store(target, result, mask=row_mask[:, None] & inside[None, :])
-            b, g, y = next_b, next_g, next_y
-        slot, rank, tokens_of_tile = next_slot, next_rank, next_tokens
-        projection, begin, end = next_projection, next_begin, next_end
+                bias = tl.load(bias_ptr + column, mask=inside, other=0.0)[None, :]
+            result = _result(y, z, b, g, bias, HAS_BIAS)
+            tl.store(target, result.to(y_ptr.dtype.element_ty), mask=mask)
+        item += tl.num_programs(0)
+        slot, rank, row, _, projection, begin, end = _load_item(
+            tiles_ptr, blocks_ptr, item, tiles, blocks, ROWS, HEAD, UNIT
+        )
 
 
 def launch(
@@ -219,37 +301,42 @@ def launch(
     splits, _, ranks = parts.shape
     slots, _, max_rank = lora_b.shape
     rows, count = batch.rows_of_tile(tokens), blocks.shape[0]
-    config = SMALL if rows == batch.SMALL else LARGE
     most = min(tiles.shape[0], batch.most_tiles(tokens, slots, rows))
-    overlaps = config.overlaps and shrink.can_overlap(y.device)
+    tensors = (y, parts, lora_b, g, g if bias is None else bias, blocks, tiles)
+    sizes = (tokens, features, y.stride(0), most, count)
+    constants: dict[str, Any] = {
+        "RANKS": ranks,
+        "MAX_RANK": max_rank,
+        "PADDED_RANK": max(16, next_power_of_2(max_rank)),
+        "HAS_BIAS": bias is not None,
+        "ROWS": rows,
+        "UNIT": unit,
+        "HEAD": batch.HEAD,
+    }
+    if rows == batch.SMALL:
+        overlaps = shrink.can_overlap(y.device)
+        launch_kernel(
+            _small_kernel,
+            (max(1, min(most * count, SMALL.programs)),),
+            *(*tensors, *sizes),
+            SPLITS=splits,
+            PADDED_SPLITS=next_power_of_2(splits),
+            COLUMNS=SMALL.columns,
+            STEPS=SMALL.width(features) // SMALL.columns,
+            OVERLAPS=overlaps,
+            num_warps=SMALL.warps,
+            num_stages=1,  # A program mostly has one tile.
+            launch_pdl=overlaps,
+            **constants,
+        )
+        return
     launch_kernel(
-        _kernel,
-        (max(1, min(most * count, config.programs)),),
-        y,
-        parts,
-        lora_b,
-        g,
-        g if bias is None else bias,
-        blocks,
-        tiles,
-        tokens,
-        features,
-        y.stride(0),
-        most,
-        count,
-        splits,
-        SPLITS=splits if rows == batch.SMALL else 0,
-        RANKS=ranks,
-        MAX_RANK=max_rank,
-        PADDED_RANK=max(16, next_power_of_2(max_rank)),
-        HAS_BIAS=bias is not None,
-        ROWS=rows,
-        COLUMNS=config.columns,
-        STEPS=cdiv(config.width(features), config.columns),
-        UNIT=unit,
-        HEAD=batch.HEAD,
-        OVERLAPS=overlaps,
-        num_warps=config.warps,
-        num_stages=1,  # A program mostly has one tile.
-        launch_pdl=overlaps,
+        _large_kernel,
+        (max(1, min(most * count, LARGE.programs)),),
+        *(*tensors, *sizes, splits),
+        COLUMNS=LARGE.columns,
+        STEPS=LARGE.width(features) // LARGE.columns,
+        num_stages=1,
+        num_warps=LARGE.warps,
+        **constants,
     )

@@ -160,9 +160,7 @@ def test_beside_a_base_product_the_features_are_read_in_larger_parts(device, ass
 
 def test_blocks_of_several_steps_and_programs_of_several_tiles(monkeypatch, device, assert_within):
     """As wide layers have them, and batches with many adapters."""
-    monkeypatch.setattr(
-        expand, "SMALL", expand.Config(blocks={300: 512, 0: 128}, overlaps=True, programs=3)
-    )
+    monkeypatch.setattr(expand, "SMALL", expand.Config(blocks={300: 512, 0: 128}, programs=3))
     monkeypatch.setattr(shrink, "SMALL", dataclasses.replace(shrink.SMALL, programs=3))
     given = operands(40, 600, [300, 40], torch.bfloat16, True)
     slots = slots_of("mixed", 40)
@@ -231,12 +229,14 @@ def build(kernel, half, config, stages, types, **constants):
     found = compiled(kernel, tuple(ordered), tuple((constants | {"HEAD": batch.HEAD}).items()), 90,
                      config.warps, stages)
     _, spilled = found.resources()
-    # With 4 warps, large tiles do spill some, and are faster than with 8 that do not.
-    most = 16 if constants["ROWS"] == batch.SMALL else 256
-    assert spilled <= most, (kernel, constants, spilled)
+    assert spilled <= 16, (kernel, constants, spilled)
     # Each program waits before it reads what the kernels before it have written, once in a loop.
     waits = found.ptx.count("griddepcontrol.wait")
-    assert waits == constants["OVERLAPS"], (kernel, constants, waits)
+    assert waits == constants.get("OVERLAPS", False), (kernel, constants, waits)
+    if kernel is expand._small_kernel:
+        # It waits for numbers when it moves them to shared memory: once all reads are begun.
+        first = found.ptx.partition("griddepcontrol.wait")[2].partition("st.shared::cta.v4")[0]
+        assert first.count("ld.global.v4") >= 5
 
 for half, rank in (("bf16", 16), ("bf16", 64), ("fp16", 8)):
     for config, rows in ((shrink.SMALL, 16), (shrink.BESIDE, 16), (shrink.LARGE, 64)):
@@ -248,15 +248,16 @@ for half, rank in (("bf16", 16), ("bf16", 64), ("fp16", 8)):
               CHUNK=config.chunk * small, PROJECTIONS=3 if config.divides else 1, RANKS=ranks,
               MAX_RANK=rank, PADDED_RANKS=max(16, next_power_of_2(ranks)), ROWS=rows,
               LANES=config.lanes, DEPTH=config.depth, OVERLAPS=config.overlaps)
-    for config, rows in ((expand.SMALL, 16), (expand.LARGE, 64)):
+    for kernel, config, rows in ((expand._small_kernel, expand.SMALL, 16),
+                                 (expand._large_kernel, expand.LARGE, 64)):
         for width in {*config.blocks.values()}:
-            build(expand._kernel, half, config, 1,
-                  {"y_ptr": "*half:16", "parts_ptr": "*fp32:16", "b_ptr": "*half:16",
-                   "g_ptr": "*fp32:16", "bias_ptr": "*half:16", "blocks_ptr": "*i32:16",
-                   "y_stride": "i32:16", "blocks": "i32", "splits": "i32"},
-                  SPLITS=2 if rows == 16 else 0, RANKS=3 * rank, MAX_RANK=rank,
-                  PADDED_RANK=max(16, rank), HAS_BIAS=True, ROWS=rows, COLUMNS=config.columns,
-                  STEPS=-(-width // config.columns), UNIT=16, OVERLAPS=config.overlaps)
+            types = {"y_ptr": "*half:16", "parts_ptr": "*fp32:16", "b_ptr": "*half:16",
+                     "g_ptr": "*fp32:16", "bias_ptr": "*half:16", "blocks_ptr": "*i32:16",
+                     "y_stride": "i32:16", "blocks": "i32", "splits": "i32"}
+            own = {"SPLITS": 7, "PADDED_SPLITS": 8, "OVERLAPS": True} if rows == 16 else {}
+            build(kernel, half, config, 1, types, RANKS=3 * rank, MAX_RANK=rank,
+                  PADDED_RANK=max(16, rank), HAS_BIAS=True, ROWS=rows, UNIT=16,
+                  COLUMNS=config.columns, STEPS=width // config.columns, **own)
 """
 
 
