@@ -126,9 +126,10 @@ def plan(settings: Settings) -> list[Work]:
     works += [Work(kind, None, *usual) for kind in ("DoRA", "LoRA")]  # before others load any
     works += [Work("DoRA", count, *usual) for count in (one, some, more, most)]
     works += [Work("LoRA", some, *usual)]
-    for sizes in ((settings.rows, settings.long), (settings.wide, settings.prompt)):
+    others = (settings.rows, settings.long), (settings.wide, settings.prompt)
+    for sizes, counts in zip(others, ((one, most), (one, more, most)), strict=True):
         works += [Work("base", 0, *sizes, 1)]
-        works += [Work("DoRA", count, *sizes, 1) for count in (one, most)]
+        works += [Work("DoRA", count, *sizes, 1) for count in counts]
     works += [Work("LoRA", count, *usual, 1) for count in (0, one, more, most)]
     works += [Work("DoRA", 3, *usual, is_mixed=True)]
     if settings.gpus > 1:

@@ -90,7 +90,7 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
         options["kv_cache_memory_bytes"] = 4 * settings.layers * features * tokens
         options["gpu_memory_utilization"] = 0.2
         options["tensor_parallel_size"] = settings.gpus
-        captured = [1, 2, 4, *range(8, settings.rows + 1, 8), *range(128, rows + 1, 64)]
+        captured = sorted({1, settings.rows, rows})  # the sizes of all batches without prompts
         options["compilation_config"] = {"cudagraph_capture_sizes": captured}
     begin = time.monotonic()
     engine = LLM(

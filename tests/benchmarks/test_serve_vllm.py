@@ -59,6 +59,8 @@ def test_one_gpu_has_every_cell_and_its_checks(monkeypatch):
         assert {work[1] for work in works if work[2:4] == usual} >= {0, 1, 4, 8, 64, None}
         loads = [work[1] for work in works].index(None)
         assert not any(work[1] for work in works[:loads])  # Nothing has been loaded before.
+    wide = [work[1] for work in started["DoRA"][0].works if work[2] == 256]
+    assert wide == [1, 8, 64]
     assert {tuple(work[2:4]) for work in started["base"][0].works} == {
         (64, 128),
         (256, 128),
