@@ -3,6 +3,7 @@
 This module knows vLLM's dictionaries and tensors, and does not import vLLM.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from dora_common.hyperparameters import adapter_scale
 from dora_common.peft.config import AdapterConfig
-from dora_common.peft.keys import PREFIX, parse
+from dora_common.peft.keys import PREFIX
+from dora_common.peft.keys import parse as parse_key
 from dora_common.rules import listing
 
 _MERGE = "merge the adapter into its model, and serve that as a model of its own"
+# The keys are the same in each adapter of a model, and are asked for several times.
+parse = functools.lru_cache(2**14)(parse_key)
 # Fields of AdapterConfig that ask for more than A, B and m in linear layers.
 _REFUSED = {
     "modules_to_save": "it replaces whole modules of the base model",
