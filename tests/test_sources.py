@@ -137,3 +137,11 @@ def test_what_a_package_imports_for_itself_is_no_public_name(package):
     homes = {name: inspect.getmodule(value) for name, value in found.items() if name[0] != "_"}
     foreign = [name for name, home in homes.items() if not home or package not in home.__name__]
     assert not foreign
+
+
+def test_ci_runs_every_test_that_is_left_to_it():
+    """Of all folders: what is marked ci is not in `make test`."""
+    commands = (ROOT / ".ci" / "run").read_text().splitlines()
+    (target,) = re.findall(r"^test-slow:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    assert {"make test", "make test-slow"} <= {*commands}
+    assert '--keep-programs -m "ci and not gpu and not slow" $(PYTEST_ARGS)\n' in target
