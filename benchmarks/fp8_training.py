@@ -1,8 +1,11 @@
 """Level `fp8_training`: adapters trained over a base in FP8, compared with bf16.
 
-The text and the arithmetic are those of level `quality`, and so is the decoder, with half its
-width. DoRA is trained with each variant of the base, of activations and of gradients, from several
-seeds, which change the adapter's first values and the order of the text. Nothing is timed.
+The decoder, its text, its pretraining and the settings of a run are those of the parity level
+`training`, once as deep as there and once deeper, with half the width. DoRA is trained with each
+variant of the base, of activations and of gradients, from several seeds, which change the adapter's
+first values and the order of the text. Kernels of formats that are dequantised for a product are
+dequantised in advance, so that they share the program of bf16. Adapters are computed by XLA, whose
+programs are compiled fastest. Nothing is timed.
 
 One line is one run: the loss of held-out text at the end (`held_out`), and the mean and the largest
 difference between the losses of a step and those of bf16 with the same seed (`mean_apart`,
@@ -14,8 +17,6 @@ arrays of a layer, for each layer from the first on (`least`, `mean`).
 """
 
 import contextlib
-import dataclasses
-import functools
 import re
 import tempfile
 from collections import deque
@@ -40,11 +41,12 @@ from jax_dora.layers.quantised_kernel import compute_quantised
 from jax_dora.lm.finetune.training import decayed
 from jax_dora.lm.models import load_model, next_token_loss
 from jax_dora.ops import row_scaled
+from jax_dora.ops.mosaic.rows import row_codes
 from jax_dora.ops.row_scaled import RowScaled
 from parity.faults import Fault
 from parity.sides.jax import training
 from parity.training.settings import Settings as Decoder
-from parity.training.text import even_starts, starts
+from parity.training.text import even_starts, starts, text
 
 WINDOW = 20
 E5M2 = "float8_e5m2"
@@ -72,37 +74,39 @@ class Variant(NamedTuple):
 IN_E5M2 = Format("", FP8, 0, "row", E5M2)
 VARIANTS = (
     Variant(BASE),
+    Variant("FP8 forward, gradients in e5m2", IN_E5M2),
+    Variant("nf4", Format("", "nf4", 64)),
+    Variant("FP8 forward and in the head, gradients in e5m2", IN_E5M2, with_head=True),
     Variant("FP8 forward", Format("", FP8, 0, "row")),
     Variant("FP8 forward, gradients in e4m3", Format("", FP8, 0, "row", FP8)),
-    Variant("FP8 forward, gradients in e5m2", IN_E5M2),
-    Variant("FP8 forward and in the head, gradients in e5m2", IN_E5M2, with_head=True),
-    Variant("the same, rounded stochastically", IN_E5M2, is_stochastic=True),
-    Variant("the same, in the MLP only", IN_E5M2, "mlp"),
-    Variant("nf4", Format("", "nf4", 64)),
     Variant("FP8 weights", Format("", FP8, 0)),
+    Variant("e5m2, rounded stochastically", IN_E5M2, is_stochastic=True),
+    Variant("e5m2, in the MLP only", IN_E5M2, "mlp"),
 )
+DEEPER = Decoder(512, 1024, 8, 4, rank=192, alpha=96, layers=9)
 
 
 class Settings(NamedTuple):
     """The settings of the level.
 
     Attributes:
-      depths: the numbers of layers, each with its number of seeds.
+      layers: chooses the decoder with this depth; None for all of them.
       only: `fnmatch` patterns; a variant whose name begins like none of them is skipped, except
         bf16.
     """
 
-    decoder: Decoder = dataclasses.replace(
-        quality.Settings().decoder, hidden=64, intermediate=128, kv_heads=2, head_dim=16
-    )
-    depths: tuple[tuple[int, int], ...] = ((3, 8), (9, 8))
-    steps: int = 2000
+    decoders: tuple[Decoder, ...] = (Decoder(), DEEPER)
+    seeds: int = 3
     variants: tuple[Variant, ...] = VARIANTS
     layers: int | None = None
     only: tuple[str, ...] = ()
 
 
-TINY = Settings(quality.TINY.decoder, ((2, 2),), 4, (VARIANTS[0], *VARIANTS[3:7]))
+TINY = Settings(
+    (Decoder.tiny(length=16, steps=4, warmup=1, eval_rows=32, base_steps=4),),
+    2,
+    (VARIANTS[0], VARIANTS[3], *VARIANTS[7:]),
+)
 
 
 class _Runs(NamedTuple):
@@ -126,53 +130,60 @@ class _Work(NamedTuple):
     """The runs of one variant, which differ by their seed.
 
     Attributes:
-      programs: lowered; the first runs the steps of all runs, the second evaluates all runs on
-        held-out text, f32[runs], and the third computes the gradient of one adapter.
-      adapters, states: of all runs, stacked.
+      programs: being compiled; the first runs the steps of one run, the second returns the loss of
+        held-out text and the gradient of one adapter for one batch.
+      adapters: of each run.
       frozen: the base.
-      where: i32[runs, steps, rows], the starts of the rows of text.
+      where: i32[steps, rows] of each run, the starts of the rows of text.
     """
 
-    programs: tuple[jax.stages.Lowered, ...]
-    adapters: Any
-    states: Any
+    programs: tuple[Future[Any], ...]
+    adapters: list[Any]
     frozen: Any
-    where: jax.Array
+    where: list[np.ndarray]
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each run, and for the gradients of each variant and depth."""
-    for layers, seeds in settings.depths:
-        if settings.layers not in (None, layers):
-            continue
-        sizes = dataclasses.replace(settings.decoder, layers=layers)
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / "base"
-            training.make_base(sizes, folder)
-            yield from _runs(folder, sizes, seeds, settings)
+    for sizes in settings.decoders:
+        if settings.layers in (None, sizes.layers):
+            with tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary) / "base"
+                training.make_base(sizes, folder)
+                yield from _runs(folder, sizes, settings)
 
 
-def _runs(folder: Path, sizes: Decoder, seeds: int, settings: Settings) -> Iterator[Row]:
+def _runs(folder: Path, sizes: Decoder, settings: Settings) -> Iterator[Row]:
     variants = [
         one for one in settings.variants if one.name == BASE or matches(one.name, settings.only)
     ]
+    programs: dict[Any, tuple[Future[Any], ...]] = {}
     running: deque[tuple[Variant, Future[_Runs]]] = deque()
     exact, first = None, None
-    # A variant is traced while those before it are compiled and run.
-    with ThreadPoolExecutor(1) as pool:
+    # A variant is traced and compiled while those before it run.
+    with ThreadPoolExecutor(4) as pool:
         for variant in variants:
-            base = load_model(folder, dtype=jnp.float32, attention="xla", remat=False)
-            _quantise(base, variant)
-            with _rounding(variant):
-                work = _lowered(base, variant, sizes, settings.steps, seeds)
-            future = pool.submit(_run, work, first)
+            model = _model(folder, sizes, variant)
+            graphdef, fresh, frozen = nnx.split(model, nnx.LoRAParam, ...)
+            key = graphdef, variant.with_head, variant.is_stochastic
+            if key not in programs:
+                with _rounding(variant):
+                    lowered = _lowered(graphdef, fresh, frozen, variant, sizes)
+                programs[key] = tuple(pool.submit(one.compile) for one in lowered)
+            adapters = [_drawn(fresh, seed) for seed in range(settings.seeds)]
+            where = [
+                starts(text().adapter, (sizes.steps, sizes.rows), sizes.length, 1 + seed)
+                for seed in range(settings.seeds)
+            ]
+            work = _Work(programs[key], adapters, frozen, where)
+            future = pool.submit(_run, work, sizes, first)
             first = future if first is None else first
             running.append((variant, future))
             while running and (running[0][1].done() or variant is variants[-1]):
                 done, future = running.popleft()
                 exact = future.result() if exact is None else exact
-                facts: Row = {"layers": sizes.layers, "format": done.name}
-                for row in _rows(future.result(), exact, settings.steps):
+                facts: Row = {"layers": sizes.layers, "hidden": sizes.hidden, "format": done.name}
+                for row in _rows(future.result(), exact, sizes.steps):
                     yield facts | row
 
 
@@ -194,22 +205,42 @@ def _rows(runs: _Runs, exact: _Runs, steps: int) -> Iterator[Row]:
         yield {"compared": "gradients", "least": least, "mean": mean}
 
 
-def _quantise(base: nnx.Module, variant: Variant) -> None:
-    """Quantises a base in place."""
-    if variant.form is None:
-        return
-    quality.quantise(base, variant.form)
+def _model(folder: Path, sizes: Decoder, variant: Variant) -> nnx.Module:
+    """Returns the base of a variant with a fresh adapter."""
+    base = load_model(folder, dtype=jnp.dtype(sizes.dtype), attention="xla", remat=False)
+    if variant.form is not None:
+        quality.quantise(base, variant.form)
     for path, module in nnx.iter_modules(base):
         name = "/".join(map(str, path))
         if getattr(module, "bwd_qtype", None) and not re.search(variant.gradients_of, name):
             compute_quantised(module, FP8)
+    options = {"use_rslora": True, "implementation": "xla"}
+    rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha, **options)
+    return jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(0))
+
+
+def _drawn(fresh: Any, seed: int) -> Any:
+    """Returns a copy of a fresh adapter with another lora_a, uniform in ±1/sqrt(in) as in PEFT."""
+    rng = np.random.default_rng((23, seed))
+
+    def draw(path: Any, array: jax.Array) -> jax.Array:
+        if "lora_a" not in jax.tree_util.keystr(path):
+            return jnp.copy(array)
+        most = array.shape[-2] ** -0.5
+        return jnp.asarray(rng.uniform(-most, most, array.shape), array.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, fresh)
 
 
 def _rounding(variant: Variant) -> contextlib.AbstractContextManager[None]:
     if not variant.is_stochastic:
         return contextlib.nullcontext()
-    point = f"{row_scaled.__name__}.coded_by"
-    return Fault("rounded stochastically", "", (), {point: _stochastic}).plant("jax")
+    points = {
+        f"{row_scaled.__name__}.coded_by": _stochastic,
+        # Rows are then coded by XLA.
+        f"{row_codes.__name__}.refuses": lambda _: lambda *call: "rounded stochastically",
+    }
+    return Fault("rounded stochastically", "", (), points).plant("jax")
 
 
 def _stochastic(coded_by: Callable[..., RowScaled]) -> Callable[..., RowScaled]:
@@ -235,58 +266,55 @@ def stochastically(x: jax.Array) -> jax.Array:
     return jnp.clip(up, -most, most).astype(E5M2)
 
 
-def _lowered(base: Any, variant: Variant, sizes: Decoder, steps: int, seeds: int) -> _Work:
-    rule = jax_dora.DoRARule(training.RULE, sizes.rank, sizes.alpha)
-    models = [jax_dora.apply_dora(base, rule, rngs=nnx.Rngs(seed)) for seed in range(seeds)]
-    parts = [nnx.split(model, nnx.LoRAParam, ...) for model in models]
-    graphdef, one, frozen = parts[0]
+def _optimizer(sizes: Decoder) -> optax.GradientTransformation:
+    rates = training.table(sizes.learning_rates())
+    options = {"eps": sizes.eps, "weight_decay": sizes.weight_decay, "mask": decayed}
+    return optax.adamw(rates, *sizes.betas, **options)
+
+
+def _lowered(
+    graphdef: Any, adapter: Any, frozen: Any, variant: Variant, sizes: Decoder
+) -> tuple[jax.stages.Lowered, ...]:
     mean_loss = _loss_with_head if variant.with_head else training.mean_loss
 
     def loss(trained: Any, tokens: jax.Array, frozen: Any) -> jax.Array:
         return mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
 
-    optimizer = optax.adamw(sizes.learning_rate, weight_decay=0.01, mask=decayed)
-    text, evaluated = quality.prose()
-    train, held_out = jnp.asarray(text), jnp.asarray(evaluated)
-    run: Any = training.compiled_steps(loss, optimizer, train, sizes.length, stacked=True)
-    batches = even_starts(evaluated, sizes.eval_rows, sizes.length)
+    optimizer, train = _optimizer(sizes), jnp.asarray(text().adapter)
+    run: Any = training.compiled_steps(loss, optimizer, train, sizes.length)
+    held_out = jnp.asarray(text().held_out)
+    batches = even_starts(text().held_out, sizes.eval_rows, sizes.length)
     batches = jnp.asarray(batches.reshape(-1, min(len(batches), training.EVAL_BATCH)))
-    rows = starts(text, (sizes.rows,), sizes.length, 99)
-    tokens = training.rows_at(train, jnp.asarray(rows), sizes.length)
+    rows = jnp.asarray(starts(text().adapter, (sizes.rows,), sizes.length, 99))
 
-    def evaluate(adapters: Any, frozen: Any) -> jax.Array:
+    def evaluate(adapter: Any, frozen: Any) -> tuple[jax.Array, Any]:
         def batch_loss(where: jax.Array) -> jax.Array:
-            tokens = training.rows_at(held_out, where, sizes.length)
-            return jax.vmap(loss, in_axes=(0, None, None))(adapters, tokens, frozen)
+            return loss(adapter, training.rows_at(held_out, where, sizes.length), frozen)
 
-        return lax.map(batch_loss, batches).mean(0)
+        tokens = training.rows_at(train, rows, sizes.length)
+        return lax.map(batch_loss, batches).mean(), jax.grad(loss)(adapter, tokens, frozen)
 
-    def gradient(adapter: Any, frozen: Any) -> Any:
-        return jax.grad(loss)(adapter, tokens, frozen)
-
-    adapters = jax.tree.map(lambda *arrays: jnp.stack(arrays), *[part[1] for part in parts])
-    states = jax.vmap(optimizer.init)(adapters)
-    where = [starts(text, (steps, sizes.rows), sizes.length, 1 + seed) for seed in range(seeds)]
-    where = jnp.asarray(np.stack(where))
-    jit = functools.partial(jax.jit, compiler_options=training.compiler_options())
-    programs = (
-        run.lower(adapters, states, frozen, where),
-        jit(evaluate).lower(adapters, frozen),
-        jit(gradient).lower(one, frozen),
-    )
-    return _Work(programs, adapters, states, frozen, where)
+    where = jax.ShapeDtypeStruct((sizes.steps, sizes.rows), jnp.int32)
+    evaluating: Any = jax.jit(evaluate, compiler_options=training.compiler_options())
+    state = jax.eval_shape(optimizer.init, adapter)
+    return run.lower(adapter, state, frozen, where), evaluating.lower(adapter, frozen)
 
 
-def _run(work: _Work, exact: Future[_Runs] | None) -> _Runs:
-    """Compiles and runs the programs of a variant; the gradients are those of the adapter that the
-    first run of the variant `exact` ends with, or of its own."""
-    run, evaluate, gradient = (program.compile() for program in work.programs)
-    before = evaluate(work.adapters, work.frozen)
-    adapters, _, losses, _ = run(work.adapters, work.states, work.frozen, work.where)
-    after = evaluate(adapters, work.frozen)
-    end = jax.tree.map(lambda array: array[0], adapters) if exact is None else exact.result().end
-    gradients = _by_path(gradient(end, work.frozen))
-    return _Runs(before.tolist(), after.tolist(), np.asarray(losses, np.float64), gradients, end)
+def _run(work: _Work, sizes: Decoder, exact: Future[_Runs] | None) -> _Runs:
+    """Runs a variant; the gradients are those of the adapter that the first run of the variant
+    `exact` ends with, or of its own."""
+    run, evaluate = (program.result() for program in work.programs)
+    init = _optimizer(sizes).init
+    before, ends, losses = [], [], []
+    for adapter, where in zip(work.adapters, work.where, strict=True):
+        before.append(float(evaluate(adapter, work.frozen)[0]))
+        end, _, loss, _ = run(adapter, init(adapter), work.frozen, jnp.asarray(where))
+        ends.append(end)
+        losses.append(np.asarray(loss, np.float64))
+    after = [float(evaluate(end, work.frozen)[0]) for end in ends]
+    end = ends[0] if exact is None else exact.result().end
+    gradients = _by_path(evaluate(end, work.frozen)[1])
+    return _Runs(before, after, np.stack(losses), gradients, end)
 
 
 def _loss_with_head(model: Any, tokens: jax.Array) -> jax.Array:

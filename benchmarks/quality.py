@@ -215,7 +215,7 @@ def quantise(model: nnx.Module, form: Format, *, as_codes: bool = False) -> floa
         dequantised = quantised.dequantise(rounded, jnp.float32)
         errors.append(float(jnp.linalg.norm(dequantised - kernel) / jnp.linalg.norm(kernel)))
         if form.activations is None and not as_codes:
-            module.kernel.set_value(dequantised)
+            module.kernel.set_value(dequantised.astype(kernel.dtype))
             continue
         module.kernel.set_value(rounded)
         compute_quantised(module, FP8 if form.activations == "row" else None, form.gradients)
