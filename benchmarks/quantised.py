@@ -16,7 +16,8 @@ One line is one measurement (`work`) with one format (`qtype`):
     decode        a decoding step of the projections of Llama 3 8B's layers, with the base alone and
                   with a bank of adapters, as in level `bank`
     step          an optimizer step of Llama 3 8B or 70B as in level `step`, with DoRA or LoRA
-                  (QLoRA); weights are random codes with scales that give weights of usual size
+                  (QLoRA); weights are random codes with scales that give weights of usual size;
+                with 70B also on two cards, by their axis of the mesh (`fsdp` or `tp`)
     memory        the same with DoRA, for models from 8B to 70B, as far as they fit on a card of
                   80 GB
 
@@ -28,7 +29,7 @@ so is decoding, by layer.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,7 @@ from benchmarks.work import matches
 from jax_dora import ops
 from jax_dora.layers.quantised_kernel import compute_quantised
 from jax_dora.lm.models import DecoderConfig, make_model
+from jax_dora.lm.models.sharding import DecoderSharding
 from jax_dora.ops import linear, quantised, row_scaled, weight_only
 from jax_dora.ops.operands import ProductSettings
 from jax_dora.ops.rounding import round_to
@@ -84,6 +86,7 @@ class Case(NamedTuple):
       keep_inner: whether each layer's last projection keeps its inner result for the gradient.
       activations, gradients: the formats of products in FP8.
       memory: that of `DecoderConfig`.
+      mesh: the axes and sizes of the mesh; none for one device.
     """
 
     name: str
@@ -95,6 +98,11 @@ class Case(NamedTuple):
     activations: str | None = None
     gradients: str | None = None
     memory: Any = None
+    mesh: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return math.prod(size for _, size in self.mesh)
 
 
 class Settings(NamedTuple):
@@ -134,6 +142,10 @@ class Settings(NamedTuple):
                 ("70B", LLAMA_3_70B, (1, 4096), 44.0, ("DoRA",)),
             )
             for kind in kinds
+        ),
+        *(
+            Case("70B", LLAMA_3_70B, "DoRA", FP8, shape, False, FP8, "float8_e5m2", 60.0, mesh)
+            for shape, mesh in (((2, 4096), (("fsdp", 2),)), ((1, 4096), (("tp", 2),)))
         ),
     )
     memory: tuple[Case, ...] = tuple(
@@ -177,12 +189,15 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         for case in cases:
             if not matches(f"{work} {case.qtype} {case.name}", settings.only):
                 continue
+            if case.devices > jax.device_count():
+                continue
             row: Row = {"work": work, "name": case.name, "kind": case.kind, "qtype": case.qtype}
             row |= {"batch": case.shape[0], "time": case.shape[1], "rank": settings.rank}
             if case.keep_inner:
                 row["keep_inner"] = "down_proj"
             formats = {"activations": case.activations, "gradients": case.gradients}
             row |= {name: qtype for name, qtype in formats.items() if qtype}
+            row |= dict(case.mesh)
             row = attempt(row, functools.partial(_step, case, settings, device))
             is_same = lora is not None and lora._replace(kind=case.kind) == case
             yield with_ratio(row, of_lora if is_same else None, "over_lora")
@@ -331,7 +346,12 @@ def _timed(device: str, row: Row, function: Callable[..., Any], operands: tuple)
 
 def _step(case: Case, settings: Settings, device: str) -> Row:
     attention = "cudnn" if device == "cuda" else "xla"
-    config = dataclasses.replace(case.config, attention=attention, memory=case.memory)
+    sharding = None
+    if case.mesh:
+        devices = jax.devices()[: case.devices]
+        sharding = DecoderSharding.over(**dict(case.mesh), devices=devices)
+    options = {"attention": attention, "memory": case.memory, "sharding": sharding}
+    config = dataclasses.replace(case.config, **options)
     make = functools.partial(make_model, config)
     model = nnx.eval_shape(functools.partial(make, linear=linear_of(case.kind, settings.rank)))
     if case.keep_inner:
@@ -343,9 +363,12 @@ def _step(case: Case, settings: Settings, device: str) -> Row:
                 module.kernel.set_value(kernel)
                 compute_quantised(module, case.activations, case.gradients)
     graphdef, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(state)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [_drawn(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    drawn = [
+        _drawn(key, leaf.shape, leaf.dtype, sharding and sharding(_name(path), leaf.shape))
+        for key, (path, leaf) in zip(keys, leaves, strict=True)
+    ]
     model = nnx.merge(graphdef, jax.tree.unflatten(tree, drawn))
     return step.timed(model, config.vocab_size, case.shape, settings.rounds)
 
@@ -361,8 +384,14 @@ def _abstract(kernel: Any, qtype: str) -> qwix.QArray:
     return qwix.QArray(qvalue, scale, None, qtype if qtype == "nf4" else jnp.dtype(dtype))  # pyright: ignore[reportArgumentType]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _name(path: Sequence[Any]) -> str:
+    """Returns the path of a parameter, without those of its own arrays."""
+    names = (getattr(key, "key", None) for key in path)
+    return "/".join(name for name in names if isinstance(name, str))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
     """Returns random codes or random weights; all matrices of a stack are the same."""
     matrix = shape[-2:]
     if jnp.dtype(dtype).itemsize == 1:
@@ -371,7 +400,8 @@ def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         values = jnp.full(matrix, 0.02)
     else:
         values = 0.02 * jax.random.normal(key, matrix, jnp.float32)
-    return jnp.broadcast_to(values.astype(dtype), shape)
+    values = jnp.broadcast_to(values.astype(dtype), shape)
+    return values if sharding is None else jax.lax.with_sharding_constraint(values, sharding)
 
 
 def _kernel(key: jax.Array, n: int, qtype: str) -> Any:

@@ -25,7 +25,7 @@ from benchmarks.model.adapters import linear_of
 from benchmarks.model.decoder import OPTIMIZER, update
 from benchmarks.model.protocol import LLAMA3
 from benchmarks.results import Row, attempt, milliseconds, with_ratio
-from jax_dora.lm.models import DecoderConfig, activations, make_model, next_token_loss
+from jax_dora.lm.models import CausalLM, DecoderConfig, activations, make_model, next_token_loss
 from jax_dora.lm.models.decoder import step_options
 
 LLAMA_3_8B = DecoderConfig.from_hf(LLAMA3.hf_config(LLAMA3.layers, 8192) | {"model_type": "llama"})
@@ -80,7 +80,7 @@ def _measured(kind: str, budget: Budget, settings: Settings, device: str) -> Row
     return timed(model, config.vocab_size, settings.shape, settings.rounds) | row
 
 
-def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: int) -> Row:
+def timed(model: CausalLM, vocabulary: int, shape: tuple[int, int], rounds: int) -> Row:
     """Returns the wall time, memory and loss of optimizer steps of a model's adapters.
 
     Args:
@@ -88,11 +88,16 @@ def timed(model: nnx.Module, vocabulary: int, shape: tuple[int, int], rounds: in
       rounds: number of timed steps, after two that are not timed.
     """
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    state = OPTIMIZER.init(trained)
+    state, options = OPTIMIZER.init(trained), {}
     drawn = np.random.default_rng(0).integers(0, vocabulary, shape)
     tokens = jnp.asarray(drawn, jnp.int32)
+    if (sharding := model.config.sharding) is not None:
+        tokens, state = jax.device_put(tokens, sharding.rows), sharding.placed(state)
+        kept = jax.tree.map(lambda array: array.sharding, (trained, state))
+        options = {"out_shardings": (None, *kept)}
     begin = time.monotonic()
-    step = jax.jit(functools.partial(update, graphdef, _mean_loss), donate_argnums=(0, 2))
+    make = functools.partial(update, graphdef, _mean_loss)
+    step = jax.jit(make, donate_argnums=(0, 2), **options)
     run = step.lower(trained, frozen, state, tokens).compile(dict(step_options(model)))
     memory: Any = run.memory_analysis()
     arrays = (
