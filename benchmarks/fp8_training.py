@@ -5,7 +5,8 @@ The decoder, its text, its pretraining and the settings of a run are those of th
 variant of the base, of activations and of gradients, from several seeds, which change the adapter's
 first values and the order of the text. Kernels of formats that are dequantised for a product are
 dequantised in advance, so that they share the program of bf16. Adapters are computed by XLA, whose
-programs are compiled fastest. Nothing is timed.
+programs are compiled fastest. Nothing is timed. While a variant runs, XLA cannot time kernels for
+the next one: on a GPU, XLA_FLAGS=--xla_gpu_autotune_level=0 lets it compile without.
 
 One line is one run: the loss of held-out text at the end (`held_out`), and the mean and the largest
 difference between the losses of a step and those of bf16 with the same seed (`mean_apart`,
@@ -115,8 +116,8 @@ class _Runs(NamedTuple):
     Attributes:
       before, after: the loss of held-out text of each run.
       losses: f64[runs, steps].
-      gradients: of the adapter `end`, by path.
-      end: the adapter that the first run of bf16 ends with.
+      gradients: of the first of the adapters `end`, by path.
+      end: the adapters that the runs of bf16 end with, stacked.
     """
 
     before: list[float]
@@ -130,17 +131,17 @@ class _Work(NamedTuple):
     """The runs of one variant, which differ by their seed.
 
     Attributes:
-      programs: being compiled; the first runs the steps of one run, the second returns the loss of
-        held-out text and the gradient of one adapter for one batch.
-      adapters: of each run.
+      programs: being compiled; the first runs the steps of all runs, the second returns the losses
+        of held-out text of all runs and the gradient of the first adapter for one batch.
+      adapters: of all runs, stacked.
       frozen: the base.
-      where: i32[steps, rows] of each run, the starts of the rows of text.
+      where: i32[runs, steps, rows], the starts of the rows of text.
     """
 
     programs: tuple[Future[Any], ...]
-    adapters: list[Any]
+    adapters: Any
     frozen: Any
-    where: list[np.ndarray]
+    where: np.ndarray
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
@@ -165,17 +166,18 @@ def _runs(folder: Path, sizes: Decoder, settings: Settings) -> Iterator[Row]:
         for variant in variants:
             model = _model(folder, sizes, variant)
             graphdef, fresh, frozen = nnx.split(model, nnx.LoRAParam, ...)
+            drawn = [_drawn(fresh, seed) for seed in range(settings.seeds)]
+            adapters = jax.tree.map(lambda *arrays: jnp.stack(arrays), *drawn)
             key = graphdef, variant.with_head, variant.is_stochastic
             if key not in programs:
                 with _rounding(variant):
-                    lowered = _lowered(graphdef, fresh, frozen, variant, sizes)
+                    lowered = _lowered(graphdef, adapters, frozen, variant, sizes)
                 programs[key] = tuple(pool.submit(one.compile) for one in lowered)
-            adapters = [_drawn(fresh, seed) for seed in range(settings.seeds)]
             where = [
                 starts(text().adapter, (sizes.steps, sizes.rows), sizes.length, 1 + seed)
                 for seed in range(settings.seeds)
             ]
-            work = _Work(programs[key], adapters, frozen, where)
+            work = _Work(programs[key], adapters, frozen, np.stack(where))
             future = pool.submit(_run, work, sizes, first)
             first = future if first is None else first
             running.append((variant, future))
@@ -207,7 +209,8 @@ def _rows(runs: _Runs, exact: _Runs, steps: int) -> Iterator[Row]:
 
 def _model(folder: Path, sizes: Decoder, variant: Variant) -> nnx.Module:
     """Returns the base of a variant with a fresh adapter."""
-    base = load_model(folder, dtype=jnp.dtype(sizes.dtype), attention="xla", remat=False)
+    attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    base = load_model(folder, dtype=jnp.dtype(sizes.dtype), attention=attention, remat=False)
     if variant.form is not None:
         quality.quantise(base, variant.form)
     for path, module in nnx.iter_modules(base):
@@ -220,12 +223,12 @@ def _model(folder: Path, sizes: Decoder, variant: Variant) -> nnx.Module:
 
 
 def _drawn(fresh: Any, seed: int) -> Any:
-    """Returns a copy of a fresh adapter with another lora_a, uniform in ±1/sqrt(in) as in PEFT."""
+    """Returns a fresh adapter with another lora_a, uniform in ±1/sqrt(in) as in PEFT."""
     rng = np.random.default_rng((23, seed))
 
     def draw(path: Any, array: jax.Array) -> jax.Array:
         if "lora_a" not in jax.tree_util.keystr(path):
-            return jnp.copy(array)
+            return array
         most = array.shape[-2] ** -0.5
         return jnp.asarray(rng.uniform(-most, most, array.shape), array.dtype)
 
@@ -273,7 +276,7 @@ def _optimizer(sizes: Decoder) -> optax.GradientTransformation:
 
 
 def _lowered(
-    graphdef: Any, adapter: Any, frozen: Any, variant: Variant, sizes: Decoder
+    graphdef: Any, adapters: Any, frozen: Any, variant: Variant, sizes: Decoder
 ) -> tuple[jax.stages.Lowered, ...]:
     mean_loss = _loss_with_head if variant.with_head else training.mean_loss
 
@@ -281,40 +284,39 @@ def _lowered(
         return mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
 
     optimizer, train = _optimizer(sizes), jnp.asarray(text().adapter)
-    run: Any = training.compiled_steps(loss, optimizer, train, sizes.length)
+    run: Any = training.compiled_steps(loss, optimizer, train, sizes.length, stacked=True)
     held_out = jnp.asarray(text().held_out)
     batches = even_starts(text().held_out, sizes.eval_rows, sizes.length)
     batches = jnp.asarray(batches.reshape(-1, min(len(batches), training.EVAL_BATCH)))
     rows = jnp.asarray(starts(text().adapter, (sizes.rows,), sizes.length, 99))
 
-    def evaluate(adapter: Any, frozen: Any) -> tuple[jax.Array, Any]:
+    def evaluate(adapters: Any, frozen: Any) -> tuple[jax.Array, Any]:
         def batch_loss(where: jax.Array) -> jax.Array:
-            return loss(adapter, training.rows_at(held_out, where, sizes.length), frozen)
+            tokens = training.rows_at(held_out, where, sizes.length)
+            return jax.vmap(loss, in_axes=(0, None, None))(adapters, tokens, frozen)
 
+        first = jax.tree.map(lambda array: array[0], adapters)
         tokens = training.rows_at(train, rows, sizes.length)
-        return lax.map(batch_loss, batches).mean(), jax.grad(loss)(adapter, tokens, frozen)
+        return lax.map(batch_loss, batches).mean(0), jax.grad(loss)(first, tokens, frozen)
 
-    where = jax.ShapeDtypeStruct((sizes.steps, sizes.rows), jnp.int32)
+    count = len(jax.tree.leaves(adapters)[0])
+    where = jax.ShapeDtypeStruct((count, sizes.steps, sizes.rows), jnp.int32)
     evaluating: Any = jax.jit(evaluate, compiler_options=training.compiler_options())
-    state = jax.eval_shape(optimizer.init, adapter)
-    return run.lower(adapter, state, frozen, where), evaluating.lower(adapter, frozen)
+    states = jax.eval_shape(jax.vmap(optimizer.init), adapters)
+    return run.lower(adapters, states, frozen, where), evaluating.lower(adapters, frozen)
 
 
 def _run(work: _Work, sizes: Decoder, exact: Future[_Runs] | None) -> _Runs:
     """Runs a variant; the gradients are those of the adapter that the first run of the variant
     `exact` ends with, or of its own."""
     run, evaluate = (program.result() for program in work.programs)
-    init = _optimizer(sizes).init
-    before, ends, losses = [], [], []
-    for adapter, where in zip(work.adapters, work.where, strict=True):
-        before.append(float(evaluate(adapter, work.frozen)[0]))
-        end, _, loss, _ = run(adapter, init(adapter), work.frozen, jnp.asarray(where))
-        ends.append(end)
-        losses.append(np.asarray(loss, np.float64))
-    after = [float(evaluate(end, work.frozen)[0]) for end in ends]
-    end = ends[0] if exact is None else exact.result().end
+    before = evaluate(work.adapters, work.frozen)[0].tolist()
+    states = jax.vmap(_optimizer(sizes).init)(work.adapters)
+    end, _, losses, _ = run(work.adapters, states, work.frozen, jnp.asarray(work.where))
+    after = evaluate(end, work.frozen)[0].tolist()
+    end = end if exact is None else exact.result().end
     gradients = _by_path(evaluate(end, work.frozen)[1])
-    return _Runs(before, after, np.stack(losses), gradients, end)
+    return _Runs(before, after, np.asarray(losses, np.float64), gradients, end)
 
 
 def _loss_with_head(model: Any, tokens: jax.Array) -> jax.Array:
