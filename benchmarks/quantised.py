@@ -85,7 +85,7 @@ class Case(NamedTuple):
       shape: batch and time.
       keep_inner: whether each layer's last projection keeps its inner result for the gradient.
       activations, gradients: the formats of products in FP8.
-      memory: that of `DecoderConfig`.
+      memory, host_memory: those of `DecoderConfig`.
       mesh: the axes and sizes of the mesh; none for one device.
     """
 
@@ -98,6 +98,7 @@ class Case(NamedTuple):
     activations: str | None = None
     gradients: str | None = None
     memory: Any = None
+    host_memory: float = 0.0
     mesh: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -136,15 +137,15 @@ class Settings(NamedTuple):
         Case("8B", LLAMA_3_8B, "LoRA", "nf4", (1, 4096)),
         Case("70B", LLAMA_3_70B, "DoRA", "nf4", (1, 2048)),
         *(
-            Case(name, config, kind, FP8, shape, False, FP8, "float8_e5m2", memory)
+            Case(name, config, kind, FP8, shape, False, FP8, "float8_e5m2", *memory)
             for name, config, shape, memory, kinds in (
-                ("8B", LLAMA_3_8B, (2, 4096), "auto", ("LoRA", "DoRA")),
-                ("70B", LLAMA_3_70B, (1, 4096), 44.0, ("DoRA",)),
+                ("8B", LLAMA_3_8B, (2, 4096), ("auto",), ("LoRA", "DoRA")),
+                ("70B", LLAMA_3_70B, (1, 4096), (44.0, 16.0), ("DoRA",)),
             )
             for kind in kinds
         ),
         *(
-            Case("70B", LLAMA_3_70B, "DoRA", FP8, shape, False, FP8, "float8_e5m2", 60.0, mesh)
+            Case("70B", LLAMA_3_70B, "DoRA", FP8, shape, False, FP8, "float8_e5m2", 60.0, 0.0, mesh)
             for shape, mesh in (((2, 4096), (("fsdp", 2),)), ((1, 4096), (("tp", 2),)))
         ),
     )
@@ -170,7 +171,7 @@ TINY = Settings(
     decoding=bank.TINY._replace(only=("base", "DoRA")),
     cases=(
         Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16), keep_inner=True),
-        Case("tiny", TINY_DECODER, "LoRA", FP8, (1, 16), False, FP8, "float8_e5m2", "auto"),
+        Case("tiny", TINY_DECODER, "LoRA", FP8, (1, 16), False, FP8, "float8_e5m2", None, 1.0),
     ),
     memory=(Case("tiny", TINY_DECODER, "DoRA", "int8", (1, 16)),),
 )
@@ -198,6 +199,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             formats = {"activations": case.activations, "gradients": case.gradients}
             row |= {name: qtype for name, qtype in formats.items() if qtype}
             row |= dict(case.mesh)
+            row |= {"host_memory": case.host_memory} if case.host_memory else {}
             row = attempt(row, functools.partial(_step, case, settings, device))
             is_same = lora is not None and lora._replace(kind=case.kind) == case
             yield with_ratio(row, of_lora if is_same else None, "over_lora")
@@ -350,8 +352,8 @@ def _step(case: Case, settings: Settings, device: str) -> Row:
     if case.mesh:
         devices = jax.devices()[: case.devices]
         sharding = DecoderSharding.over(**dict(case.mesh), devices=devices)
-    options = {"attention": attention, "memory": case.memory, "sharding": sharding}
-    config = dataclasses.replace(case.config, **options)
+    memory = {"memory": case.memory, "host_memory": case.host_memory}
+    config = dataclasses.replace(case.config, attention=attention, sharding=sharding, **memory)
     make = functools.partial(make_model, config)
     model = nnx.eval_shape(functools.partial(make, linear=linear_of(case.kind, settings.rank)))
     if case.keep_inner:

@@ -54,6 +54,7 @@ def check(x, codes, scales, columns=None, qtype=QTYPE):
         ((37, 128), jnp.bfloat16, Config(tile_bytes=1024, stages=3)),  # the last tile is ragged
         ((2, 3, 384), jnp.float16, None),  # chunks of less than a thread block's numbers
         ((3, 3584), jnp.bfloat16, Config(blocks_per_sm=1)),
+        slow((5, 28672), jnp.bfloat16, None),
     ],
 )
 def test_agrees_with_numpy(on_mosaic, shape, dtype, config):
@@ -103,7 +104,8 @@ def test_refuses_with_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("in_features", "qtype"), [slow(768, None), (16384, None), (1024, E5M2), (14336, QTYPE)]
+    ("in_features", "qtype"),
+    [slow(768, None), (16384, None), (1024, E5M2), (14336, QTYPE), (28672, E5M2)],
 )
 def test_lowers_for_hopper(in_features, qtype):
     options = {"config": row_codes.config(4096, in_features, jnp.bfloat16), "sm_count": 132}
@@ -116,7 +118,7 @@ def test_lowers_for_hopper(in_features, qtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", [(4096, 8192), (4100, 768), (33, 16384), (8, 128)])
+@pytest.mark.parametrize("shape", [(4096, 8192), (4100, 768), (333, 28672), (33, 16384), (8, 128)])
 def test_agrees_at_full_size(shape, dtype):
     x = rows_of(*shape, dtype)
     check(x, *map(np.asarray, run(x, sm_count=132)))
