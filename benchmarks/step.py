@@ -88,7 +88,8 @@ def timed(model: CausalLM, vocabulary: int, shape: tuple[int, int], rounds: int)
       rounds: number of timed steps, after two that are not timed.
     """
     graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-    state, options = OPTIMIZER.init(trained), {}
+    state = OPTIMIZER.init(trained)
+    options: dict[str, Any] = {}
     drawn = np.random.default_rng(0).integers(0, vocabulary, shape)
     tokens = jnp.asarray(drawn, jnp.int32)
     if (sharding := model.config.sharding) is not None:
