@@ -26,84 +26,30 @@ size of the kernel. A step is timed by wall time: `ms`, `tokens_per_s` and XLA's
 so is decoding, by layer.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import qwix
 from flax import nnx
 
 import jax_dora
-from benchmarks import bank, step
+from benchmarks import bank, quantised_steps
 from benchmarks.bank_adapters import bytes_read, draw_ids
 from benchmarks.bank_programs import Stack
 from benchmarks.clock import kernel_time
-from benchmarks.model.adapters import linear_of
+from benchmarks.quantised_steps import TILE, Case
 from benchmarks.results import Row, attempt, with_ratio
-from benchmarks.step import LLAMA_3_8B, TINY_DECODER
+from benchmarks.step import TINY_DECODER
 from benchmarks.work import matches
 from jax_dora import ops
-from jax_dora.layers.quantised_kernel import compute_quantised
-from jax_dora.lm.models import DecoderConfig, make_model
-from jax_dora.lm.models.sharding import DecoderSharding
 from jax_dora.ops import linear, quantised, row_scaled, weight_only
 from jax_dora.ops.operands import ProductSettings
 from jax_dora.ops.rounding import round_to
 
 FORMATS, FP8 = ("bf16", *quantised.FORMATS), row_scaled.QTYPE
-LLAMA_3_70B = dataclasses.replace(
-    LLAMA_3_8B,
-    hidden_size=8192,
-    intermediate_size=28_672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-)
-QWEN_3_14B = dataclasses.replace(
-    LLAMA_3_8B,
-    vocab_size=151_936,
-    hidden_size=5120,
-    intermediate_size=17_408,
-    num_hidden_layers=40,
-    num_attention_heads=40,
-)
-QWEN_3_32B = dataclasses.replace(
-    QWEN_3_14B, intermediate_size=25_600, num_hidden_layers=64, num_attention_heads=64
-)
-TILE = 64
-
-
-class Case(NamedTuple):
-    """A whole step.
-
-    Attributes:
-      kind: "LoRA" or "DoRA".
-      qtype: format of the base's projections.
-      shape: batch and time.
-      keep_inner: whether each layer's last projection keeps its inner result for the gradient.
-      activations, gradients: the formats of products in FP8.
-      memory, host_memory: those of `DecoderConfig`.
-      mesh: the axes and sizes of the mesh; none for one device.
-    """
-
-    name: str
-    config: DecoderConfig
-    kind: str
-    qtype: str
-    shape: tuple[int, int]
-    keep_inner: bool = False
-    activations: str | None = None
-    gradients: str | None = None
-    memory: Any = None
-    host_memory: float = 0.0
-    mesh: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def devices(self) -> int:
-        return math.prod(size for _, size in self.mesh)
 
 
 class Settings(NamedTuple):
@@ -130,35 +76,8 @@ class Settings(NamedTuple):
         decoding=(1, 8, 32, 64, 128, 256), only=("base", "DoRA"), rounds=15
     )
     decoded: tuple[str, ...] = ("bf16", "int8", "nf4")
-    cases: tuple[Case, ...] = (
-        Case("8B", LLAMA_3_8B, "DoRA", "bf16", (1, 4096)),
-        Case("8B", LLAMA_3_8B, "DoRA", "nf4", (1, 4096)),
-        Case("8B", LLAMA_3_8B, "DoRA", "nf4", (1, 4096), keep_inner=True),
-        Case("8B", LLAMA_3_8B, "LoRA", "nf4", (1, 4096)),
-        Case("70B", LLAMA_3_70B, "DoRA", "nf4", (1, 2048)),
-        *(
-            Case(name, config, kind, FP8, shape, False, FP8, "float8_e5m2", *memory)
-            for name, config, shape, memory, kinds in (
-                ("8B", LLAMA_3_8B, (2, 4096), ("auto",), ("LoRA", "DoRA")),
-                ("70B", LLAMA_3_70B, (1, 4096), (44.0, 16.0), ("DoRA",)),
-            )
-            for kind in kinds
-        ),
-        *(
-            Case("70B", LLAMA_3_70B, "DoRA", FP8, shape, False, FP8, "float8_e5m2", 60.0, 0.0, mesh)
-            for shape, mesh in (((2, 4096), (("fsdp", 2),)), ((1, 4096), (("tp", 2),)))
-        ),
-    )
-    memory: tuple[Case, ...] = tuple(
-        Case(name, config, "DoRA", qtype, (1, 4096))
-        for name, config, qtypes in (
-            ("8B", LLAMA_3_8B, ("int8", row_scaled.QTYPE)),
-            ("14B", QWEN_3_14B, ("nf4", "int8", row_scaled.QTYPE, "bf16")),
-            ("32B", QWEN_3_32B, ("nf4", "int8", row_scaled.QTYPE, "bf16")),
-            ("70B", LLAMA_3_70B, ("nf4",)),
-        )
-        for qtype in qtypes
-    )
+    cases: tuple[Case, ...] = quantised_steps.CASES
+    memory: tuple[Case, ...] = quantised_steps.MEMORY
 
 
 TINY = Settings(
@@ -200,7 +119,12 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             row |= {name: qtype for name, qtype in formats.items() if qtype}
             row |= dict(case.mesh)
             row |= {"host_memory": case.host_memory} if case.host_memory else {}
-            row = attempt(row, functools.partial(_step, case, settings, device))
+            row = attempt(
+                row,
+                functools.partial(
+                    quantised_steps.measured, case, settings.rank, settings.rounds, device
+                ),
+            )
             is_same = lora is not None and lora._replace(kind=case.kind) == case
             yield with_ratio(row, of_lora if is_same else None, "over_lora")
             if case.kind == "LoRA":
@@ -344,66 +268,6 @@ def _timed(device: str, row: Row, function: Callable[..., Any], operands: tuple)
         return row | {"failed": "the result is not finite"}
     spread = kernel_time("jax", function, [operands], device)
     return row | {"us": spread.median, "p10": spread.p10, "p90": spread.p90}
-
-
-def _step(case: Case, settings: Settings, device: str) -> Row:
-    attention = "cudnn" if device == "cuda" else "xla"
-    sharding = None
-    if case.mesh:
-        devices = jax.devices()[: case.devices]
-        sharding = DecoderSharding.over(**dict(case.mesh), devices=devices)
-    memory = {"memory": case.memory, "host_memory": case.host_memory}
-    config = dataclasses.replace(case.config, attention=attention, sharding=sharding, **memory)
-    make = functools.partial(make_model, config)
-    model = nnx.eval_shape(functools.partial(make, linear=linear_of(case.kind, settings.rank)))
-    if case.keep_inner:
-        model.model.layers.mlp.down_proj.keep_inner = True
-    if case.qtype != "bf16":
-        for _, module in nnx.iter_modules(model):
-            if isinstance(module, nnx.Linear) and hasattr(module, "lora_a"):
-                kernel: Any = _abstract(module.kernel.get_value(), case.qtype)
-                module.kernel.set_value(kernel)
-                compute_quantised(module, case.activations, case.gradients)
-    graphdef, state = nnx.split(model)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [
-        _drawn(key, leaf.shape, leaf.dtype, sharding and sharding(_name(path), leaf.shape))
-        for key, (path, leaf) in zip(keys, leaves, strict=True)
-    ]
-    model = nnx.merge(graphdef, jax.tree.unflatten(tree, drawn))
-    return step.timed(model, config.vocab_size, case.shape, settings.rounds)
-
-
-def _abstract(kernel: Any, qtype: str) -> qwix.QArray:
-    """Returns the shapes and dtypes of a quantised kernel [..., in, out]: of nf4 with tiles, of
-    other formats with a scale for each output feature."""
-    *stack, n_in, n_out = kernel.shape
-    dtype = jnp.uint4 if qtype == "nf4" else qtype
-    tiles = n_in // TILE if qtype == "nf4" else 1
-    scale = jax.ShapeDtypeStruct((*stack, tiles, n_out), jnp.bfloat16)
-    qvalue = jax.ShapeDtypeStruct(kernel.shape, dtype)
-    return qwix.QArray(qvalue, scale, None, qtype if qtype == "nf4" else jnp.dtype(dtype))  # pyright: ignore[reportArgumentType]
-
-
-def _name(path: Sequence[Any]) -> str:
-    """Returns the path of a parameter, without those of its own arrays."""
-    names = (getattr(key, "key", None) for key in path)
-    return "/".join(name for name in names if isinstance(name, str))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    """Returns random codes or random weights; all matrices of a stack are the same."""
-    matrix = shape[-2:]
-    if jnp.dtype(dtype).itemsize == 1:
-        values = jax.random.randint(key, matrix, 0, 16, jnp.uint8)
-    elif len(shape) < 2:
-        values = jnp.full(matrix, 0.02)
-    else:
-        values = 0.02 * jax.random.normal(key, matrix, jnp.float32)
-    values = jnp.broadcast_to(values.astype(dtype), shape)
-    return values if sharding is None else jax.lax.with_sharding_constraint(values, sharding)
 
 
 def _kernel(key: jax.Array, n: int, qtype: str) -> Any:

@@ -5,7 +5,7 @@ import dataclasses
 from flax import nnx
 
 import jax_dora
-from benchmarks.quantised import LLAMA_3_70B, QWEN_3_14B, QWEN_3_32B
+from benchmarks.quantised_steps import LLAMA_3_70B, QWEN_3_14B, QWEN_3_32B
 from benchmarks.results import Row, rows
 from benchmarks.step import LLAMA_3_8B
 from jax_dora.lm.finetune import estimate
