@@ -46,7 +46,8 @@ class Config:
         return next(width for least, width in self.blocks.items() if features >= least)
 
 
-SMALL = Config(blocks={16384: 256, 0: 128}, programs=1056)
+# Each block adds the parts of z again, which wide layers would do most often.
+SMALL = Config(blocks={16384: 512, 0: 128}, programs=1056)
 LARGE = Config(blocks={0: 512}, programs=65536)
 
 
