@@ -5,8 +5,8 @@ The decoder, its text, its pretraining and the settings of a run are those of th
 variant of the base, of activations and of gradients, from several seeds, which change the adapter's
 first values and the order of the text. Kernels of formats that are dequantised for a product are
 dequantised in advance, so that they share the program of bf16. Adapters are computed by XLA, whose
-programs are compiled fastest. Nothing is timed. While a variant runs, XLA cannot time kernels for
-the next one: on a GPU, XLA_FLAGS=--xla_gpu_autotune_level=0 lets it compile without.
+programs are compiled fastest. Nothing is timed, so XLA_FLAGS=--xla_gpu_autotune_level=0 saves the
+time in which XLA times kernels.
 
 One line is one run: the loss of held-out text at the end (`held_out`), and the mean and the largest
 difference between the losses of a step and those of bf16 with the same seed (`mean_apart`,
@@ -20,9 +20,7 @@ arrays of a layer, for each layer from the first on (`least`, `mean`).
 import contextlib
 import re
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,23 +125,6 @@ class _Runs(NamedTuple):
     end: Any
 
 
-class _Work(NamedTuple):
-    """The runs of one variant, which differ by their seed.
-
-    Attributes:
-      programs: being compiled; the first runs the steps of all runs, the second returns the losses
-        of held-out text of all runs and the gradient of the first adapter for one batch.
-      adapters: of all runs, stacked.
-      frozen: the base.
-      where: i32[runs, steps, rows], the starts of the rows of text.
-    """
-
-    programs: tuple[Future[Any], ...]
-    adapters: Any
-    frozen: Any
-    where: np.ndarray
-
-
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each run, and for the gradients of each variant and depth."""
     for sizes in settings.decoders:
@@ -155,38 +136,29 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 
 def _runs(folder: Path, sizes: Decoder, settings: Settings) -> Iterator[Row]:
-    variants = [
-        one for one in settings.variants if one.name == BASE or matches(one.name, settings.only)
+    programs: dict[Any, tuple[jax.stages.Compiled, ...]] = {}
+    exact = None
+    where = [
+        starts(text().adapter, (sizes.steps, sizes.rows), sizes.length, 1 + seed)
+        for seed in range(settings.seeds)
     ]
-    programs: dict[Any, tuple[Future[Any], ...]] = {}
-    running: deque[tuple[Variant, Future[_Runs]]] = deque()
-    exact, first = None, None
-    # A variant is traced and compiled while those before it run.
-    with ThreadPoolExecutor(4) as pool:
-        for variant in variants:
-            model = _model(folder, sizes, variant)
-            graphdef, fresh, frozen = nnx.split(model, nnx.LoRAParam, ...)
-            drawn = [_drawn(fresh, seed) for seed in range(settings.seeds)]
-            adapters = jax.tree.map(lambda *arrays: jnp.stack(arrays), *drawn)
-            key = graphdef, variant.with_head, variant.is_stochastic
-            if key not in programs:
-                with _rounding(variant):
-                    lowered = _lowered(graphdef, adapters, frozen, variant, sizes)
-                programs[key] = tuple(pool.submit(one.compile) for one in lowered)
-            where = [
-                starts(text().adapter, (sizes.steps, sizes.rows), sizes.length, 1 + seed)
-                for seed in range(settings.seeds)
-            ]
-            work = _Work(programs[key], adapters, frozen, np.stack(where))
-            future = pool.submit(_run, work, sizes, first)
-            first = future if first is None else first
-            running.append((variant, future))
-            while running and (running[0][1].done() or variant is variants[-1]):
-                done, future = running.popleft()
-                exact = future.result() if exact is None else exact
-                facts: Row = {"layers": sizes.layers, "hidden": sizes.hidden, "format": done.name}
-                for row in _rows(future.result(), exact, sizes.steps):
-                    yield facts | row
+    for variant in settings.variants:
+        if variant.name != BASE and not matches(variant.name, settings.only):
+            continue
+        model = _model(folder, sizes, variant)
+        graphdef, fresh, frozen = nnx.split(model, nnx.LoRAParam, ...)
+        drawn = [_drawn(fresh, seed) for seed in range(settings.seeds)]
+        adapters = jax.tree.map(lambda *arrays: jnp.stack(arrays), *drawn)
+        key = graphdef, variant.with_head, variant.is_stochastic
+        if key not in programs:
+            with _rounding(variant):
+                lowered = _lowered(graphdef, adapters, frozen, variant, sizes)
+            programs[key] = tuple(one.compile() for one in lowered)
+        runs = _run(programs[key], adapters, frozen, jnp.asarray(np.stack(where)), sizes, exact)
+        exact = runs if exact is None else exact
+        facts: Row = {"layers": sizes.layers, "hidden": sizes.hidden, "format": variant.name}
+        for row in _rows(runs, exact, sizes.steps):
+            yield facts | row
 
 
 def _rows(runs: _Runs, exact: _Runs, steps: int) -> Iterator[Row]:
@@ -306,16 +278,28 @@ def _lowered(
     return run.lower(adapters, states, frozen, where), evaluating.lower(adapters, frozen)
 
 
-def _run(work: _Work, sizes: Decoder, exact: Future[_Runs] | None) -> _Runs:
-    """Runs a variant; the gradients are those of the adapter that the first run of the variant
-    `exact` ends with, or of its own."""
-    run, evaluate = (program.result() for program in work.programs)
-    before = evaluate(work.adapters, work.frozen)[0].tolist()
-    states = jax.vmap(_optimizer(sizes).init)(work.adapters)
-    end, _, losses, _ = run(work.adapters, states, work.frozen, jnp.asarray(work.where))
-    after = evaluate(end, work.frozen)[0].tolist()
-    end = end if exact is None else exact.result().end
-    gradients = _by_path(evaluate(end, work.frozen)[1])
+def _run(
+    programs: tuple[jax.stages.Compiled, ...],
+    adapters: Any,
+    frozen: Any,
+    where: jax.Array,
+    sizes: Decoder,
+    exact: _Runs | None,
+) -> _Runs:
+    """Trains the adapters of all runs, stacked, over a base. The gradients are those of the adapter
+    that the first run of the variant `exact` ends with, or of its own.
+
+    Args:
+      programs: the first runs the steps of all runs, the second returns the losses of held-out text
+        of all runs and the gradient of the first adapter for one batch.
+      where: i32[runs, steps, rows], the starts of the rows of text.
+    """
+    run, evaluate = programs
+    before = evaluate(adapters, frozen)[0].tolist()
+    end, _, losses, _ = run(adapters, jax.vmap(_optimizer(sizes).init)(adapters), frozen, where)
+    after = evaluate(end, frozen)[0].tolist()
+    end = end if exact is None else exact.end
+    gradients = _by_path(evaluate(end, frozen)[1])
     return _Runs(before, after, np.asarray(losses, np.float64), gradients, end)
 
 

@@ -1,9 +1,9 @@
 """Chooses which activations of a layer are kept from the forward to the backward pass.
 
-The others are copied to the host's memory and back, or recomputed in the backward pass. A layer has
-few `Activation`s, so the best set within a memory budget is found by trying every set: the best one
-saves the most recomputation. The cost of recomputation is counted in FLOPs. Moving bytes costs as
-many FLOPs as a Hopper GPU computes in the same time, `FLOPS_PER_BYTE`.
+The others are recomputed in the backward pass. A layer has few `Activation`s, so the best set
+within a memory budget is found by trying every set: the best one saves the most recomputation. The
+cost of recomputation is counted in FLOPs. Moving bytes costs as many FLOPs as a Hopper GPU computes
+in the same time, `FLOPS_PER_BYTE`.
 """
 
 import functools
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.ad_checkpoint import name_p
 
 import jax_dora
 from jax_dora.lm.models.config import DecoderConfig
@@ -116,20 +115,6 @@ def plan(config: DecoderConfig, batch: int, time: int) -> tuple[Activation, ...]
     return best(choices, tokens * config.num_hidden_layers, max(budget, 0))
 
 
-def plan_on_host(
-    config: DecoderConfig, batch: int, time: int, kept: Sequence[Activation]
-) -> tuple[Activation, ...]:
-    """Returns the activations to copy to the host's memory, of those that are not `kept`, according
-    to `config.host_memory`."""
-    if config.host_memory < 0:
-        raise ValueError(f"host_memory is {config.host_memory}; expected at least 0 GiB")
-    if config.host_memory == 0:
-        return ()
-    # `LAST` has no array of its own to copy.
-    choices = [one for one in activations(config, time) if one not in kept and one.name != LAST]
-    return best(choices, batch * time * config.num_hidden_layers, config.host_memory * GIB)
-
-
 def free_memory() -> float:
     """Returns the bytes of device memory that are free while this is traced.
 
@@ -154,63 +139,27 @@ def _working_set(config: DecoderConfig, tokens: int) -> float:
 
 
 @functools.cache
-def policy(
-    kept: tuple[Activation, ...], on_host: tuple[Activation, ...] = ()
-) -> Callable[..., Any]:
+def policy(kept: tuple[Activation, ...]) -> Callable[..., Any]:
     """Returns a policy for `jax.checkpoint`.
 
     It keeps `kept`, with the z of adapters of small rank, and the values that
-    `jax_dora.remat_policy` keeps; `on_host` is kept in the host's memory.
+    `jax_dora.remat_policy` keeps.
     """
-    if on_host:
-        return _policy_on_host(policy(kept), on_host)
     names = [one.name for one in kept if not one.width and one.name != LAST]
     base_policy = jax_dora.remat_policy(*names)
-    has_kept = _is_one_of(kept)
+    widths = {one.width for one in kept if one.width}
+    keeps_attention = any(one.name == ATTENTION for one in kept)
 
     def is_kept(primitive: Any, *operands: Any, **params: Any) -> Any:
-        if has_kept(primitive, operands, params):
+        name = params.get("name")
+        if name == RESULT_NAME and operands[0].shape[-1] in widths:
             return True
-        if params.get("name") == Z_NAME and kept and operands[0].shape[-1] <= MOST_Z_FEATURES:
+        if name == Z_NAME and kept and operands[0].shape[-1] <= MOST_Z_FEATURES:
+            return True
+        if keeps_attention and primitive.name in ATTENTION_PRIMITIVES:
             return True
         return base_policy(primitive, *operands, **params)
 
     if any(one.name == LAST for one in kept):
-        AUTOMATIC_POLICIES.add(is_kept)
-    return is_kept
-
-
-def _is_one_of(chosen: Sequence[Activation]) -> Callable[[Any, Any, Any], bool]:
-    """Returns whether an operation computes one of these activations, or gives it its name."""
-    names = {one.name for one in chosen if not one.width and one.name != LAST}
-    widths = {one.width for one in chosen if one.width}
-
-    def is_one(primitive: Any, operands: Any, params: Any) -> bool:
-        name = params.get("name")
-        if name == RESULT_NAME:
-            return operands[0].shape[-1] in widths
-        return name in names or (ATTENTION in names and primitive.name in ATTENTION_PRIMITIVES)
-
-    return is_one
-
-
-def _policy_on_host(
-    others: Callable[..., Any], on_host: tuple[Activation, ...]
-) -> Callable[..., Any]:
-    """Returns the policy `others`, except that `on_host` is kept in the host's memory."""
-    is_one = _is_one_of(on_host)
-    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(),
-        names_which_can_be_offloaded=(ATTENTION,),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-
-    def is_kept(primitive: Any, *operands: Any, **params: Any) -> Any:
-        if is_one(primitive, operands, params):
-            return offload(name_p, name=ATTENTION)  # the policy's answer for what it moves
-        return others(primitive, *operands, **params)
-
-    if others in AUTOMATIC_POLICIES:
         AUTOMATIC_POLICIES.add(is_kept)
     return is_kept

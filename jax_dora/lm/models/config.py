@@ -14,16 +14,7 @@ from jax_dora.lm.models.sharding import SHARDED_SIZES, DecoderSharding
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Fields of a `DecoderConfig` that say how to compute and are not determined by config.json.
-COMPUTATION = (
-    "dtype",
-    "attention",
-    "segments",
-    "remat",
-    "memory",
-    "host_memory",
-    "unroll",
-    "sharding",
-)
+COMPUTATION = ("dtype", "attention", "segments", "remat", "memory", "unroll", "sharding")
 DTYPES = {
     "bfloat16": jnp.bfloat16,
     "float16": jnp.float16,
@@ -59,8 +50,6 @@ class DecoderConfig:
       memory: GiB of further activations to keep, for all layers together, split equally among the
         layers. The activations that take longest to recompute are kept first. "auto" uses the
         device memory that is free while the program is traced; None keeps no more.
-      host_memory: GiB of the host's memory for activations that `memory` has no room for. They are
-        copied there in the forward pass and back in the backward pass, while layers are computed.
       unroll: whether the program contains each layer separately instead of a loop over the layers.
         A loop copies each layer's weights out of the stacked array. Without the loop training is a
         few percent faster and generation much faster, but compile time grows with the number of
@@ -91,7 +80,6 @@ class DecoderConfig:
     segments: int | None = None
     remat: bool = True
     memory: float | Literal["auto"] | None = None
-    host_memory: float = 0.0
     unroll: bool = False
     sharding: DecoderSharding | None = None
 

@@ -76,11 +76,9 @@ class Decoder(nnx.Module):
         config = self.config
         if config.remat:
             batch = math.ceil(x.shape[0] / config.row_shards)
-            kept = activations.plan(config, batch, x.shape[1])
-            on_host = activations.plan_on_host(config, batch, x.shape[1], kept)
-            policy = activations.policy(kept, on_host)
+            kept = activations.policy(activations.plan(config, batch, x.shape[1]))
             # Inside a scan, common-subexpression elimination cannot undo the rematerialisation.
-            one_layer = jax.checkpoint(one_layer, policy=policy, prevent_cse=config.unroll)
+            one_layer = jax.checkpoint(one_layer, policy=kept, prevent_cse=config.unroll)
         if config.unroll:
             layers = unstacked((streams, arrays), config.num_hidden_layers)
             x, streams = unrolled_scan(one_layer, x, layers)

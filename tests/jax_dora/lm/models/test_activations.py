@@ -44,10 +44,9 @@ def readings(function, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unroll", [False, True])
-@pytest.mark.parametrize("where", ["memory", "host_memory"])
-def test_what_is_kept_changes_no_gradient(where, unroll):
+def test_what_is_kept_changes_no_gradient(unroll):
     expected, adapters = gradient_of(CONFIG)
-    found, _ = gradient_of(dataclasses.replace(CONFIG, **{where: 1.0}, unroll=unroll))
+    found, _ = gradient_of(dataclasses.replace(CONFIG, memory=1.0, unroll=unroll))
     for a, b in zip(
         jax.tree.leaves(jax.jit(found)(adapters)),
         jax.tree.leaves(jax.jit(expected)(adapters)),
@@ -70,42 +69,6 @@ def test_a_kept_result_is_not_computed_again(bias):
         counts[memory] = [shapes.count(shape) for shape in ((24, 40), (40, 24), (32, 24))]
     assert counts[None] == [6, 3, 3]
     assert counts[1.0] == [4, 2, 2]
-
-
-def copies(function, *arguments):
-    """Returns the shapes of arrays that are copied, by the kind of memory that they go to."""
-    found = [one for one in equations(function, *arguments) if one.primitive.name == "device_put"]
-    return {
-        kind: sorted(
-            var.aval.shape
-            for one in found
-            for var, to in zip(one.outvars, one.params["devices"], strict=True)
-            if kind in repr(to).lower()
-        )
-        for kind in ("host", "device")
-    }
-
-
-def test_results_on_the_host():
-    """What `memory` has no room for goes there and back, and is not computed again: here the
-    results of all projections but the last."""
-    size = 2 * 17 * CONFIG.num_hidden_layers * 4 * CONFIG.hidden_size
-    config = dataclasses.replace(CONFIG, memory=size / GIB, host_memory=1.0)
-    function, adapters = gradient_of(config)
-    shapes = readings(function, adapters)
-    assert [shapes.count(shape) for shape in ((24, 40), (40, 24), (32, 24))] == [4, 2, 2]
-    widths = {shape[-1] for shape in copies(function, adapters)["host"]}
-    assert widths == {16, 24, 32, 40}
-    assert copies(*gradient_of(CONFIG))["host"] == []
-
-
-def test_the_best_results_go_to_the_host():
-    kept = activations.plan(CONFIG, 2, 17)
-    size = 2 * 17 * CONFIG.num_hidden_layers * 4 * 2 * CONFIG.intermediate_size
-    for budget, widths in ((0, []), (size, [40]), (size - 1, [16, 32])):
-        config = dataclasses.replace(CONFIG, host_memory=budget / GIB)
-        chosen = activations.plan_on_host(config, 2, 17, kept)
-        assert sorted(one.width for one in chosen) == sorted(widths)
 
 
 def test_the_last_result_is_kept_before_any_other():
@@ -194,8 +157,6 @@ def test_what_is_in_use_is_not_planned_with(monkeypatch):
 def test_negative_budget():
     with pytest.raises(ValueError, match="memory is -1; expected at least 0 GiB, or 'auto'"):
         activations.plan(dataclasses.replace(CONFIG, memory=-1), 1, 8)
-    with pytest.raises(ValueError, match="host_memory is -1; expected at least 0 GiB"):
-        activations.plan_on_host(dataclasses.replace(CONFIG, host_memory=-1), 1, 8, ())
 
 
 def test_a_device_that_does_not_tell_keeps_nothing():
