@@ -90,7 +90,7 @@ TINY = Settings(
     decoding=bank.TINY._replace(only=("base", "DoRA")),
     cases=(
         Case("tiny", TINY_DECODER, "DoRA", "nf4", (1, 16), keep_inner=True),
-        Case("tiny", TINY_DECODER, "LoRA", FP8, (1, 16), False, FP8, "float8_e5m2", None, 1.0),
+        Case("tiny", TINY_DECODER, "LoRA", FP8, (1, 16), False, FP8, "float8_e5m2", "auto"),
     ),
     memory=(Case("tiny", TINY_DECODER, "DoRA", "int8", (1, 16)),),
 )
@@ -118,7 +118,6 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             formats = {"activations": case.activations, "gradients": case.gradients}
             row |= {name: qtype for name, qtype in formats.items() if qtype}
             row |= dict(case.mesh)
-            row |= {"host_memory": case.host_memory} if case.host_memory else {}
             row = attempt(
                 row,
                 functools.partial(

@@ -50,7 +50,7 @@ class Case(NamedTuple):
       shape: batch and time.
       keep_inner: whether each layer's last projection keeps its inner result for the gradient.
       activations, gradients: the formats of products in FP8.
-      memory, host_memory: those of `DecoderConfig`.
+      memory: that of `DecoderConfig`.
       mesh: the axes and sizes of the mesh; none for one device.
     """
 
@@ -63,7 +63,6 @@ class Case(NamedTuple):
     activations: str | None = None
     gradients: str | None = None
     memory: Any = None
-    host_memory: float = 0.0
     mesh: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -81,7 +80,7 @@ CASES = (
     Case("70B", LLAMA_3_70B, "DoRA", "nf4", (1, 2048)),
     _IN_FP8._replace(kind="LoRA"),
     _IN_FP8,
-    _LARGE._replace(memory=44.0, host_memory=16.0),
+    _LARGE._replace(memory=44.0),
     _LARGE._replace(memory=60.0, shape=(2, 4096), mesh=(("fsdp", 2),)),
     _LARGE._replace(memory=60.0, mesh=(("tp", 2),)),
 )
@@ -104,8 +103,8 @@ def measured(case: Case, rank: int, rounds: int, device: str) -> Row:
     if case.mesh:
         devices = jax.devices()[: case.devices]
         sharding = DecoderSharding.over(**dict(case.mesh), devices=devices)
-    memory = {"memory": case.memory, "host_memory": case.host_memory}
-    config = dataclasses.replace(case.config, attention=attention, sharding=sharding, **memory)
+    options = {"attention": attention, "memory": case.memory, "sharding": sharding}
+    config = dataclasses.replace(case.config, **options)
     make = functools.partial(make_model, config)
     model = nnx.eval_shape(functools.partial(make, linear=linear_of(case.kind, rank)))
     if case.keep_inner:
