@@ -36,6 +36,7 @@ from dora_common.triton.rings import (
     stages,
     tiles,
     turn,
+    wait_for_turn,
 )
 
 
@@ -80,7 +81,7 @@ def kernel(
         inners = gl.allocate_shared_memory(half, [2, 64, 64], tile)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     base_full, base_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
-    ring = (factors, full, empty)
+    ring = (factors, full, empty, barriers(2, 1))
     base_ring = (slots, inners, base_full, base_empty)
     vectors = (g_ptr, bias_ptr, scale)
     counts: gl.constexpr = (SLICES, STAGES, SLOTS)
@@ -98,7 +99,7 @@ def kernel(
 @jit
 def _fetch(ring, base_ring, walk, base, z, b, COUNTS: gl.constexpr):
     """Fetches the strip of z, a stage for each group, and then the tiles of base and B."""
-    factors, full, empty = ring
+    factors, full, empty, _ = ring
     slots, _, base_full, base_empty = base_ring
     split, splits, steps, top = walk
     slices: gl.constexpr = COUNTS[0]
@@ -139,7 +140,7 @@ def _compose(
     GROUP: gl.constexpr,
 ):
     """Composes a group's 64 rows."""
-    factors, full, empty = ring
+    factors, full, empty, turns = ring
     slots, inners, base_full, base_empty = base_ring
     split, splits, steps, top = walk
     g_ptr, bias_ptr, scale = vectors
@@ -165,10 +166,12 @@ def _compose(
         g = gl.expand_dims(g.to(gl.float32), 0)
         stage, phase = turn(step + 2, COUNTS[1])
         mbarrier.wait(full.index(stage), phase)
+        wait_for_turn(turns, step, GROUP)
         lora = gl.zeros((64, 64), gl.float32, layout)
         for k in gl.static_range(slices):
             b = factors.index(stage * slices + k)
             lora = warpgroup_mma(strip[k], b, lora, use_acc=k > 0, is_async=True)
+        mbarrier.arrive(turns.index(1 - GROUP), count=1)
         # The results of the step before were written, and their tiles are free.
         tma.store_wait(0)
         mbarrier.arrive(base_empty.index((step + size - 1) % size), count=1, pred=step > 0)

@@ -33,6 +33,7 @@ from dora_common.triton.rings import (
     stages,
     tiles,
     turn,
+    wait_for_turn,
 )
 
 
@@ -79,7 +80,7 @@ def kernel(
     weight_type: gl.constexpr = weight_ptr.dtype.element_ty
     weights = gl.allocate_shared_memory(weight_type, [STAGES * 2, WIDTH, 64], tile)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
-    ring = (factors, weights, full, empty)
+    ring = (factors, weights, full, empty, barriers(2, 1))
     walk = (split, splits, steps, top)
     vectors = (unit_a_ptr, unit_b_ptr, scale, partial_ptr)
     sizes = (in_features, out_features)
@@ -98,7 +99,7 @@ def kernel(
 @jit
 def _fetch(ring, walk, w, a, b, COUNTS: gl.constexpr):
     """Fetches the strip of B, a stage for each group, and then the tiles of A and W."""
-    factors, weights, full, empty = ring
+    factors, weights, full, empty, _ = ring
     split, splits, steps, top = walk
     slices: gl.constexpr = COUNTS[1]
     held: gl.constexpr = slices * COUNTS[0]
@@ -127,7 +128,7 @@ def _fetch(ring, walk, w, a, b, COUNTS: gl.constexpr):
 @jit
 def _add_up(ring, walk, vectors, sizes, COUNTS: gl.constexpr, GROUP: gl.constexpr):
     """Adds the squares of a group's 64 features up."""
-    factors, weights, full, empty = ring
+    factors, weights, full, empty, turns = ring
     split, splits, steps, top = walk
     unit_a_ptr, unit_b_ptr, scale, partial_ptr = vectors
     in_features, out_features = sizes
@@ -159,6 +160,7 @@ def _add_up(ring, walk, vectors, sizes, COUNTS: gl.constexpr, GROUP: gl.constexp
             index = (step * splits + split) * width + gl.arange(0, width, gl.SliceLayout(0, layout))
             unit_a = gl.load(unit_a_ptr + index, mask=index < in_features, other=0.0)
         mbarrier.wait(full.index(stage), phase)
+        wait_for_turn(turns, step, GROUP)
         product = gl.zeros((64, width), gl.float32, layout)
         for k in gl.static_range(held):
             a = factors.index(stage * held + k).permute((1, 0))
@@ -166,6 +168,7 @@ def _add_up(ring, walk, vectors, sizes, COUNTS: gl.constexpr, GROUP: gl.constexp
             for piece in gl.static_range(1 if k >= slices else pieces):
                 b = strip[k % slices + piece * slices]
                 product = warpgroup_mma(b, a, product, use_acc=k + piece > 0, is_async=True)
+        mbarrier.arrive(turns.index(1 - GROUP), count=1)
         weight = weights.index(stage * 2 + GROUP).permute((1, 0)).load(layout).to(gl.float32)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage), count=1)

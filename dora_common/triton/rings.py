@@ -88,6 +88,13 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @jit
+def wait_for_turn(turns, step, GROUP: gl.constexpr):
+    """Waits until the other group has started its products of the tile before: the first group's
+    of the step before, or the second group's of this step."""
+    mbarrier.wait(turns.index(GROUP), (step + 1 - GROUP) & 1)
+
+
+@jit
 def tiles(pointer, rows, columns, LAYOUT: gl.constexpr, HEIGHT: gl.constexpr = 64):
     """Describes the tiles [HEIGHT, 64] of an array [rows, columns]."""
     return tma.make_tensor_descriptor(pointer, [rows, columns], [columns, 1], [HEIGHT, 64], LAYOUT)
