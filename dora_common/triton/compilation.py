@@ -25,7 +25,7 @@ class Compiled:
     """A compiled kernel.
 
     Attributes:
-        name: its name in `ptx`.
+        name: its name in `ptx`, which is that of its module.
         ptx, cubin: its code, for the driver, without debug information, and for the card.
         threads: per program, also those that only fetch tiles.
         shared_bytes: the shared memory of a program.
@@ -90,8 +90,12 @@ def compiled(
     declared = re.search(r"\.entry [^(]*\((.*?)\)\s", ptx, re.DOTALL)
     assert declared is not None
     assert declared[1].count(".param") == len(types) + UNREAD_PARAMETERS
+    # Profiles show this name, and all modules call their kernel so.
+    name, module = found.metadata.name, kernel.fn.__module__.rpartition(".")[2]
+    if name == "kernel":
+        name, ptx = module, re.sub(r"(\.entry )kernel\b", rf"\1{module}", ptx)
     return Compiled(
-        name=found.metadata.name,
+        name=name,
         ptx=_without_debug_information(ptx),
         cubin=found.asm["cubin"],
         threads=32 * found.metadata.num_warps,
