@@ -15,12 +15,11 @@ import triton.language as tl
 from dora_common.triton.disentangled_scores import (
     LOG2E,
     MASKED,
-    kept,
     product,
-    row_hash,
     rows_of,
     scores,
 )
+from dora_common.triton.dropout_mask import kept, row_hash
 from dora_common.triton.jit import jit
 
 _LOG2E = tl.constexpr(LOG2E)

@@ -1,4 +1,4 @@
-"""What both passes of disentangled attention share: a tile of scores, and the mask of dropout.
+"""What both passes of disentangled attention share: a tile of scores.
 
     s_ij = (q_i·k_j + C_ij + P_ji)·scale        C_ij = q_i·K[c(i-j)], P_ji = k_j·Q[c(i-j)]
 
@@ -15,6 +15,9 @@ from dora_common.triton.jit import WIDEN, cdiv, jit
 # Of keys that the mask leaves out: finite, so that a row without any key attends to all alike.
 MASKED = tl.constexpr(-1e30)
 LOG2E = 1.4426950408889634
+# The rows of a program that reads or writes along diagonals are this far apart: then all of their
+# diagonals begin at a multiple of it, and are read in vectors, though neighbouring rows' are not.
+STEP = tl.constexpr(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +55,13 @@ def square(base_ptr, row, column, TIME: tl.constexpr, PITCH: tl.constexpr):
 
 
 @jit
-def diagonals(a, n, ROWS: tl.constexpr, TIME: tl.constexpr, PITCH: tl.constexpr):
-    """Returns the offsets [a, n] of the elements [a, a + n - (time - 1)] of an array [time, pitch]
-    of one head, and which of them exist; ``a`` begins at a multiple of its size, ROWS."""
-    b = a[:, None] + n[None, :] - (TIME - 1)
-    # In 64 bits, the offsets of a thread's elements differ by constants that the compiler knows.
-    at = a.to(tl.int64)[:, None] * (PITCH + 1) + n.to(tl.int64)[None, :] - (TIME - 1)
-    inside = b.to(tl.uint32) < TIME
-    if TIME % ROWS:
-        inside &= (a < TIME)[:, None]
-    return at, inside
+def diagonals(lowest, start, r, m, TIME: tl.constexpr, PITCH: tl.constexpr):
+    """Returns the offsets [r, m] of the elements [a, b] of an array [time, pitch] of one head, and
+    which of them exist, for rows a = lowest + STEP·r and b = STEP·(start + r) + m."""
+    b = ((start + r) * STEP)[:, None] + m[None, :]
+    # As a sum of multiples of STEP and of the numbers from 0 on, of which Triton makes vectors.
+    at = lowest * PITCH + ((r * (PITCH + 1) + start) * STEP)[:, None] + m[None, :]
+    return at, (lowest + r * STEP < TIME)[:, None] & (b >= 0) & (b < TIME)
 
 
 @jit
@@ -79,29 +79,9 @@ def scores(q, k, c2p_ptr, p2c_ptr, pairs, i, j, TIME: tl.constexpr, PITCH: tl.co
     return product(q, tl.trans(k), s)
 
 
-@jit
-def mix(x):
-    """Returns the 32-bit finalizer of ``jax_dora.ops.dropout``."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@jit
-def row_hash(seed_ptr, row):
-    """Returns the hash of the numbers of rows, as ``jax_dora.ops.dropout.row_hash``."""
-    low = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    high = tl.load(seed_ptr + 1).to(tl.uint32, bitcast=True)
-    return mix(mix(row.to(tl.uint32) ^ low) ^ high)
-
-
-@jit
-def kept(hashed, column, THRESHOLD: tl.constexpr):
-    """Returns which elements of rows with these hashes are kept, as
-    ``jax_dora.ops.dropout.keep_mask``; both have the tile's shape, or one of 1."""
-    pair = (((column >> 6) << 5) | (column & 31)).to(tl.uint32)
-    shift = (((column >> 5) & 1) << 4).to(tl.uint32)
-    return ((mix(hashed ^ pair) >> shift) & 0xFFFF) >= THRESHOLD
+def programs(time: int, rows: int) -> int:
+    """Returns the number of programs that have ``rows`` rows each, STEP apart."""
+    return cdiv(time, rows * STEP.value) * STEP.value
 
 
 def pitch(time: int) -> int:

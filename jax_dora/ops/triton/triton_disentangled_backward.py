@@ -37,7 +37,7 @@ def config(
     if capability != 90 or size > 64 or dtype not in HALVES:  # larger tiles spill registers
         small = Config(rows=32, columns=32, stages=1)
         return Configs(Config(rows=32, columns=32), small, small)
-    return Configs(Config(), Config(stages=3), Config(stages=3))
+    return Configs(Config(stages=3), Config(stages=4), Config(stages=3))
 
 
 @launcher("rate", "capability")
@@ -65,7 +65,7 @@ def launch(
         disentangled_products,
         disentangled_tables,
     )
-    from dora_common.triton.disentangled_scores import pitch
+    from dora_common.triton.disentangled_scores import pitch, programs
     from dora_common.triton.jit import cdiv
 
     batch, time, heads, _ = q.shape
@@ -101,7 +101,7 @@ def launch(
         chosen = config.products
         [dx] = kernel_call(
             disentangled_products.kernel,
-            (cdiv(time, chosen.rows), batch * heads),
+            (programs(time, chosen.rows), batch * heads),
             capability,
             warps=chosen.warps,
             stages=chosen.stages,

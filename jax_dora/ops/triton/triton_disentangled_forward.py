@@ -99,7 +99,7 @@ def launch(
 ) -> tuple[jax.Array | None, ...]:
     """Returns (o, lse, c2p, p2c)."""
     from dora_common.triton import disentangled_forward, disentangled_pairs
-    from dora_common.triton.disentangled_scores import pitch
+    from dora_common.triton.disentangled_scores import pitch, programs
     from dora_common.triton.jit import cdiv
 
     batch, time, heads, _ = q.shape
@@ -110,7 +110,7 @@ def launch(
         chosen = config.pairs
         [y] = kernel_call(
             disentangled_pairs.kernel,
-            (cdiv(time, chosen.rows), batch * heads),
+            (programs(time, chosen.rows), batch * heads),
             capability,
             warps=chosen.warps,
             stages=chosen.stages,

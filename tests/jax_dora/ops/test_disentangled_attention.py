@@ -16,10 +16,12 @@ BATCH, TIME, HEADS, SIZE, BUCKETS = 2, 19, 3, 16, 14
 NAMES = ("q", "k", "v", "pos_key", "pos_query")
 
 
-def drawn(time: int = TIME) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
-    """Arrays by name, the cotangent, the buckets, and a mask with a row of no tokens."""
+def drawn(
+    time: int = TIME, size: int = SIZE
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
+    """Arrays by name, the cotangent, the buckets, and a mask with a row of few tokens."""
     rng = np.random.default_rng(time)
-    shapes = [(BATCH, time, HEADS, SIZE)] * 3 + [(BUCKETS, HEADS, SIZE)] * 2
+    shapes = [(BATCH, time, HEADS, size)] * 3 + [(BUCKETS, HEADS, size)] * 2
     arrays = {n: rng.standard_normal(s) for n, s in zip(NAMES, shapes, strict=True)}
     cotangent = rng.standard_normal(shapes[0])
     buckets = np.sort(rng.integers(0, BUCKETS, 2 * time - 1)).astype(np.int32)
@@ -102,22 +104,35 @@ def test_fp32(rate, implementation):
     assert_near(found, oracle(*inputs, kept), bound)
 
 
-@pytest.mark.usefixtures("on_triton")
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_fp16(implementation):
+def assert_as_near_as_plain(implementation, dtype, time=TIME, size=SIZE):
     """As near to fp64 as the same computation in plain operations, by flash-attention's rule."""
-    arrays, cotangent, buckets, mask = drawn()
-    rounded = {name: np.float16(array) for name, array in arrays.items()}
-    exact = oracle(rounded, np.float16(cotangent), buckets, mask)
-    inputs = rounded, cotangent, buckets, mask, "float16"
-    y, gradients = ours(*inputs, implementation=implementation)
-    plain, plain_gradients = ours(*inputs, implementation="xla")
-    assert y.dtype == jnp.float16
+    arrays, cotangent, buckets, mask = drawn(time, size)
+    *rounded, cotangent = (
+        np.asarray(jnp.asarray(one, dtype), np.float32) for one in (*arrays.values(), cotangent)
+    )
+    inputs = dict(zip(arrays, rounded, strict=True)), cotangent, buckets, mask
+    exact = oracle(*inputs)
+    y, gradients = ours(*inputs, dtype, implementation=implementation)
+    plain, plain_gradients = ours(*inputs, dtype, implementation="xla")
+    assert y.dtype == dtype
     named = {"y": (y, plain, exact[0])}
     named |= {n: (gradients[n], plain_gradients[n], exact[1][n]) for n in NAMES}
     for name, (value, plainly, wanted) in named.items():
         error, theirs = (np.abs(np.float64(x) - wanted).max() for x in (value, plainly))
-        assert error <= tolerances.flash_rule(theirs, np.abs(wanted).max(), "float16"), name
+        assert error <= tolerances.flash_rule(theirs, np.abs(wanted).max(), dtype), name
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_fp16(implementation):
+    assert_as_near_as_plain(implementation, "float16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("time", [200, 512])
+def test_bf16_at_full_size(time):
+    """In the tiles that are launched on a GPU, of which the last one is not whole or all are."""
+    assert_as_near_as_plain("triton", "bfloat16", time, 64)
 
 
 @pytest.mark.usefixtures("on_triton")
