@@ -45,6 +45,8 @@ from jax_dora.ops.triton import (
     triton_few_rows,
     triton_norm,
     triton_quantised_norm,
+    triton_residual_norm_backward,
+    triton_residual_norm_forward,
     triton_swiglu,
 )
 from parity.environment import environment
@@ -163,6 +165,12 @@ def _of_jax(capability: int) -> Iterator[Case]:
             pairs, lse = array(batch, heads, time, time), array(batch, heads, time, dtype=full)
             returned = q, lse, pairs, pairs
             launch(triton_disentangled_backward, call, q, *returned, *taken, **dropout)
+        for features in (512, 1536):
+            taken = *2 * [array(10_240, features)], *2 * [array(features, dtype=full)]
+            seed, options = array(2, dtype=whole), {"epsilon": 1e-7, "rate": 0.1}
+            call = (10_240, features, jnp.bfloat16)
+            launch(triton_residual_norm_forward, call, *taken, seed, **options)
+            launch(triton_residual_norm_backward, call, taken[0], *taken[:3], seed, **options)
     return iter(recorded)
 
 

@@ -1,5 +1,5 @@
 """DoRA as functions of arrays: the factored norm, compose, adapted projections and SwiGLU;
-and attention to an FP8 cache."""
+attention to an FP8 cache; and disentangled attention and layer norm of encoders."""
 
 from jax_dora.ops.compose import compose as compose
 from jax_dora.ops.compose import compose_delta as compose_delta
@@ -16,5 +16,6 @@ from jax_dora.ops.norm import magnitude_scale as magnitude_scale
 from jax_dora.ops.projection import RESULT_NAME as RESULT_NAME
 from jax_dora.ops.projection import Z_NAME as Z_NAME
 from jax_dora.ops.quantised import is_quantised as is_quantised
+from jax_dora.ops.residual_layer_norm import residual_layer_norm as residual_layer_norm
 from jax_dora.ops.saved_inner import AUTOMATIC_POLICIES as AUTOMATIC_POLICIES
 from jax_dora.ops.swiglu import swiglu as swiglu
