@@ -5,74 +5,35 @@ Attributes have the names of Hugging Face's modules: the torch path
 query_proj` here, and a PEFT folder needs no translation.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-import jax_dora
 from jax_dora import ops
 from jax_dora.lm.encoder.encoder_config import DebertaConfig
+from jax_dora.lm.encoder.encoder_layer import (
+    ACTIVATIONS,
+    Dropouts,
+    Layer,
+    dtypes,
+    layer_norm,
+    linear,
+)
 from jax_dora.lm.encoder.relative_positions import buckets_of
 
-ACTIVATIONS = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": jax.nn.gelu,
-    "gelu_pytorch_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "tanh": jnp.tanh,
-}
-# An odd number, so that no two dropouts of a call share a seed.
-NEXT_SEED = 0x9E3779B9
+STEP_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+"""`compiler_options` of `jax.jit` for a training step of an encoder that is not quantised.
 
-
-class Dropouts:
-    """The dropouts of one call, each with a seed that follows from the call's.
-
-    As `StableDropout` of the original, they keep an element with the probability 1 - rate and
-    divide it by that. Masks are computed where they are used, in both passes, and not stored.
-    """
-
-    def __init__(self, seed: jax.Array | None) -> None:
-        self.seed, self.count = seed, 0
-
-    def next(self, rate: float) -> ops.Dropout | None:
-        """Returns the next dropout, or None if nothing is dropped."""
-        if self.seed is None or not rate:
-            return None
-        self.count += 1
-        return ops.Dropout(self.seed + np.uint32(self.count * NEXT_SEED % 2**32), rate)
-
-    def __call__(self, x: jax.Array, rate: float) -> jax.Array:
-        """Returns x after the next dropout."""
-        dropout = self.next(rate)
-        return x if dropout is None else ops.drop(x, dropout.seed, dropout.rate)
-
-
-def _linear(inputs: int, outputs: int, config: DebertaConfig, rngs: nnx.Rngs, **options: Any):
-    kernel_init = nnx.initializers.normal(config.initializer_range)
-    return nnx.Linear(
-        inputs, outputs, kernel_init=kernel_init, **_dtypes(config), rngs=rngs, **options
-    )
+Products are cuBLAS's, which adds biases and other gradients. XLA's choice between cuBLAS and its
+own Triton products does not count the passes over all activations that these additions take
+outside of a product."""
 
 
 def _embed(rows: int, features: int, config: DebertaConfig, rngs: nnx.Rngs) -> nnx.Embed:
     init = nnx.initializers.normal(config.initializer_range)
-    return nnx.Embed(rows, features, embedding_init=init, **_dtypes(config), rngs=rngs)
-
-
-def _layer_norm(config: DebertaConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        config.hidden_size, epsilon=config.layer_norm_eps, **_dtypes(config), rngs=rngs
-    )
-
-
-def _dtypes(config: DebertaConfig) -> dict[str, Any]:
-    return {"dtype": config.dtype, "param_dtype": config.param_dtype or config.dtype}
+    return nnx.Embed(rows, features, embedding_init=init, **dtypes(config), rngs=rngs)
 
 
 class Embeddings(nnx.Module):
@@ -87,8 +48,8 @@ class Embeddings(nnx.Module):
         if config.type_vocab_size > 0:
             self.token_type_embeddings = _embed(config.type_vocab_size, size, config, rngs)
         if size != config.hidden_size:
-            self.embed_proj = _linear(size, config.hidden_size, config, rngs, use_bias=False)
-        self.LayerNorm = _layer_norm(config, rngs)
+            self.embed_proj = linear(size, config.hidden_size, config, rngs, use_bias=False)
+        self.LayerNorm = layer_norm(config, rngs)
         self.config = config
 
     def __call__(
@@ -112,108 +73,6 @@ class Embeddings(nnx.Module):
         return dropouts(x, config.hidden_dropout_prob)
 
 
-class SelfAttention(nnx.Module):
-    """Disentangled self-attention, or without relative positions BERT's."""
-
-    def __init__(self, config: DebertaConfig, rngs: nnx.Rngs) -> None:
-        features = config.num_attention_heads * config.attention_head_size
-        linear = functools.partial(_linear, config.hidden_size, features, config, rngs)
-        self.query_proj, self.key_proj, self.value_proj = linear(), linear(), linear()
-        self.terms = config.pos_att_type if config.relative_attention else ()
-        if self.terms and not config.share_att_key:
-            if "c2p" in self.terms:
-                self.pos_key_proj = linear()
-            if "p2c" in self.terms:
-                self.pos_query_proj = linear()
-        self.config = config
-
-    def __call__(
-        self,
-        x: jax.Array,
-        mask: jax.Array,
-        positions: jax.Array | None,
-        buckets: np.ndarray,
-        dropouts: Dropouts,
-    ) -> jax.Array:
-        config = self.config
-
-        def heads(y: jax.Array) -> jax.Array:
-            return y.reshape(*y.shape[:-1], config.num_attention_heads, -1)
-
-        layers = self.query_proj, self.key_proj, self.value_proj
-        q, k, v = map(heads, jax_dora.apply_layers(layers, x))
-        pos_key = pos_query = None
-        if positions is not None:
-            positions = dropouts(positions, config.hidden_dropout_prob)
-            to_key = self.key_proj if config.share_att_key else getattr(self, "pos_key_proj", None)
-            to_query = (
-                self.query_proj if config.share_att_key else getattr(self, "pos_query_proj", None)
-            )
-            if to_key is not None and "c2p" in self.terms:
-                pos_key = heads(to_key(positions))
-            if to_query is not None and "p2c" in self.terms:
-                pos_query = heads(to_query(positions))
-        dropout = dropouts.next(config.attention_probs_dropout_prob)
-        options: Any = {"dropout": dropout, "implementation": config.attention}
-        attended = ops.disentangled_attention(
-            q, k, v, pos_key, pos_query, buckets, mask=mask, **options
-        )
-        return attended.reshape(*x.shape[:-1], -1)
-
-
-class Output(nnx.Module):
-    """Computes norm(dropout(dense(y)) + x)."""
-
-    def __init__(self, inputs: int, config: DebertaConfig, rngs: nnx.Rngs) -> None:
-        self.dense = _linear(inputs, config.hidden_size, config, rngs)
-        self.LayerNorm = _layer_norm(config, rngs)
-        self.rate = config.hidden_dropout_prob
-
-    def __call__(self, y: jax.Array, x: jax.Array, dropouts: Dropouts) -> jax.Array:
-        return self.LayerNorm(dropouts(self.dense(y), self.rate) + x)
-
-
-class Attention(nnx.Module):
-    """Self-attention and its output."""
-
-    def __init__(self, config: DebertaConfig, rngs: nnx.Rngs) -> None:
-        self.self = SelfAttention(config, rngs)
-        features = config.num_attention_heads * config.attention_head_size
-        self.output = Output(features, config, rngs)
-
-
-class Intermediate(nnx.Module):
-    """Computes act(dense(x))."""
-
-    def __init__(self, config: DebertaConfig, rngs: nnx.Rngs) -> None:
-        self.dense = _linear(config.hidden_size, config.intermediate_size, config, rngs)
-        self.act = config.hidden_act
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return ACTIVATIONS[self.act](self.dense(x))
-
-
-class Layer(nnx.Module):
-    """One layer of the encoder: attention and an MLP, each followed by a norm."""
-
-    def __init__(self, config: DebertaConfig, rngs: nnx.Rngs) -> None:
-        self.attention = Attention(config, rngs)
-        self.intermediate = Intermediate(config, rngs)
-        self.output = Output(config.intermediate_size, config, rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        mask: jax.Array,
-        positions: jax.Array | None,
-        buckets: np.ndarray,
-        dropouts: Dropouts,
-    ) -> jax.Array:
-        attended = self.attention.self(x, mask, positions, buckets, dropouts)
-        x = self.attention.output(attended, x, dropouts)
-        return self.output(self.intermediate(x), x, dropouts)
-
-
 class Convolution(nnx.Module):
     """Adds a convolution of the embeddings to the first layer's result (DeBERTa-v2 xlarge)."""
 
@@ -225,10 +84,10 @@ class Convolution(nnx.Module):
             (width,),
             padding=((width - 1) // 2,),
             feature_group_count=config.conv_groups,
-            **_dtypes(config),
+            **dtypes(config),
             rngs=rngs,
         )
-        self.LayerNorm = _layer_norm(config, rngs)
+        self.LayerNorm = layer_norm(config, rngs)
         self.config = config
 
     def __call__(
@@ -248,7 +107,7 @@ class Encoder(nnx.Module):
         if config.relative_attention:
             self.rel_embeddings = _embed(2 * config.span, config.hidden_size, config, rngs)
         if config.norm_rel_ebd:
-            self.LayerNorm = _layer_norm(config, rngs)
+            self.LayerNorm = layer_norm(config, rngs)
         if config.conv_kernel_size > 0:
             self.conv = Convolution(config, rngs)
         self.config = config
@@ -284,7 +143,7 @@ class Pooler(nnx.Module):
     """Computes act(dense(dropout(x))) of the first token."""
 
     def __init__(self, config: DebertaConfig, rngs: nnx.Rngs) -> None:
-        self.dense = _linear(config.pooler_hidden_size, config.pooler_hidden_size, config, rngs)
+        self.dense = linear(config.pooler_hidden_size, config.pooler_hidden_size, config, rngs)
         self.config = config
 
     def __call__(self, x: jax.Array, dropouts: Dropouts) -> jax.Array:
@@ -310,7 +169,7 @@ class SequenceClassifier(nnx.Module):
         rate = config.cls_dropout
         rate = config.hidden_dropout_prob if rate is None else rate
         self.dropout = nnx.Dropout(rate, deterministic=True, rngs=rngs)
-        self.classifier = _linear(config.pooler_hidden_size, config.num_labels, config, rngs)
+        self.classifier = linear(config.pooler_hidden_size, config.num_labels, config, rngs)
 
     def __call__(
         self,
