@@ -12,26 +12,30 @@ layer (`layer_us`), and by CUPTI the launches and the time of a step's kernels, 
 by their names, of XLA's fusions by what they contain; "product" are the matrix products of any
 library, and "fused attention" has the products, gathers, softmax and dropout of its kernels.
 
-A line of `layernorm` is norm(dropout(y) + x) alone, in both passes: device time with a cold L2
-cache, the bytes of y, x and the result, with those of the gradients of all, and `of_copy`, their
-rate divided by that at which XLA copies in the same run.
+Each side runs in a process of its own. A few at a time prepare their steps. A side that is ready is
+timed alone: meanwhile the other processes are stopped. Its row is written, and the next one starts.
+`ready_s` are the seconds until a side has made two steps.
+
+A line of `layernorm` is norm(dropout(y) + x) alone, forward, and its gradient from y, x and the
+result's: device time with a cold L2 cache. `of_copy` is the rate of the bytes of y, x and the
+result, or of y, x and three gradients, divided by that at which XLA copies a large array in the
+same run; `of_equal_copy` is the time in which XLA copies as many bytes, divided by the norm's.
 """
 
-import dataclasses
-import gc
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
 import re
+import signal
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-import torch
-import transformers
-from flax import nnx
 
 from benchmarks.clock import (
     Effort,
@@ -42,39 +46,38 @@ from benchmarks.clock import (
     synchronise,
     wall_time,
 )
+from benchmarks.encoder_steps import Encoder, Side, jax_step, torch_step
 from benchmarks.results import Row
-from jax_dora.lm.encoder import DebertaConfig, SequenceClassifier
-from jax_dora.lm.encoder.deberta import Dropouts, Output
+from jax_dora import ops
 
-LEARNING_RATE = 1e-5
 OPERATORS = {
-    "fused attention": r"^kernel$|attention|attend|flash|fmha|cudnn_generated|mha",
+    "fused attention": r"disentangled|attention|attend|flash|fmha|cudnn_generated|mha",
     "product": r"gemm|nvjet|cutlass|cublas|xmma|matmul|dot",
     "gather": r"gather|scatter|index",
     "dropout": r"dropout|masked_scale|random|rng|philox",
     "softmax": r"softmax|masked_fill|exponential",
-    "layernorm": r"layer_norm|layernorm|GammaBeta",
+    "layernorm": r"layer_norm|layernorm|GammaBeta|residual_norm",
     "update": r"adam|multi_tensor",
 }
-
-
-class Encoder(NamedTuple):
-    """The dimensions of an encoder."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int = 128_100
-    buckets: int = 256
+SIDES = (
+    Side("jax_dora fused", "deberta", "triton"),
+    Side("BERT of transformers eager", "bert"),
+    Side("transformers compiled", "deberta", compiled=True),
+    Side("transformers eager", "deberta"),
+    Side("BERT of jax_dora", "bert", "triton"),
+    Side("BERT of transformers compiled", "bert", compiled=True),
+    Side("jax_dora XLA", "deberta", "xla"),
+    Side("jax_dora, default options", "deberta", "triton", has_options=False),
+)
 
 
 class Settings(NamedTuple):
     """The settings of the level.
 
     Attributes:
-      only: patterns of the beginnings of names, of an encoder and a side; all by default.
+      only: patterns of the beginnings of names, of an encoder and a side, in order; all by default.
       layers: of the encoders; 0 for all of theirs.
+      together: the number of sides that prepare their steps at the same time.
       copied: number of bf16 elements whose copying is timed.
     """
 
@@ -86,6 +89,7 @@ class Settings(NamedTuple):
     time: int = 512
     blocks: int = 5
     layers: int = 0
+    together: int = 3
     copied: int = 2**29
     only: tuple[str, ...] = ()
 
@@ -93,88 +97,136 @@ class Settings(NamedTuple):
 TINY = Settings((Encoder("tiny", 2, 64, 4, 99, 8),), batch=2, time=24, blocks=1, copied=2**10)
 
 
-class Side(NamedTuple):
-    """What computes a step.
+class Work(NamedTuple):
+    """A side of an encoder, to be measured in a process of its own."""
 
-    Attributes:
-      model: "deberta" or "bert".
-      attention: the implementation of the attention in jax_dora; None in transformers.
-      compiled: by torch.compile.
-    """
+    encoder: Encoder
+    side: Side
+    settings: Settings
+    device: str
 
-    name: str
-    model: str
-    attention: str | None = None
-    compiled: bool = False
+    @property
+    def facts(self) -> Row:
+        encoder, settings = self.encoder, self.settings
+        facts: Row = {"encoder": encoder.name, "layers": self.layers, "of_layers": encoder.layers}
+        facts |= {"hidden": encoder.hidden, "heads": encoder.heads, "batch": settings.batch}
+        return facts | {"time": settings.time, "side": self.side.name}
 
-
-SIDES = (
-    Side("jax_dora fused", "deberta", "triton"),
-    Side("jax_dora XLA", "deberta", "xla"),
-    Side("transformers eager", "deberta"),
-    Side("transformers compiled", "deberta", compiled=True),
-    Side("BERT of jax_dora", "bert", "triton"),
-    Side("BERT of transformers eager", "bert"),
-    Side("BERT of transformers compiled", "bert", compiled=True),
-)
+    @property
+    def layers(self) -> int:
+        return self.settings.layers or self.encoder.layers
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
-    """Yields one row for each side of each encoder."""
-    for encoder in settings.encoders:
-        layers = settings.layers or encoder.layers
-        for side in SIDES:
-            name = f"{encoder.name} {side.name}"
-            if not any(fnmatch(name, f"{pattern}*") for pattern in settings.only or ("",)):
-                continue
-            facts: Row = {"encoder": encoder.name, "layers": layers, "of_layers": encoder.layers}
-            facts |= {"hidden": encoder.hidden, "heads": encoder.heads, "batch": settings.batch}
-            facts |= {"time": settings.time, "side": side.name}
-            try:
-                make = _jax_step if side.attention else _torch_step
-                step = make(encoder._replace(layers=layers), side, settings, device)
-                yield facts | _timed(step, bool(side.attention), settings, device, layers)
-            except Exception as error:  # of memory, at some sizes
-                yield facts | {"failed": f"{type(error).__name__}: {error}"[:600]}
-            step = None
-            gc.collect()
-            torch.compiler.reset()
-            jax.clear_caches()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-    if not settings.only or any(fnmatch("layernorm", f"{one}*") for one in settings.only):
-        x = jnp.zeros((settings.copied,), jnp.bfloat16)
-        us = _device_us(jax.jit(lambda x: x + 1), (x,), device)
-        rate = 2 * x.nbytes / us
-        yield {"work": "copy", "us": us, "tb_per_s": rate / 1e6}
+    """Yields one row for each side of each encoder, and those of norms."""
+    works = [
+        Work(encoder, side, settings, device) for encoder in settings.encoders for side in SIDES
+    ]
+    wanted = dict.fromkeys(
+        work
+        for pattern in settings.only or ("",)
+        for work in works
+        if fnmatch(f"{work.encoder.name} {work.side.name}", f"{pattern}*")
+    )
+    too_large = []
+    for work, row in _in_processes([*wanted], settings.together):
+        if "memory" in row.get("failed", ""):
+            too_large.append(work)
+        else:
+            yield work.facts | row
+    for work, row in _in_processes(too_large, 1):
+        yield work.facts | row
+    if any(fnmatch("layernorm", f"{pattern}*") for pattern in settings.only or ("",)):
+        large = _copy_us(settings.copied, device)
+        rate = 4 * settings.copied / large
+        yield {"work": "copy", "us": large, "tb_per_s": rate / 1e6}
         for encoder in settings.encoders:
-            yield _layernorm(encoder, settings, device, rate)
+            for implementation in ("triton", "xla") if device == "cuda" else ("xla",):
+                yield _layernorm(encoder, settings, device, implementation, rate)
 
 
-def _layernorm(encoder: Encoder, settings: Settings, device: str, rate: float) -> Row:
+def _in_processes(works: Sequence[Work], together: int) -> Iterator[tuple[Work, Row]]:
+    """Yields the rows of works whose processes prepare at the same time, as they are ready."""
+    context: Any = multiprocessing.get_context("spawn")
+    waiting, running = list(works), dict[Any, tuple[Work, Any]]()
+    while waiting or running:
+        while waiting and len(running) < together:
+            here, there = context.Pipe()
+            process = context.Process(target=_measure, args=(there, waiting[0]), daemon=True)
+            process.start()
+            there.close()
+            running[here] = waiting.pop(0), process
+        pipe: Any = multiprocessing.connection.wait([*running])[0]
+        work, process = running.pop(pipe)
+        others = [one.pid for _, one in running.values()]
+        _signal(others, signal.SIGSTOP)
+        row: Row = {"failed": "the process has ended"}
+        with contextlib.suppress(EOFError):
+            if "failed" not in (row := pipe.recv()):
+                pipe.send("now")
+                row |= pipe.recv()
+        process.kill()
+        process.join()
+        _signal(others, signal.SIGCONT)
+        yield work, row
+
+
+def _signal(processes: Sequence[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # It has failed.
+            os.kill(process, number)
+
+
+def _measure(pipe: Any, work: Work) -> None:
+    """Prepares a step, says how long that took, and measures the step when it is told to."""
+    if work.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    begin = time.monotonic()
+    try:
+        make = jax_step if work.side.attention else torch_step
+        encoder = work.encoder._replace(layers=work.layers)
+        step = make(encoder, work.side, (work.settings.batch, work.settings.time), work.device)
+        step()
+        synchronise(step())
+        pipe.send({"ready_s": time.monotonic() - begin})
+        pipe.recv()
+        is_jax = bool(work.side.attention)
+        pipe.send(_timed(step, is_jax, work.settings, work.device, work.layers))
+    except Exception as error:  # of memory, at some sizes
+        pipe.send({"failed": f"{type(error).__name__}: {error}"[:600]})
+
+
+def _layernorm(
+    encoder: Encoder, settings: Settings, device: str, implementation: str, rate: float
+) -> Row:
     """Returns the line of the norms of an encoder; `rate` is that of copying, in bytes per µs."""
-    config = _deberta(encoder, Side("", "deberta", "xla"))
-    graphdef, parameters = nnx.split(Output(1, config, nnx.Rngs(0)))
     shape = settings.batch, settings.time, encoder.hidden
-    drawn = jax.random.normal(jax.random.key(0), (3, *shape), jnp.bfloat16)
-    seed = jnp.zeros((2,), jnp.uint32)
+    y, x, dz = jax.random.normal(jax.random.key(0), (3, *shape), jnp.bfloat16)
+    vectors = jnp.ones(shape[-1:]), jnp.zeros(shape[-1:])
+    dropout = ops.Dropout(jnp.zeros((2,), jnp.uint32), 0.1)
+    options: Any = {"epsilon": 1e-7, "dropout": dropout, "implementation": implementation}
 
-    def forward(parameters: Any, y: jax.Array, x: jax.Array) -> jax.Array:
-        output = nnx.merge(graphdef, parameters)
-        return output.LayerNorm(Dropouts(seed)(y, output.rate) + x)
+    def forward(*operands: jax.Array) -> jax.Array:
+        return ops.residual_layer_norm(*operands, **options)
 
-    def both(parameters: Any, y: jax.Array, x: jax.Array, cotangent: jax.Array) -> Any:
-        return jax.vjp(forward, parameters, y, x)[1](cotangent)
+    def gradient(dz: jax.Array, *operands: jax.Array) -> Any:
+        return jax.vjp(forward, *operands)[1](dz)
 
-    arrays = tuple(drawn)
     row: Row = {"work": "layernorm", "encoder": encoder.name, "hidden": encoder.hidden}
-    row |= {"us": _device_us(jax.jit(forward), (parameters, *arrays[:2]), device)}
-    row |= {"gradient_us": _device_us(jax.jit(both), (parameters, *arrays), device)}
-    of_array = arrays[0].nbytes
-    return row | {
-        "of_copy": 3 * of_array / row["us"] / rate,
-        "gradient_of_copy": 5 * of_array / row["gradient_us"] / rate,
-    }
+    row["implementation"] = implementation
+    for prefix, function, operands, arrays in (
+        ("", forward, (y, x, *vectors), 3),
+        ("gradient_", gradient, (dz, y, x, *vectors), 5),
+    ):
+        us = _device_us(jax.jit(function), operands, device)
+        row |= {f"{prefix}us": us, f"{prefix}of_copy": arrays * y.nbytes / us / rate}
+        row[f"{prefix}of_equal_copy"] = _copy_us(arrays * y.size // 2, device) / us
+    return row
+
+
+def _copy_us(elements: int, device: str) -> float:
+    x = jnp.zeros((elements,), jnp.bfloat16)
+    return _device_us(jax.jit(lambda x: x + 1), (x,), device)
 
 
 def _device_us(step: Any, operands: tuple[Any, ...], device: str) -> float:
@@ -203,96 +255,3 @@ def by_operator(kernels: Kernels) -> dict[str, tuple[int, float]]:
         matches = (one for one, words in OPERATORS.items() if re.search(words, name, re.I))
         found[next(matches, "others")].append(us)
     return {name: (len(times), sum(times)) for name, times in found.items()}
-
-
-def _config(encoder: Encoder, model: str) -> dict[str, Any]:
-    positions = {
-        "relative_attention": True,
-        "position_biased_input": False,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_buckets": encoder.buckets,
-        "share_att_key": True,
-        "norm_rel_ebd": "layer_norm",
-    }
-    return {
-        "vocab_size": encoder.vocabulary,
-        "hidden_size": encoder.hidden,
-        "num_hidden_layers": encoder.layers,
-        "num_attention_heads": encoder.heads,
-        "intermediate_size": 4 * encoder.hidden,
-        "max_position_embeddings": 512,
-        **(positions if model == "deberta" else {}),
-    }
-
-
-def _inputs(encoder: Encoder, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(1, encoder.vocabulary, (settings.batch, settings.time))
-    return tokens.astype(np.int32), rng.integers(0, 2, settings.batch).astype(np.int32)
-
-
-def _torch_step(
-    encoder: Encoder, side: Side, settings: Settings, device: str
-) -> Callable[[], torch.Tensor]:
-    torch.manual_seed(0)
-    kind = "DebertaV2" if side.model == "deberta" else "Bert"
-    config = getattr(transformers, f"{kind}Config")(**_config(encoder, side.model))
-    with torch.device(device):
-        model = getattr(transformers, f"{kind}ForSequenceClassification")(config).train()
-        tokens, labels = (torch.tensor(one).long() for one in _inputs(encoder, settings))
-        mask = torch.ones_like(tokens)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=device == "cuda")
-    forward: Any = torch.compile(model) if side.compiled else model
-
-    def step() -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16):
-            loss = forward(input_ids=tokens, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
-def _deberta(encoder: Encoder, side: Side) -> DebertaConfig:
-    config = DebertaConfig.from_hf({"model_type": "deberta-v2", **_config(encoder, side.model)})
-    options: dict[str, Any] = {"attention": side.attention}
-    options |= {"type_vocab_size": 2} if side.model == "bert" else {}
-    return dataclasses.replace(config, dtype=jnp.bfloat16, param_dtype=jnp.float32, **options)
-
-
-def _jax_step(
-    encoder: Encoder, side: Side, settings: Settings, device: str
-) -> Callable[[], jax.Array]:
-    config = _deberta(encoder, side)
-    # Not in one program, which would take as long to compile as the step.
-    model = SequenceClassifier(config, rngs=nnx.Rngs(0))
-    model.train()
-    graphdef, parameters, streams = nnx.split(model, nnx.Param, ...)
-    del model
-    optimizer = optax.adamw(LEARNING_RATE, weight_decay=0.01)
-    tokens, labels = map(jnp.asarray, _inputs(encoder, settings))
-    mask = jnp.ones(tokens.shape, bool)
-
-    def train(parameters: Any, state: Any, streams: Any) -> Any:
-        def loss_of(parameters: Any) -> Any:
-            model = nnx.merge(graphdef, parameters, streams, copy=True)
-            logits = model(tokens, mask).astype(jnp.float32)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return losses.mean(), nnx.state(model, nnx.RngState)
-
-        (loss, new), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters)
-        updates, state = optimizer.update(gradients, state, parameters)
-        return loss, optax.apply_updates(parameters, updates), state, new
-
-    held = [parameters, jax.jit(optimizer.init)(parameters), streams]
-    del parameters, streams
-    compiled = jax.jit(train, donate_argnums=(0, 1, 2)).lower(*held).compile()
-
-    def step() -> jax.Array:
-        loss, *held[:] = compiled(*held)
-        return loss
-
-    synchronise(held)
-    return step
