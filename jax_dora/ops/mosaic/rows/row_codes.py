@@ -32,7 +32,7 @@ THREADS = 128
 MAX_CHUNK = 8 * THREADS
 # The maximum size of a TMA box along an axis.
 MAX_SIDE = 256
-# Two thread blocks, each with one row of bf16 and two of codes, fill a multiprocessor's memory.
+# The longest rows that were measured.
 MAX_FEATURES = 28_672
 # The scale of a row of zeros.
 LEAST = float(jnp.finfo(jnp.float32).tiny)
@@ -75,12 +75,13 @@ def wins(rows: int, in_features: int, dtype: jax.typing.DTypeLike) -> bool:
 
 def config(rows: int, in_features: int, dtype: jax.typing.DTypeLike) -> Config:
     """Returns the config for [rows, in] of `dtype`: up to 4 blocks, as many as shared memory has
-    room for. Where one alone would copy ahead, two take turns."""
+    room for. Where that is one, it does not copy ahead (4096 × 28,672 with columns: 193 µs, with
+    two stages 289, XLA 258)."""
     default = Config()
     tile = max(default.tile_bytes, in_features * jnp.dtype(dtype).itemsize)
     block = RESERVED + (default.stages + 1) * tile  # Codes for two tiles are as large as one.
     if SHARED_MEMORY < 2 * block:
-        return dataclasses.replace(default, stages=1, blocks_per_sm=2)
+        return dataclasses.replace(default, stages=1, blocks_per_sm=1)
     return dataclasses.replace(default, blocks_per_sm=min(4, SHARED_MEMORY // block))
 
 
