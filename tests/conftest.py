@@ -10,7 +10,6 @@ import pytest
 
 from tests.draws import draw_with_numpy
 from tests.interpretation import look_up_once
-from tests.movement import move_with_numpy
 
 # Enough host devices for a mesh of 2 × 4.
 _CPU_DEVICES = 8
@@ -57,7 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
         if not config.getoption("optimized"):
             jax.config.update("jax_disable_most_optimizations", True)
         draw_with_numpy()
-        move_with_numpy()
         look_up_once()
 
     # A cached file is named by a hash of the program, JAX's version and all flags. JAX does not
