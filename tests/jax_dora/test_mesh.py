@@ -78,6 +78,7 @@ def assert_near(found, wanted):
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "given"),
     thinned(
@@ -187,6 +188,7 @@ def gradient_of_call(adapted, x, sharding=None, *, dropout=False):
     return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(adapters, x)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("case", "dropout"),
     thinned(itertools.product(SHARDED, [False, True]), [("einsum", False)]),
@@ -262,6 +264,7 @@ def stack(rngs):
     return nnx.split_rngs(splits=3)(nnx.vmap(linear))(rngs)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("make", "spec"),
     thinned(

@@ -321,6 +321,7 @@ def test_magnitudes_are_reset_to_the_norms_of_the_adapter_as_it_is(model, functi
     assert kinds == {path: type(variable) for path, variable in nnx.iter_graph(changed)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_magnitudes_that_are_reset_stay_sharded(kind):
     """The weights that came later are whole on every device."""
@@ -404,6 +405,7 @@ class TestRematPolicy:
             jax_dora.remat_policy("other", name)
 
 
+@pytest.mark.ci
 def test_magnitudes_of_weights_that_came_later(model):
     """The base model's weights are put into an adapted model, by nnx.update and by assignment."""
     pretrained, late = Model(nnx.Rngs(7)), nnx.clone(model)

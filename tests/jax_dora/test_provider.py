@@ -166,6 +166,7 @@ def test_a_model_that_is_a_layer_and_initializers():
     np.testing.assert_allclose(model(X), base(X), rtol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("qtype", ["nf4", jnp.int8])
 def test_a_weight_qtype_gives_qdora(qtype):
     base = Model(nnx.Rngs(0))

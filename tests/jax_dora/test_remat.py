@@ -104,6 +104,7 @@ def plain_gradient(read_again=False):
 class TestRematerialisedNorms:
     """A norm is computed once, whatever is rematerialised."""
 
+    @pytest.mark.ci
     @pytest.mark.parametrize("remat", REMATS)
     def test_blocks_of_a_list(self, remat):
         model, x = adapted_blocks()
@@ -127,6 +128,7 @@ class TestRematerialisedNorms:
         second = jax.tree.map(lambda one: one[1], batch)
         assert_close(jax.tree.map(lambda one: one[1], found), jax.jit(function)(second, x))
 
+    @pytest.mark.ci
     @pytest.mark.parametrize("policy", [ci(None), jax_dora.remat_policy()], ids=["none", "ours"])
     def test_a_scan_over_layers(self, policy):
         stack = nnx.split_rngs(splits=3)(nnx.vmap(Block))(nnx.Rngs(0))

@@ -30,6 +30,7 @@ class Every(nn.Module):
         return {kind: layer(xs[kind]) for kind, layer in self.layers.items()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", [None, ci("triton")])
 def test_operators_decompose_for_onnx(implementation):
     """torch.onnx.export decomposes what ONNX does not know by torch's table of decompositions."""

@@ -60,6 +60,7 @@ def losses(run: Any) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [llama, qwen3])
 def test_an_interrupted_run_goes_on_from_its_adapter(
     make: Any, tmp_path: Path, caplog: Any

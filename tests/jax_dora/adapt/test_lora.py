@@ -68,6 +68,7 @@ def rows() -> jax.Array:
     return jax.random.normal(jax.random.key(2), (4, WIDTH))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make", [ci(Mixed), Stacked])
 def test_every_kind_of_layer(make):
     rules = ALL if make is Mixed else DoRARule("blocks/.*", 2, 4, dropout=0.1)
@@ -102,6 +103,7 @@ def test_every_expert_has_its_own():
         np.testing.assert_allclose(call(lora, x), call(model, x), atol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("qtype", ["nf4", "int8"])
 def test_a_quantised_base_stays_as_it_is(qtype):
     base = quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), qtype, path="")
@@ -114,6 +116,7 @@ def test_a_quantised_base_stays_as_it_is(qtype):
         assert not np.allclose(set_adapter(model, None)(x), model(x), atol=1e-2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mesh", [automatic, explicit])
 def test_a_sharded_model(mesh):
     layer = train(DoRALinear(WIDTH, 16, rank=3, alpha=4, rngs=nnx.Rngs(0)))
@@ -159,6 +162,7 @@ def test_the_lora_of_an_adapter_that_changes_nothing_is_saved(tmp_path):
     assert theirs.peft_config["default"].r == 2
 
 
+@pytest.mark.ci
 def test_a_layer_above_the_limit_is_refused_and_the_named_rank_does():
     model = train(apply_dora(Mixed(nnx.Rngs(0)), ALL, rngs=nnx.Rngs(1)))
     with pytest.raises(ValueError, match=r"at least 7|at least 8") as error:

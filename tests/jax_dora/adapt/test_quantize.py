@@ -404,6 +404,7 @@ BY_HAND = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("make", "axes", "shape"), BY_HAND)
 def test_a_kernel_that_quantize_did_not_set(make, axes, shape):
     model = quantised_by_hand(make, channelwise_axes=axes)

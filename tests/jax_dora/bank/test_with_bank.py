@@ -184,6 +184,7 @@ def test_a_model_with_a_bank_is_not_adapted():
         jax_dora.set_adapter(rows, adapters[0])
 
 
+@pytest.mark.ci
 def test_every_kind_of_projection_and_different_targets():
     model = Mixed(nnx.Rngs(0))
     bank = AdapterBank(model, 3, 6)

@@ -115,6 +115,7 @@ def test_a_fresh_adapter_changes_no_bit(base, everything):
     close(found[1], expected[1])
 
 
+@pytest.mark.ci
 def test_init_makes_everything(everything):
     adapted, variables = everything
     made = jax.eval_shape(adapted.init, KEY, IDS)

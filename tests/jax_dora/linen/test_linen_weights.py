@@ -111,6 +111,7 @@ def test_a_fresh_adapter_changes_nothing(adapted, base, fresh):
     assert labels["mlp"]["linear"] == "frozen"
 
 
+@pytest.mark.ci
 def test_init_makes_everything(adapted, fresh):
     made = jax.eval_shape(adapted.init, KEY, IDS)
     assert jax.tree.structure(made) == jax.tree.structure(fresh)
@@ -128,6 +129,7 @@ def test_exclude_leaves_weights_and_layers_out(base):
         apply_dora(MODEL, DoRARule("all-linear", 2, 3.0, exclude="experts/u"), example=(IDS,))
 
 
+@pytest.mark.ci
 def test_a_trained_adapter_computes_what_its_merged_model_does(adapted, base, trained):
     merged, report = merge_dora(adapted, trained, IDS, return_report=True)
     assert jax.tree.structure(merged) == jax.tree.structure(base)
@@ -363,6 +365,7 @@ class TestRefusals:
                 apply_dora(Embedder(), DoRARule("", 2, 4), example=example)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("example", [ci(None), (jnp.ones((3, WIDTH)),)])
 def test_magnitudes_of_weights_that_came_later(example):
     """Pretrained weights are put into the parameters of an adapted model, layers of a scan too."""

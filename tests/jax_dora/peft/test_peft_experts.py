@@ -214,6 +214,7 @@ def test_what_lies_beside_a_stacked_weight_is_told_apart_by_layers(tmp_path):
 class TestDoRA:
     """Of packed experts, which PEFT has not."""
 
+    @pytest.mark.ci
     def test_it_is_refused_unless_asked_for(self, torch_model, tmp_path):
         ours = train(adapted_by_hand(Model(torch_model)))
         match = r"use_dora=True for packed experts.*experts\.gate_up_proj.*for_peft=False"

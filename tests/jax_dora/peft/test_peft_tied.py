@@ -83,6 +83,7 @@ ADAPTED = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("targets", "saved"), thinned(ADAPTED, ADAPTED[2:3], ADAPTED[:1]))
 def test_an_adapter_of_one_of_two_tied_modules(
     targets: list[str], saved: list[str], tmp_path: Path
@@ -161,6 +162,7 @@ RESIZED = [(tie, 43, targets) for tie in (True, False) for targets in ([], ["lm_
 RESIZED += [(True, 37, BOTH), (False, 37, BOTH)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("tie", "size", "targets"), thinned(RESIZED, RESIZED[1:2], RESIZED[5:]))
 def test_a_vocabulary_of_another_size_than_the_model_s(
     tie: bool, size: int, targets: list[str], tmp_path: Path, caplog: Any

@@ -17,6 +17,7 @@ from tests.torch_dora.test_replaced_parameters import CASES
 TOLD = "values of an earlier folder"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_earlier_folder_replaced_is_told(case: str, tmp_path: Path, caplog: Any) -> None:
     first, second, kept = CASES[case]

@@ -54,6 +54,7 @@ def close(found, expected, factor=1.0) -> None:
         assert float(jnp.abs(one - other).max()) <= bound
 
 
+@pytest.mark.ci
 def test_a_fresh_adapter_changes_nothing_and_the_class_stays(base):
     adapted = apply_dora(base, RULES, rngs=nnx.Rngs(1), example=(ids(),))
     assert get_adapter(adapted).arrays.keys() == ADAPTED
@@ -515,6 +516,7 @@ class TestAnEnsemble:
         for one in (ensemble, again, freeze(ensemble), merge_dora(ensemble)):
             assert jnp.allclose(self.call(one, self.x), expected, atol=1e-6)
 
+    @pytest.mark.ci
     @pytest.mark.parametrize("axis", [0, 1, -1])
     @pytest.mark.parametrize("is_shared", [False, True])
     def test_adapted_whole(self, axis, is_shared):

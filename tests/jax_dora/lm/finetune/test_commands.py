@@ -100,6 +100,7 @@ def test_generate_with_a_cache_in_fp8(model, monkeypatch, capsys):
     assert asked == [fp8] * 3
 
 
+@pytest.mark.ci
 def test_generate_is_that_of_transformers(model, tmp_path, capsys):
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)

@@ -93,6 +93,7 @@ def test_the_bank_is_not_taken_apart(made):
         assert f"f32[{slots},{rank},{width}]" not in text
 
 
+@pytest.mark.ci
 def test_a_head_is_in_the_bank_where_it_is_named(made):
     model, _, _, _ = made
     assert "lm_head" not in jax_dora.AdapterBank(model, 1, 2).paths

@@ -39,6 +39,7 @@ def float_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("twice", [ci(False), True])
 def test_a_folder_of_bitsandbytes(float_folder, tmp_path, twice):
     theirs = transformers.LlamaForCausalLM.from_pretrained(

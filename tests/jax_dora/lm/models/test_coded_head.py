@@ -34,6 +34,7 @@ def heads():
     return jnp.asarray(hidden, jnp.float32), model.lm_head.kernel[...], coded_head.codes_of(model)
 
 
+@pytest.mark.ci
 def test_logits_are_those_of_the_codes():
     """Each row and each token has its own scale. In fp32, sums are exact to about 1e-6."""
     hidden, kernel, coded = heads()
@@ -112,6 +113,7 @@ def test_heads_that_stay_in_16_bits(what):
     assert coded_head.codes_of(model) is None
 
 
+@pytest.mark.ci
 def test_a_head_that_is_differentiated_is_not_coded():
     """Its gradient would be missing."""
     loss, parameters = loss_of(adapted(), trained=lambda path, _: "lm_head" in path)

@@ -81,6 +81,7 @@ def gradients_and_types(bwd_qtype):
     return jax.tree.leaves(lowered.compile()(trained, frozen)), set(types)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("bwd_qtype", [ci(FP8), "float8_e5m2"])
 def test_gradients_in_fp8(bwd_qtype):
     """Through adapted and plain layers: near those in 16 bits, and by no kernel in floats."""

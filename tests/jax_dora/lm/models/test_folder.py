@@ -421,6 +421,7 @@ def test_a_window_that_no_layer_has(llama, kind, fields):
     assert decoder.DecoderConfig.from_hf(config | fields) == whole
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "field"),
     [("mistral", "attention_bias"), *((one, "mlp_bias") for one in ("mistral", "qwen2", "qwen3"))],

@@ -51,6 +51,7 @@ def test_greedy_is_the_full_forward_pass(make_folder, tokens, adapted):
         assert np.argmax(logits[len(prompt) - 1 : len(text) - 1], axis=-1).tolist() == answer
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", thinned(FAMILIES, ["qwen3"]))
 def test_greedy_is_that_of_transformers(make_folder, make_torch_model, family, tokens):
     theirs = make_torch_model(family)
@@ -98,6 +99,7 @@ PROCESSED = [
 ]
 
 
+@pytest.mark.ci
 def test_processed_is_what_transformers_says(make_folder, make_torch_model, tokens):
     """Rows of one batch with other settings each, and two lengths of prompts."""
     theirs, model = make_torch_model("qwen3"), models.load_model(make_folder("qwen3"))

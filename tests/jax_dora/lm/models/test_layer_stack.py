@@ -49,6 +49,7 @@ def test_scans_are_laxs(columns):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("make_mesh", [automatic, explicit])
 @pytest.mark.parametrize("spec", [(None, None, "x"), (None, "x", "y")])
 def test_scans_on_meshes(make_mesh, spec):
@@ -96,6 +97,7 @@ def test_single_elements_are_scanned_as_they_are():
         np.testing.assert_array_equal(found[1], numbers)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("unroll", [False, True])
 def test_a_decoder_takes_layers_as_bytes_only_to_decode(unroll):
     """In a training step, XLA would copy the whole stack."""

@@ -75,6 +75,7 @@ def test_gradient_does_not_depend_on_the_chunks(model, batch):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(b).max())
 
 
+@pytest.mark.ci
 def test_gradient_is_that_of_all_logits(model, batch):
     """The head's and those of the layers below it, at any weight of the loss."""
     tokens, targets, weights = map(jnp.asarray, batch)

@@ -254,6 +254,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", thinned(FORMATS, ["compressed blocks"]))
 def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
     model = load_model(rewritten(folder, tmp_path / "model", *FORMATS[name]))

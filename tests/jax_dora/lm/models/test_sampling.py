@@ -108,6 +108,7 @@ def test_a_row_is_drawn_the_same_in_any_company():
         assert draw(logits, [other, own, other], positions).tokens[1] == alone
 
 
+@pytest.mark.ci
 def test_processors_leave_rows_without_their_settings_as_they_are():
     """To the last bit, among rows that have all of them."""
     logits = jnp.asarray(3 * np.random.default_rng(2).standard_normal((3, 400), np.float32))
