@@ -83,9 +83,9 @@ def test_a_storage_with_the_memory_of_another_has_its_own_norm():
             return x.clone()
 
         @staticmethod
-        def backward(ctx, dy):
+        def backward(ctx, *grad_outputs):
             results.append(kept_norms.kept(*ctx.call))
-            return dy, None, None
+            return *grad_outputs, None, None
 
     y = torch.ones(1, requires_grad=True)
     for weight in weights:  # both with the same lora_a and lora_b
