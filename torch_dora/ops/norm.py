@@ -9,14 +9,13 @@ BA is never formed. All sums accumulate in fp32 (fp64 for fp64 operands). The op
 keep their dtypes: see :mod:`torch_dora.ops.products`.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_dora.ops import check, choose, kept_norms, quantised, sharded
+from torch_dora.ops import check, choose, quantised, sharded
 from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
 from torch_dora.ops.operator import operator
@@ -75,7 +74,6 @@ def factored_norm(
     check.adapter(weight, lora_a, lora_b)
     check.is_scale(scale)
     choose.check_name(implementation)
-    compute = _repeated_norm if _may_repeat(lora_a, lora_b) else _factored_norm
     lora_a, lora_b = lora_a.detach(), lora_b.detach()
     if quantised.is_quantised(weight):
         return _quantised_norm(weight, lora_a, lora_b, float(scale), implementation)
@@ -86,7 +84,7 @@ def factored_norm(
         chosen = choose.choose(call, implementation, None)
         if chosen == "triton" and one_pass_norm.refuses(call) is None:
             chosen = "one_pass"
-        return compute(weight, lora_a, lora_b, float(scale), chosen)
+        return _factored_norm(weight, lora_a, lora_b, float(scale), chosen)
 
     return sharded.norm(compute_local, _sqrt, weight, lora_a, lora_b)
 
@@ -214,6 +212,11 @@ def _examples(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tupl
 torch.library.register_vmap(_factored_norm.op, _examples)
 
 
+@_factored_norm.fake
+def _(weight, lora_a, lora_b, scale, implementation):
+    return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
+
+
 @_factored_norm.define
 def _definition(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, implementation: str
@@ -223,37 +226,6 @@ def _definition(
     cross = (lora_b * (weight @ lora_a.T)).sum(1)
     ba_sq = (lora_b * (lora_b @ (lora_a @ lora_a.T))).sum(1)
     return assemble_norm(weight.square().sum(1), cross, ba_sq, scale)
-
-
-@operator("torch_dora::repeated_norm")
-def _repeated_norm(
-    weight: Tensor,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    scale: float,
-    implementation: str,
-) -> Tensor:
-    operands = weight, lora_a, lora_b
-    return kept_norms.kept(
-        functools.partial(_factored_norm.function, *operands, scale, implementation),
-        operands,
-        scale,
-        implementation,
-    )
-
-
-@_factored_norm.fake
-@_repeated_norm.fake
-def _(weight, lora_a, lora_b, scale, implementation):
-    return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
-
-
-def _may_repeat(lora_a: Tensor, lora_b: Tensor) -> bool:
-    """Returns whether a compiled program computes the norm for a gradient, and checkpointing may
-    call the program again. :mod:`torch_dora.ops.direct` has its own way for eager calls."""
-    is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    has_gradient = torch.is_grad_enabled() and (lora_a.requires_grad or lora_b.requires_grad)
-    return is_compiled and has_gradient and not choose.in_transform()
 
 
 def _squared_norm(weight: Tensor, dtype: torch.dtype) -> Tensor:
