@@ -30,7 +30,7 @@ def refuses(count: int, features: int, dtype: jax.typing.DTypeLike) -> str | Non
 
 def wins(count: int, features: int, dtype: jax.typing.DTypeLike) -> bool:
     """Returns whether the kernels are faster than XLA where that was measured: 10,240 rows of 512
-    and 1,536 features, in bf16 on an H200 (`benchmarks/results/h200/encoder.jsonl`)."""
+    and 1,536 features, in bf16 on an H200 (`benchmarks/results/h200/tried.jsonl`)."""
     return dtype == jnp.bfloat16 and 512 <= features <= 2048 and count >= 8192
 
 
