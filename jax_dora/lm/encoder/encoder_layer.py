@@ -12,7 +12,6 @@ from flax import nnx
 import jax_dora
 from jax_dora import ops
 from jax_dora.lm.encoder.encoder_config import DebertaConfig
-from jax_dora.ops.dtypes import accumulation_dtype, per_feature
 
 
 def _recomputed(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -20,7 +19,7 @@ def _recomputed(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Arr
     would keep its derivative. Operands of 16 bits are computed in fp32, and rounded once."""
 
     def wide(x: jax.Array) -> jax.Array:
-        return x.astype(accumulation_dtype(x.dtype))
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     @jax.custom_vjp
     def activation(x: jax.Array) -> jax.Array:
@@ -100,7 +99,9 @@ def _of_positions(layer: Any, positions: jax.Array) -> jax.Array:
         return layer(positions)
     _, kernel = _copies(layer.kernel[...].astype(positions.dtype), 2)
     y = positions @ kernel
-    return y if layer.bias is None else y + per_feature(layer.bias[...], y)
+    if layer.bias is None:
+        return y
+    return y + jnp.broadcast_to(layer.bias[...].astype(y.dtype), y.shape)
 
 
 def linear(
