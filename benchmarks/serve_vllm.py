@@ -9,22 +9,23 @@
             this package's own server on the same requests, as level `serve` measures it
 
 Needs vLLM in the environment. Each kind runs in an engine, and in a process, of its own; they start
-at the same time, and then are measured in turns, most important first; `jax-dora serve` starts when
-the others have ended. On two GPUs, LoRA and it are left out, the engines are tensor-parallel, and
-there are more checks. The model has Llama 3 8B's
+at the same time, and then are measured one after another, most important first; `jax-dora serve`
+starts when the others have ended. On two GPUs it is left out, the engines are tensor-parallel, and
+the checks compare them with one GPU. The model has Llama 3 8B's
 dimensions and dummy weights in bf16; prompts and answers have 128 tokens, greedy. A batch has 64
-rows, or 256, or 64 with prompts of 1,024, all requested at once; a round is some batches one after
-another. The adapters have rank 16 on all projections, are drawn by Zipf's law with exponent 1.5,
-and have 64 slots. Before a line is timed, its adapters are loaded and a batch is
-answered.
+rows, or 256, or 64 with prompts of 1,024, all requested at once. The adapters have rank 16 on all
+projections, are drawn by Zipf's law with exponent 1.5, and have 64 slots. Before a line is timed,
+its adapters are loaded and a batch is answered.
 
 One line of a kind is one number of adapters: answered tokens per second of wall time, the best of
-`rounds`, and `of_base`. A line with `load_ms` is the median time to load an adapter from its folder
-into a slot, and the first's. A line of a check has the largest difference of a chosen token's
-log-probability, and how many tokens PEFT would not have chosen by more than that. `same_bits` is
-how many requests to the base and to the LoRA adapter, in one batch, have the tokens and the bits of
-the log-probabilities that they have without the plugin. A check whose line has `after_sleep` has
-the same tokens before and after it has slept at that level.
+`rounds`. The base takes turns with it, so that a GPU that has become slower is seen: `of_base` is
+the quotient of the best. A line with `load_ms` is the median time to load an adapter from its
+folder into a slot, and the first's. A line of a check has the largest difference of a chosen
+token's log-probability, and how many tokens PEFT would not have chosen by more than that.
+`same_bits` is how many requests to the base and to the LoRA adapter, in one batch, have the tokens
+and the bits of the log-probabilities that they have without the plugin; `same_on_one`, how many
+have the tokens of one GPU. A check whose line has `after_sleep` has the same tokens before and
+after it has slept at that level.
 """
 
 import contextlib
@@ -63,7 +64,7 @@ class Settings(NamedTuple):
     slots: int = 64
     rank: int = 16
     adapters: tuple[int, ...] = (1, 4, 8, 64)
-    rounds: int = 2
+    rounds: int = 3
     only: tuple[str, ...] = ("check", "base", "DoRA", "LoRA", "jax-dora serve")
     device: str = "cuda"
     gpus: int = 1
@@ -94,6 +95,9 @@ CHECKS: dict[str, dict[str, Any]] = {
     WITHOUT: {},
     "check": {},
     PUNICA: {},
+}
+SHARDED_CHECKS: dict[str, dict[str, Any]] = {
+    "check": {},
     "check, two GPUs": {"tensor_parallel_size": 2},
     "check, two GPUs, fully sharded": {"tensor_parallel_size": 2, "fully_sharded_loras": True},
 }
@@ -106,36 +110,40 @@ class Work(NamedTuple):
         kind: the engine.
         adapters: how many are drawn; None for the time to load them.
         rows, prompt: of a batch.
-        batches: in a round.
+        rounds: how many batches are timed.
         is_mixed: whether the rows are of the base, LoRA and DoRA in turns.
+        is_first: whether its adapters are loaded, and a batch is answered, before one is timed.
     """
 
     kind: str
     adapters: int | None
     rows: int
     prompt: int
-    batches: int = 2
+    rounds: int
     is_mixed: bool = False
+    is_first: bool = True
 
 
 def plan(settings: Settings) -> list[Work]:
     """Returns what is measured, most important first."""
-    usual = settings.rows, settings.prompt
-    one, some, more, most = settings.adapters
-    works = [Work("base", 0, *usual), Work("DoRA", 0, *usual)]
+    rounds, (one, some, more, most) = settings.rounds, settings.adapters
+    usual, fewer = (settings.rows, settings.prompt, rounds), max(1, rounds - 1)
+    long, wide = (settings.rows, settings.long, fewer), (settings.wide, settings.prompt, fewer)
+    works = [Work("base", 0, *usual[:2], 1)]
     works += [Work(kind, None, *usual) for kind in ("DoRA", "LoRA")]  # before others load any
-    works += [Work("DoRA", count, *usual) for count in (one, some, more, most)]
-    works += [Work("LoRA", some, *usual)]
-    others = (settings.rows, settings.long), (settings.wide, settings.prompt)
-    for sizes, counts in zip(others, ((one, most), (one, more, most)), strict=True):
-        works += [Work("base", 0, *sizes, 1)]
-        works += [Work("DoRA", count, *sizes, 1) for count in counts]
-    works += [Work("LoRA", count, *usual, 1) for count in (0, one, more, most)]
+    works += [Work("DoRA", one, *usual), Work("DoRA", some, *usual)]
+    works += [Work("LoRA", some, *usual[:2], fewer)]
+    for sizes in (long, wide):
+        works += [Work("base", 0, *sizes[:2], 1), Work("DoRA", one, *sizes)]
+    works += [Work("DoRA", count, *usual) for count in (more, most, 0)]
+    works += [Work("DoRA", count, *wide) for count in (most, more)]
+    works += [Work("DoRA", most, *long)]
+    works += [Work("LoRA", count, *usual[:2], 1) for count in (more, one, most, 0)]
     works += [Work("DoRA", 3, *usual, is_mixed=True)]
     if settings.gpus > 1:
-        kept = (("base", 0), ("DoRA", None), ("DoRA", more))
+        kept = (("base", 0), ("DoRA", None), ("LoRA", None), ("DoRA", more), ("LoRA", more))
         works = [one for one in works if (one.kind, one.adapters) in kept]
-        works = [one for one in works if one[2:4] == usual]
+        works = [one for one in works if one[2:4] == usual[:2]]
     return [one for one in works if one.kind in settings.only]
 
 
@@ -164,8 +172,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     answers: dict[str, dict[str, Any]] = {}
     if device == "cuda":
         settings = settings._replace(gpus=min(2, torch.cuda.device_count()))
-    checks = [one for one in CHECKS if settings.gpus > 1 or "two GPUs" not in one]
-    checks = checks if "check" in settings.only else []
+    checks = list(checks_of(settings)) if "check" in settings.only else []
     works = plan(settings)
     with tempfile.TemporaryDirectory() as folder:
         kinds = [*checks, *dict.fromkeys(one.kind for one in works)]
@@ -174,9 +181,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             for kind in checks:
                 row = next(_rows(engines[kind], kind))
                 answers[kind] = row.pop("answers", {})
-                if kind in ("check", PUNICA):
+                if settings.gpus == 1 and kind != WITHOUT:
                     _compare_bits(row, answers[kind], answers[WITHOUT])
-                elif kind != WITHOUT:
+                elif settings.gpus > 1 and kind != "check":
                     found, alone = (answers[one].get("all", []) for one in (kind, "check"))
                     row["same_on_one"] = sum(a == b for a, b in zip(found, alone, strict=False))
                 yield row
@@ -186,11 +193,10 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 yield from _rows(_told(engines[kind], ""), kind)
                 engines[kind].kill()
             for work in works:
-                row = next(_rows(_told(engines[work.kind], json.dumps(work)), work.kind))
-                sizes = work.rows, work.prompt
+                row = _line(engines, work)
                 if work.kind == "base":
-                    bases[sizes] = row
-                yield with_ratio(row, bases.get(sizes), "of_base", "tokens_per_s")
+                    bases[work.rows, work.prompt] = row
+                yield row
             if OWN in settings.only and settings.gpus == 1:
                 for process in engines.values():
                     process.kill()
@@ -201,6 +207,35 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         finally:
             for process in engines.values():
                 process.kill()
+
+
+def checks_of(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Returns the checks, with vLLM's options for each."""
+    return SHARDED_CHECKS if settings.gpus > 1 else CHECKS
+
+
+def _line(engines: dict[str, subprocess.Popen[str]], work: Work) -> Row:
+    """Returns the row of one line, whose rounds the base takes in turns with it."""
+
+    def ask(work: Work) -> Row:
+        return next(_rows(_told(engines[work.kind], json.dumps(work)), work.kind))
+
+    rates: list[float] = []
+    base_rates: list[float] = []
+    row: Row = {}
+    for number in range(work.rounds):
+        row = ask(work._replace(is_first=number == 0))
+        if "tokens_per_s" not in row:
+            return row
+        rates.append(row["tokens_per_s"])
+        if "base" in engines and work.kind != "base":
+            turn = ask(Work("base", 0, work.rows, work.prompt, 1, is_first=False))
+            base_rates += [turn["tokens_per_s"]] if "tokens_per_s" in turn else []
+    row |= {"tokens_per_s": max(rates), "rates": rates}
+    if base_rates:
+        row["base_rates"] = base_rates
+    of = {"tokens_per_s": max(base_rates or rates)}
+    return with_ratio(row, of, "of_base", "tokens_per_s") if "base" in engines else row
 
 
 def _compare_bits(row: Row, found: dict[str, Any], expected: dict[str, Any]) -> None:

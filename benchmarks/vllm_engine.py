@@ -19,18 +19,18 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.results import Row
-from benchmarks.serve_vllm import CHECKS, OWN, PUNICA, WITHOUT, Settings, Work
+from benchmarks.serve_vllm import OWN, PUNICA, WITHOUT, Settings, Work, checks_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FILES = 8  # different files of tensors; further adapters are links to them
 
 
 def main(kind: str, folder: Path, settings: Settings) -> None:
-    if kind in CHECKS:
+    if kind in (checks := checks_of(settings)):
         from benchmarks import vllm_check
 
         lora_only, sleeps = kind == WITHOUT, kind not in (WITHOUT, PUNICA)
-        for row in vllm_check.check(folder, CHECKS[kind], lora_only=lora_only, sleeps=sleeps):
+        for row in vllm_check.check(folder, checks[kind], lora_only=lora_only, sleeps=sleeps):
             report({"kind": kind} | row)
         print("READY", flush=True)
         return
@@ -119,7 +119,7 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
     )
 
     def served(work: Work) -> Row:
-        number, rng = work.batches * work.rows, random.Random(0)
+        number, rng = work.rows, random.Random(0)
         prompts: list[Any] = [
             {"prompt_token_ids": [rng.randrange(settings.vocabulary) for _ in range(work.prompt)]}
             for _ in range(number)
@@ -132,22 +132,16 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
             drawn = np.random.default_rng(0).choice(work.adapters, number, p=shares / shares.sum())
             requests = [adapters[i] for i in drawn]
 
-        def answer(batch: int) -> int:
-            part = slice(batch * work.rows, (batch + 1) * work.rows)
-            answers = engine.generate(
-                prompts[part], sampling, lora_request=requests[part], use_tqdm=False
-            )
+        def answer() -> int:
+            answers = engine.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
             return sum(len(one.outputs[0].token_ids) for one in answers)
 
-        for one in {one.lora_int_id: one for one in requests if one}.values():
-            engine.llm_engine.add_lora(one)
-        answer(0)
-        rates = []
-        for _ in range(settings.rounds):
-            begin = time.monotonic()
-            tokens = sum(map(answer, range(work.batches)))
-            rates.append(tokens / (time.monotonic() - begin))
-        return {"tokens_per_s": max(rates), "rates": rates}
+        if work.is_first:
+            for one in {one.lora_int_id: one for one in requests if one}.values():
+                engine.llm_engine.add_lora(one)
+            answer()
+        begin = time.monotonic()
+        return {"tokens_per_s": answer() / (time.monotonic() - begin)}
 
     def loaded(work: Work) -> Row:
         times = []

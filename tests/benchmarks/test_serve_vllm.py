@@ -26,7 +26,9 @@ class Process:
             yield f"ROW {json.dumps({'kind': self.kind} | checked)}\n"
         yield "READY\n"
         while self.works:
-            yield f"ROW {json.dumps({'kind': self.kind, 'tokens_per_s': 2.0})}\n"
+            speed = 4.0 - len(self.works) / 16 if self.kind == "base" else 2.0
+            found = {"load_ms": 1.0} if self.works[-1][1] is None else {"tokens_per_s": speed}
+            yield f"ROW {json.dumps({'kind': self.kind} | found)}\n"
 
     def tell(self, line):
         if line.strip():
@@ -60,7 +62,7 @@ def test_one_gpu_has_every_cell_and_its_checks(monkeypatch):
         loads = [work[1] for work in works].index(None)
         assert not any(work[1] for work in works[:loads])  # Nothing has been loaded before.
     wide = [work[1] for work in started["DoRA"][0].works if work[2] == 256]
-    assert wide == [1, 8, 64]
+    assert set(wide) == {1, 8, 64}
     assert {tuple(work[2:4]) for work in started["base"][0].works} == {
         (64, 128),
         (256, 128),
@@ -71,15 +73,37 @@ def test_one_gpu_has_every_cell_and_its_checks(monkeypatch):
     assert all(row["check"]["passed"] for row in rows if "check" in row)
 
 
+def test_the_base_takes_turns_with_each_line(monkeypatch):
+    rows, started = run(monkeypatch, 1, only=("base", "DoRA"), rounds=3)
+    works = [serve_vllm.Work(*work) for work in started["DoRA"][0].works]
+    assert [one.is_first for one in works[1:4]] == [True, False, False]
+    bases = [serve_vllm.Work(*work) for work in started["base"][0].works]
+    first = {(one.rows, one.prompt): one for one in reversed(bases)}
+    assert all(one.is_first for one in first.values())  # Each size has been warmed.
+    assert sum(one.is_first for one in bases) == len(first)
+    lines = [row for row in rows if row["kind"] == "DoRA"][1:]
+    assert all(len(row["rates"]) == len(row["base_rates"]) for row in lines)
+    assert [row["of_base"] for row in lines] == [2 / max(row["base_rates"]) for row in lines]
+    slower = [max(row["base_rates"]) for row in lines]
+    assert slower == sorted(slower, reverse=True)
+    assert slower[0] > slower[-1]
+
+
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_two_gpus_have_tensor_parallel_engines_and_checks(monkeypatch, gpus):
     rows, started = run(monkeypatch, gpus)
     checks = ["check, two GPUs", "check, two GPUs, fully sharded"]
-    assert list(started) == [WITHOUT, "check", PUNICA, *checks, "base", "DoRA"]
+    assert list(started) == ["check", *checks, "base", "DoRA", "LoRA"]
     assert {settings.gpus for _, settings in started.values()} == {2}
-    assert all(serve_vllm.CHECKS[kind]["tensor_parallel_size"] == 2 for kind in checks)
+    options = serve_vllm.checks_of(started["check"][1])
+    assert [options[kind].get("tensor_parallel_size") for kind in ("check", *checks)] == [
+        None,
+        2,
+        2,
+    ]
     assert [row["same_on_one"] for row in rows if "same_on_one" in row] == [1, 1]
-    assert [work[1] for work in started["DoRA"][0].works] == [None, 8]
+    for kind, rounds in (("DoRA", 3), ("LoRA", 1)):
+        assert [work[1] for work in started[kind][0].works] == [None] + [8] * rounds
 
 
 def test_other_bits_of_the_base_fail_the_check(monkeypatch):
