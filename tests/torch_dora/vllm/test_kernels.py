@@ -129,6 +129,7 @@ LARGE_TILES = (270, 272, 72, [530, 16], torch.bfloat16, False)  # of several ste
     [
         *((kind, *case) for kind in KINDS for case in (SMALL_TILES, LARGE_TILES)),
         ("mixed", 5, 5, 1100, [257], torch.float16, False),  # three parts
+        ("one adapter", 1, 1, 24, [8192, 8224], torch.bfloat16, False),  # the blocks of wide layers
         ("mixed", 1, 8, 2300, [33], torch.float32, True),
         ("one adapter", 1, 8, 2300, [33], torch.float32, True),
     ],
