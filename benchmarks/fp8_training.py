@@ -3,23 +3,26 @@
 The decoder, its text, its pretraining and the settings of a run are those of the parity level
 `training`, once as deep as there and once deeper, with half the width. DoRA is trained with each
 variant of the base, of activations and of gradients, from several seeds, which change the adapter's
-first values and the order of the text. Kernels of formats that are dequantised for a product are
-dequantised in advance, so that they share the program of bf16. Adapters are computed by XLA, whose
-programs are compiled fastest. Nothing is timed, so XLA_FLAGS=--xla_gpu_autotune_level=0 saves the
-time in which XLA times kernels.
+first values and the order of the text. Variants follow each other; the seeds of one take their
+steps together. Kernels of formats that are dequantised for a product are dequantised in advance, so
+that they share the program of bf16. Adapters are computed by XLA, whose programs are compiled
+fastest. Nothing is timed, so XLA_FLAGS=--xla_gpu_autotune_level=0 saves the time in which XLA times
+kernels.
 
 One line is one run: the loss of held-out text at the end (`held_out`), and the mean and the largest
 difference between the losses of a step and those of bf16 with the same seed (`mean_apart`,
 `worst_apart`; of means over `WINDOW` steps).
 
-The last line of a variant compares the gradients of lora_a, lora_b and magnitude of the adapter
-that the first run in bf16 ends with: the least and the mean cosine with those in bf16 over the
-arrays of a layer, for each layer from the first on (`least`, `mean`).
+The last line of a variant compares the gradients of lora_a, lora_b and magnitude of the adapters
+that the runs in bf16 end with: the least and the mean cosine with those in bf16 over the arrays and
+seeds of a layer, for each layer from the first on (`least`, `mean`).
 """
 
 import contextlib
 import re
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +37,7 @@ from jax import lax
 import jax_dora
 from benchmarks import quality
 from benchmarks.quality import BASE, FP8, Format
-from benchmarks.results import Row
+from benchmarks.results import Row, attempt, failed
 from benchmarks.work import matches
 from jax_dora.layers.quantised_kernel import compute_quantised
 from jax_dora.lm.finetune.training import decayed
@@ -48,6 +51,7 @@ from parity.training.settings import Settings as Decoder
 from parity.training.text import even_starts, starts, text
 
 WINDOW = 20
+AT_ONCE = 100  # steps of a call
 E5M2 = "float8_e5m2"
 
 
@@ -75,8 +79,8 @@ VARIANTS = (
     Variant(BASE),
     Variant("FP8 forward, gradients in e5m2", IN_E5M2),
     Variant("nf4", Format("", "nf4", 64)),
-    Variant("FP8 forward and in the head, gradients in e5m2", IN_E5M2, with_head=True),
     Variant("FP8 forward", Format("", FP8, 0, "row")),
+    Variant("FP8 forward and in the head, gradients in e5m2", IN_E5M2, with_head=True),
     Variant("FP8 forward, gradients in e4m3", Format("", FP8, 0, "row", FP8)),
     Variant("FP8 weights", Format("", FP8, 0)),
     Variant("e5m2, rounded stochastically", IN_E5M2, is_stochastic=True),
@@ -104,7 +108,7 @@ class Settings(NamedTuple):
 TINY = Settings(
     (Decoder.tiny(length=16, steps=4, warmup=1, eval_rows=32, base_steps=4),),
     2,
-    (VARIANTS[0], VARIANTS[3], *VARIANTS[7:]),
+    (VARIANTS[0], VARIANTS[2], VARIANTS[4], *VARIANTS[7:]),
 )
 
 
@@ -114,14 +118,14 @@ class _Runs(NamedTuple):
     Attributes:
       before, after: the loss of held-out text of each run.
       losses: f64[runs, steps].
-      gradients: of the first of the adapters `end`, by path.
+      gradients: f32[runs, layers, ...] of each array of the adapters `end`.
       end: the adapters that the runs of bf16 end with, stacked.
     """
 
-    before: list[float]
-    after: list[float]
+    before: np.ndarray
+    after: np.ndarray
     losses: np.ndarray
-    gradients: dict[Any, np.ndarray]
+    gradients: list[np.ndarray]
     end: Any
 
 
@@ -132,32 +136,27 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary) / "base"
                 training.make_base(sizes, folder)
-                yield from _runs(folder, sizes, settings)
+                yield from _variants(folder, sizes, settings)
 
 
-def _runs(folder: Path, sizes: Decoder, settings: Settings) -> Iterator[Row]:
-    programs: dict[Any, tuple[jax.stages.Compiled, ...]] = {}
-    exact = None
-    where = [
-        starts(text().adapter, (sizes.steps, sizes.rows), sizes.length, 1 + seed)
-        for seed in range(settings.seeds)
-    ]
+def _variants(folder: Path, sizes: Decoder, settings: Settings) -> Iterator[Row]:
+    programs: dict[Any, tuple[Callable, Callable]] = {}
+    runs: dict[str, _Runs] = {}
     for variant in settings.variants:
         if variant.name != BASE and not matches(variant.name, settings.only):
             continue
-        model = _model(folder, sizes, variant)
-        graphdef, fresh, frozen = nnx.split(model, nnx.LoRAParam, ...)
-        drawn = [_drawn(fresh, seed) for seed in range(settings.seeds)]
-        adapters = jax.tree.map(lambda *arrays: jnp.stack(arrays), *drawn)
-        key = graphdef, variant.with_head, variant.is_stochastic
-        if key not in programs:
-            with _rounding(variant):
-                lowered = _lowered(graphdef, adapters, frozen, variant, sizes)
-            programs[key] = tuple(one.compile() for one in lowered)
-        runs = _run(programs[key], adapters, frozen, jnp.asarray(np.stack(where)), sizes, exact)
-        exact = runs if exact is None else exact
         facts: Row = {"layers": sizes.layers, "hidden": sizes.hidden, "format": variant.name}
-        for row in _rows(runs, exact, sizes.steps):
+
+        def train(variant: Variant = variant) -> Row:
+            with _rounding(variant):
+                runs[variant.name] = _run(folder, sizes, settings.seeds, variant, programs, runs)
+            return {}
+
+        outcome = attempt(facts, train)
+        if failed(outcome):
+            yield outcome
+            continue
+        for row in _rows(runs[variant.name], runs[BASE], sizes.steps):
             yield facts | row
 
 
@@ -169,13 +168,13 @@ def _rows(runs: _Runs, exact: _Runs, steps: int) -> Iterator[Row]:
     ]
     apart = np.abs(means[0] - means[1])
     for seed, (before, after) in enumerate(zip(runs.before, runs.after, strict=True)):
-        row: Row = {"seed": seed, "steps": steps, "held_out_before": before, "held_out": after}
+        row: Row = {"seed": seed, "steps": steps}
+        row |= {"held_out_before": float(before), "held_out": float(after)}
         one = apart[:, seed]
         yield row | {"mean_apart": float(one.mean()), "worst_apart": float(one.max())}
     if runs is not exact:
-        pairs = [(runs.gradients[path], exact.gradients[path]) for path in exact.gradients]
-        by_depth = np.asarray([_cosines(*pair) for pair in pairs])
-        least, mean = by_depth.min(0).tolist(), by_depth.mean(0).tolist()
+        cosines = np.stack(list(map(_cosines, runs.gradients, exact.gradients)))
+        least, mean = cosines.min((0, 1)).tolist(), cosines.mean((0, 1)).tolist()
         yield {"compared": "gradients", "least": least, "mean": mean}
 
 
@@ -247,60 +246,74 @@ def _optimizer(sizes: Decoder) -> optax.GradientTransformation:
     return optax.adamw(rates, *sizes.betas, **options)
 
 
-def _lowered(
-    graphdef: Any, adapters: Any, frozen: Any, variant: Variant, sizes: Decoder
-) -> tuple[jax.stages.Lowered, ...]:
+def _compiled(graphdef: Any, variant: Variant, sizes: Decoder) -> tuple[Callable, Callable]:
+    """Returns functions of the adapters of all runs, stacked: the first runs steps, as
+    `training.compiled_steps`, the second returns the losses and gradients for tokens."""
     mean_loss = _loss_with_head if variant.with_head else training.mean_loss
 
     def loss(trained: Any, tokens: jax.Array, frozen: Any) -> jax.Array:
         return mean_loss(nnx.merge(graphdef, trained, frozen), tokens)
 
-    optimizer, train = _optimizer(sizes), jnp.asarray(text().adapter)
-    run: Any = training.compiled_steps(loss, optimizer, train, sizes.length, stacked=True)
-    held_out = jnp.asarray(text().held_out)
-    batches = even_starts(text().held_out, sizes.eval_rows, sizes.length)
-    batches = jnp.asarray(batches.reshape(-1, min(len(batches), training.EVAL_BATCH)))
-    rows = jnp.asarray(starts(text().adapter, (sizes.rows,), sizes.length, 99))
-
-    def evaluate(adapters: Any, frozen: Any) -> tuple[jax.Array, Any]:
-        def batch_loss(where: jax.Array) -> jax.Array:
-            tokens = training.rows_at(held_out, where, sizes.length)
-            return jax.vmap(loss, in_axes=(0, None, None))(adapters, tokens, frozen)
-
-        first = jax.tree.map(lambda array: array[0], adapters)
-        tokens = training.rows_at(train, rows, sizes.length)
-        return lax.map(batch_loss, batches).mean(0), jax.grad(loss)(first, tokens, frozen)
-
-    count = len(jax.tree.leaves(adapters)[0])
-    where = jax.ShapeDtypeStruct((count, sizes.steps, sizes.rows), jnp.int32)
-    evaluating: Any = jax.jit(evaluate, compiler_options=training.compiler_options())
-    states = jax.eval_shape(jax.vmap(optimizer.init), adapters)
-    return run.lower(adapters, states, frozen, where), evaluating.lower(adapters, frozen)
+    part, options = jnp.asarray(text().adapter), training.compiler_options()
+    steps = training.compiled_steps(loss, _optimizer(sizes), part, sizes.length, stacked=True)
+    with_gradient = jax.vmap(jax.value_and_grad(loss), in_axes=(0, None, None))
+    return steps, jax.jit(with_gradient, compiler_options=options)
 
 
 def _run(
-    programs: tuple[jax.stages.Compiled, ...],
-    adapters: Any,
-    frozen: Any,
-    where: jax.Array,
+    folder: Path,
     sizes: Decoder,
-    exact: _Runs | None,
+    seeds: int,
+    variant: Variant,
+    programs: dict[Any, tuple[Callable, Callable]],
+    runs: dict[str, _Runs],
 ) -> _Runs:
-    """Trains the adapters of all runs, stacked, over a base. The gradients are those of the adapter
-    that the first run of the variant `exact` ends with, or of its own.
+    """Trains a variant from all seeds, over the base in `folder`.
 
     Args:
-      programs: the first runs the steps of all runs, the second returns the losses of held-out text
-        of all runs and the gradient of the first adapter for one batch.
-      where: i32[runs, steps, rows], the starts of the rows of text.
+      programs: of variants before it, by what they depend on; its own are added.
+      runs: of variants before it; the gradients are those of the adapters that bf16 ends with.
     """
-    run, evaluate = programs
-    before = evaluate(adapters, frozen)[0].tolist()
-    end, _, losses, _ = run(adapters, jax.vmap(_optimizer(sizes).init)(adapters), frozen, where)
-    after = evaluate(end, frozen)[0].tolist()
-    end = end if exact is None else exact.end
-    gradients = _by_path(evaluate(end, frozen)[1])
-    return _Runs(before, after, np.asarray(losses, np.float64), gradients, end)
+    _say(sizes, variant, "begins")
+    graphdef, fresh, frozen = nnx.split(_model(folder, sizes, variant), nnx.LoRAParam, ...)
+    drawn = [_drawn(fresh, seed) for seed in range(seeds)]
+    adapters = jax.tree.map(lambda *arrays: jnp.asarray(np.stack(arrays)), *drawn)
+    key = graphdef, variant.with_head, variant.is_stochastic
+    if key not in programs:
+        programs[key] = _compiled(graphdef, variant, sizes)
+    steps, with_gradient = programs[key]
+
+    rows = even_starts(text().held_out, sizes.eval_rows, sizes.length)
+    count = max(1, len(rows) // training.EVAL_BATCH)
+    held_out = np.split(_tokens(text().held_out, rows, sizes), count)
+
+    def evaluate(adapters: Any) -> np.ndarray:
+        return np.mean([with_gradient(adapters, one, frozen)[0] for one in held_out], 0)
+
+    before = evaluate(adapters)
+    state, losses = jax.jit(jax.vmap(_optimizer(sizes).init))(adapters), []
+    shape = sizes.steps, sizes.rows
+    where = [starts(text().adapter, shape, sizes.length, 1 + seed) for seed in range(seeds)]
+    for part in np.split(np.stack(where), range(AT_ONCE, sizes.steps, AT_ONCE), 1):
+        adapters, state, some, _ = steps(adapters, state, frozen, part)
+        losses.append(np.asarray(some, np.float64))
+        _say(sizes, variant, f"loss {losses[-1].mean():.4f}")
+    after = evaluate(adapters)
+    _say(sizes, variant, f"held out {after}")
+    end = runs[BASE].end if BASE in runs else adapters
+    rows = starts(text().adapter, (training.EVAL_BATCH,), sizes.length, 99)
+    tokens = _tokens(text().adapter, rows, sizes)
+    gradients = list(map(np.asarray, jax.tree.leaves(with_gradient(end, tokens, frozen)[1])))
+    return _Runs(before, after, np.concatenate(losses, 1), gradients, end)
+
+
+def _tokens(part: np.ndarray, where: np.ndarray, sizes: Decoder) -> np.ndarray:
+    return np.asarray(training.rows_at(jnp.asarray(part), jnp.asarray(where), sizes.length))
+
+
+def _say(sizes: Decoder, variant: Variant, what: str) -> None:
+    now = time.strftime("%H:%M:%S")
+    print(f"{now} {sizes.layers} layers, {variant.name}: {what}", file=sys.stderr, flush=True)
 
 
 def _loss_with_head(model: Any, tokens: jax.Array) -> jax.Array:
@@ -311,14 +324,8 @@ def _loss_with_head(model: Any, tokens: jax.Array) -> jax.Array:
     return loss.total / loss.weight
 
 
-def _by_path(gradients: Any) -> dict[Any, np.ndarray]:
-    """Returns the gradient of every array of an adapter, stacked by layer."""
-    flat = nnx.to_flat_state(gradients)
-    return {path: np.asarray(one.get_value(), np.float64) for path, one in flat}
-
-
 def _cosines(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Returns the cosine of each layer's gradient with the wanted one."""
-    found, wanted = (one.reshape(len(one), -1) for one in (found, wanted))
-    lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
-    return (found * wanted).sum(1) / lengths
+    """Returns the cosines of gradients [runs, layers, ...] with the wanted ones, [runs, layers]."""
+    found, wanted = (one.reshape(*one.shape[:2], -1).astype(np.float64) for one in (found, wanted))
+    lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(wanted, axis=-1)
+    return (found * wanted).sum(-1) / lengths
