@@ -22,6 +22,9 @@ RESERVED = 3_072
 # Registers per thread, added up over the warpgroups of a thread block.
 REGISTERS = 512
 FETCH_REGISTERS = 40
+# For kernels that state the layouts of their arrays: Pallas does not infer them, which takes a
+# third of the time to lower a kernel.
+STATED_LAYOUTS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def consume_registers(consumers: int) -> int:

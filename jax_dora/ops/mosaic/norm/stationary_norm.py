@@ -325,6 +325,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types={"buffers": buffers},
+        compiler_params=limits.STATED_LAYOUTS,
         kernel_name="dora_stationary_norm",
     )(lora_a, lora_b, w, jnp.reshape(scale, 1).astype(jnp.float32), *tables, *scales)
     return jnp.sum(partials, axis=0)

@@ -17,7 +17,8 @@ the other warpgroups, the consumers, multiply them and store the result in chunk
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_dora.ops.dispatch import choose
 from jax_dora.ops.mosaic.hopper import limits, ring
 from jax_dora.ops.mosaic.hopper.limits import FETCH_REGISTERS, TILE_K, consume_registers
 from jax_dora.ops.mosaic.projection.matmul_tiling import (
@@ -34,6 +36,7 @@ from jax_dora.ops.mosaic.projection.matmul_tiling import (
     CONSUMERS,
     Config,
 )
+from jax_dora.ops.quantised import bits
 
 
 class Groups(NamedTuple):
@@ -215,11 +218,11 @@ def sum_of_products(
                     for j in range(0, consumer_cols, CHUNK_COLS):
                         chunk = inner = acc[r : r + CHUNK_ROWS, j : j + CHUNK_COLS]
                         for i in range(len(vectors)):
-                            vector = lax.broadcast_in_dim(
-                                feature_vectors["smem"][i, pl.ds(my_col + j, CHUNK_COLS)],
-                                chunk.shape,
-                                (1,),
+                            vector = plgpu.load(
+                                feature_vectors["smem"].at[i, pl.ds(my_col + j, CHUNK_COLS)],
+                                layout=plgpu.Layout.WGMMA.reduce(0),
                             )
+                            vector = lax.broadcast_in_dim(vector, chunk.shape, (1,))
                             chunk = chunk + vector if i else chunk * vector
                         at = (
                             pl.ds(row + my_row + r, CHUNK_ROWS),
@@ -231,7 +234,7 @@ def sum_of_products(
                             ]
                             stores += 1
                             plgpu.wait_smem_to_gmem(CHUNK_BUFFERS - 1, wait_read_only=True)
-                            buffer_smem[...] = value.astype(dtype)
+                            _store(value.astype(dtype), buffer_smem)
                             plgpu.commit_smem()
                             plgpu.copy_smem_to_gmem(buffer_smem, out.at[at])
                 if vectors:
@@ -260,10 +263,28 @@ def sum_of_products(
             ),
             "feature_vectors": feature_vectors,
         },
+        compiler_params=limits.STATED_LAYOUTS,
         kernel_name=name,
     )(*arguments)
     # Without this barrier XLA launches the kernel twice if a scan both stacks and reads a result.
     return [lax.optimization_barrier(result) for result in results]
+
+
+def _store(chunk: jax.Array, buffer_smem: Any) -> None:
+    """Writes a chunk of the result to its buffer. With stated layouts an assignment would first
+    read the buffer, into registers that nobody needs."""
+    if choose.interpreted():
+        buffer_smem[...] = chunk
+        return
+    swizzle = CHUNK_COLS * bits(chunk.dtype) // 8
+    buffer: Any = limits.swizzled(chunk.shape, chunk.dtype)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(buffer.transforms)))
+    def write(_, chunk, buffer_smem):
+        chunk.store_untiled(buffer_smem, swizzle=swizzle, optimized=False)
+
+    call: Callable[..., Any] = write
+    call(chunk, buffer_smem)
 
 
 def _split_tail(

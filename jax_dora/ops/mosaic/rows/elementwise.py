@@ -29,9 +29,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_dora.ops.mosaic.hopper.limits import ALIGNMENT
+from jax_dora.ops.mosaic.hopper import limits
 
 FEATURES = 1024
+THREADS = 128
 MAX_LANE = 256
 
 
@@ -63,8 +64,8 @@ def refuses(rows: int, out: int, dtype) -> str | None:
         return f"dtype {jnp.dtype(dtype)} is not bfloat16, float16 or float32"
     if rows == 0:
         return "there are no rows"
-    if out == 0 or out % ALIGNMENT:
-        return f"out = {out} is not a multiple of {ALIGNMENT} (rows of 16 bytes)"
+    if out == 0 or out % limits.ALIGNMENT:
+        return f"out = {out} is not a multiple of {limits.ALIGNMENT} (rows of 16 bytes)"
     return None
 
 
@@ -96,6 +97,7 @@ def row_kernel(
     shape, dtype, count = inputs[0].shape, inputs[0].dtype, len(inputs)
     out, width = shape[-1], lane(shape[-1])
     rows, block = inputs[0].size // out, (FEATURES // width, width)
+    layout = plgpu.Layout.WG_STRIDED(block, vec_size=FEATURES // THREADS)
     view = rows, out // width, width
     tile_rows = max(1, config.tile_bytes // (FEATURES * dtype.itemsize))
     column_blocks, row_tiles = pl.cdiv(out, FEATURES), pl.cdiv(rows, tile_rows)
@@ -111,8 +113,9 @@ def row_kernel(
         columns = pl.ds(column * block[0], block[0])
         plgpu.copy_gmem_to_smem(vectors_gmem.at[:, columns], vectors_smem, barrier)
         plgpu.barrier_wait(barrier)
-        block_vectors = [vectors_smem[i] for i in range(len(vectors))]  # [FEATURES/lane, lane]
-        s, zero = scale_gmem[0], jnp.zeros(block, jnp.float32)
+        # [FEATURES/lane, lane] each
+        block_vectors = [plgpu.load(vectors_smem.at[i], layout=layout) for i in range(len(vectors))]
+        s, zero = scale_gmem[0], plgpu.layout_cast(jnp.zeros(block, jnp.float32), layout)
 
         def step(indices, *refs):
             # Each tile is [tile_rows, FEATURES/lane, lane].
@@ -121,7 +124,10 @@ def row_kernel(
             if outputs:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             for row in range(tile_rows):
-                inputs = [tile_smem[row].astype(jnp.float32) for tile_smem in tiles_smem]
+                inputs = [
+                    plgpu.load(tile_smem.at[row], layout=layout).astype(jnp.float32)
+                    for tile_smem in tiles_smem
+                ]
                 row_outputs, terms = row_function(inputs, block_vectors, s)
                 tile_sums = [total + term for total, term in zip(tile_sums, terms, strict=True)]
                 for i, value in enumerate(row_outputs):
@@ -167,7 +173,7 @@ def row_kernel(
             plgpu.SMEM((2, max(outputs, 1), tile_rows, *block), dtype),  # outputs
             plgpu.Barrier(),
         ],
-        compiler_params=plgpu.CompilerParams(approx_math=approx_math),
+        compiler_params=dataclasses.replace(limits.STATED_LAYOUTS, approx_math=approx_math),
         kernel_name=kernel_name,
     )(
         *(array.reshape(view) for array in inputs),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental.mosaic.gpu import layout_inference
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 from jaxlib.mlir import ir
@@ -141,6 +142,20 @@ def test_kernels_are_compiled_while_jax_lowers(monkeypatch):
     assert len(started) >= 3
 
 
+def test_pallas_infers_no_layouts_in_a_step(monkeypatch):
+    """Inferring them takes a third of the time to lower a kernel."""
+    infer, inferred = layout_inference.infer_layout, []
+
+    def recorded(module, **options):
+        inferred.append(module.operation.attributes["sym_name"].value)
+        return infer(module, **options)
+
+    monkeypatch.setattr(layout_inference, "infer_layout", recorded)
+    for_cuda(*step(1, width=4096))
+    assert lowered() >= 3
+    assert not inferred
+
+
 def modules(program):
     """Returns (module, hash) of the call of a kernel in its own program."""
     found = []
@@ -170,7 +185,7 @@ def test_modules_of_kernels_are_small(monkeypatch):
     for_cuda(*step(1))
     assert len(pairs) >= 3
     for original, code, name in pairs:
-        assert len(code) < 0.85 * len(original)
+        assert len(code) < 0.75 * len(original)
         assert name == hashlib.sha256(code).digest()
         assert b".py" in original
         assert b".py" not in code
