@@ -12,9 +12,11 @@ layer (`layer_us`), and by CUPTI the launches and the time of a step's kernels, 
 by their names, of XLA's fusions by what they contain; "product" are the matrix products of any
 library, and "fused attention" has the products, gathers, softmax and dropout of its kernels.
 
-Each side runs in a process of its own. A few at a time prepare their steps. A side that is ready is
-timed alone: meanwhile the other processes are stopped. Its row is written, and the next one starts.
-`ready_s` are the seconds until a side has made two steps.
+Each side runs in a process of its own. A few at a time prepare their steps. When all of these are
+ready, they are timed in turns, for some rounds, while the others wait: `rounds_us` has the times of
+all rounds, so that a disturbed one can be seen, and `device_us` the kernels of the median of three
+more steps. A side that may fill most of a card's memory is alone. `ready_s` are the seconds until a
+side has made two steps.
 
 A line of `layernorm` is norm(dropout(y) + x) alone, forward, and its gradient from y, x and the
 result's: device time with a cold L2 cache. `of_copy` is the rate of the bytes of y, x and the
@@ -22,12 +24,9 @@ result, or of y, x and three gradients, divided by that at which XLA copies a la
 same run; `of_equal_copy` is the time in which XLA copies as many bytes, divided by the norm's.
 """
 
-import contextlib
+import itertools
 import multiprocessing
-import multiprocessing.connection
-import os
 import re
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +39,7 @@ import jax.numpy as jnp
 from benchmarks.clock import (
     Effort,
     Kernels,
+    Spread,
     by_name,
     device_clock,
     kernel_time,
@@ -62,12 +62,13 @@ OPERATORS = {
 SIDES = (
     Side("jax_dora fused", "deberta", "triton"),
     Side("BERT of transformers eager", "bert"),
-    Side("transformers compiled", "deberta", compiled=True),
-    Side("transformers eager", "deberta"),
-    Side("BERT of jax_dora", "bert", "triton"),
-    Side("BERT of transformers compiled", "bert", compiled=True),
-    Side("jax_dora XLA", "deberta", "xla"),
     Side("jax_dora, default options", "deberta", "triton", has_options=False),
+    Side("transformers, layers compiled", "deberta", compiled="layers", keeps_scores=True),
+    Side("transformers eager", "deberta", keeps_scores=True),
+    Side("transformers compiled", "deberta", compiled="whole", keeps_scores=True),
+    Side("BERT of jax_dora", "bert", "triton"),
+    Side("BERT of transformers compiled", "bert", compiled="whole"),
+    Side("jax_dora XLA", "deberta", "xla", keeps_scores=True),
 )
 
 
@@ -77,7 +78,9 @@ class Settings(NamedTuple):
     Attributes:
       only: patterns of the beginnings of names, of an encoder and a side, in order; all by default.
       layers: of the encoders; 0 for all of theirs.
-      together: the number of sides that prepare their steps at the same time.
+      rounds: the number of turns of each side.
+      together: the number of sides that prepare their steps at the same time, and take turns.
+      patience: the seconds that sides have until they are ready.
       copied: number of bf16 elements whose copying is timed.
     """
 
@@ -87,14 +90,15 @@ class Settings(NamedTuple):
     )
     batch: int = 20
     time: int = 512
-    blocks: int = 5
+    rounds: int = 9
     layers: int = 0
     together: int = 3
+    patience: float = 600
     copied: int = 2**29
     only: tuple[str, ...] = ()
 
 
-TINY = Settings((Encoder("tiny", 2, 64, 4, 99, 8),), batch=2, time=24, blocks=1, copied=2**10)
+TINY = Settings((Encoder("tiny", 2, 64, 4, 99, 8),), batch=2, time=24, rounds=2, copied=2**10)
 
 
 class Work(NamedTuple):
@@ -116,6 +120,11 @@ class Work(NamedTuple):
     def layers(self) -> int:
         return self.settings.layers or self.encoder.layers
 
+    @property
+    def is_large(self) -> bool:
+        """Whether a step may fill most of a card's memory: xlarge's, with scores in memory."""
+        return self.side.keeps_scores and self.layers * self.encoder.heads > 400
+
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each side of each encoder, and those of norms."""
@@ -128,14 +137,9 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         for work in works
         if fnmatch(f"{work.encoder.name} {work.side.name}", f"{pattern}*")
     )
-    too_large = []
-    for work, row in _in_processes([*wanted], settings.together):
-        if "memory" in row.get("failed", ""):
-            too_large.append(work)
-        else:
+    for group in _groups([*wanted], settings.together):
+        for work, row in zip(group, _in_turns(group, settings), strict=True):
             yield work.facts | row
-    for work, row in _in_processes(too_large, 1):
-        yield work.facts | row
     if any(fnmatch("layernorm", f"{pattern}*") for pattern in settings.only or ("",)):
         large = _copy_us(settings.copied, device)
         rate = 4 * settings.copied / large
@@ -145,40 +149,57 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 yield _layernorm(encoder, settings, device, implementation, rate)
 
 
-def _in_processes(works: Sequence[Work], together: int) -> Iterator[tuple[Work, Row]]:
-    """Yields the rows of works whose processes prepare at the same time, as they are ready."""
+def _groups(works: Sequence[Work], together: int) -> Iterator[list[Work]]:
+    """Yields works that are prepared at the same time, in order."""
+    for (alone, _), some in itertools.groupby(works, lambda work: (work.is_large, work.encoder)):
+        yield from map(list, itertools.batched(some, 1 if alone else together))
+
+
+def _in_turns(works: Sequence[Work], settings: Settings) -> list[Row]:
+    """Returns the rows of works, which prepare at the same time, each in a process, and are timed
+    one after another, round by round."""
     context: Any = multiprocessing.get_context("spawn")
-    waiting, running = list(works), dict[Any, tuple[Work, Any]]()
-    while waiting or running:
-        while waiting and len(running) < together:
-            here, there = context.Pipe()
-            process = context.Process(target=_measure, args=(there, waiting[0]), daemon=True)
-            process.start()
-            there.close()
-            running[here] = waiting.pop(0), process
-        pipe: Any = multiprocessing.connection.wait([*running])[0]
-        work, process = running.pop(pipe)
-        others = [one.pid for _, one in running.values()]
-        _signal(others, signal.SIGSTOP)
-        row: Row = {"failed": "the process has ended"}
-        with contextlib.suppress(EOFError):
-            if "failed" not in (row := pipe.recv()):
-                pipe.send("now")
-                row |= pipe.recv()
+    pipes, processes, begin = [], [], time.monotonic()
+    for work in works:
+        here, there = context.Pipe()
+        process = context.Process(target=_measure, args=(there, work), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    rows = []
+    for pipe, process in zip(pipes, processes, strict=True):
+        rows.append(_answer(pipe, begin + settings.patience - time.monotonic()))
+        if "failed" in rows[-1]:
+            process.kill()
+    for question in (*["wall"] * settings.rounds, "kernels"):
+        for row, pipe in zip(rows, pipes, strict=True):
+            if "failed" not in row:
+                pipe.send(question)
+                answer = _answer(pipe)
+                rounds = row.get("rounds_us", []) + answer.pop("rounds_us", [])
+                row |= answer | {"rounds_us": rounds}
+    for process in processes:
         process.kill()
         process.join()
-        _signal(others, signal.SIGCONT)
-        yield work, row
+    for work, row in zip(works, rows, strict=True):
+        if times := row.get("rounds_us"):
+            wall = Spread.of(times)
+            row |= {"wall": wall._asdict(), "layer_us": wall.median / work.layers}
+    return rows
 
 
-def _signal(processes: Sequence[int], number: int) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):  # It has failed.
-            os.kill(process, number)
+def _answer(pipe: Any, seconds: float | None = None) -> Row:
+    try:
+        if seconds is not None and not pipe.poll(max(0, seconds)):
+            return {"failed": "not ready in time"}
+        return pipe.recv()
+    except EOFError:
+        return {"failed": "the process has ended"}
 
 
 def _measure(pipe: Any, work: Work) -> None:
-    """Prepares a step, says how long that took, and measures the step when it is told to."""
+    """Prepares a step, says how long that took, and then measures what it is asked for."""
     if work.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     begin = time.monotonic()
@@ -187,13 +208,33 @@ def _measure(pipe: Any, work: Work) -> None:
         encoder = work.encoder._replace(layers=work.layers)
         step = make(encoder, work.side, (work.settings.batch, work.settings.time), work.device)
         step()
-        synchronise(step())
-        pipe.send({"ready_s": time.monotonic() - begin})
-        pipe.recv()
-        is_jax = bool(work.side.attention)
-        pipe.send(_timed(step, is_jax, work.settings, work.device, work.layers))
+        loss = float(step())
+        pipe.send({"ready_s": time.monotonic() - begin, "loss": loss})
+        while True:
+            pipe.send(_wall(step) if pipe.recv() == "wall" else _kernels(step, work.device))
+    except EOFError:  # The measurement has ended.
+        pass
     except Exception as error:  # of memory, at some sizes
         pipe.send({"failed": f"{type(error).__name__}: {error}"[:600]})
+
+
+def _wall(step: Callable[[], Any]) -> Row:
+    """Returns the mean time of a few steps, after one that is not timed."""
+    return {"rounds_us": [wall_time(step, [()], Effort(0.3, least=3, blocks=1)).median]}
+
+
+def _kernels(step: Callable[[], Any], device: str) -> Row:
+    """Returns the kernels of the step whose kernels take the median of three steps' times."""
+    if device != "cuda":
+        return {}
+    steps = [device_clock().kernels(step) for _ in range(3)]
+    kernels = sorted(steps, key=lambda kernels: sum(us for _, us in kernels))[1]
+    return {
+        "launches": len(kernels),
+        "device_us": sum(us for _, us in kernels),
+        "operators": by_operator(kernels),
+        "kernels": by_name(kernels),
+    }
 
 
 def _layernorm(
@@ -232,20 +273,6 @@ def _copy_us(elements: int, device: str) -> float:
 def _device_us(step: Any, operands: tuple[Any, ...], device: str) -> float:
     synchronise(step(*operands))
     return kernel_time("jax", step, [operands], device).median
-
-
-def _timed(
-    step: Callable[[], Any], is_jax: bool, settings: Settings, device: str, layers: int
-) -> Row:
-    step()
-    loss = float(step())
-    wall = wall_time(step, [()], Effort(0.5, least=3, blocks=settings.blocks))
-    row: Row = {"loss": loss, "wall": wall._asdict(), "layer_us": wall.median / layers}
-    if device == "cuda":
-        kernels = device_clock().kernels(step)
-        row |= {"launches": len(kernels), "device_us": sum(us for _, us in kernels)}
-        row |= {"operators": by_operator(kernels), "kernels": by_name(kernels)}
-    return row
 
 
 def by_operator(kernels: Kernels) -> dict[str, tuple[int, float]]:

@@ -35,15 +35,17 @@ class Side(NamedTuple):
     Attributes:
       model: "deberta" or "bert".
       attention: the implementation of the attention in jax_dora; None in transformers.
-      compiled: by torch.compile.
+      compiled: what torch.compile compiles, "whole" models or, once for all of them, "layers".
       has_options: whether jax_dora's step is compiled with `STEP_OPTIONS`.
+      keeps_scores: whether a step keeps the scores of all layers in memory.
     """
 
     name: str
     model: str
     attention: str | None = None
-    compiled: bool = False
+    compiled: str | None = None
     has_options: bool = True
+    keeps_scores: bool = False
 
 
 def _config(encoder: Encoder, model: str) -> dict[str, Any]:
@@ -83,7 +85,10 @@ def torch_step(
         tokens, labels = (torch.tensor(one).long() for one in _inputs(encoder, shape))
         mask = torch.ones_like(tokens)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=device == "cuda")
-    forward: Any = torch.compile(model) if side.compiled else model
+    forward: Any = torch.compile(model) if side.compiled == "whole" else model
+    if side.compiled == "layers":
+        for layer in getattr(model, model.base_model_prefix).encoder.layer:
+            layer.compile()
 
     def step() -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16):
@@ -110,6 +115,7 @@ def jax_step(
     # Not in one program, which would take as long to compile as the step.
     model = SequenceClassifier(config, rngs=nnx.Rngs(0))
     model.train()
+    options = STEP_OPTIONS if side.has_options else {}
     graphdef, parameters, streams = nnx.split(model, nnx.Param, ...)
     del model
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=0.01)
@@ -129,7 +135,6 @@ def jax_step(
 
     held = [parameters, jax.jit(optimizer.init)(parameters), streams]
     del parameters, streams
-    options = STEP_OPTIONS if side.has_options else {}
     jitted = jax.jit(train, donate_argnums=(0, 1, 2), compiler_options=options)
     compiled = jitted.lower(*held).compile()
 

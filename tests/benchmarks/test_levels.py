@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import baselines, fp8_training, ops, results, scale, step_torch
+from benchmarks import baselines, encoder, fp8_training, ops, results, scale, step_torch
 from benchmarks.model import placed
 from benchmarks.model.protocol import QUICK as QUICK_SIZES
 from benchmarks.work import Expectation, judge
@@ -129,6 +129,19 @@ def test_wrong_arguments_are_rejected(words, message, monkeypatch, capsys) -> No
     with pytest.raises(SystemExit):
         command.main(words)
     assert message in capsys.readouterr().err
+
+
+def test_encoders_take_turns_but_for_large_ones() -> None:
+    """Sides of one encoder share a group, so that they are compared in the same rounds."""
+    settings = encoder.Settings()
+    works = [
+        encoder.Work(one, side, settings, "cpu")
+        for one in settings.encoders
+        for side in encoder.SIDES[:5]
+    ]
+    groups = list(encoder._groups(works, 3))
+    assert [len(group) for group in groups] == [3, 1, 1, 3, 2]
+    assert [work for group in groups for work in group] == works
 
 
 def test_a_step_on_explicit_axes_keeps_shardings() -> None:
