@@ -13,7 +13,7 @@ import transformers
 from flax import nnx
 
 from benchmarks.clock import synchronise
-from jax_dora.lm.encoder import STEP_OPTIONS, DebertaConfig, SequenceClassifier
+from jax_dora.lm.encoder import DebertaConfig, SequenceClassifier
 
 LEARNING_RATE = 1e-5
 
@@ -36,7 +36,7 @@ class Side(NamedTuple):
       model: "deberta" or "bert".
       attention: the implementation of the attention in jax_dora; None in transformers.
       compiled: what torch.compile compiles, "whole" models or, once for all of them, "layers".
-      has_options: whether jax_dora's step is compiled with `STEP_OPTIONS`.
+      has_options: whether jax_dora's step is compiled with the model's `step_options`.
       keeps_scores: whether a step keeps the scores of all layers in memory.
     """
 
@@ -115,7 +115,7 @@ def jax_step(
     # Not in one program, which would take as long to compile as the step.
     model = SequenceClassifier(config, rngs=nnx.Rngs(0))
     model.train()
-    options = STEP_OPTIONS if side.has_options else {}
+    options = dict(model.step_options) if side.has_options else {}
     graphdef, parameters, streams = nnx.split(model, nnx.Param, ...)
     del model
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=0.01)

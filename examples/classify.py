@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 import jax_dora
 from jax_dora.lm.encoder import DebertaConfig, SequenceClassifier, load_classifier
 from jax_dora.lm.finetune import adapter, training
+from jax_dora.lm.models.decoder import step_options
 from jax_dora.lm.models.loss import Loss
 
 HEAD = ["pooler", "classifier"]
@@ -107,13 +108,14 @@ def main() -> None:
 
     schedule = optax.cosine_decay_schedule(options.learning_rate, options.steps)
     optimizer = training.make_optimizer("adamw", schedule, clip=1.0, weight_decay=0.0)
+    accumulate = training.accumulate_with(step_options(model))
     parts = training.Parts.of(model)
     state = optimizer.init(parts.adapters)
     losses, rng = [], np.random.default_rng(0)
     for _ in track(range(options.steps), "adapter and head"):
         index = rng.integers(0, len(data.labels), (1, options.batch))  # one micro-batch
         batch: Any = Rows(*(array[index] for array in data))
-        loss, gradients, streams = training.accumulate(*parts, batch, loss_of=loss_of)
+        loss, gradients, streams = accumulate(*parts, batch, loss_of=loss_of)
         adapters, state, _ = training.update(optimizer, parts.adapters, state, gradients, loss)
         parts = parts._replace(adapters=adapters, streams=streams)
         losses.append(float(loss))

@@ -1,6 +1,5 @@
 """DeBERTa-v2 and v3 in Flax NNX, loaded from Hugging Face folders, for classifying texts."""
 
-from jax_dora.lm.encoder.deberta import STEP_OPTIONS as STEP_OPTIONS
 from jax_dora.lm.encoder.deberta import SequenceClassifier as SequenceClassifier
 from jax_dora.lm.encoder.encoder_config import DebertaConfig as DebertaConfig
 from jax_dora.lm.encoder.encoder_folder import load_classifier as load_classifier

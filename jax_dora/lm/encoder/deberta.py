@@ -22,13 +22,7 @@ from jax_dora.lm.encoder.encoder_layer import (
     linear,
 )
 from jax_dora.lm.encoder.relative_positions import buckets_of
-
-STEP_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-"""`compiler_options` of `jax.jit` for a training step of an encoder that is not quantised.
-
-Products are cuBLAS's, which adds biases and other gradients. XLA's choice between cuBLAS and its
-own Triton products does not count the passes over all activations that these additions take
-outside of a product."""
+from jax_dora.lm.models.decoder import loop_options
 
 
 def _embed(rows: int, features: int, config: DebertaConfig, rngs: nnx.Rngs) -> nnx.Embed:
@@ -170,6 +164,17 @@ class SequenceClassifier(nnx.Module):
         rate = config.hidden_dropout_prob if rate is None else rate
         self.dropout = nnx.Dropout(rate, deterministic=True, rngs=rngs)
         self.classifier = linear(config.pooler_hidden_size, config.num_labels, config, rngs)
+
+    @property
+    def step_options(self) -> tuple[tuple[str, bool | int], ...]:
+        """`compiler_options` of `jax.jit`, as items, for a training step.
+
+        Products are cuBLAS's, which adds biases and other gradients. XLA's choice between cuBLAS
+        and its own Triton products does not count the passes over all activations that these
+        additions take outside of a product. An encoder with quantised kernels has none: Triton
+        dequantises them inside a product.
+        """
+        return loop_options(nnx.state(self))
 
     def __call__(
         self,

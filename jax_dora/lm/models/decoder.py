@@ -267,7 +267,8 @@ def loop_options(state: nnx.State) -> tuple[tuple[str, bool | int], ...]:
 def step_options(model: nnx.Module) -> tuple[tuple[str, bool | int], ...]:
     """Returns `compiler_options` of `jax.jit`, as items, for an optimizer step of `model`.
 
-    Steps whose products are in FP8, forward and backward, have four:
+    A model may have `step_options` of its own, as an encoder has. Of the others, steps whose
+    products are in FP8, forward and backward, have four:
 
     - These products are cuBLAS's. XLA would find that out by compiling and timing Triton products
       of every shape, which takes most of the time that a step compiles.
@@ -278,6 +279,9 @@ def step_options(model: nnx.Module) -> tuple[tuple[str, bool | int], ...]:
     - XLA does not rematerialise. What is kept is chosen before, and in a step that uses most of a
       card's memory XLA would compute norms of kernels up to four times and save one hundredth.
     """
+    own: tuple[tuple[str, bool | int], ...] | None = getattr(model, "step_options", None)
+    if own is not None:
+        return own
     if any(getattr(module, "bwd_qtype", None) for _, module in nnx.iter_modules(model)):
         return (
             ("xla_gpu_enable_triton_gemm", False),

@@ -9,6 +9,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.lm.encoder import load_classifier
+from jax_dora.lm.models.decoder import step_options
 from parity import tolerances
 from tests.jax_dora.lm.encoder.conftest import torch_model
 from tests.jax_dora.lm.encoder.test_encoder import loss_of, torch_loss
@@ -100,3 +101,9 @@ def test_all_linear_and_merged(make_folder, texts):
     merged = logits_of(jax_dora.merge_dora(model), texts)
     assert np.abs(logits_of(base, texts) - expected).max() > 0.1
     assert np.abs(merged - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS
+
+
+def test_a_step_lets_cublas_add_unless_kernels_are_quantised(make_folder):
+    model = load_classifier(make_folder("v3"))
+    assert dict(step_options(model))["xla_gpu_enable_triton_gemm"] is False
+    assert step_options(jax_dora.quantize(model, "int8")) == ()
