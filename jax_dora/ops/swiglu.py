@@ -191,7 +191,8 @@ def _run_codes(settings: GatingSettings, shard: Shard, operands: Gating) -> tupl
         choice = choose.choose("swiglu", settings.implementation, candidate, optional=True)
     if choice is not None:
         return choice.launch(gate, up, gate_g, up_g, gate_bias, up_bias)
-    return tuple(row_scaled.coded_by_xla(define(operands), shard))
+    # Without the barrier XLA computes h again for its codes, and does not round it.
+    return tuple(row_scaled.coded_by_xla(lax.optimization_barrier(define(operands)), shard))
 
 
 SWIGLU_CODES = Op(

@@ -186,10 +186,11 @@ def test_zeros_and_nan_with_codes(on_mosaic):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize(("rows", "out"), [(1031, 14336), (517, 16384), (2049, 384), (333, 28672)])
-def test_with_codes_at_full_size(rows, out, dtype):
-    check(*operands(3, (rows, out), dtype, biased=rows == 517), "mosaic", with_codes=True)
+def test_with_codes_at_full_size(rows, out, dtype, implementation):
+    check(*operands(3, (rows, out), dtype, biased=rows == 517), implementation, with_codes=True)
 
 
 @pytest.mark.gpu
