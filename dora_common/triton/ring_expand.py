@@ -29,6 +29,7 @@ from dora_common.triton.rings import (
     CONSUMER_REGISTERS,
     FETCH_REGISTERS,
     GROUPS,
+    LAYOUT,
     TILE,
     Config,
     barriers,
@@ -66,49 +67,49 @@ def kernel(
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,  # the tiles of base and y on their way, for each group
 ):
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     half: gl.constexpr = base_ptr.dtype.element_ty
     split, strip = gl.program_id(0) % splits, gl.program_id(0) // splits
     walk = (split, splits, steps, strip * 128)
-    base = tiles(base_ptr, rows, features, tile)
-    z, b = tiles(z_ptr, rows, RANK, tile), tiles(lora_b_ptr, RANK, features, tile)
-    results = (tiles(y_ptr, rows, features, tile),)
-    factors = gl.allocate_shared_memory(half, [STAGES * SLICES, 64, 64], tile)
-    slots = gl.allocate_shared_memory(half, [SLOTS * 2, 64, 64], tile)
-    inners = slots
+    sizes = (rows, features)
+    factors = gl.allocate_shared_memory(half, [STAGES * SLICES, 64, 64], LAYOUT)
+    slots = gl.allocate_shared_memory(half, [SLOTS * 2, 64, 64], LAYOUT)
+    results, inners = (y_ptr,), slots
     if WITH_INNER:
-        results += (tiles(inner_ptr, rows, features, tile),)
-        inners = gl.allocate_shared_memory(half, [2, 64, 64], tile)
+        results += (inner_ptr,)
+        inners = gl.allocate_shared_memory(half, [2, 64, 64], LAYOUT)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     base_full, base_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
     ring = (factors, full, empty, barriers(2, 1))
     base_ring = (slots, inners, base_full, base_empty)
     vectors = (g_ptr, bias_ptr, scale)
-    counts: gl.constexpr = (SLICES, STAGES, SLOTS)
+    counts: gl.constexpr = (SLICES, STAGES, SLOTS, RANK)
     gl.warp_specialize(
         [
-            (_compose, (ring, base_ring, walk, results, vectors, features, HAS_BIAS, counts, 0)),
-            (_compose, (ring, base_ring, walk, results, vectors, features, HAS_BIAS, counts, 1)),
-            (_fetch, (ring, base_ring, walk, base, z, b, counts)),
+            (_compose, (ring, base_ring, walk, results, vectors, sizes, HAS_BIAS, counts, 0)),
+            (_compose, (ring, base_ring, walk, results, vectors, sizes, HAS_BIAS, counts, 1)),
+            (_fetch_rows, (ring, base_ring, walk, base_ptr, z_ptr, sizes, counts)),
+            (_fetch_factor, (ring, walk, lora_b_ptr, features, counts)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, FETCH_REGISTERS],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, FETCH_REGISTERS, FETCH_REGISTERS],
     )
 
 
 @jit
-def _fetch(ring, base_ring, walk, base, z, b, COUNTS: gl.constexpr):
-    """Fetches the strip of z, a stage for each group, and then the tiles of base and B."""
-    factors, full, empty, _ = ring
+def _fetch_rows(ring, base_ring, walk, base_ptr, z_ptr, sizes, COUNTS: gl.constexpr):
+    """Fetches the strip of z, a stage for each group, and then the tiles of base."""
+    factors, full, _, _ = ring
     slots, _, base_full, base_empty = base_ring
     split, splits, steps, top = walk
     slices: gl.constexpr = COUNTS[0]
+    z = tiles(z_ptr, sizes[0], COUNTS[3])
     for group in gl.static_range(2):
         mbarrier.expect(full.index(group), slices * 64 * 64 * 2)
         for k in gl.static_range(slices):
             at = [top + group * 64, k * 64]
             to = factors.index(group * slices + k)
             tma.async_copy_global_to_shared(z, at, full.index(group), to)
+    base = tiles(base_ptr, sizes[0], sizes[1])
     for step in range(steps):
         first = (step * splits + split) * 64
         slot, phase = turn(step, COUNTS[2])
@@ -118,6 +119,17 @@ def _fetch(ring, base_ring, walk, base, z, b, COUNTS: gl.constexpr):
         for group in gl.static_range(2):
             to = slots.index(slot * 2 + group)
             tma.async_copy_global_to_shared(base, [top + group * 64, first], ready, to)
+
+
+@jit
+def _fetch_factor(ring, walk, b_ptr, features, COUNTS: gl.constexpr):
+    """Fetches the tiles of B."""
+    factors, full, empty, _ = ring
+    split, splits, steps, _ = walk
+    slices: gl.constexpr = COUNTS[0]
+    b = tiles(b_ptr, COUNTS[3], features)
+    for step in range(steps):
+        first = (step * splits + split) * 64
         stage, phase = turn(step + 2, COUNTS[1])
         mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
@@ -134,7 +146,7 @@ def _compose(
     walk,
     results,
     vectors,
-    features,
+    sizes,
     HAS_BIAS: gl.constexpr,
     COUNTS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -144,10 +156,14 @@ def _compose(
     slots, inners, base_full, base_empty = base_ring
     split, splits, steps, top = walk
     g_ptr, bias_ptr, scale = vectors
+    rows, features = sizes
     slices: gl.constexpr = COUNTS[0]
     size: gl.constexpr = COUNTS[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    written = (tiles(results[0], rows, features),)
+    if len(results) == 2:
+        written += (tiles(results[1], rows, features),)
     factor = gl.load(scale)
     row = top + GROUP * 64
     for group in gl.static_range(2):
@@ -190,7 +206,7 @@ def _compose(
         if len(results) == 2:
             inners.index(GROUP).store((base + scaled).to(tile.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(results[0], [row, first], tile)
+        tma.async_copy_shared_to_global(written[0], [row, first], tile)
         if len(results) == 2:
-            tma.async_copy_shared_to_global(results[1], [row, first], inners.index(GROUP))
+            tma.async_copy_shared_to_global(written[1], [row, first], inners.index(GROUP))
     tma.store_wait(0)

@@ -26,6 +26,7 @@ from dora_common.triton.rings import (
     CONSUMER_REGISTERS,
     FETCH_REGISTERS,
     GROUPS,
+    LAYOUT,
     TILE,
     Config,
     barriers,
@@ -65,61 +66,84 @@ def kernel(
     STAGES: gl.constexpr,
     WIDTH: gl.constexpr,  # the inputs of a step
 ):
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     held: gl.constexpr = SLICES * PIECES
     split, strip = gl.program_id(0) % splits, gl.program_id(0) // splits
     top = strip * 128
-    w = tiles(weight_ptr, in_features, out_features, tile, WIDTH)
-    a = (tiles(lora_a_ptr, in_features, RANK, tile, WIDTH),)
-    b = (tiles(lora_b_ptr, RANK, out_features, tile),)
-    if PIECES == 2:
-        a += (tiles(lora_a_ptr + in_features * RANK, in_features, RANK, tile, WIDTH),)
-        b += (tiles(lora_b_ptr + out_features * RANK, RANK, out_features, tile),)
     half: gl.constexpr = lora_a_ptr.dtype.element_ty
-    factors = gl.allocate_shared_memory(half, [STAGES * held, WIDTH, 64], tile)
+    factors = gl.allocate_shared_memory(half, [STAGES * held, WIDTH, 64], LAYOUT)
     weight_type: gl.constexpr = weight_ptr.dtype.element_ty
-    weights = gl.allocate_shared_memory(weight_type, [STAGES * 2, WIDTH, 64], tile)
-    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
+    weights = gl.allocate_shared_memory(weight_type, [STAGES * 2, WIDTH, 64], LAYOUT)
+    # Of a stage, the tiles of A and W arrive.
+    full, empty = barriers(STAGES, 2), barriers(STAGES, 2)
     ring = (factors, weights, full, empty, barriers(2, 1))
     walk = (split, splits, steps, top)
     vectors = (unit_a_ptr, unit_b_ptr, scale, partial_ptr)
     sizes = (in_features, out_features)
-    counts: gl.constexpr = (PIECES, SLICES, STAGES, WIDTH)
+    counts: gl.constexpr = (PIECES, SLICES, STAGES, WIDTH, RANK)
     gl.warp_specialize(
         [
             (_add_up, (ring, walk, vectors, sizes, counts, 0)),
             (_add_up, (ring, walk, vectors, sizes, counts, 1)),
-            (_fetch, (ring, walk, w, a, b, counts)),
+            (_fetch_strip, (ring, top, lora_b_ptr, out_features, counts)),
+            (_fetch_factor, (ring, walk, lora_a_ptr, in_features, counts)),
+            (_fetch_weight, (ring, walk, weight_ptr, sizes, counts)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, FETCH_REGISTERS],
+        [4, 1, 1, 1],
+        [CONSUMER_REGISTERS, FETCH_REGISTERS, FETCH_REGISTERS, FETCH_REGISTERS],
     )
 
 
 @jit
-def _fetch(ring, walk, w, a, b, COUNTS: gl.constexpr):
-    """Fetches the strip of B, a stage for each group, and then the tiles of A and W."""
-    factors, weights, full, empty, _ = ring
-    split, splits, steps, top = walk
+def _fetch_strip(ring, top, b_ptr, out_features, COUNTS: gl.constexpr):
+    """Fetches the strip of B, a stage for each group."""
+    factors, _, full, _, _ = ring
     slices: gl.constexpr = COUNTS[1]
     held: gl.constexpr = slices * COUNTS[0]
-    width: gl.constexpr = COUNTS[3]
+    b = tiles(b_ptr, COUNTS[0] * COUNTS[4], out_features)
     for group in gl.static_range(2):
         mbarrier.expect(full.index(group), held * 64 * 64 * 2)
         for k in gl.static_range(held):
-            at = [k % slices * 64, top + group * 64]
+            at = [k // slices * COUNTS[4] + k % slices * 64, top + group * 64]
             to = factors.index(group * held + k).slice(0, 64)
-            tma.async_copy_global_to_shared(b[k // slices], at, full.index(group), to)
+            tma.async_copy_global_to_shared(b, at, full.index(group), to)
+
+
+@jit
+def _fetch_factor(ring, walk, a_ptr, in_features, COUNTS: gl.constexpr):
+    """Fetches the tiles of A."""
+    factors, _, full, empty, _ = ring
+    split, splits, steps, _ = walk
+    slices: gl.constexpr = COUNTS[1]
+    held: gl.constexpr = slices * COUNTS[0]
+    width: gl.constexpr = COUNTS[3]
+    a = tiles(a_ptr, COUNTS[0] * in_features, COUNTS[4], width)
     for step in range(steps):
         stage, phase = turn(step + 2, COUNTS[2])
         mbarrier.wait(empty.index(stage), phase ^ 1)
         first = (step * splits + split) * width
         ready = full.index(stage)
-        mbarrier.expect(ready, (held + 2) * width * 64 * 2)
+        mbarrier.expect(ready, held * width * 64 * 2)
         for k in gl.static_range(held):
-            at = [first, k % slices * 64]
-            tile = factors.index(stage * held + k)
-            tma.async_copy_global_to_shared(a[k // slices], at, ready, tile)
+            at = [k // slices * in_features + first, k % slices * 64]
+            to = factors.index(stage * held + k)
+            tma.async_copy_global_to_shared(a, at, ready, to)
+
+
+@jit
+def _fetch_weight(ring, walk, weight_ptr, sizes, COUNTS: gl.constexpr):
+    """Fetches the tiles of W."""
+    _, weights, full, empty, _ = ring
+    split, splits, steps, top = walk
+    width: gl.constexpr = COUNTS[3]
+    w = tiles(weight_ptr, sizes[0], sizes[1], width)
+    for group in gl.static_range(2):
+        mbarrier.arrive(full.index(group), count=1)
+    for step in range(steps):
+        stage, phase = turn(step + 2, COUNTS[2])
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        first = (step * splits + split) * width
+        ready = full.index(stage)
+        mbarrier.expect(ready, 2 * width * 64 * 2)
         for group in gl.static_range(2):
             at = [first, top + group * 64]
             tma.async_copy_global_to_shared(w, at, ready, weights.index(stage * 2 + group))

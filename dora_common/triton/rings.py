@@ -1,8 +1,11 @@
 """Rings of tiles in shared memory, by which the warps of a Hopper share the work of a program.
 
-One warp fetches tiles by tensor descriptors (TMA). Two groups of four warps multiply: each keeps
+Single warps fetch tiles by tensor descriptors (TMA). Two groups of four warps multiply: each keeps
 its 64 rows of a strip in registers, as the left operand of its products, and walks over the tiles
 that the ring holds. While one group adds its tile up, the other one keeps the tensor cores busy.
+
+A program makes its tensor descriptors in global memory, each by a write that it waits for. So each
+of its warps and groups makes those that it uses, at the same time as the others.
 
 This is written in Gluon, the language under Triton, because Triton's own compiler makes all warps
 of a program wait for each other in every step. Triton's interpreter does not run it.
@@ -34,6 +37,8 @@ DESCRIPTOR_BYTES = 128
 _MOST_TILES, _MOST_STAGES = 28, 8
 # Registers of a thread that multiplies, and of one that fetches.
 CONSUMER_REGISTERS, FETCH_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+# Of tiles in shared memory.
+LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +100,6 @@ def wait_for_turn(turns, step, GROUP: gl.constexpr):
 
 
 @jit
-def tiles(pointer, rows, columns, LAYOUT: gl.constexpr, HEIGHT: gl.constexpr = 64):
+def tiles(pointer, rows, columns, HEIGHT: gl.constexpr = 64):
     """Describes the tiles [HEIGHT, 64] of an array [rows, columns]."""
     return tma.make_tensor_descriptor(pointer, [rows, columns], [columns, 1], [HEIGHT, 64], LAYOUT)

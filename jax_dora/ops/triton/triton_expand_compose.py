@@ -71,7 +71,8 @@ def launch(
         programs, splits, steps = config.walk(rows, features, capability)
         tiles = {"RANK": rank, "SLICES": cdiv(rank, config.depth), "STAGES": config.stages}
         tiles |= {"SLOTS": config.slots, "splits": splits, "steps": steps}
-        scratch = (4 + want_inner) * rings.DESCRIPTOR_BYTES
+        # Of base, z and B; each group has those of its results.
+        scratch = (3 + rings.GROUPS * (1 + want_inner)) * rings.DESCRIPTOR_BYTES
     elif isinstance(config, strips.Config):
         kernel = strip_expand.kernel
         programs, splits, steps = config.walk(features, rows, capability)

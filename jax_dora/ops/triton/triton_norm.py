@@ -180,7 +180,7 @@ def _by_rings(
         (programs,),
         capability,
         warps=config.warps,
-        scratch=(1 + 2 * pieces) * rings.DESCRIPTOR_BYTES,
+        scratch=3 * rings.DESCRIPTOR_BYTES,
         weight_ptr=kernel,
         lora_a_ptr=lora_a,
         lora_b_ptr=lora_b,
