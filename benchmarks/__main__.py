@@ -9,6 +9,7 @@ Levels:
     sizes               one layer at the sizes of public models, and decoding with few rows
     vlm                 vision-language models, torch_dora compared with PEFT
     method_comparison   PEFT's own benchmark, with its DoRA accelerated
+    triton              the Triton kernels of jax_dora, compared with Mosaic's
     tune                each kernel of this card with several launch configs
     step                an optimizer step of Llama 3 8B's dimensions, for several memory budgets
     bank                many adapters in one batch
@@ -46,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 LEVELS = (
-    *("ops", "layer", "sizes", "tune", "step", "step --torch"),
+    *("ops", "layer", "sizes", "triton", "tune", "step", "step --torch"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     *("fp8_training", "encoder"),
     *("vlm", "method_comparison", "bank"),

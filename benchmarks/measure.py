@@ -1,4 +1,4 @@
-"""Builds, checks and times pieces of work, for the levels ops, layer and tune."""
+"""Builds, checks and times pieces of work, for the levels ops, layer, triton and tune."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple

@@ -62,9 +62,9 @@ def works(device: str, settings: Any) -> Iterator[Callable[[], Work]]:
         yield functools.partial(swiglu_backward, *shape, device)
 
 
-def norm(n_in: int, n_out: int, rank: int, device: str) -> Work:
+def norm(n_in: int, n_out: int, rank: int, device: str, adapter_dtype: Any = DTYPE) -> Work:
     sizes: dict[str, Any] = {"n_in": n_in, "n_out": n_out, "rank": rank}
-    case = Case("operator", DTYPE, **sizes, adapter_dtype=DTYPE, bias=False)
+    case = Case("operator", DTYPE, **sizes, adapter_dtype=adapter_dtype, bias=False)
     s = case.scale
     drawn = layer_inputs(case, device)
     operands = (drawn.weight, drawn.lora_a, drawn.lora_b)
@@ -80,9 +80,9 @@ def norm(n_in: int, n_out: int, rank: int, device: str) -> Work:
         return Variant("torch", name, step, sets, exact=exact)
 
     return Work(
-        "norm",
+        "norm" if adapter_dtype == DTYPE else f"norm, {adapter_dtype} adapters",
         {"in": n_in, "out": n_out, "rank": rank},
-        ITEM * (n_in * n_out + rank * (n_in + n_out)) + 4 * n_out,
+        sum(t.numel() * t.element_size() for t in operands) + 4 * n_out,
         2 * n_in * n_out * rank,
         {"norm": Expectation(oracle.norm(*operands, s), tolerances.norm(*operands, s))},
         [

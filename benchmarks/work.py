@@ -1,6 +1,6 @@
 """Pieces of work, the variants that do each of them, and the check of a variant's results.
 
-The levels ops, layer and tune describe their measurements with these classes, for JAX,
+The levels ops, layer, triton and tune describe their measurements with these classes, for JAX,
 torch and PEFT alike; `benchmarks.measure` checks and times them.
 """
 

@@ -49,6 +49,7 @@ LEVELS = {
             "triton rows=32 depth=32 stages=2",
         },
     ),
+    "triton": ((), "variant", {"mosaic", "triton"}),
     "bank": ((), "kind", {"base", "LoRA", "DoRA", "first", "again"}),
     "serve": ((), "kind", {"base", "LoRA", "DoRA"}),
     "scale": (("--layouts", "tp"), "kind", {"base", "LoRA", "DoRA"}),
