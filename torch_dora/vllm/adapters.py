@@ -122,6 +122,9 @@ class Adapters:
                 g.fill_(1)
                 continue
             g.copy_(scales[name], non_blocking=True)
+            if products := getattr(layer, "slot_products", None):  # of all projections
+                products.lora_b[slot].mul_(g[:, None])
+                continue
             for rows, lora_b in zip(slices.slot_rows(layer), layer.lora_b_stacked, strict=True):
                 lora_b[slot, 0].mul_(g[rows, None])
         self._scaled_slots.discard(slot)
@@ -234,9 +237,9 @@ class Adapters:
             for i, one in zip(sums, totals, strict=True):
                 squares[i] = one
         square = torch.cat(squares)
-        is_bad = ~(torch.isfinite(square) & (square > 0))
-        processes.agree(_bad_norm(flat, squares) if bool(is_bad.any()) else None)
         magnitude = torch.cat([part.magnitude for _, part in flat]).to(square.device)
+        is_good = torch.isfinite(square) & (square > 0) & torch.isfinite(magnitude)
+        processes.agree(None if bool(is_good.all()) else _bad_norm(flat, squares))
         g = magnitude_scale(magnitude, square.sqrt(), torch.float32).cpu()
         sizes = [slices.features_out(self._layers[name]) for name in parts]
         # Pinned once, since that takes longer than the copies.
@@ -275,7 +278,8 @@ def _base_weight(name: str, layer: Any) -> BaseWeight:
 def _bad_norm(flat: list[tuple[str, Part]], squares: list[Tensor]) -> FolderError:
     """Returns the error for the first norm that is zero or not finite."""
     for (_, part), square in zip(flat, squares, strict=True):
-        for tensor, values in (("lora_A", part.lora_a), ("lora_B", part.lora_b)):
+        tensors = {"lora_A": part.lora_a, "lora_B": part.lora_b, "magnitude": part.magnitude}
+        for tensor, values in tensors.items():
             if not bool(torch.isfinite(values).all()):
                 return FolderError(
                     f"{tensor} of {part.name} holds NaN or infinity; expected finite numbers: if "

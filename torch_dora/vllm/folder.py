@@ -114,7 +114,7 @@ def read_layers(
 
     Raises:
       FolderError: a tensor is missing, is not part of an adapter of a linear layer, or has a wrong
-        shape; a magnitude has NaN or infinity.
+        shape.
     """
     found: dict[str, dict[str, str]] = {}
     problems = []
@@ -142,8 +142,6 @@ def read_layers(
                 f"{keys['magnitude']} is {_shape(magnitude)}; expected [{lora_b.shape[0]}], one "
                 "number for each row of lora_B"
             )
-        elif not bool(torch.isfinite(magnitude).all()):
-            problems.append(f"{keys['magnitude']} holds NaN or infinity; expected finite numbers")
         else:
             scale = adapter_scale(rank, config.alpha_of(module), config.use_rslora)
             values = magnitude.reshape(-1).to(torch.float32)

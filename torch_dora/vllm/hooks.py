@@ -31,6 +31,7 @@ from torch_dora.vllm import folder
 VERSIONS = "0.25.0, 0.32.0 and 0.33.0"
 SWITCH = "TORCH_DORA_VLLM_PUNICA"
 _MARK = "replaced_by_torch_dora"
+_KEYS = 2**14
 
 Function = Callable[..., Any]
 
@@ -74,10 +75,22 @@ def _validate_features(original: Function) -> Function:
 
 
 def _parse_name(original: Function) -> Function:
+    # vLLM asks for each key of an adapter two or three times, and those of a model are alike.
+    found: dict[str, Any] = {}
+    mapper: Any = None
+
     def parse_fine_tuned_lora_name(name: str, weights_mapper: Any = None) -> Any:
-        if folder.is_magnitude(name):
-            name = folder.as_lora_b(name)
-        return original(name, weights_mapper)
+        nonlocal mapper
+        if weights_mapper is not mapper:  # vLLM makes an equal one for each adapter.
+            if weights_mapper != mapper:
+                found.clear()
+            mapper = weights_mapper
+        if name not in found:
+            if len(found) >= _KEYS:
+                found.clear()
+            key = folder.as_lora_b(name) if folder.is_magnitude(name) else name
+            found[name] = original(key, weights_mapper)
+        return found[name]
 
     return parse_fine_tuned_lora_name
 

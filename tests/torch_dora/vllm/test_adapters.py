@@ -188,7 +188,11 @@ REFUSED = {
     ),
     "NaN in a magnitude": (
         tensor("lora_magnitude_vector", spoilt(math.nan)),
-        "up_proj.lora_magnitude_vector holds NaN",
+        "magnitude of .*up_proj holds NaN",
+    ),
+    "infinity in a magnitude": (
+        tensor("lora_magnitude_vector", spoilt(math.inf)),
+        "magnitude of .*up_proj holds NaN or infinity",
     ),
     "NaN in lora_A": (tensor("lora_A.weight", spoilt(math.nan)), "lora_A of .*up_proj holds NaN"),
     "infinity in lora_B": (

@@ -66,6 +66,23 @@ def test_graphs_that_were_compiled_without_the_plugin_are_not_used():
     assert LoRAConfig().compute_hash() != LoRAConfig.compute_hash.__wrapped__(LoRAConfig())
 
 
+def test_keys_are_parsed_again_for_another_model():
+    from vllm.lora import lora_model  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.models.utils import (  # pyright: ignore[reportMissingImports]
+        WeightsMapper,
+    )
+
+    from torch_dora.vllm import hooks
+
+    hooks.install()
+    key = "base_model.model.layers.0.q_proj.lora_magnitude_vector"
+    for before in ("", "language_model.", "language_model.", "text."):
+        mapper = WeightsMapper(orig_to_new_prefix={"layers.": f"{before}layers."})
+        found = lora_model.parse_fine_tuned_lora_name(key, mapper)
+        assert found == (f"{before}layers.0.q_proj", False)
+    assert lora_model.parse_fine_tuned_lora_name(key) == ("layers.0.q_proj", False)
+
+
 def main(folder, paths):
     made = answers(folder, {name or None: path for name, path in json.loads(paths).items()})
     from vllm.lora.model_manager import (  # pyright: ignore[reportMissingImports]
