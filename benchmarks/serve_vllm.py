@@ -48,7 +48,11 @@ ENTRY_POINT = "[vllm.general_plugins]\ntorch_dora = torch_dora.vllm:register\n"
 
 
 class Settings(NamedTuple):
-    """The settings of the level; `layers` counts for the measured model."""
+    """The settings of the level; `layers` counts for the measured model.
+
+    `only` has kinds, and lines of a kind: "DoRA 64" are those of 64 adapters, "DoRA load" is the
+    time to load one. If only such times are measured, engines start without graphs (`eager`).
+    """
 
     layers: int = 32
     width: int = 4096
@@ -68,6 +72,7 @@ class Settings(NamedTuple):
     only: tuple[str, ...] = ("check", "base", "DoRA", "LoRA", "jax-dora serve")
     device: str = "cuda"
     gpus: int = 1
+    eager: bool = False
 
 
 TINY = Settings(
@@ -123,28 +128,35 @@ class Work(NamedTuple):
     is_mixed: bool = False
     is_first: bool = True
 
+    def is_in(self, only: tuple[str, ...]) -> bool:
+        line = "load" if self.adapters is None else self.adapters
+        return self.kind in only or f"{self.kind} {line}" in only
+
 
 def plan(settings: Settings) -> list[Work]:
     """Returns what is measured, most important first."""
     rounds, (one, some, more, most) = settings.rounds, settings.adapters
     usual, fewer = (settings.rows, settings.prompt, rounds), max(1, rounds - 1)
     long, wide = (settings.rows, settings.long, fewer), (settings.wide, settings.prompt, fewer)
-    works = [Work("base", 0, *usual[:2], 1)]
-    works += [Work(kind, None, *usual) for kind in ("DoRA", "LoRA")]  # before others load any
+    works = [Work(kind, None, *usual) for kind in ("DoRA", "LoRA")]  # before others load any
     works += [Work("DoRA", one, *usual), Work("DoRA", some, *usual)]
     works += [Work("LoRA", some, *usual[:2], fewer)]
-    for sizes in (long, wide):
-        works += [Work("base", 0, *sizes[:2], 1), Work("DoRA", one, *sizes)]
+    works += [Work("DoRA", one, *sizes) for sizes in (long, wide)]
     works += [Work("DoRA", count, *usual) for count in (more, most, 0)]
     works += [Work("DoRA", count, *wide) for count in (most, more)]
     works += [Work("DoRA", most, *long)]
     works += [Work("LoRA", count, *usual[:2], 1) for count in (more, one, most, 0)]
     works += [Work("DoRA", 3, *usual, is_mixed=True)]
     if settings.gpus > 1:
-        kept = (("base", 0), ("DoRA", None), ("LoRA", None), ("DoRA", more), ("LoRA", more))
-        works = [one for one in works if (one.kind, one.adapters) in kept]
-        works = [one for one in works if one[2:4] == usual[:2]]
-    return [one for one in works if one.kind in settings.only]
+        works = [one for one in works if one.adapters in (None, more) and one[2:4] == usual[:2]]
+    works = [one for one in works if one.is_in(settings.only)]
+    if "base" not in settings.only:
+        return works
+    sizes = dict.fromkeys(one[2:4] for one in works if one.adapters is not None)
+    for rows, prompt in sizes or (usual[:2], long[:2], wide[:2]):
+        first = [i for i, one in enumerate(works) if one[2:4] == (rows, prompt)]
+        works.insert(first[0] if first else len(works), Work("base", 0, rows, prompt, 1))
+    return works
 
 
 def refuses(settings: Settings) -> str | None:
@@ -174,6 +186,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         settings = settings._replace(gpus=min(2, torch.cuda.device_count()))
     checks = list(checks_of(settings)) if "check" in settings.only else []
     works = plan(settings)
+    settings = settings._replace(eager=all(one.adapters is None for one in works))
     with tempfile.TemporaryDirectory() as folder:
         kinds = [*checks, *dict.fromkeys(one.kind for one in works)]
         engines = {kind: _start(settings, kind, Path(folder)) for kind in kinds}
@@ -266,6 +279,7 @@ def _start(settings: Settings, kind: str, folder: Path) -> subprocess.Popen[str]
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CACHE_ROOT": str(folder / "cache" / kind),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # Other libraries have asked for GPUs before.
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "" if kind in ("base", "LoRA", WITHOUT) else "torch_dora",
         "TORCH_DORA_VLLM_PUNICA": str(int(kind == PUNICA)),

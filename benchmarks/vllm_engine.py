@@ -26,6 +26,8 @@ FILES = 8  # different files of tensors; further adapters are links to them
 
 
 def main(kind: str, folder: Path, settings: Settings) -> None:
+    if kind != OWN:
+        register_model()
     if kind in (checks := checks_of(settings)):
         from benchmarks import vllm_check
 
@@ -41,6 +43,15 @@ def main(kind: str, folder: Path, settings: Settings) -> None:
         return
     model = write_model(folder / "model", settings)
     measure(kind, model, folder, settings)
+
+
+def register_model() -> None:
+    """Gives vLLM the model's class, to inspect which it would import everything once more, in
+    another process."""
+    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.models import llama  # pyright: ignore[reportMissingImports]
+
+    ModelRegistry.register_model("LlamaForCausalLM", llama.LlamaForCausalLM)
 
 
 def report(row: Row) -> None:
@@ -91,7 +102,8 @@ def measure(kind: str, model: Path, folder: Path, settings: Settings) -> None:
         options["gpu_memory_utilization"] = 0.2
         options["tensor_parallel_size"] = settings.gpus
         captured = sorted({1, settings.rows, rows})  # the sizes of all batches without prompts
-        options["compilation_config"] = {"cudagraph_capture_sizes": captured}
+        graphs = {"compilation_config": {"cudagraph_capture_sizes": captured}}
+        options |= {"enforce_eager": True} if settings.eager else graphs
     begin = time.monotonic()
     engine = LLM(
         model=str(model),

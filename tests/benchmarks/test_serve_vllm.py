@@ -89,6 +89,21 @@ def test_the_base_takes_turns_with_each_line(monkeypatch):
     assert slower[0] > slower[-1]
 
 
+def test_lines_are_measured_by_name_with_the_base_of_their_sizes(monkeypatch):
+    only = ("base", "DoRA 64", "DoRA load")
+    _, started = run(monkeypatch, 1, only=only)
+    assert [work[1:4] for work in started["DoRA"][0].works if work[-1]] == [
+        [None, 64, 128],
+        [64, 64, 128],
+        [64, 256, 128],
+        [64, 64, 1024],
+    ]
+    assert not started["DoRA"][1].eager
+    _, started = run(monkeypatch, 1, only=("DoRA load", "LoRA load"))
+    assert list(started) == ["DoRA", "LoRA"]
+    assert all(settings.eager for _, settings in started.values())
+
+
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_two_gpus_have_tensor_parallel_engines_and_checks(monkeypatch, gpus):
     rows, started = run(monkeypatch, gpus)
