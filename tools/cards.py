@@ -167,10 +167,10 @@ def _of_jax(capability: int) -> Iterator[Case]:
             launch(triton_disentangled_backward, call, q, *returned, *taken, **dropout)
         for features in (512, 1536):
             taken = *2 * [array(10_240, features)], *2 * [array(features, dtype=full)]
-            seed, options = array(2, dtype=whole), {"epsilon": 1e-7, "rate": 0.1}
-            call = (10_240, features, jnp.bfloat16)
-            launch(triton_residual_norm_forward, call, *taken, seed, **options)
-            launch(triton_residual_norm_backward, call, taken[0], *taken[:3], seed, **options)
+            seed, statistics = array(2, dtype=whole), 2 * [array(10_240, dtype=full)]
+            call, rows = (10_240, features, jnp.bfloat16), (taken[0], *taken[:3], seed)
+            launch(triton_residual_norm_forward, call, *taken, seed, epsilon=1e-7, rate=0.1)
+            launch(triton_residual_norm_backward, call, *rows, *statistics, rate=0.1)
     return iter(recorded)
 
 

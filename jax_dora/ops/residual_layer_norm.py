@@ -2,8 +2,9 @@
 
     z = n∘scale + bias        n = (t - mean(t)) / sqrt(var(t) + epsilon),  t = drop(y) + x
 
-In Triton, each pass is one kernel, which computes the mask of dropout and the statistics from y and
-x: nothing is stored between the passes. XLA needs three passes over the rows forward.
+In Triton, each pass is one kernel, which computes t and the mask of dropout from y and x: two
+statistics of a row are all that is stored between the passes. XLA needs three passes over the rows
+forward.
 """
 
 import functools
@@ -101,21 +102,22 @@ def _define(epsilon: float, rate: float, operands: _Operands) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(epsilon: float, rate: float, operands: _Operands) -> jax.Array:
     """Returns the result by Triton's kernels."""
-    y, x, scale, bias, seed = operands
-    launch = _choose(kernel_forward, y, "triton").launch
-    z = launch(_rows(y), _rows(x), scale, bias, _bits(seed), epsilon=epsilon, rate=rate)
-    return z.reshape(y.shape)
+    return _fused_fwd(epsilon, rate, operands)[0]
 
 
 def _fused_fwd(epsilon: float, rate: float, operands: _Operands) -> tuple[jax.Array, Any]:
-    return _fused(epsilon, rate, operands), operands
-
-
-def _fused_bwd(epsilon: float, rate: float, operands: _Operands, dz: jax.Array) -> Any:
     y, x, scale, bias, seed = operands
+    launch = _choose(kernel_forward, y, "triton").launch
+    rows = _rows(y), _rows(x)
+    z, *statistics = launch(*rows, scale, bias, _bits(seed), epsilon=epsilon, rate=rate)
+    return z.reshape(y.shape), (operands, statistics)
+
+
+def _fused_bwd(epsilon: float, rate: float, kept: Any, dz: jax.Array) -> Any:
+    (y, x, scale, bias, seed), statistics = kept
     launch = _choose(kernel_backward, y, "triton").launch
     rows = _rows(dz), _rows(y), _rows(x)
-    dy, dx, dscale, dbias = launch(*rows, scale, _bits(seed), epsilon=epsilon, rate=rate)
+    dy, dx, dscale, dbias = launch(*rows, scale, _bits(seed), *statistics, rate=rate)
     of_vectors = dscale.astype(scale.dtype), dbias.astype(bias.dtype)
     return (_Operands(dy.reshape(y.shape), dx.reshape(y.shape), *of_vectors, None),)
 

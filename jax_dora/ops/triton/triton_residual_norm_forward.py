@@ -4,6 +4,7 @@
     y, x, z      [count, features]    bf16, fp16 or fp32
     scale, bias  [features]           any of these
     seed         i32[2] or None
+    mean, inverse  f32[count], of t, and 1 / sqrt(var(t) + epsilon)
 """
 
 from typing import Any
@@ -44,14 +45,14 @@ def config(capability: int, count: int, features: int, dtype: jax.typing.DTypeLi
     return Config(rows=1 if columns > 2048 else max(2, 2048 // columns))
 
 
-def constants(y: jax.Array, epsilon: float, rate: float) -> dict[str, Any]:
+def constants(y: jax.Array, rate: float) -> dict[str, Any]:
     """Returns the constants of both passes."""
     from dora_common.triton.jit import next_power_of_2
 
     count, features = y.shape
     sizes = {"COUNT": count, "FEATURES": features, "COLUMNS": next_power_of_2(features)}
     dropout = {"THRESHOLD": int(threshold(rate)), "KEPT": kept_share(rate)}
-    return {"EPSILON": epsilon} | sizes | dropout
+    return sizes | dropout
 
 
 @launcher("epsilon", "rate", "capability")
@@ -66,12 +67,13 @@ def launch(
     rate: float,
     config: Any,
     capability: int,
-) -> jax.Array:
-    """Returns z."""
+) -> list[jax.Array]:
+    """Returns [z, mean, inverse]."""
     from dora_common.triton import residual_norm_forward
     from dora_common.triton.jit import cdiv
 
-    [z] = kernel_call(
+    of_rows = jax.ShapeDtypeStruct((len(y),), jnp.float32)
+    return kernel_call(
         residual_norm_forward.kernel,
         (cdiv(len(y), config.rows),),
         capability,
@@ -82,7 +84,9 @@ def launch(
         bias_ptr=bias,
         seed_ptr=seed,
         z_ptr=jax.ShapeDtypeStruct(y.shape, y.dtype),
+        mean_ptr=of_rows,
+        inverse_ptr=of_rows,
+        EPSILON=epsilon,
         ROWS=config.rows,
-        **constants(y, epsilon, rate),
+        **constants(y, rate),
     )
-    return z

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dora_common.triton.residual_norm_rows import Config
 from jax_dora import ops
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dropout import keep_mask, kept_share
 from jax_dora.ops.residual_layer_norm import _is_fused
+from jax_dora.ops.triton import triton_residual_norm_backward as kernel_backward
 from parity import tolerances
 
 EPSILON, SEED = 1e-3, jnp.array([5, 6], jnp.uint32)
@@ -62,7 +64,19 @@ def ours(arrays: list[np.ndarray], rate: float, implementation: str) -> list[jax
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize(("features", "rate"), [(16, 0.0), (21, 0.3), (600, 0.3)])
 def test_fp32(features, rate, implementation):
-    arrays = drawn(features)
+    assert_near(drawn(features), rate, implementation)
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_programs_of_several_tiles_of_rows(rate, monkeypatch):
+    """15 rows are four tiles for each of two programs; the last of them has one row."""
+    several = Config(rows=2, programs=2, stages=2)
+    monkeypatch.setattr(kernel_backward, "config", lambda *_: several)
+    assert_near(drawn(70), rate, "triton")
+
+
+def assert_near(arrays: list[np.ndarray], rate: float, implementation: str) -> None:
     found = ours(arrays, rate, implementation)
     for name, value, exact in zip(NAMES, found, oracle(arrays, rate), strict=True):
         bound = tolerances.caps.OPERATOR_FP32_MAX_ABS * max(1, np.abs(exact).max())
