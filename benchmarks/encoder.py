@@ -18,10 +18,11 @@ all rounds, so that a disturbed one can be seen, and `device_us` the kernels of 
 more steps. A side that may fill most of a card's memory is alone. `ready_s` are the seconds until a
 side has made two steps.
 
-A line of `layernorm` is norm(dropout(y) + x) alone, forward, and its gradient from y, x and the
-result's: device time with a cold L2 cache. `of_copy` is the rate of the bytes of y, x and the
-result, or of y, x and three gradients, divided by that at which XLA copies a large array in the
-same run; `of_equal_copy` is the time in which XLA copies as many bytes, divided by the norm's.
+A line of `layernorm` is norm(dropout(y) + x) alone, device time with a cold L2 cache: forward, and
+for `both_us` its gradient with the forward pass that it needs. `of_copy` is the rate of the bytes
+of y, x and the result, and for both passes of y, x and three gradients, too, divided by that at
+which XLA copies a large array in the same run; `of_equal_copy` is the time in which XLA copies as
+many bytes, divided by the norm's.
 """
 
 import itertools
@@ -257,7 +258,7 @@ def _layernorm(
     row["implementation"] = implementation
     for prefix, function, operands, arrays in (
         ("", forward, (y, x, *vectors), 3),
-        ("gradient_", gradient, (dz, y, x, *vectors), 5),
+        ("both_", gradient, (dz, y, x, *vectors), 8),
     ):
         us = _device_us(jax.jit(function), operands, device)
         row |= {f"{prefix}us": us, f"{prefix}of_copy": arrays * y.nbytes / us / rate}
