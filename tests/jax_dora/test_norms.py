@@ -105,6 +105,7 @@ def test_accumulating_with_the_norms_of_the_step_changes_no_bit(model):
     assert all(leaf.any() for leaf in jax.tree.leaves(found[1]))
 
 
+@pytest.mark.ci
 def test_what_is_given_is_what_is_used(model):
     """No layer computes a norm behind it."""
     assert count_norms(*call(model)) == 6  # the shared layer's is computed by both of its calls
@@ -292,6 +293,7 @@ def with_later_weights(kind: str) -> tuple[Any, Any, jax.Array]:
 @pytest.mark.parametrize(
     "kind", thinned(LATER, ["traced"], [kind for kind in LATER if kind != "traced"])
 )
+@pytest.mark.ci
 def test_a_fresh_adapter_of_weights_that_came_later_changes_nothing(kind):
     model, plain, x = with_later_weights(kind)
     want = plain(x)

@@ -130,6 +130,7 @@ def check_equation(model, base):
     assert np.abs(found - base(IDS)).max() > 0.1
 
 
+@pytest.mark.ci
 def test_a_trained_model_computes_the_equation():
     base = Model(nnx.Rngs(0))
     check_equation(moved(adapted(base)), base)

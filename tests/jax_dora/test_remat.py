@@ -187,6 +187,7 @@ class TestRematerialisedNorms:
         ],
     )
     @pytest.mark.parametrize("read_again", [False, True])
+    @pytest.mark.ci
     def test_the_last_projection_is_computed_once(self, remat, options, twice, read_again):
         """Unless the block itself reads its result in the backward pass."""
         model, x = adapted_blocks(**options)

@@ -82,6 +82,7 @@ QUICK = [*zip(FAULTS, itertools.cycle(SIDES), strict=False)]
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+@pytest.mark.ci
 def test_rows_agree_with_fp64(report, batch):
     bank.run(report, batch, "cpu")
     sides = [row["side"] for row in report.rows]
@@ -99,6 +100,7 @@ def test_rows_agree_with_fp64(report, batch):
     ("fault", "side"),
     thinned(itertools.product(FAULTS, SIDES), QUICK[1:], QUICK[:1]),
 )
+@pytest.mark.ci
 def test_faults_are_caught(report, fault, side):
     points, expected = FAULTS[fault]
     with Fault(fault, fault, (), points).plant(side):

@@ -37,6 +37,7 @@ LONGEST = [CAUGHT[0], CAUGHT[7], CAUGHT[8]]
         LONGEST,
     ),
 )
+@pytest.mark.ci
 def test_a_planted_error_is_caught(name, case, quantity, backend, tmp_path):
     with FAULTS[name].plant(backend):
         code = main(["--device", "cpu", "--case", case, "--out", str(tmp_path)])

@@ -51,6 +51,7 @@ def index(layers):
 @pytest.mark.parametrize(
     "number", thinned(range(len(LAYERS)), index(BF16)), ids=lambda i: LAYERS[i].name
 )
+@pytest.mark.ci
 def test_a_layer_agrees_with_fp64(report, number):
     layer = LAYERS[number]
     quantised.run(report, layer, "cpu")
@@ -139,6 +140,7 @@ def one_for_all_in_torch(coded):
         ("torch_dora.ops.row_scaled.coded", one_for_all_in_torch, {"y", "d_x"}),
     ],
 )
+@pytest.mark.ci
 def test_scales_of_gradients_are_caught(report, point, fault, caught):
     # In fp32, with e4m3. The range of e5m2 is so large that one scale serves rows of similar size.
     layer, side = next(layer for layer in LAYERS if layer.bwd_qtype), point.partition("_")[0]

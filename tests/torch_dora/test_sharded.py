@@ -52,6 +52,7 @@ def in_two():
     return processes.run(inside.quick, 2, "cpu")
 
 
+@pytest.mark.ci
 def test_fresh_adapters_are_the_base_model_and_the_same_everywhere(in_two):
     found = in_two["fresh"]
     base = inside.base()
@@ -94,6 +95,7 @@ def test_checkpoints_go_on_in_fewer_processes(tmp_path):
         ("column", [(5, 8)], [(2, 8)]),
     ],
 )
+@pytest.mark.ci
 def test_what_is_sent(in_two, style, base, adapter):
     found = in_two["sent", style]
     assert found["base"] == base
@@ -101,6 +103,7 @@ def test_what_is_sent(in_two, style, base, adapter):
 
 
 @pytest.mark.parametrize("mode", ["adapter", "input"])
+@pytest.mark.ci
 def test_dropout_of_a_row_parallel_layer(in_two, mode):
     found, want = in_two["dropping", mode]
     torch.testing.assert_close(found, want)

@@ -47,6 +47,7 @@ def test_every_layer_is_found_and_a_fresh_adapter_changes_no_bit(dtype):
 @pytest.mark.parametrize(
     "quantised", [ci({}), {"qtype": "int8"}, {"qtype": FP8, "act_qtype": FP8, "bwd_qtype": FP8}]
 )
+@pytest.mark.ci
 def test_an_empty_batch_has_an_empty_result_and_gradients_of_zero(quantised):
     """With and without dropout, of every kind of layer; and of no requests to a bank."""
     model = Block(nnx.Rngs(0)) if quantised else Mixed(nnx.Rngs(0))

@@ -79,6 +79,7 @@ def count(model):
     return len(jax.tree.leaves(nnx.state(model, nnx.LoRAParam)))
 
 
+@pytest.mark.ci
 def test_a_fresh_adapter_adapts_all_of_it_and_changes_nothing(base):
     model = apply_dora(base, RULE, rngs=nnx.Rngs(1), example=(x,))
     assert sorted(jax_dora.get_adapter(model).arrays) == PATHS
@@ -96,6 +97,7 @@ def merged(kernel, lora_a, lora_b, magnitude):
     return jnp.asarray(magnitude * changed / np.linalg.norm(changed, axis=0), x.dtype)
 
 
+@pytest.mark.ci
 def test_it_computes_with_the_weights_of_the_paper(base, trained):
     """Compared with the linen module itself and W' of NumPy."""
     expected, body = nnx.clone(base), trained.body

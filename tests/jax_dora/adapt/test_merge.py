@@ -80,6 +80,7 @@ def test_the_merged_kernel_is_the_oracles_rounded_once(dtype):
         np.testing.assert_allclose(row.max_abs, np.abs(off).max(), rtol=1e-2)
 
 
+@pytest.mark.ci
 def test_every_kind_of_layer_computes_the_same_merged():
     adapted = train(apply_dora(Mixed(nnx.Rngs(0)), ALL, rngs=nnx.Rngs(1)))
     before = nnx.clone(adapted)

@@ -148,6 +148,7 @@ EINSUMS = [("bd,fd->bf", (6, 8)), ("bd,nhd->bnh", (2, 3, 8))]
 
 @pytest.mark.parametrize(("equation", "shape"), thinned(EINSUMS, EINSUMS[:1]))
 @pytest.mark.parametrize("qtype", [slow("nf4"), "int8"])
+@pytest.mark.ci
 def test_an_einsum_whose_kernel_is_stored_the_other_way_round(equation, shape, qtype):
     base = nnx.Einsum(equation, shape, rngs=nnx.Rngs(0))
     base = quantize(base, qtype, path="", tile_size=4 if qtype == "nf4" else None)

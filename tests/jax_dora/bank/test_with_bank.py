@@ -148,6 +148,7 @@ def test_an_id_of_another_dtype_is_never_another_adapter(dtype, wrong):
         with_bank(base, bank, ids)
 
 
+@pytest.mark.ci
 def test_ids_and_models_that_are_refused():
     base, bank, _ = linear()
     bank = bank.evict(1)

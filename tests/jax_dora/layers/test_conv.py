@@ -122,6 +122,7 @@ def test_a_fresh_adapter_changes_no_bit(case, dtype):
         assert jnp.array_equal(found, expected)
 
 
+@pytest.mark.ci
 def test_dropout_by_both_conventions():
     """Both results, taken apart into what layers without dropout compute."""
     window, positions, settings = CASES["1d"]

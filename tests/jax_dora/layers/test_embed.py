@@ -26,6 +26,7 @@ def make(dtype=jnp.float32, **options) -> DoRAEmbed:
 @pytest.mark.parametrize(
     "dtype", thinned([jnp.float32, jnp.bfloat16, jnp.float16], [jnp.float32, jnp.bfloat16])
 )
+@pytest.mark.ci
 def test_agrees_with_the_oracle(dtype):
     layer = trained(make(dtype))
     ids = jax.random.randint(jax.random.key(0), (3, 7), 0, VOCABULARY)

@@ -46,6 +46,7 @@ def make(x: jax.Array, **options) -> tuple[DoRADense, dict]:
         [(None, jnp.bfloat16, True), ("adapter", jnp.float32, False), ("input", jnp.float16, True)],
     ),
 )
+@pytest.mark.ci
 def test_computes_what_the_nnx_layer_does_bit_for_bit(mode, dtype, use_rslora):
     """Which is held to the oracle; gradients too."""
     x, options = inputs(dtype), {"param_dtype": dtype, "use_rslora": use_rslora}

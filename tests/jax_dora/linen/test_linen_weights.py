@@ -148,6 +148,7 @@ def test_a_trained_adapter_computes_what_its_merged_model_does(adapted, base, tr
         (("mlp",), "gating_einsum", "fr,rnh->nfh", (1,), 3 / 2),
     ],
 )
+@pytest.mark.ci
 def test_the_merged_weight_is_that_of_the_paper(
     adapted, trained, path, name, product, summed, scale
 ):
@@ -210,6 +211,7 @@ def test_an_embedding_that_its_parent_reads_is_adapted_in_the_parent_too():
     close(*adapted_and_merged(Tied(), adapted, adapted.init(KEY, IDS), IDS))
 
 
+@pytest.mark.ci
 def test_an_nnx_module_in_a_scan_along_axis_1_is_adapted():
     """As in MaxText, whose decoder is linen and whose layers are nnx."""
 

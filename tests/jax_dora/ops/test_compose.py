@@ -89,6 +89,7 @@ def test_agrees_at_any_shape_scale_and_spread(rows, out, scale, spread, dtype):
         slow(1, 8, "compose_delta", jnp.bfloat16),
     ],
 )
+@pytest.mark.ci
 def test_mosaic_agrees_with_the_oracle(on_mosaic, op, rows, out, dtype):
     arrays = operands(2, (rows, out), dtype)
     with on_mosaic():

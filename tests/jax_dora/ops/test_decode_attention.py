@@ -89,6 +89,7 @@ def test_agrees_at_full_size(size, window, implementation):
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.ci
 def test_a_row_depends_on_itself_alone(implementation):
     """Its bits are the same beside other rows and other lengths, over stale and wiped slots."""
     q, key, value, keys, values, _ = drawn(3, 4, 2, 64, 256, F32, [0, 0, 0])

@@ -124,6 +124,7 @@ def assert_as_near_as_plain(implementation, dtype, time=TIME, size=SIZE):
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.ci
 def test_fp16(implementation):
     assert_as_near_as_plain(implementation, "float16")
 
@@ -138,6 +139,7 @@ def test_bf16_at_full_size(time):
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("left_out", ["pos_key", "pos_query"])
+@pytest.mark.ci
 def test_a_term_may_be_left_out(left_out, implementation):
     """Its table of zeros computes the same, with the scale of two terms."""
     arrays, cotangent, buckets, mask = drawn()
@@ -159,6 +161,7 @@ def test_a_term_may_be_left_out(left_out, implementation):
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.ci
 def test_a_row_without_tokens_attends_to_all(implementation):
     arrays, cotangent, buckets, mask = drawn()
     mask = mask & np.array([[True], [False]])

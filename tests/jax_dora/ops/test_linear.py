@@ -105,6 +105,7 @@ def test_agrees_with_the_oracle(sizes, dtype, adapter_dtype):
         (256, 320, jnp.bfloat16),
     ],
 )
+@pytest.mark.ci
 def test_mosaic_agrees_with_the_oracle(on_mosaic, dtype, n_in, n_out):
     arrays, dy = layer(1, (2, 9), n_in, n_out, 16, dtype)
     with on_mosaic():

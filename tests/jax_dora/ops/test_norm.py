@@ -94,6 +94,7 @@ def test_agrees_at_any_shape_and_scale(n_in, n_out, rank, scale, seed):
         [("mosaic", UNLIKE[0]), *itertools.product(["triton"], UNLIKE)],
     ),
 )
+@pytest.mark.ci
 def test_kernels_do_not_round_the_wider_of_two_dtypes(dtypes, implementation):
     kernel, lora_a, lora_b = adapter(1, 136, 72, 8, jnp.bfloat16)
     operands = kernel, lora_a.astype(dtypes[0]), 1e5 * lora_b.astype(dtypes[1])

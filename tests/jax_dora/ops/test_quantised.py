@@ -190,6 +190,7 @@ def test_what_is_kept_for_the_gradient_is_quantised(optimized):
         ("int8", (4, 3), (None, "x")),
     ],
 )
+@pytest.mark.ci
 def test_kernels_on_automatic_axes(qtype, tiles, spec):
     """Each device reads its own shard, if that has whole tiles: no array larger than an activation
     is communicated."""

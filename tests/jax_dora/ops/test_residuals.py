@@ -57,6 +57,7 @@ def gated(x, kernel, adapter):
         ],
     ),
 )
+@pytest.mark.ci
 def test_one_traced_layer_twice(layer, trained):
     """x is a constant of the first call, and differentiated in the second."""
     adapters = [

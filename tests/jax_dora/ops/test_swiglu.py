@@ -112,6 +112,7 @@ def test_agrees_at_any_shape_and_spread(rows, out, spread, dtype, biased):
         slow(6, 40, 0.01, jnp.float16, True, True),
     ],
 )
+@pytest.mark.ci
 def test_mosaic_agrees_with_the_oracle(on_mosaic, rows, out, spread, dtype, biased, train_biases):
     dh, values = operands(2, (rows, out), dtype, biased, spread)
     with on_mosaic():
@@ -150,6 +151,7 @@ def test_with_codes(shape, dtype, biased, implementation):
         slow((1, 128), jnp.bfloat16, False),
     ],
 )
+@pytest.mark.ci
 def test_with_codes_by_mosaic(on_mosaic, shape, dtype, biased):
     with on_mosaic():
         check(*operands(2, shape, dtype, biased), "mosaic", with_codes=True)

@@ -161,6 +161,7 @@ EINSUMS = [
 
 
 @pytest.mark.parametrize(("equation", "shape", "tiles", "x_shape"), EINSUMS)
+@pytest.mark.ci
 def test_einsums_of_few_rows_are_products_with_matrices(
     equation, shape, tiles, x_shape, monkeypatch
 ):

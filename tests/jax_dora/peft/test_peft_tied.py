@@ -110,6 +110,7 @@ def test_an_adapter_of_one_of_two_tied_modules(
     assert (logits(base) == before).all()
 
 
+@pytest.mark.ci
 def test_tying_that_is_ensured_is_kept(tmp_path: Path) -> None:
     fields = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
     folder, expected = peft_folder(tmp_path, tied(tmp_path), **fields)

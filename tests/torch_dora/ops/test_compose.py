@@ -67,6 +67,7 @@ def test_agrees_with_the_oracle(operands, check, op, implementation, shape, dtyp
     op=st.sampled_from(list(OPS)),
     implementation=st.sampled_from(IMPLEMENTATIONS),
 )
+@pytest.mark.ci
 def test_any_shape_scale_and_spread(
     operands, check, rows, out, scale, spread, dtype, op, implementation
 ):

@@ -48,6 +48,7 @@ def torch_loss(model, texts):
     "family",
     thinned(FAMILIES, QUICK, ["own-projections"]),
 )
+@pytest.mark.ci
 def test_logits_and_all_gradients(family, make_folder, texts):
     theirs = torch_model(family)
     result = torch_loss(theirs, texts)

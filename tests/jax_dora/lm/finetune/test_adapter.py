@@ -94,6 +94,7 @@ def assert_peft_computes_the_same(model, adapter):
         pytest.param({"use_dora": True, "layers_to_transform": [0]}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.ci
 def test_gradients_are_those_of_peft(options, make_folder, untied, tmp_path):
     """Of an adapter that PEFT has written, with one text in a row."""
     folder = make_folder(**options)

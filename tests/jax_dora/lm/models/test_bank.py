@@ -100,6 +100,7 @@ def test_a_head_is_in_the_bank_where_it_is_named(made):
     assert "lm_head" in jax_dora.AdapterBank(model, 1, 2, path=".*").paths
 
 
+@pytest.mark.ci
 def test_folders_that_replace_base_weights_are_refused(made, make_torch_model, tmp_path):
     _, bank, _, _ = made
     settings = [

@@ -46,6 +46,7 @@ def test_logits_are_those_of_the_codes():
     assert np.all(error < 2.0**-4 * size)
 
 
+@pytest.mark.ci
 def test_the_gradient_is_that_of_the_head_as_it_is():
     hidden, kernel, coded = heads()
     cotangent = np.random.default_rng(5).normal(size=(7, kernel.shape[1])).astype(np.float32)

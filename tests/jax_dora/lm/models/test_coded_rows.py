@@ -251,6 +251,7 @@ def test_a_layer_takes_codes_or_says_that_it_does_not():
 
 @pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.ci
 def test_a_layer_computes_the_same_with_codes(is_adapted, use_bias):
     layer = nnx.Linear(16, 24, use_bias=use_bias, rngs=nnx.Rngs(0))
     model = jax_dora.quantize(nnx.Dict(one=layer), FP8, act_qtype=FP8)

@@ -47,6 +47,7 @@ def same_arrays(a, b):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_file_bytes", thinned([2 << 30, 50_000], [50_000]))
+@pytest.mark.ci
 def test_written_folder_is_the_same_model(
     make_folder, make_torch_model, tmp_path, dtype, max_file_bytes
 ):

@@ -33,6 +33,7 @@ def torch_logits(model, tokens):
         return model(torch.tensor(tokens)).logits.double().numpy()
 
 
+@pytest.mark.ci
 def test_logits_fp32(family, make_folder, make_torch_model, tokens):
     model = decoder.load_model(make_folder(family))
     expected = torch_logits(make_torch_model(family), tokens)

@@ -138,6 +138,7 @@ def test_features_that_tiles_do_not_divide(tmp_path):
         jax_dora.quantize(load_model(tmp_path / "model"), "nf4", tile_size=tile_size)
 
 
+@pytest.mark.ci
 def test_weights_that_are_not_finite(folder, tmp_path):
     def with_nan(name, weight):
         if name == Q_PROJ:

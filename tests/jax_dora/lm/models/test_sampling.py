@@ -58,6 +58,7 @@ QUICK = [CASES[3], CASES[9], CASES[-1]]
 
 @pytest.mark.parametrize("temperature", [0.7, 1.6])
 @pytest.mark.parametrize("options", thinned(CASES, QUICK))
+@pytest.mark.ci
 def test_draws_are_as_often_as_transformers_would(options, temperature):
     draws, logits = 4000, logits_with_ties()
     one = Sampling(temperature, **options)
@@ -138,6 +139,7 @@ def test_one_penalty_counts_a_token_and_the_other_does_not():
     assert (-found).tolist() == [[0, 0, 1.5, 0.5, 0], [0, 0, 0.5, 0.5, 0]]
 
 
+@pytest.mark.ci
 def test_probabilities_are_those_before_processors():
     logits, rows = jnp.array([[1.0, 2.0, 0.5]]), [Sampling(logit_bias={2: 100.0})]
     processors = jax.tree.map(jnp.asarray, LogitsProcessors.of(rows, [[0]], [()], 4))

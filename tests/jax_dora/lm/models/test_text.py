@@ -41,6 +41,7 @@ def said(tokenizer, tokens, stops=()):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(alphabet="aäß中😀 \n", max_size=60))
+@pytest.mark.ci
 def test_text_comes_whole(name, text):
     tokenizer = TOKENIZERS[name]
     if name == "bytes":

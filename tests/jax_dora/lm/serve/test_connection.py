@@ -70,6 +70,7 @@ def test_who_does_not_read_is_dropped(start):
         until(lambda: not made.server_state.connections and not made.server_state.tasks, 10)
 
 
+@pytest.mark.ci
 def test_who_reads_slowly_is_not(start):
     """An answer may take longer than the limit, as long as some of it is read meanwhile."""
     made, port, _ = start(timeout_keep_alive=0.3, timeout_graceful_shutdown=50)
@@ -82,6 +83,7 @@ def test_who_reads_slowly_is_not(start):
 
 
 @pytest.mark.parametrize(("last_read", "graceful"), [(0.3, 50), (5, 2)])
+@pytest.mark.ci
 def test_who_does_not_read_does_not_hold_the_end(start, monkeypatch, logged, last_read, graceful):
     """Neither until the last moment, when uvicorn would log a traceback."""
     monkeypatch.setattr(server, "LAST_READ_SECONDS", last_read)

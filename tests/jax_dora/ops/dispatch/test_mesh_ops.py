@@ -114,6 +114,7 @@ def test_a_gradient_is_summed_over_the_devices(name, check):
 
 
 @pytest.mark.parametrize("name", thinned(LAYERS, ["compose"]))
+@pytest.mark.ci
 def test_mosaic_computes_the_same(on_mosaic, name):
     """Runs on one device, because the interpreter supports only one."""
     arrays = problem(1, jnp.bfloat16)

@@ -284,6 +284,7 @@ def all_batched(x, *operands):
 @pytest.mark.parametrize(
     "function", thinned([layer, scanned, rows_batched, all_batched], [scanned, all_batched])
 )
+@pytest.mark.ci
 def test_transformations_on_a_mesh(function):
     """The results are those of one device; rows are sharded over one mesh axis, columns over the
     other."""

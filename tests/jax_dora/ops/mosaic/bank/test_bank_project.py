@@ -99,6 +99,7 @@ SPLIT_COLUMNS = Config(128, 128, split_rows=False, stages=2)
         [(128, 128, 8, 128, jnp.float16, SPLIT_COLUMNS, False)],
     ),
 )
+@pytest.mark.ci
 def test_the_whole_product_agrees_with_fp64(
     on_mosaic, time, features, rank, out, dtype, config, with_bias
 ):
@@ -120,6 +121,7 @@ def test_the_whole_product_agrees_with_fp64(
         [(128, 320, 24, jnp.bfloat16, bank_shrink.Config(stages=2, parts=2))],
     ),
 )
+@pytest.mark.ci
 def test_the_first_product_agrees_with_fp64(on_mosaic, time, features, rank, dtype, config):
     arrays = operands(1, time, features, rank, 64, dtype)
     with on_mosaic():

@@ -125,6 +125,7 @@ def test_single_rows_and_ranks_above_a_tile_agree_with_fp64(on_mosaic):
     ("rows", "n_in", "rank", "dtype", "with_bias"),
     [(5, 192, 24, jnp.bfloat16, True), slow(8, 640, 64, jnp.float16, False)],
 )
+@pytest.mark.ci
 def test_few_rows_agree_with_fp64(on_mosaic, rows, n_in, rank, dtype, with_bias):
     """Covers ragged rows; 640 features have more tiles than there are stages."""
     arrays = operands(6, rows, n_in, 128, rank, dtype, slots=16)

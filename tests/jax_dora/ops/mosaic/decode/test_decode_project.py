@@ -107,6 +107,7 @@ def test_agrees_with_the_projection(on_mosaic, qtype, tiles, shape, rank, dtype,
     ("qtype", "rows", "tiles"),
     [("nf4", 9, 2), ("int8", 2, 1), slow("int8", 9, 2), slow("nf4", 40, 1), slow(None, 8, 1)],
 )
+@pytest.mark.ci
 def test_multiplies_without_an_adapter(on_mosaic, qtype, rows, tiles):
     kernel, _, _ = draw(qtype, 128, 1, 256, (tiles, 256), jnp.bfloat16)
     x, _, _ = operands(kernel, (rows, 128), jnp.bfloat16)
@@ -132,6 +133,7 @@ def test_maps_over_kernels(on_mosaic, qtype):
 
 
 @pytest.mark.parametrize("qtype", [slow("nf4"), None])
+@pytest.mark.ci
 def test_two_consumers_add_their_sums_of_a_strip(on_mosaic, qtype):
     out = 256 if qtype else 64
     kernel, lora_a, lora_b = draw(qtype, 256, 16, out, (4, out), jnp.bfloat16)
@@ -191,6 +193,7 @@ def test_the_table_has_every_code_or_pair(qtype, dtype):
         [("nf4", 128, 64), ("int4", 128, 1), ("float8_e4m3fn", 1, 32), (None, 1, 64)],
     ),
 )
+@pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(qtype, tiles, rows):
     form = Format(qtype, (8192 // tiles, 1), jnp.bfloat16, False) if qtype else None
     rank = 2 * rows

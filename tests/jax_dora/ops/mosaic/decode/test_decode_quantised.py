@@ -62,6 +62,7 @@ def check(x, kernel, found):
         slow("float8_e4m3fn", 20, 128, 256, (1, 1), jnp.float16, jnp.float32, 4),
     ],
 )
+@pytest.mark.ci
 def test_agrees_with_fp64(on_mosaic, qtype, rows, n_in, out, tiles, dtype, scale_dtype, sm_count):
     x, kernel = drawn(qtype, rows, n_in, out, tiles, dtype, scale_dtype)
     with on_mosaic():

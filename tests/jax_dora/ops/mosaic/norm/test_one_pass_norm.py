@@ -74,6 +74,7 @@ def test_every_kind_of_config_agrees(on_mosaic, low_rank_config):
 
 
 @pytest.mark.parametrize(("dtype", "nearer"), [(jnp.bfloat16, 100), slow(jnp.float32, 4_000)])
+@pytest.mark.ci
 def test_fp32_adapters_are_not_rounded_to_bf16(on_mosaic, dtype, nearer):
     kernel, lora_a, lora_b = adapter(2, 64, 16, 64, dtype, jnp.float32)
     exact = oracle.norm(*oracle.from_flax(kernel, lora_a, lora_b), SCALE)
@@ -86,6 +87,7 @@ def test_fp32_adapters_are_not_rounded_to_bf16(on_mosaic, dtype, nearer):
     assert error < lost / nearer
 
 
+@pytest.mark.ci
 def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
     with on_mosaic():
         check_special_features(run, 64)
@@ -115,6 +117,7 @@ def check_special_features(run, out):
         [(8, jnp.float32), (64, jnp.bfloat16), (384, jnp.float32), (768, jnp.bfloat16)],
     ),
 )
+@pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(rank, adapter_dtype):
     config = one_pass_norm.config(8192, rank, 8192, jnp.bfloat16, adapter_dtype)
     adapter = [aval(*shape, dtype=adapter_dtype) for shape in ((8192, rank), (rank, 8192))]

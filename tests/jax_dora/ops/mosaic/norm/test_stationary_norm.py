@@ -76,6 +76,7 @@ def test_every_kind_of_config_agrees(on_mosaic, config):
         *(("int8", (2, 128)), slow("float8_e4m3fn", (4, 4))),
     ],
 )
+@pytest.mark.ci
 def test_codes_agree_with_the_materialised_norm(on_mosaic, qtype, tiles):
     arrays = draw(qtype, 256, 136, 128, tiles, BF16)
     with on_mosaic():
@@ -83,6 +84,7 @@ def test_codes_agree_with_the_materialised_norm(on_mosaic, qtype, tiles):
     check_quantised(arrays, found)
 
 
+@pytest.mark.ci
 def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
     with on_mosaic():
         check_special_features(run, 128)

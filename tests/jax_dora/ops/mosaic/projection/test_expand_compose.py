@@ -80,6 +80,7 @@ def scales_of(rows, out):
 
 
 @pytest.mark.parametrize("with_bias", [slow(False), True])
+@pytest.mark.ci
 def test_scales_of_rows_and_columns(on_mosaic, with_bias):
     arrays, scales = operands(4, 136, 24, 136, jnp.bfloat16), scales_of(136, 136)
     with on_mosaic():
@@ -113,6 +114,7 @@ def test_keeps_leading_axes(on_mosaic):
         [(8, True, False), (384, False, False), (384, True, True)],
     ),
 )
+@pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(rank, want_inner, scaled):
     operands = (
         aval(4096, 8192),

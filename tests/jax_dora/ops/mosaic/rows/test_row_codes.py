@@ -107,6 +107,7 @@ def test_refuses_with_a_reason():
     ("in_features", "qtype"),
     [slow(768, None), (16384, None), (1024, E5M2), (14336, QTYPE), (28672, E5M2)],
 )
+@pytest.mark.ci
 def test_lowers_for_hopper(in_features, qtype):
     options = {"config": row_codes.config(4096, in_features, jnp.bfloat16), "sm_count": 132}
     operands = [aval(4096, in_features)]
