@@ -279,7 +279,6 @@ def _start(settings: Settings, kind: str, folder: Path) -> subprocess.Popen[str]
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CACHE_ROOT": str(folder / "cache" / kind),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # Other libraries have asked for GPUs before.
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "" if kind in ("base", "LoRA", WITHOUT) else "torch_dora",
         "TORCH_DORA_VLLM_PUNICA": str(int(kind == PUNICA)),

@@ -10,14 +10,19 @@ layer, and W Aᵀ is the product of A's rows, unless the layer rounds its inputs
 vectors give W for each adapter again. A layer whose product of unit vectors is not W is refused.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_dora.ops import factored_norm
+from torch_dora.ops import choose, factored_norm
+from torch_dora.ops.choose import Call
 from torch_dora.vllm.folder import FolderError
+
+if TYPE_CHECKING or choose.TRITON_MODE is not None:
+    from torch_dora.ops.triton import one_pass_norm
 
 Product = Callable[[Tensor], Tensor]
 Part = tuple[slice, Tensor, Tensor]
@@ -73,7 +78,12 @@ class BaseWeight:
             FolderError: the norms of this layer cannot be computed.
         """
         if self.weight is not None:
-            return [factored_norm(self.weight[rows], a, b, 1.0).square() for rows, a, b in parts]
+            dtypes = self.weight.dtype, *(one.dtype for one in parts[0][1:])
+            # Most of the operator's time would be its checks, of parts that are cut to fit.
+            norm = factored_norm
+            if _is_one_kernel(dtypes, self.weight.device.type):
+                norm = one_pass_norm.launch
+            return [norm(self.weight[rows], a, b, 1.0).square() for rows, a, b in parts]
         if self._squares is None:
             self._squares = self._measure()
         stacked = torch.cat([a for _, a, _ in parts])
@@ -127,6 +137,13 @@ class BaseWeight:
             )
         self._rounds_inputs = error > _EXACT
         return squares
+
+
+@functools.cache
+def _is_one_kernel(dtypes: tuple[torch.dtype, ...], device: str) -> bool:
+    """Returns whether one kernel of Triton computes the norm of a weight, with A and B."""
+    call = Call(rows=1, features=1, dtypes=dtypes, device=device)
+    return choose.choose(call, None, None) == "triton" and one_pass_norm.refuses(call) is None
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

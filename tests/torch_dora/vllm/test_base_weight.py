@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from torch_dora.ops import choose
+from torch_dora.vllm import base_weight
 from torch_dora.vllm.base_weight import BaseWeight
 from torch_dora.vllm.folder import FolderError
 
@@ -71,6 +73,30 @@ def test_norms_are_those_of_the_weight(rounded, unit, readable, dtype):
             # Rounding of the product to bf16, relative to its part of the sum.
             bound = 3e-6 if dtype == torch.float32 or readable else 3e-3
             assert float((found / expected - 1).abs().max()) < bound
+
+
+def test_the_kernel_of_the_norm_is_launched_where_the_operator_would(monkeypatch):
+    _, base = measured(exact, torch.bfloat16, readable=True)
+    parts = [(slice(0, 30), *adapter(30, 16, 1)), (slice(30, 40), *adapter(10, 16, 2))]
+    base_weight._is_one_kernel.cache_clear()
+    expected = base.squares(parts)
+    launched = []
+    monkeypatch.setattr(choose, "triton_wins", lambda call: True)
+    monkeypatch.setattr(
+        base_weight.one_pass_norm,
+        "launch",
+        lambda *given, run=base_weight.one_pass_norm.launch: launched.append(given) or run(*given),
+    )
+    base_weight._is_one_kernel.cache_clear()
+    found = base.squares(parts)
+    base_weight._is_one_kernel.cache_clear()
+    assert len(launched) == 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-6, atol=0)
+    mixed = [(rows, a.float(), b) for rows, a, b in parts]
+    base.squares(mixed)
+    base_weight._is_one_kernel.cache_clear()
+    assert len(launched) == 2  # It multiplies A and B of one dtype.
 
 
 @pytest.mark.parametrize(("rounded", "unit"), [(static_float8, 1.0), (four_bits, 1.0)])
