@@ -72,9 +72,9 @@ def _forward(
     elif scales is None:
         if not plan.is_in_pieces:
             pieces = lora_a.contiguous(), lora_b.contiguous(), None, None
-        partial = weight.new_empty(plan.partial, dtype=torch.float32)
+        partial = plan.fp32.new_empty(plan.partial)
         plan.norm(weight.contiguous(), None, None, *pieces, partial)
-        both = weight.new_empty((2, plan.out_features), dtype=torch.float32)
+        both = plan.fp32.new_empty((2, plan.out_features))
         plan.scales_of(partial, magnitude.contiguous(), both)
         scales = both, both[1]
     x = x if plan.x_dtype is dtype else x.to(dtype)

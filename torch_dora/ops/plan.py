@@ -130,6 +130,7 @@ class Plan:
         z_scale, later_scale: the factors of z and of what is computed from it: s·z may exceed
             float16's largest number where s·z lora_bᵀ does not.
         unread: the first argument of an addmm that ignores it.
+        fp32: a tensor of that dtype; it makes others in half the time of naming dtype and device.
         casts: whether lora_a and lora_b have another dtype than the products.
         kept_size, z_start: the elements of the tensor that holds inner and then z for the backward
             pass, and where z begins.
@@ -152,6 +153,7 @@ class Plan:
         is_half = dtype == torch.float16
         self.z_scale, self.later_scale = (1.0, scale) if is_half else (scale, 1.0)
         self.unread = torch.empty((), dtype=dtype, device=x.device)
+        self.fp32 = torch.empty((), dtype=torch.float32, device=x.device)
         self.casts, self.casts_weight = lora_a.dtype != dtype, weight.dtype != dtype
         self.z_start = -(-rows * out_features // _ALIGNMENT) * _ALIGNMENT
         self.kept_size = self.z_start + rows * rank

@@ -127,8 +127,10 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
 
 def _dropped(layer: Any, adapter: str, x: Tensor) -> Tensor | None:
     """Returns x after the adapter's dropout, or None if none is applied."""
+    if not layer.training:
+        return None
     dropout = layer.lora_dropout[adapter]
-    return dropout(x) if layer.training and not isinstance(dropout, nn.Identity) else None
+    return None if isinstance(dropout, nn.Identity) else dropout(x)
 
 
 def _norm(magnitude: Any, weight: Any, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:

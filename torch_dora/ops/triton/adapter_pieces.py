@@ -45,15 +45,14 @@ def launch(
     launch for their sizes, if there is one already."""
     (rank, in_features), out_features = lora_a.shape, lora_b.shape[0]
     lora_a, lora_b = lora_a.contiguous(), lora_b.contiguous()
-    device = lora_a.device
+    # Named devices and dtypes take the host as long as a launch, in each of many calls.
     pieces = Pieces(
-        torch.empty((2, rank, in_features), device=device, dtype=torch.float16),
-        torch.empty((2, out_features, rank), device=device, dtype=torch.float16),
-        torch.empty(in_features, device=device, dtype=torch.float32),
-        torch.empty(out_features, device=device, dtype=torch.float32),
+        lora_a.new_empty((2, rank, in_features), dtype=torch.float16),
+        lora_b.new_empty((2, out_features, rank), dtype=torch.float16),
+        lora_a.new_empty(in_features),
+        lora_b.new_empty(out_features),
     )
-    cast_a = torch.empty((rank, in_features), device=device, dtype=dtype)
-    cast_b = torch.empty((out_features, rank), device=device, dtype=dtype)
+    cast_a, cast_b = (torch.empty_like(one, dtype=dtype) for one in (lora_a, lora_b))
     run = run or prepared(rank, in_features, out_features)
     run(lora_a, lora_b, pieces.a, pieces.b, cast_a, cast_b, pieces.unit_a, pieces.unit_b)
     if TRITON_MODE == "interpreted":
