@@ -3,10 +3,10 @@
     lora = z B
     y    = g·(base + s·lora) + bias         inner = base + s·lora
 
-z: [rows, r], B: [r, out], base, y, inner: [rows, out], all fp16 or all bf16; g: f32[out]; bias:
-[out]. r and out are multiples of `ALIGNMENT`. lora stays in the fp32 accumulator and is never
-written to memory. A program's strip is of z, and its results pass through the tiles that base came
-in.
+z: [rows, r], B: [r, out] or transposed, base, y, inner: [rows, out], all fp16 or all bf16; g:
+f32[out]; bias: [out]. Without ADDS_BIAS base has its bias already, as in ``expand_compose``. r and
+out are multiples of `ALIGNMENT`. lora stays in the fp32 accumulator and is never written to memory.
+A program's strip is of z, and its results pass through the tiles that base came in.
 
 Traffic: 1 read and 1 write of rows·out (2 writes with inner), 32 µs for 4096×8192 in bf16 at 4.2
 TB/s; B once for every strip, from the level-2 cache. Flops: 2·rows·out·r.
@@ -34,8 +34,10 @@ from dora_common.triton.rings import (
     Config,
     barriers,
     jit,
+    number,
     stages,
     tiles,
+    transposed,
     turn,
     wait_for_turn,
 )
@@ -50,7 +52,7 @@ def config(rank: int) -> Config:
 def kernel(
     base_ptr,  # [rows, out]
     z_ptr,  # [rows, r]
-    lora_b_ptr,  # [r, out]
+    lora_b_ptr,  # [r, out], or [out, r] unless OUT_LAST
     g_ptr,  # [out]
     bias_ptr,  # [out], not read unless HAS_BIAS
     y_ptr,  # [rows, out]
@@ -59,13 +61,15 @@ def kernel(
     features,
     splits,
     steps,
-    scale,  # its address
+    scale,  # a number or its address
     HAS_BIAS: gl.constexpr,
     WITH_INNER: gl.constexpr,
     RANK: gl.constexpr,
     SLICES: gl.constexpr,
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,  # the tiles of base and y on their way, for each group
+    OUT_LAST: gl.constexpr,
+    ADDS_BIAS: gl.constexpr,  # whether base is still without its bias
 ):
     half: gl.constexpr = base_ptr.dtype.element_ty
     split, strip = gl.program_id(0) % splits, gl.program_id(0) // splits
@@ -82,11 +86,12 @@ def kernel(
     ring = (factors, full, empty, barriers(2, 1))
     base_ring = (slots, inners, base_full, base_empty)
     vectors = (g_ptr, bias_ptr, scale)
-    counts: gl.constexpr = (SLICES, STAGES, SLOTS, RANK)
+    biased: gl.constexpr = (HAS_BIAS, ADDS_BIAS)
+    counts: gl.constexpr = (SLICES, STAGES, SLOTS, RANK, OUT_LAST)
     gl.warp_specialize(
         [
-            (_compose, (ring, base_ring, walk, results, vectors, sizes, HAS_BIAS, counts, 0)),
-            (_compose, (ring, base_ring, walk, results, vectors, sizes, HAS_BIAS, counts, 1)),
+            (_compose, (ring, base_ring, walk, results, vectors, sizes, biased, counts, 0)),
+            (_compose, (ring, base_ring, walk, results, vectors, sizes, biased, counts, 1)),
             (_fetch_rows, (ring, base_ring, walk, base_ptr, z_ptr, sizes, counts)),
             (_fetch_factor, (ring, walk, lora_b_ptr, features, counts)),
         ],
@@ -127,7 +132,10 @@ def _fetch_factor(ring, walk, b_ptr, features, COUNTS: gl.constexpr):
     factors, full, empty, _ = ring
     split, splits, steps, _ = walk
     slices: gl.constexpr = COUNTS[0]
-    b = tiles(b_ptr, COUNTS[3], features)
+    if COUNTS[4]:
+        b = tiles(b_ptr, COUNTS[3], features)
+    else:
+        b = tiles(b_ptr, features, COUNTS[3])
     for step in range(steps):
         first = (step * splits + split) * 64
         stage, phase = turn(step + 2, COUNTS[1])
@@ -136,7 +144,10 @@ def _fetch_factor(ring, walk, b_ptr, features, COUNTS: gl.constexpr):
         mbarrier.expect(ready, slices * 64 * 64 * 2)
         for k in gl.static_range(slices):
             to = factors.index(stage * slices + k)
-            tma.async_copy_global_to_shared(b, [k * 64, first], ready, to)
+            if COUNTS[4]:
+                tma.async_copy_global_to_shared(b, [k * 64, first], ready, to)
+            else:
+                tma.async_copy_global_to_shared(b, [first, k * 64], ready, to)
 
 
 @jit
@@ -147,7 +158,7 @@ def _compose(
     results,
     vectors,
     sizes,
-    HAS_BIAS: gl.constexpr,
+    BIASED: gl.constexpr,
     COUNTS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
@@ -164,7 +175,7 @@ def _compose(
     written = (tiles(results[0], rows, features),)
     if len(results) == 2:
         written += (tiles(results[1], rows, features),)
-    factor = gl.load(scale)
+    factor = number(scale)
     row = top + GROUP * 64
     for group in gl.static_range(2):
         mbarrier.wait(full.index(group), 0)
@@ -185,7 +196,7 @@ def _compose(
         wait_for_turn(turns, step, GROUP)
         lora = gl.zeros((64, 64), gl.float32, layout)
         for k in gl.static_range(slices):
-            b = factors.index(stage * slices + k)
+            b = transposed(factors.index(stage * slices + k), not COUNTS[4])
             lora = warpgroup_mma(strip[k], b, lora, use_acc=k > 0, is_async=True)
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
         # The results of the step before were written, and their tiles are free.
@@ -197,14 +208,18 @@ def _compose(
         base = tile.load(layout).to(gl.float32)
         lora = warpgroup_mma_wait(0, deps=(lora,))
         mbarrier.arrive(empty.index(stage), count=1)
-        scaled = factor * lora
-        y = base + ((g - 1.0) * base + g * scaled)
-        if HAS_BIAS:
+        scaled, unbiased = factor * lora, base
+        if BIASED[0]:
             bias = gl.load(bias_ptr + feature, mask=feature_mask, other=0.0)
-            y += gl.expand_dims(bias.to(gl.float32), 0)
+            bias = gl.expand_dims(bias.to(gl.float32), 0)
+            if not BIASED[1]:
+                unbiased -= bias
+        y = base + ((g - 1.0) * unbiased + g * scaled)
+        if BIASED[0] and BIASED[1]:
+            y += bias  # pyright: ignore[reportPossiblyUnboundVariable]
         tile.store(y.to(tile.dtype))
         if len(results) == 2:
-            inners.index(GROUP).store((base + scaled).to(tile.dtype))
+            inners.index(GROUP).store((unbiased + scaled).to(tile.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(written[0], [row, first], tile)
         if len(results) == 2:

@@ -3,8 +3,9 @@
     norm = √ Σ_in (W + s·A B)²
 
 W: [in, out], fp16 or bf16; A: [in, r], B: [r, out], both fp16 or both bf16, or f16 pieces of fp32
-as ``adapter_pieces`` makes. Rows are multiples of `ALIGNMENT`. Each program writes one sum of
-squares for each of its features, [splits, out] in fp32. Nothing cancels, and a NaN stays a NaN.
+as ``adapter_pieces`` makes; or all three transposed. Rows are multiples of `ALIGNMENT`. Each
+program writes one sum of squares for each of its features, [splits, out] in fp32. Nothing cancels,
+and a NaN stays a NaN.
 
 Traffic: W once, 32 µs for 8192×8192 in bf16 at 4.2 TB/s; A once for every strip, from the level-2
 cache. Flops: 2·out·in·r, three times that for pieces; 64 µs at r = 384 and 800 TFLOP/s.
@@ -31,8 +32,10 @@ from dora_common.triton.rings import (
     Config,
     barriers,
     jit,
+    number,
     stages,
     tiles,
+    transposed,
     turn,
     wait_for_turn,
 )
@@ -49,9 +52,9 @@ def config(rank: int, pieces: int) -> Config:
 
 @jit
 def kernel(
-    weight_ptr,  # [in, out]
-    lora_a_ptr,  # [in, r]; or two such pieces, f16
-    lora_b_ptr,  # [r, out]; or two such pieces, f16
+    weight_ptr,  # [in, out], or [out, in] unless OUT_LAST
+    lora_a_ptr,  # [in, r], or [r, in]; or two such pieces, f16
+    lora_b_ptr,  # [r, out], or [out, r]; or two such pieces, f16
     unit_a_ptr,  # f32[in], for pieces
     unit_b_ptr,  # f32[out], for pieces
     partial_ptr,  # f32[splits, out]
@@ -59,12 +62,13 @@ def kernel(
     out_features,
     splits,
     steps,
-    scale,  # its address
+    scale,  # a number or its address
     PIECES: gl.constexpr,  # 2 if the adapter is in pieces, or 1
     RANK: gl.constexpr,
     SLICES: gl.constexpr,
     STAGES: gl.constexpr,
-    WIDTH: gl.constexpr,  # the inputs of a step
+    WIDTH: gl.constexpr,  # the inputs of a step; 64 unless OUT_LAST
+    OUT_LAST: gl.constexpr,
 ):
     held: gl.constexpr = SLICES * PIECES
     split, strip = gl.program_id(0) % splits, gl.program_id(0) // splits
@@ -79,7 +83,7 @@ def kernel(
     walk = (split, splits, steps, top)
     vectors = (unit_a_ptr, unit_b_ptr, scale, partial_ptr)
     sizes = (in_features, out_features)
-    counts: gl.constexpr = (PIECES, SLICES, STAGES, WIDTH, RANK)
+    counts: gl.constexpr = (PIECES, SLICES, STAGES, WIDTH, RANK, OUT_LAST)
     gl.warp_specialize(
         [
             (_add_up, (ring, walk, vectors, sizes, counts, 0)),
@@ -99,11 +103,17 @@ def _fetch_strip(ring, top, b_ptr, out_features, COUNTS: gl.constexpr):
     factors, _, full, _, _ = ring
     slices: gl.constexpr = COUNTS[1]
     held: gl.constexpr = slices * COUNTS[0]
-    b = tiles(b_ptr, COUNTS[0] * COUNTS[4], out_features)
+    if COUNTS[5]:
+        b = tiles(b_ptr, COUNTS[0] * COUNTS[4], out_features)
+    else:
+        b = tiles(b_ptr, COUNTS[0] * out_features, COUNTS[4])
     for group in gl.static_range(2):
         mbarrier.expect(full.index(group), held * 64 * 64 * 2)
         for k in gl.static_range(held):
-            at = [k // slices * COUNTS[4] + k % slices * 64, top + group * 64]
+            if COUNTS[5]:
+                at = [k // slices * COUNTS[4] + k % slices * 64, top + group * 64]
+            else:
+                at = [k // slices * out_features + top + group * 64, k % slices * 64]
             to = factors.index(group * held + k).slice(0, 64)
             tma.async_copy_global_to_shared(b, at, full.index(group), to)
 
@@ -116,7 +126,10 @@ def _fetch_factor(ring, walk, a_ptr, in_features, COUNTS: gl.constexpr):
     slices: gl.constexpr = COUNTS[1]
     held: gl.constexpr = slices * COUNTS[0]
     width: gl.constexpr = COUNTS[3]
-    a = tiles(a_ptr, COUNTS[0] * in_features, COUNTS[4], width)
+    if COUNTS[5]:
+        a = tiles(a_ptr, COUNTS[0] * in_features, COUNTS[4], width)
+    else:
+        a = tiles(a_ptr, COUNTS[0] * COUNTS[4], in_features)
     for step in range(steps):
         stage, phase = turn(step + 2, COUNTS[2])
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -124,7 +137,10 @@ def _fetch_factor(ring, walk, a_ptr, in_features, COUNTS: gl.constexpr):
         ready = full.index(stage)
         mbarrier.expect(ready, held * width * 64 * 2)
         for k in gl.static_range(held):
-            at = [k // slices * in_features + first, k % slices * 64]
+            if COUNTS[5]:
+                at = [k // slices * in_features + first, k % slices * 64]
+            else:
+                at = [k // slices * COUNTS[4] + k % slices * 64, first]
             to = factors.index(stage * held + k)
             tma.async_copy_global_to_shared(a, at, ready, to)
 
@@ -135,7 +151,10 @@ def _fetch_weight(ring, walk, weight_ptr, sizes, COUNTS: gl.constexpr):
     _, weights, full, empty, _ = ring
     split, splits, steps, top = walk
     width: gl.constexpr = COUNTS[3]
-    w = tiles(weight_ptr, sizes[0], sizes[1], width)
+    if COUNTS[5]:
+        w = tiles(weight_ptr, sizes[0], sizes[1], width)
+    else:
+        w = tiles(weight_ptr, sizes[1], sizes[0])
     for group in gl.static_range(2):
         mbarrier.arrive(full.index(group), count=1)
     for step in range(steps):
@@ -145,7 +164,10 @@ def _fetch_weight(ring, walk, weight_ptr, sizes, COUNTS: gl.constexpr):
         ready = full.index(stage)
         mbarrier.expect(ready, 2 * width * 64 * 2)
         for group in gl.static_range(2):
-            at = [first, top + group * 64]
+            if COUNTS[5]:
+                at = [first, top + group * 64]
+            else:
+                at = [top + group * 64, first]
             tma.async_copy_global_to_shared(w, at, ready, weights.index(stage * 2 + group))
 
 
@@ -165,7 +187,7 @@ def _add_up(ring, walk, vectors, sizes, COUNTS: gl.constexpr, GROUP: gl.constexp
     width: gl.constexpr = COUNTS[3]
     feature = top + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     feature_mask = feature < out_features
-    factor = gl.load(scale)
+    factor = number(scale)
     if pieces == 2:
         unit_b = factor * gl.load(unit_b_ptr + feature, mask=feature_mask, other=0.0)
 
@@ -173,7 +195,8 @@ def _add_up(ring, walk, vectors, sizes, COUNTS: gl.constexpr, GROUP: gl.constexp
         mbarrier.wait(full.index(group), 0)
     strip = ()
     for k in gl.static_range(held):
-        strip += (factors.index(GROUP * held + k).slice(0, 64).permute((1, 0)).load(left),)
+        of_b = factors.index(GROUP * held + k).slice(0, 64)
+        strip += (transposed(of_b, COUNTS[5]).load(left),)
     for group in gl.static_range(2):
         mbarrier.arrive(empty.index(group), count=1)
 
@@ -187,13 +210,14 @@ def _add_up(ring, walk, vectors, sizes, COUNTS: gl.constexpr, GROUP: gl.constexp
         wait_for_turn(turns, step, GROUP)
         product = gl.zeros((64, width), gl.float32, layout)
         for k in gl.static_range(held):
-            a = factors.index(stage * held + k).permute((1, 0))
+            a = transposed(factors.index(stage * held + k), COUNTS[5])
             # Not low times low.
             for piece in gl.static_range(1 if k >= slices else pieces):
                 b = strip[k % slices + piece * slices]
                 product = warpgroup_mma(b, a, product, use_acc=k + piece > 0, is_async=True)
         mbarrier.arrive(turns.index(1 - GROUP), count=1)
-        weight = weights.index(stage * 2 + GROUP).permute((1, 0)).load(layout).to(gl.float32)
+        weight = transposed(weights.index(stage * 2 + GROUP), COUNTS[5])
+        weight = weight.load(layout).to(gl.float32)
         product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(empty.index(stage), count=1)
         if pieces == 2:

@@ -84,6 +84,25 @@ def turn(number, SIZE: gl.constexpr):
 
 
 @jit
+def number(value):
+    """Returns a number that is passed by value, as a torch launch does, or by its address, as XLA
+    does."""
+    if value.dtype.is_ptr():
+        return gl.load(value)
+    else:
+        return value
+
+
+@jit
+def transposed(tile, IS_TRANSPOSED: gl.constexpr):
+    """Returns the transposed tile, or the tile."""
+    if IS_TRANSPOSED:
+        return tile.permute((1, 0))
+    else:
+        return tile
+
+
+@jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Returns barriers in shared memory."""
     found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())

@@ -73,7 +73,7 @@ def _forward(
         if not plan.is_in_pieces:
             pieces = lora_a.contiguous(), lora_b.contiguous(), None, None
         partial = plan.fp32.new_empty(plan.partial)
-        plan.norm(weight.contiguous(), None, None, *pieces, partial)
+        plan.norm(weight.contiguous(), *plan.no_codes, *pieces, partial)
         both = plan.fp32.new_empty((2, plan.out_features))
         plan.scales_of(partial, magnitude.contiguous(), both)
         scales = both, both[1]

@@ -135,6 +135,7 @@ class Plan:
         kept_size, z_start: the elements of the tensor that holds inner and then z for the backward
             pass, and where z begins.
         partial: the shape of the norm's partial sums.
+        no_codes: what the norm's kernel has for the codes of a weight.
         into_adapter: multiplies matrices into lora_a's dtype.
         compose_backward: by whether d and whether the magnitude's gradient is wanted.
     """
@@ -162,7 +163,8 @@ class Plan:
         pieces = adapter_pieces.prepared(rank, in_features, out_features)
         self.pieces = SameLaunch(pieces)
         sizes = rank, out_features, in_features
-        parts, norm = one_pass_norm.prepared(card, *sizes, scale, 0, self.is_in_pieces)
+        call = card, *sizes, scale, 0, self.is_in_pieces
+        parts, self.no_codes, norm = one_pass_norm.prepared(*call)
         self.partial, self.norm = (parts, out_features), SameLaunch(norm)
         self.scales_of = SameLaunch(column_sums.prepared(parts, out_features, "scale", EPS_HALF))
         kinds = card, rank, rows, out_features, self.later_scale, bias is not None

@@ -63,11 +63,11 @@ def launch(
 
     rank, features = lora_b.shape
     rows = base.size // features
-    scratch, options = 0, {"OUT_LAST": True, "ADDS_BIAS": True}
+    scratch = 0
     if isinstance(config, rings.Config):
         from dora_common.triton import ring_expand
 
-        kernel, options = ring_expand.kernel, {}
+        kernel = ring_expand.kernel
         programs, splits, steps = config.walk(rows, features, capability)
         tiles = {"RANK": rank, "SLICES": cdiv(rank, config.depth), "STAGES": config.stages}
         tiles |= {"SLOTS": config.slots, "splits": splits, "steps": steps}
@@ -102,7 +102,8 @@ def launch(
         scale=scale.astype(jnp.float32),
         HAS_BIAS=bias is not None,
         WITH_INNER=want_inner,
-        **options,
+        OUT_LAST=True,
+        ADDS_BIAS=True,
         **tiles,
     )
     return y, inner[0] if want_inner else None

@@ -197,6 +197,7 @@ def _by_rings(
         SLICES=cdiv(rank, config.depth),
         STAGES=config.stages,
         WIDTH=config.width,
+        OUT_LAST=True,
     )
     return jnp.sum(partial, axis=0)
 

@@ -12,7 +12,8 @@ from dora_common.triton import strip_expand
 from dora_common.triton.expand_compose import config, kernel
 from dora_common.triton.jit import cdiv
 from torch_dora.ops.operator import operator
-from torch_dora.ops.triton.jit import Launch, capability
+from torch_dora.ops.triton.jit import DescribingLaunch, Launch, capability
+from torch_dora.ops.triton.one_pass_norm import has_rings
 
 # Strips were measured on an H200 at 4096 × 8192 and rank 64: 38 µs, and the other kernel 54.
 STRIPS_FROM = 2**24
@@ -84,7 +85,16 @@ def prepared(
     want_inner: bool,
 ) -> Launch:
     """Returns the launch for tensors of these sizes."""
-    if card == 90 and 32 < rank <= 64 and rows * features >= STRIPS_FROM:
+    is_large, kind = rows * features >= STRIPS_FROM, Launch
+    if card == 90 and is_large and has_rings(rank, features):
+        from dora_common.triton import ring_expand
+
+        chosen, kind = ring_expand.config(rank), DescribingLaunch
+        programs, *walk = chosen.walk(rows, features, card)
+        run, sizes = ring_expand.kernel, (rows, features, *walk)
+        tiles = {"RANK": rank, "SLICES": cdiv(rank, chosen.depth)}
+        tiles |= {"STAGES": chosen.stages, "SLOTS": chosen.slots}
+    elif card == 90 and 32 < rank <= 64 and is_large:
         chosen = strip_expand.config(rank)
         programs, *walk = chosen.walk(features, rows, card)
         run, sizes, tiles = strip_expand.kernel, (rows, features, *walk), chosen.slices(rank)
@@ -93,7 +103,7 @@ def prepared(
         programs = cdiv(rows, chosen.rows) * cdiv(features, chosen.columns)
         run, sizes, tiles = kernel, (rows, features), {"RANK": rank, "ROWS": chosen.rows}
         tiles |= {"COLUMNS": chosen.columns, "DEPTH": chosen.depth}
-    return Launch(
+    return kind(
         run,
         (programs,),
         (*sizes, scale),

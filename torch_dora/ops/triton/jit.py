@@ -1,7 +1,10 @@
 """Launches of kernels with little work on the host."""
 
+import contextlib
 import functools
+import math
 import operator
+from collections.abc import Iterator
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.knobs import runtime
+from triton.runtime import _allocation
 
 from torch_dora.ops.choose import TRITON_MODE
 
@@ -80,7 +84,7 @@ class Launch:
         """Launches with tensors of the current device, or None. Returns the compiled kernel if it
         can be launched again with tensors of the same dtypes."""
         if TRITON_MODE != "compiled" or _is_profiled():
-            self.kernel[self.grid](first, *others, *self.scalars, **self.options)
+            self._ask(first, *others)
             return None
         # Triton's launcher would ask the driver about a tensor; it takes an address as it is.
         address, device = first.data_ptr(), first.get_device()
@@ -94,12 +98,11 @@ class Launch:
                 bits |= address
                 key.append(tensor.dtype)
         if bits % 16:  # Triton compiles another kernel, which has no place here.
-            self.kernel[self.grid](first, *others, *self.scalars, **self.options)
+            self._ask(first, *others)
             return None
         found = self.compiled.get(key := tuple(key))
         if found is None:
-            found = self.kernel[self.grid](first, *others, *self.scalars, **self.options)
-            self.compiled[key] = found
+            self.compiled[key] = found = self._ask(first, *others)
             return found
         x, y, z = (*self.grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -110,16 +113,37 @@ class Launch:
         )
         return found
 
+    def _ask(self, *tensors: Tensor | None) -> Any:
+        """Launches by Triton's own call, and returns the compiled kernel."""
+        return self.kernel[self.grid](*tensors, *self.scalars, **self.options)
+
+
+class DescribingLaunch(Launch):
+    """A launch of a kernel that describes its tensors (TMA): it has memory for this in each launch,
+    and copies of operands that do not begin at a multiple of 16 bytes."""
+
+    def __call__(self, first: Tensor, *others: Tensor | None) -> Any:
+        with _memory(first.device):
+            return super().__call__(first, *others)
+
+    def _ask(self, *tensors: Tensor | None) -> Any:
+        aligned = (
+            tensor if tensor is None or tensor.data_ptr() % 16 == 0 else tensor.clone()
+            for tensor in tensors
+        )
+        return super()._ask(*aligned)
+
 
 class SameLaunch:
     """A :class:`Launch` whose every call has tensors of the same device and dtypes, and None in the
     same places: nothing is looked up."""
 
-    __slots__ = "before", "blocks", "device", "launch", "run"
+    __slots__ = "before", "blocks", "bytes", "device", "launch", "run", "scratch"
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.blocks = launch, (*launch.grid, 1, 1)[:3]
         self.device, self.run, self.before = 0, None, ()
+        self.scratch, self.bytes = 0, torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launches with tensors of the current device, or None."""
@@ -134,27 +158,53 @@ class SameLaunch:
         ):
             self._ask(*tensors)
             return
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        self.run(*self.blocks, stream, *self.before, *addresses, *self.launch.passed)
+        stream, before = torch._C._cuda_getCurrentRawStream(self.device), self.before
+        if self.scratch:
+            memory = self.bytes.new_empty(self.scratch)
+            before = (*before[:3], memory.data_ptr(), *before[4:])
+        self.run(*self.blocks, stream, *before, *addresses, *self.launch.passed)
 
     def _ask(self, first: Any, *others: Tensor | None) -> None:
         if (compiled := self.launch(first, *others)) is not None:
             self.device = first.get_device()
-            # Another thread must not see the one without the other.
-            self.before, self.run = _run_of(compiled)
+            before, run, scratch = _run_of(compiled)
+            if scratch is None:
+                return
+            # Another thread must not see `run` without the others.
+            self.before, self.scratch = before, scratch * math.prod(self.blocks)
+            self.bytes = first.new_empty(0, dtype=torch.uint8)
+            self.run = run
 
 
-def _run_of(compiled: Any) -> tuple[tuple[Any, ...], Any]:
-    """Returns the arguments between the stream and the kernel's, and the function that launches a
-    compiled kernel with them."""
+def _run_of(compiled: Any) -> tuple[tuple[Any, ...], Any, int | None]:
+    """Returns the arguments between the stream and the kernel's, the function that launches a
+    compiled kernel with them, and the bytes of memory that a program needs, whose address is the
+    fourth argument; None if that function would ask for the memory itself."""
     run = compiled.run
     if triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher":
-        launch, has_scratch = run.launch, run.global_scratch_size or run.profile_scratch_size
-        # Calls of Python, which would only find out that there is no scratch memory, are left out.
-        if type(launch) is BuiltinFunctionType and not has_scratch:
+        launch, scratch = run.launch, run.global_scratch_size
+        # Calls of Python, which would only find out how much scratch memory there is, are left out.
+        if type(launch) is BuiltinFunctionType and not run.profile_scratch_size:
             options = run.launch_cooperative_grid, run.launch_pdl, None, None
-            return (compiled.function, *options, compiled.packed_metadata, None, None, None), launch
-    return (compiled.function, compiled.packed_metadata, None, None, None), run
+            before = (compiled.function, *options, compiled.packed_metadata, None, None, None)
+            return before, launch, scratch
+    needs_memory = getattr(run, "global_scratch_size", 0)
+    before = (compiled.function, compiled.packed_metadata, None, None, None)
+    return before, run, None if needs_memory else 0
+
+
+@contextlib.contextmanager
+def _memory(device: torch.device) -> Iterator[None]:
+    """Lets Triton allocate memory for descriptors, and leaves its allocator as it was."""
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    token = _allocation._allocator.set(allocate)
+    try:
+        yield
+    finally:
+        _allocation._allocator.reset(token)
 
 
 def _is_profiled() -> bool:

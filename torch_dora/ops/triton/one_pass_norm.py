@@ -12,11 +12,11 @@ from torch import Tensor
 from dora_common.triton import strip_norm
 from dora_common.triton.jit import cdiv
 from dora_common.triton.one_pass_norm import config, kernel
-from torch_dora.ops.choose import Call
+from torch_dora.ops.choose import TRITON_MODE, Call
 from torch_dora.ops.quantised import Codes
 from torch_dora.ops.triton import adapter_pieces, column_sums
 from torch_dora.ops.triton.adapter_pieces import Pieces
-from torch_dora.ops.triton.jit import Launch, capability
+from torch_dora.ops.triton.jit import DescribingLaunch, Launch, capability
 
 _HALVES = (torch.float16, torch.bfloat16)
 # Strips were measured on an H200 at 8192 × 8192 and rank 64: 37 µs, and the other kernel 60.
@@ -44,15 +44,18 @@ def prepared(
     scale: float,
     run: int,
     is_in_pieces: bool,
-) -> tuple[int, Launch]:
-    """Returns the number of partial sums of an output feature, and the launch. ``run`` is that of
-    codes, or 0."""
+) -> tuple[int, tuple[None, ...], Launch]:
+    """Returns the number of partial sums of an output feature, what follows a weight that has no
+    codes among the tensors, and the launch. ``run`` is that of codes, or 0."""
     is_large = in_features * out_features >= STRIPS_FROM
-    if card == 90 and 32 < rank <= 64 and is_large and not (run or is_in_pieces):
-        return _by_strips(rank, out_features, in_features, scale)
+    if card == 90 and is_large and not (run or is_in_pieces):
+        if 32 < rank <= 64:
+            return _by_strips(rank, out_features, in_features, scale)
+        if has_rings(rank, in_features):
+            return _by_rings(rank, out_features, in_features, scale)
     chosen = config(rank, is_in_pieces=is_in_pieces, is_coded=run > 0, axis=1, capability=card)
     parts = cdiv(in_features, chosen.columns)
-    return parts, Launch(
+    launch = Launch(
         kernel,
         (parts * cdiv(out_features, chosen.rows),),
         (out_features, in_features, scale),
@@ -68,12 +71,15 @@ def prepared(
         num_stages=chosen.stages,
         enable_fp_fusion=True,
     )
+    return parts, (None, None), launch
 
 
-def _by_strips(rank: int, out: int, in_features: int, scale: float) -> tuple[int, Launch]:
+def _by_strips(
+    rank: int, out: int, in_features: int, scale: float
+) -> tuple[int, tuple[None, ...], Launch]:
     chosen = strip_norm.config(rank, is_coded=False, out_last=False)
     programs, parts, steps = chosen.walk(out, in_features, 90)
-    return parts, Launch(
+    launch = Launch(
         strip_norm.kernel,
         (programs,),
         (in_features, out, parts, steps, scale),
@@ -87,6 +93,39 @@ def _by_strips(rank: int, out: int, in_features: int, scale: float) -> tuple[int
         num_stages=chosen.stages,
         enable_fp_fusion=True,
     )
+    return parts, (None, None), launch
+
+
+def has_rings(rank: int, *rows: int) -> bool:
+    """Returns whether a Hopper's kernel with `rings` takes matrices of this rank, with rows of
+    these sizes. Triton's interpreter does not run it."""
+    if rank <= 128 or TRITON_MODE != "compiled":
+        return False
+    from dora_common.triton import rings
+
+    return rings.fits(rank, rank, *rows)
+
+
+def _by_rings(
+    rank: int, out: int, in_features: int, scale: float
+) -> tuple[int, tuple[None, ...], Launch]:
+    from dora_common.triton import ring_norm
+
+    chosen = ring_norm.config(rank, 1)
+    programs, parts, steps = chosen.walk(out, in_features, 90)
+    launch = DescribingLaunch(
+        ring_norm.kernel,
+        (programs,),
+        (in_features, out, parts, steps, scale),
+        PIECES=1,
+        RANK=rank,
+        SLICES=cdiv(rank, chosen.depth),
+        STAGES=chosen.stages,
+        WIDTH=chosen.width,
+        OUT_LAST=False,
+        num_warps=chosen.warps,
+    )
+    return parts, (), launch
 
 
 def launch(
@@ -112,18 +151,20 @@ def launch(
     is_coded = isinstance(weight, Codes)
     if pieces is None and lora_a.dtype == torch.float32:
         pieces, *_ = adapter_pieces.launch(lora_a, lora_b, torch.float16)
-    if is_coded:
-        weight_tensors, run = (weight.packed, weight.levels, weight.scales), weight.run
-    else:
-        weight_tensors, run = (weight.contiguous(), None, None), 0
     if pieces is None:
         adapter_tensors = lora_a.contiguous(), lora_b.contiguous(), None, None
     else:
         adapter_tensors = pieces
     device, sizes = lora_a.device, (lora_a.shape[0], out_features, in_features)
-    parts, run_kernel = prepared(capability(device), *sizes, scale, run, pieces is not None)
+    run = weight.run if is_coded else 0
+    call = capability(device), *sizes, scale, run, pieces is not None
+    parts, no_codes, run_kernel = prepared(*call)
+    if is_coded:
+        first, codes = weight.packed, (weight.levels, weight.scales)
+    else:
+        first, codes = weight.contiguous(), no_codes
     partial = torch.empty((parts, out_features), device=device, dtype=torch.float32)
-    run_kernel(*weight_tensors, *adapter_tensors, partial)
+    run_kernel(first, *codes, *adapter_tensors, partial)
     if magnitude is None:
         return column_sums.launch(partial, "root")
     return column_sums.launch(partial, "scale", magnitude, eps)

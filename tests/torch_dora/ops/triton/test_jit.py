@@ -85,13 +85,79 @@ def test_a_same_launch_passes_by_the_python_of_triton_3_6(kernel, monkeypatch):
         launch_cooperative_grid, launch_pdl = False, True
 
     compiled = SimpleNamespace(function="f", packed_metadata="m", run=CudaLauncher())
-    as_run = ("f", "m", None, None, None), compiled.run
+    as_run = ("f", "m", None, None, None), compiled.run, 0
     for version in ("3.6.0", "3.6.1"):
         monkeypatch.setattr(jit.triton, "__version__", version)
         options = "f", False, True, None, None, "m", None, None, None
-        assert jit._run_of(compiled) == (options, print)
+        assert jit._run_of(compiled) == (options, print, 0)
+        monkeypatch.setattr(CudaLauncher, "global_scratch_size", 384)
+        assert jit._run_of(compiled) == (options, print, 384)
+        monkeypatch.setattr(CudaLauncher, "global_scratch_size", 0)
     monkeypatch.setattr(CudaLauncher, "profile_scratch_size", 1)
     assert jit._run_of(compiled) == as_run
     monkeypatch.setattr(CudaLauncher, "profile_scratch_size", 0)
     monkeypatch.setattr(jit.triton, "__version__", "3.7.0")
     assert jit._run_of(compiled) == as_run
+    monkeypatch.setattr(CudaLauncher, "global_scratch_size", 384)
+    assert jit._run_of(compiled) == (*as_run[:2], None)
+
+
+class Bytes:
+    """Makes memory whose address is its size."""
+
+    def new_empty(self, size):
+        return SimpleNamespace(data_ptr=lambda: size)
+
+
+class Describing(Kernel):
+    """A kernel that needs memory for each program, and that Triton launches by `launch`."""
+
+    def __getitem__(self, grid):
+        def call(*arguments, **options):
+            self.asked += 1
+            allocate = jit._allocation._allocator.get()
+            self.launched.append(([one.data_ptr() for one in arguments[:2]], allocate(96, 128, 77)))
+            return SimpleNamespace(function="f", packed_metadata="m", run=self.launcher)
+
+        return call
+
+
+def test_a_kernel_that_describes_its_tensors_has_memory_in_each_launch(kernel, monkeypatch):
+    class CudaLauncher:
+        global_scratch_size, profile_scratch_size = 96, 0
+        launch_cooperative_grid, launch_pdl = False, True
+        launch = print
+
+        def __call__(self, *arguments):
+            kernel.launched.append(jit._allocation._allocator.get()(96, 128, 77))
+
+    kernel = Describing()
+    kernel.launcher = CudaLauncher()
+    before = jit._allocation._allocator.get()
+    x, y = torch.zeros(16), torch.zeros(16)
+    launch = jit.DescribingLaunch(kernel, (3, 2), (10,), SIZE=4, num_warps=2)
+    launch(x, y)
+    assert kernel.launched.pop()[1].nbytes == 96
+    launch(x, y)
+    assert kernel.launched.pop().nbytes == 96
+    launch(x[1:], y)
+    (first, second), _ = kernel.launched.pop()
+    assert (first % 16, second) == (0, y.data_ptr())
+    assert first != x[1:].data_ptr()
+
+    passed = []
+    monkeypatch.setattr(jit, "BuiltinFunctionType", type(lambda: None))
+    monkeypatch.setattr(CudaLauncher, "launch", staticmethod(lambda *a: passed.append(a)))
+    monkeypatch.setattr(jit.triton, "__version__", "3.6.0")
+    same = jit.SameLaunch(jit.DescribingLaunch(kernel, (3, 2), (10,), SIZE=4, num_warps=2))
+    same(x, y)
+    same.bytes = Bytes()
+    same(y, x)
+    options = "f", False, True, 6 * 96, None, "m", None, None, None
+    assert passed == [(3, 2, 1, 77, *options, y.data_ptr(), x.data_ptr(), 10, 4)]
+    monkeypatch.setattr(jit.triton, "__version__", "3.8.0")
+    same = jit.SameLaunch(jit.DescribingLaunch(kernel, (3, 2), (10,), SIZE=4, num_warps=2))
+    same(x, y)
+    same(x, y)
+    assert (same.run, kernel.launched[-1].nbytes) == (None, 96)
+    assert jit._allocation._allocator.get() is before
