@@ -4,7 +4,8 @@ PEFT's LoRA, its DoRA, and its DoRA accelerated by `torch_dora.peft.accelerate`,
 configurations of PEFT's repository, with random weights, and tokens of the same lengths:
 
     MetaMathQA   transformers' Llama with the dimensions of Llama-3.2-3B, rank 32 on q_proj and
-                 v_proj, 4 × 212 tokens; and generation for 50 prompts of 128 tokens
+                 v_proj, 4 × 212 tokens; and generation for 50 prompts of 128 tokens, for DoRA also
+                 within PEFT's DoraCaching, which keeps norms
     image        the blocks of FLUX.2-klein-base-4B, rank 64 on 11 projections, checkpointed, 2 ×
                  (1024 latents and 512 tokens of text)
 
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from peft.helpers import DoraCaching
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +38,7 @@ from benchmarks.torch_decoder import random_llama
 from benchmarks.turns import device_ms, in_turns
 
 KINDS = "PEFT LoRA", "PEFT DoRA", "PEFT DoRA, accelerated"
+CACHED = ", DoraCaching"
 TARGETS = (
     *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
     *("linear_in", "linear_out", "to_qkv_mlp_proj"),
@@ -74,9 +77,12 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         models = {kind: _model(kind, make(settings, device)) for kind in KINDS}
         for task, call in tasks.items():
             calls = {(kind, False): call(model, settings, device) for kind, model in models.items()}
+            if task == "generation":
+                for kind in KINDS[1:]:
+                    calls[kind + CACHED, False] = _caching(calls[kind, False])
             first: Row = {}
             for (kind, _), row in in_turns(calls, settings.rounds, device).items():
-                weights = sum(p.nbytes for p in models[kind].parameters())
+                weights = sum(p.nbytes for p in models[kind.removesuffix(CACHED)].parameters())
                 row = {"task": f"{name} {task}", "kind": kind, **row}
                 row["peak_bytes"] = weights + row.pop("call_bytes")
                 if device == "cuda" and task == "step":
@@ -137,6 +143,16 @@ def _generate(model: Any, settings: Settings, device: str) -> Callable[[], Any]:
         model.generate(input_ids=tokens, attention_mask=mask, pad_token_id=0, **options)
 
     return torch.no_grad()(generate)
+
+
+def _caching(generate: Callable[[], Any]) -> Callable[[], None]:
+    """Returns a function that generates with norms that are kept from token to token."""
+
+    def call() -> None:
+        with DoraCaching():
+            generate()
+
+    return call
 
 
 def _image_step(model: Any, settings: Settings, device: str) -> Callable[[], None]:
