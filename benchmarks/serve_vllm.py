@@ -52,6 +52,7 @@ class Settings(NamedTuple):
 
     `only` has kinds, and lines of a kind: "DoRA 64" are those of 64 adapters, "DoRA load" is the
     time to load one. If only such times are measured, engines start without graphs (`eager`).
+    "check" are all checks.
     """
 
     layers: int = 32
@@ -101,8 +102,9 @@ CHECKS: dict[str, dict[str, Any]] = {
     "check": {},
     PUNICA: {},
 }
+ONE_GPU = "check, one GPU"
 SHARDED_CHECKS: dict[str, dict[str, Any]] = {
-    "check": {},
+    ONE_GPU: {},
     "check, two GPUs": {"tensor_parallel_size": 2},
     "check, two GPUs, fully sharded": {"tensor_parallel_size": 2, "fully_sharded_loras": True},
 }
@@ -184,7 +186,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     answers: dict[str, dict[str, Any]] = {}
     if device == "cuda":
         settings = settings._replace(gpus=min(2, torch.cuda.device_count()))
-    checks = list(checks_of(settings)) if "check" in settings.only else []
+    checks = [one for one in checks_of(settings) if {one, "check"} & {*settings.only}]
     works = plan(settings)
     settings = settings._replace(eager=all(one.adapters is None for one in works))
     with tempfile.TemporaryDirectory() as folder:
@@ -194,10 +196,10 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             for kind in checks:
                 row = next(_rows(engines[kind], kind))
                 answers[kind] = row.pop("answers", {})
-                if settings.gpus == 1 and kind != WITHOUT:
+                if WITHOUT in answers and kind != WITHOUT:
                     _compare_bits(row, answers[kind], answers[WITHOUT])
-                elif settings.gpus > 1 and kind != "check":
-                    found, alone = (answers[one].get("all", []) for one in (kind, "check"))
+                elif ONE_GPU in answers and kind != ONE_GPU:
+                    found, alone = (answers[one].get("all", []) for one in (kind, ONE_GPU))
                     row["same_on_one"] = sum(a == b for a, b in zip(found, alone, strict=False))
                 yield row
             for kind in kinds[len(checks) :]:  # Until all have started, they disturb one another.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import serve_vllm
-from benchmarks.serve_vllm import OWN, PUNICA, WITHOUT, Settings
+from benchmarks.serve_vllm import ONE_GPU, OWN, PUNICA, WITHOUT, Settings
 
 
 class Process:
@@ -108,17 +108,16 @@ def test_lines_are_measured_by_name_with_the_base_of_their_sizes(monkeypatch):
 def test_two_gpus_have_tensor_parallel_engines_and_checks(monkeypatch, gpus):
     rows, started = run(monkeypatch, gpus)
     checks = ["check, two GPUs", "check, two GPUs, fully sharded"]
-    assert list(started) == ["check", *checks, "base", "DoRA", "LoRA"]
+    assert list(started) == [ONE_GPU, *checks, "base", "DoRA", "LoRA"]
     assert {settings.gpus for _, settings in started.values()} == {2}
-    options = serve_vllm.checks_of(started["check"][1])
-    assert [options[kind].get("tensor_parallel_size") for kind in ("check", *checks)] == [
-        None,
-        2,
-        2,
-    ]
+    options = serve_vllm.checks_of(started[ONE_GPU][1])
+    assert [one.get("tensor_parallel_size") for one in options.values()] == [None, 2, 2]
     assert [row["same_on_one"] for row in rows if "same_on_one" in row] == [1, 1]
     for kind, rounds in (("DoRA", 3), ("LoRA", 1)):
         assert [work[1] for work in started[kind][0].works] == [None] + [8] * rounds
+    rows, started = run(monkeypatch, gpus, only=checks[1:])
+    assert list(started) == checks[1:]
+    assert "same_on_one" not in rows[0]
 
 
 def test_other_bits_of_the_base_fail_the_check(monkeypatch):
