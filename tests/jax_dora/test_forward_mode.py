@@ -154,6 +154,7 @@ def test_a_penalty_of_a_gradient():
         jax.grad(penalty(None))(given)
 
 
+@pytest.mark.ci
 def test_of_the_other_operators():
     rng = np.random.default_rng(0)
     base, lora = (jnp.asarray(rng.standard_normal((3, 7), np.float32)) for _ in range(2))

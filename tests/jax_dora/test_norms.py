@@ -133,6 +133,7 @@ def test_a_copy_shares_the_variables_and_leaves_the_model_alone():
     assert layer.dropout.rngs.count[...] == count + 1
 
 
+@pytest.mark.ci
 def test_a_scan_by_hand_over_a_stack(model):
     """Each layer sees its own norm."""
     x = jax.random.normal(jax.random.key(2), (5, WIDTH))

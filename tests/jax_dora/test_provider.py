@@ -234,6 +234,7 @@ def test_weights_loaded_later_need_reset_magnitudes():
     np.testing.assert_allclose(model(IDS), other(IDS), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_a_folder_for_peft_is_saved_and_loaded(tmp_path):
     base = Model(nnx.Rngs(0))
     model = moved(adapted(base, module_path="blocks/.*up|head"))

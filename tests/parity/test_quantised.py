@@ -68,6 +68,7 @@ def test_a_layer_agrees_with_fp64(report, number):
     thinned(range(len(LAYERS)), index([*BF16[1::2], WITHOUT_GRADIENTS])),
     ids=lambda i: LAYERS[i].name,
 )
+@pytest.mark.ci
 def test_a_scale_of_another_tile_is_caught(report, monkeypatch, number):
     layer = LAYERS[number]
     monkeypatch.setattr(operators, "parts", of_another_tile)
@@ -84,6 +85,7 @@ def test_a_scale_of_another_tile_is_caught(report, monkeypatch, number):
     ),
     ids=lambda i: LAYERS[i].name,
 )
+@pytest.mark.ci
 def test_exchanged_codes_are_caught(report, number):
     layer = LAYERS[number]
     with Fault("exchanged", "", (), {"torch_dora.ops.quantised._blocks": exchanged}).plant("torch"):

@@ -63,6 +63,7 @@ ONE_AXIS = ("dp", "fsdp", "tp column", "tp row")
 
 
 @pytest.mark.parametrize("name", thinned(sharded.LAYOUTS, ["tp row", "fsdp×tp column"]))
+@pytest.mark.ci
 def test_a_layout_agrees_with_fp64(report, name):
     # Of rows and a rank that do not divide over the mesh.
     run_last(report, name)

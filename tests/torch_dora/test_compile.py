@@ -36,6 +36,7 @@ def gradients(function, x, parameters):
         slow("eager", torch.bfloat16, "input"),
     ],
 )
+@pytest.mark.ci
 def test_a_layer_is_one_graph(device, implementation, dtype, mode):
     dropout = {} if mode is None else {"dropout": 0.5, "dropout_mode": mode}
     layer = DoRALinear(

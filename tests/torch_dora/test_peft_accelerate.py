@@ -416,6 +416,7 @@ def test_wrapped_in_several_processes(kind: str) -> None:
     assert processes.run(wrapped, 2, "cpu", kind) < 1e-4
 
 
+@pytest.mark.ci
 def test_trainer_accumulates_saves_and_resumes_as_with_peft(tmp_path: Path) -> None:
     found = {}
     for kind in ("theirs", "ours"):

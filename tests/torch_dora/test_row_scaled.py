@@ -82,6 +82,7 @@ def test_large_sums_do_not_overflow(dtype):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compilers are theirs
+@pytest.mark.ci
 def test_a_compiled_layer_is_one_graph():
     assert_compiles(adapted(linear(PerRow()), bwd_qtype=E5M2), torch.randn(3, WIDTH))
 

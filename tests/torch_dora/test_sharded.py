@@ -132,6 +132,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ci
 def test_what_cannot_be_is_refused(trained, tmp_path):
     peft.save_adapter(trained, tmp_path / "adapter")
     found = processes.run(inside.refusals, 2, "cpu", str(tmp_path / "adapter"))
@@ -140,6 +141,7 @@ def test_what_cannot_be_is_refused(trained, tmp_path):
         assert re.match(pattern, found[name], re.DOTALL), found[name]
 
 
+@pytest.mark.ci
 def test_offloaded_adapters_are_refused(trained, tmp_path):
     want = trained(inside.batch())
     cpu_offload(trained, execution_device="cpu")
@@ -161,6 +163,7 @@ def test_offloaded_adapters_are_refused(trained, tmp_path):
     torch.testing.assert_close(merge_dora(trained)(inside.batch()), want)
 
 
+@pytest.mark.ci
 def test_a_model_on_the_meta_device_is_refused(trained, tmp_path):
     peft.save_adapter(trained, tmp_path / "adapter")
     with torch.device("meta"):

@@ -297,6 +297,7 @@ class TestSharding:
         assert jnp.array_equal(layer(x), second(x))
 
     @pytest.mark.parametrize("metadata", [{}, {"out_sharding": ("data", "model")}])
+    @pytest.mark.ci
     def test_a_closed_over_model_in_a_jitted_function(self, metadata):
         with jax.set_mesh(self.mesh):
             base = nnx.Linear(8, 8, kernel_metadata=metadata, rngs=nnx.Rngs(0))

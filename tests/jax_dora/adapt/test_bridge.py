@@ -155,6 +155,7 @@ def test_an_optimizer_of_adapters_trains_all_of_it(trained):
     assert all(jax.tree.leaves(changed))
 
 
+@pytest.mark.ci
 def test_a_call_that_updates_statistics_keeps_the_adapters():
     base = Model(nnx.Rngs(0), Body(is_training=True))
     model = apply_dora(

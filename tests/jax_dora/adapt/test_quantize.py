@@ -65,6 +65,7 @@ def test_rounding_is_qwixs(qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
+@pytest.mark.ci
 def test_rounding_is_the_same_in_every_program(qtype):
     """Over several devices, and operation by operation."""
     array = jnp.asarray(np.random.default_rng(0).normal(size=(256, 64)), jnp.float32)
@@ -162,6 +163,7 @@ def test_an_einsum_whose_kernel_is_stored_the_other_way_round(equation, shape, q
     assert requantised.kernel[...].scale.shape == base.kernel[...].scale.shape
 
 
+@pytest.mark.ci
 def test_a_frozen_norm_is_of_the_quantised_kernel():
     layer = adapted()
     x = jnp.ones((3, 128), jnp.bfloat16)
@@ -184,6 +186,7 @@ def test_default_tiles():
     assert adapted("int8").kernel[...].scale.shape == (1, 24)
 
 
+@pytest.mark.ci
 def test_merging_makes_bf16_kernels():
     layer = adapted(dtype=jnp.float32)
     merged, report = merge_dora(layer, return_report=True)

@@ -127,6 +127,7 @@ SLOW_CASES = [
     ("axes", "sizes", "width"),
     CASES + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_CASES],
 )
+@pytest.mark.ci
 def test_it_computes_what_its_layers_compute(axes, sizes, width):
     base, x = Stacks(axes, sizes, width), inputs(width)
     adapted = train(apply_dora(base, RULE, rngs=nnx.Rngs(1), example=(x,)))
@@ -184,6 +185,7 @@ def test_shapes_that_do_not_tell_are_refused():
         apply_dora(Stack(0, LAYERS), DoRARule("blocks/linear", 2, 3), rngs=nnx.Rngs(1))
 
 
+@pytest.mark.ci
 def test_a_leading_stack_whose_shapes_do_not_tell_is_loaded_again(tmp_path, caplog):
     base, x = Stack(0, LAYERS, use_bias=False), inputs(LAYERS)
     rule = DoRARule("blocks/linear", 2, 3)
@@ -256,6 +258,7 @@ def stacked_dense(heads: int, **metadata) -> nnx.Module:
 
 
 @pytest.mark.parametrize(("heads", "metadata"), [(2, {}), (LAYERS, {"param_scan_axis": 1})])
+@pytest.mark.ci
 def test_a_dense_general_of_maxtext_tells_it_by_its_shapes_or_metadata(heads, metadata):
     base = stacked_dense(heads, **metadata)
     adapted = apply_dora(base, DoRARule("", 2, 3), rngs=nnx.Rngs(1))

@@ -44,6 +44,7 @@ def linear(dtype=jnp.float32, slots=4, sizes=(IN, OUT)):
         [((), jnp.bfloat16), ((4,), jnp.float32)],
     ),
 )
+@pytest.mark.ci
 def test_every_row_is_within_its_bound_of_the_oracle(dtype, time):
     base, bank, adapters = linear(dtype)
     x = jax.random.normal(jax.random.key(1), (len(IDS), *time, IN), dtype)
@@ -107,6 +108,7 @@ def test_many_rows_of_one_token_are_sorted():
         ("triton", jnp.bfloat16, True),
     ],
 )
+@pytest.mark.ci
 def test_a_step_is_planned_only_for_a_kernel(implementation, dtype, is_planned):
     base = nnx.Linear(64, 64, param_dtype=dtype, rngs=nnx.Rngs(0))
     bank = AdapterBank(base, 4, 16)
@@ -294,6 +296,7 @@ def test_on_a_mesh(axis_type, spec, time):
         assert jnp.allclose(np.asarray(y), np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.ci
 def test_a_quantised_base():
     """The norm is of what the quantised kernel stands for, and so is the base's product."""
     base = jax_dora.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), "int8", path=".*")

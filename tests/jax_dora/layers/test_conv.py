@@ -112,6 +112,7 @@ def test_agrees_with_the_oracle(case, dtype):
         ],
     ),
 )
+@pytest.mark.ci
 def test_a_fresh_adapter_changes_no_bit(case, dtype):
     window, positions, settings = CASES[case]
     layer = make(window, settings, dtype)
@@ -165,6 +166,7 @@ def test_another_layer_is_refused():
         DoRAConv(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rank=1, alpha=1, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.ci
 def test_depthwise():
     """Each channel is a group; a part of the rank for each is the least."""
     settings = {"feature_group_count": IN, "use_bias": False}

@@ -49,6 +49,7 @@ def test_agrees_with_the_oracle(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.ci
 def test_a_fresh_adapter_changes_no_bit(dtype):
     layer = make(dtype)
     base = nnx.Embed(VOCABULARY, FEATURES, param_dtype=dtype, rngs=nnx.Rngs(0))

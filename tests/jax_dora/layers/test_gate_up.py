@@ -139,6 +139,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("options", ALIKE.values(), ids=list(ALIKE))
+@pytest.mark.ci
 def test_layers_with_results_of_one_dtype_are_fused(options, monkeypatch):
     pair = [make(seed, **given) for seed, given in enumerate(options)]
     x, dh = drawn(jnp.float32)
@@ -183,6 +184,7 @@ def test_options_go_to_the_layers_that_take_them():
     assert seen == [{"deterministic": True}] * 2
 
 
+@pytest.mark.ci
 def test_dropout_drops_what_the_layers_would():
     x, dh = drawn(jnp.float32)
 

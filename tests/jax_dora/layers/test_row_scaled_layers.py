@@ -38,6 +38,7 @@ class Block(nnx.Module):
 
 @pytest.mark.parametrize("bwd_qtype", [None, *row_scaled.BWD_QTYPES])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.ci
 def test_copies_are_the_same_layers(bwd_qtype, copied):
     model = quantize(Block(nnx.Rngs(0)), FP8, act_qtype=FP8, bwd_qtype=bwd_qtype)
     other = copied(model)
@@ -50,6 +51,7 @@ def inputs():
     return jnp.asarray(np.random.default_rng(0).normal(size=(3, 16)), jnp.float32)
 
 
+@pytest.mark.ci
 def test_plain_layers_compute_by_rows_and_a_fresh_adapter_changes_no_bit():
     x = inputs()
     base = quantize(Block(nnx.Rngs(0)), FP8, act_qtype=FP8)

@@ -73,6 +73,7 @@ def test_layers_of_a_bank_are_one_call_of_its_kernels(name, tokens, monkeypatch)
     assert called == [2]
 
 
+@pytest.mark.ci
 def test_codes_are_made_once_and_are_those_that_each_layer_makes():
     pair = jax_dora.quantize(Pair(dtype=jnp.bfloat16), FP8, path=".*", act_qtype=FP8)
     x = rows(4, 32, dtype=jnp.bfloat16)

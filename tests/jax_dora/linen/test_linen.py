@@ -87,6 +87,7 @@ def test_computes_what_the_nnx_layer_does_bit_for_bit(mode, dtype, use_rslora):
         [(jnp.float32, True), (jnp.bfloat16, True), (jnp.bfloat16, False)],
     ),
 )
+@pytest.mark.ci
 def test_adapting_a_pretrained_dense_is_the_identity(dtype, use_bias):
     x = inputs(dtype)
     dense = nn.Dense(

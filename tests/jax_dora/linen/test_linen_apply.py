@@ -252,6 +252,7 @@ def test_all_linear_leaves_out_embedding_and_head(base):
     assert adapters["blocks"].keys() == {"mlp", "attention"}
 
 
+@pytest.mark.ci
 def test_dense_general_with_batch_axes():
     model = nn.DenseGeneral((2, 3), axis=(1,), batch_dims=(0,))
     x = jax.random.normal(KEY, (3, 5, 4))

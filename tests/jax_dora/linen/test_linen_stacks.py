@@ -95,6 +95,7 @@ SLOW_CASES = [
 @pytest.mark.parametrize(
     ("axes", "sizes"), CASES + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_CASES]
 )
+@pytest.mark.ci
 def test_a_scan_computes_what_its_layers_compute(axes, sizes):
     model = Stacks(axes, sizes)
     told = {one.path.rpartition("Layer_0/")[2]: one.how for one in coverage(model, X).weights}
@@ -144,6 +145,7 @@ def positions(axes: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize(
     ("size", "axis"), [(1, 0), (3, 1), pytest.param(5, 1, marks=pytest.mark.slow)]
 )
+@pytest.mark.ci
 def test_each_member_of_an_ensemble_has_an_adapter(size, axis):
     model = Ensemble(size, axis)
     adapted, variables = trained(model)

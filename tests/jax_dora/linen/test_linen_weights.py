@@ -198,6 +198,7 @@ def test_a_weight_that_no_product_reads_is_given_whole():
         close(found, expected)
 
 
+@pytest.mark.ci
 def test_an_embedding_that_its_parent_reads_is_adapted_in_the_parent_too():
     class Tied(nn.Module):
         @nn.compact

@@ -13,7 +13,7 @@ from parity.oracle import fp64
 from tests.jax_dora.bank.adapters import bank_linear
 from tests.jax_dora.ops.interpreter import slack
 from tests.jax_dora.programs import equations, for_cuda
-from tests.tables import thinned
+from tests.tables import ci, thinned
 
 IDS = [1, -1, 0, 3]
 
@@ -51,7 +51,7 @@ def exact(base, x, held, ids):
     return np.stack(rows), np.stack(bounds)
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "triton", "xla"])
+@pytest.mark.parametrize("implementation", [ci("mosaic"), "triton", "xla"])
 def test_agrees_with_fp64(on_mosaic, implementation):
     arrays = operands(0, 64)
     with on_mosaic():
@@ -145,6 +145,7 @@ def test_a_program_for_cuda_has_the_kernel():
     assert "dora" in names
 
 
+@pytest.mark.ci
 def test_gradients_reach_the_activations():
     base, x, held, ids = operands(1, 2, jnp.float32)
     ids = jnp.minimum(ids, 2)
@@ -172,6 +173,7 @@ def test_rows_of_one_token_copy_no_adapter():
 
 
 @pytest.mark.parametrize(("rows", "time"), thinned([(4, 1), (20, 1), (4, 2)], [(4, 1), (4, 2)]))
+@pytest.mark.ci
 def test_a_layer_uses_its_slots_of_a_stack(rows, time):
     """For each of XLA's ways; 20 rows are sorted."""
     _, _, held, _ = operands(2, 1, jnp.float32)

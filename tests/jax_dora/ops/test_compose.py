@@ -129,6 +129,7 @@ def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     )
 
 
+@pytest.mark.ci
 def test_mosaic_keeps_leading_axes_and_adds_the_bias(on_mosaic):
     base, lora, g, bias = operands(5, (2, 3, 40), jnp.bfloat16)
     bias = bias[0, 0]
@@ -146,6 +147,7 @@ def test_mosaic_keeps_leading_axes_and_adds_the_bias(on_mosaic):
     )
 
 
+@pytest.mark.ci
 def test_mosaic_under_vmap(on_mosaic):
     base, lora, g, _ = operands(6, (3, 5, 16), jnp.float32)
     with on_mosaic():

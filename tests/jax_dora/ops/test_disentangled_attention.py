@@ -88,7 +88,7 @@ def assert_near(found, expected, bound):
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.parametrize(
-    ("rate", "implementation"), [(0.0, "xla"), (0.3, "xla"), (0.0, "triton"), ci(0.3, "triton")]
+    ("rate", "implementation"), [(0.0, "xla"), (0.3, "xla"), ci(0.0, "triton"), ci(0.3, "triton")]
 )
 def test_fp32(rate, implementation):
     # The kernels' tiles are whole with the one rate, and in several with the other.

@@ -114,6 +114,7 @@ def test_in_the_fused_kernels(on_mosaic):
     )
 
 
+@pytest.mark.ci
 def test_a_named_mosaic_draws_the_mask_in_the_kernels_that_read_x():
     avals = {
         "x": aval(256, 128),
@@ -178,6 +179,7 @@ def test_masks_of_two_keys_are_unrelated():
     assert abs((first == second).mean() - 0.5) < 5 * 0.5 / np.sqrt(first.size)
 
 
+@pytest.mark.ci
 def test_leading_axes_count_as_rows():
     flat = keep_mask(seed(), (6, IN), 0.5)
     chex.assert_trees_all_equal(keep_mask(seed(), (2, 3, IN), 0.5), flat.reshape(2, 3, IN))

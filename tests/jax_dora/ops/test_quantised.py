@@ -217,6 +217,7 @@ def test_kernels_on_automatic_axes(qtype, tiles, spec):
     assert max([one.bytes for one in collectives(text, 4)], default=0) <= most
 
 
+@pytest.mark.ci
 def test_kernels_on_explicit_axes():
     mesh = explicit(x=4)
     kernel = kernels.draw("nf4", (128, 24), (4, 24))

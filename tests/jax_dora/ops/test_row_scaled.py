@@ -46,6 +46,7 @@ def rounded(x, qtype=QTYPE):
         [(jnp.float32, False), (jnp.bfloat16, True), (jnp.float16, True)],
     ),
 )
+@pytest.mark.ci
 def test_projection_and_gradients(dtype, with_bias):
     check_projection(dtype, with_bias, None)
 
@@ -118,6 +119,7 @@ def check_projection(dtype, with_bias, implementation, shape=SHAPE, bwd_qtype=No
     ("of_x", "spec", "with_bias"),
     [slow("x", (None, "y"), False), slow(None, ("x", "y"), True), ("y", ("x", None), False)],
 )
+@pytest.mark.ci
 def test_on_automatic_axes(of_x, spec, with_bias):
     """A row on two devices has one scale, and no array as large as the kernel is communicated."""
     mesh, kernel = automatic(x=2, y=2), kernel_of((128, 24))
@@ -147,6 +149,7 @@ def test_on_automatic_axes(of_x, spec, with_bias):
     assert max([one.bytes for one in collectives(compiled.as_text(), 4)]) < kernel.qvalue.size
 
 
+@pytest.mark.ci
 def test_on_explicit_axes_and_in_shard_map():
     kernel = kernel_of((128, 24))
     (x, a, b, magnitude, _), _ = operands(kernel, rows=(4,))
@@ -163,6 +166,7 @@ def test_on_explicit_axes_and_in_shard_map():
     near(rows(x, kernel, a, b, magnitude), wanted)
 
 
+@pytest.mark.ci
 def test_vmap_scan_and_lora_linear():
     one, two = (kernel_of(seed=seed) for seed in (0, 1))
     (x, a, b, magnitude, _), _ = operands(one, rows=(2, 7))

@@ -130,6 +130,7 @@ def test_on_meshes(spec, rows):
 
 
 @pytest.mark.parametrize("qtype", ["nf4", "int8"])
+@pytest.mark.ci
 def test_a_decoded_base_layer_has_no_dense_kernel_on_a_hopper(monkeypatch, qtype):
     """Neither alone nor with a bank of adapters."""
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
@@ -193,6 +194,7 @@ def test_einsums_of_few_rows_are_products_with_matrices(
         ("tdd,ndf->tnf", (2, 128, 128)),
     ],
 )
+@pytest.mark.ci
 def test_any_other_einsum_agrees(equation, x_shape):
     kernel = quantised.draw("int8", (3, 128, 64), (1, 2, 64))
     x = jnp.asarray(np.random.default_rng(1).normal(size=x_shape), jnp.float32)

@@ -272,6 +272,7 @@ def test_some_layers_of_many(name: str, stacked: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use_dora", [True, False])
+@pytest.mark.ci
 def test_a_layer_of_a_stack_that_is_saved_whole(use_dora: bool, tmp_path: Path) -> None:
     """It has no adapter in PEFT; here its norm is that of the kernel in the folder."""
     saved = {"modules_to_save": ["layers.1.q_proj"]}
@@ -584,6 +585,7 @@ def test_a_folder_that_does_not_fit_changes_nothing(
     assert nnx.graphdef(model) == structure
 
 
+@pytest.mark.ci
 def test_projections_over_several_axes_are_linear_layers(tmp_path: Path) -> None:
     class Heads(nnx.Module):
         def __init__(self) -> None:

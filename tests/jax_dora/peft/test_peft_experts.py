@@ -152,6 +152,7 @@ def test_peft_loads_what_is_saved(torch_model, tmp_path):
     compare(peft.PeftModel.from_pretrained(torch_model, tmp_path), ours)
 
 
+@pytest.mark.ci
 def test_experts_alone(torch_model, tmp_path):
     rule = DoRARule("experts/down_proj", RANK, 3, lora_b_init=nnx.initializers.normal(0.5))
     ours = apply_dora(Model(torch_model), rule, rngs=nnx.Rngs(1))

@@ -194,6 +194,7 @@ def test_a_vocabulary_of_another_size_than_the_model_s(
         assert relative(merged(torch.from_numpy(ids)).logits.numpy(), expected) <= TOLERANCE
 
 
+@pytest.mark.ci
 def test_a_vocabulary_that_the_folder_does_not_store(tmp_path: Path) -> None:
     model = tied(tmp_path)
     resize(model, 43)
@@ -216,6 +217,7 @@ def test_a_vocabulary_that_the_folder_does_not_store(tmp_path: Path) -> None:
         load_adapter(Other(), tmp_path / "theirs")
 
 
+@pytest.mark.ci
 def test_rows_of_single_tokens(tmp_path: Path, caplog: Any) -> None:
     model = tied(tmp_path)
     folder, expected = peft_folder(tmp_path, model, trainable_token_indices=[7, 2])

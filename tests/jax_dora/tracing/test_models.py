@@ -151,6 +151,7 @@ def test_it_can_be_pickled_copied_split_and_put_into_another_base(adapted):
         close(other(ids()), expected, 0)
 
 
+@pytest.mark.ci
 def test_a_base_that_a_loss_holds(adapted):
     """As `nnx.split` for a function of the adapters alone is used."""
     graphdef, adapters, rest = nnx.split(adapted.blocks[0], nnx.LoRAParam, ...)
@@ -643,6 +644,7 @@ class Scaled(nnx.Module):
         return self.embed.attend(jnp.tanh(self.embed(ids)))
 
 
+@pytest.mark.ci
 def test_a_scaled_embedding_that_is_the_head_too():
     model, tokens = Scaled(nnx.Rngs(0)), jnp.array([1, 6])
     rule = DoRARule("embed", 2, 3)

@@ -259,6 +259,7 @@ def test_checkpointing_uses_the_norm_again(device, calls, norms, adapter_dtype):
         ("scale", False),
     ],
 )
+@pytest.mark.ci
 def test_a_call_within_a_backward_pass_sees_changes(device, norms, name, in_place):
     made = layer(device)
     x = torch.randn(2, 5, 24, device=device, dtype=torch.bfloat16)

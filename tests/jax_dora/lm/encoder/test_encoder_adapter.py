@@ -47,6 +47,7 @@ def logits_of(model, texts):
 
 
 @pytest.mark.parametrize("family", ["v3", pytest.param("own-projections", marks=pytest.mark.slow)])
+@pytest.mark.ci
 def test_logits_and_gradients(family, make_folder, texts, tmp_path):
     theirs = peft_classifier(family)
     theirs.save_pretrained(tmp_path / "theirs")

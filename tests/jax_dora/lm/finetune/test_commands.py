@@ -298,6 +298,7 @@ def test_a_damaged_configuration_of_an_adapter(command, contents, message, tmp_p
 @pytest.mark.parametrize(
     "command", ["inspect ADAPTER", "generate --model MODEL --adapter ADAPTER --prompt x"]
 )
+@pytest.mark.ci
 def test_tensors_that_may_not_be_read(command, model, adapter, monkeypatch, capsys):
     folder, opened = adapter / "adapter", Path.open
 

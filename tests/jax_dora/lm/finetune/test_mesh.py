@@ -234,6 +234,7 @@ def test_meshes_that_do_not_fit(options, message, inputs, four, tmp_path, capsys
     assert_one_line(capsys, message)
 
 
+@pytest.mark.ci
 def test_a_small_model_is_whole_on_every_device(inputs, four, tmp_path, monkeypatch):
     """By itself; a large one is in parts."""
     assert plan_of(inputs, tmp_path, "--mesh", "auto").sharding.mesh.shape["dp"] == 4
@@ -248,6 +249,7 @@ def plan_of(inputs, tmp_path, *options):
     return runs.plan_of([*inputs, *OPTIONS, *options, "--output", str(tmp_path / "run")])
 
 
+@pytest.mark.ci
 def test_the_estimate_knows_the_mesh(inputs, four, tmp_path):
     shares = [
         estimate.memory(plan_of(inputs, tmp_path, *mesh).abstract_model, 4, 24)

@@ -102,6 +102,7 @@ def test_the_loss_is_near_that_of_the_head_in_16_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["forward only", "trained", "with a bias", "tied"])
+@pytest.mark.ci
 def test_heads_that_stay_in_16_bits(what):
     model = adapted(None if what == "forward only" else E5M2)
     head = model.lm_head

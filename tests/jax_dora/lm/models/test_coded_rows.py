@@ -157,6 +157,7 @@ def test_layers_take_the_codes_that_are_made_before(make):
 
 
 @pytest.mark.parametrize("make", [base, slow(adapted)])
+@pytest.mark.ci
 def test_near_the_model_whose_activations_are_not_quantised(make):
     found, wanted = (np.asarray(logits_of(make(one)), np.float32) for one in (FP8, None))
     off = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)

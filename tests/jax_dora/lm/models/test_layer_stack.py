@@ -38,6 +38,7 @@ def layer(total, one):
 
 
 @pytest.mark.parametrize("columns", [6, 7])
+@pytest.mark.ci
 def test_scans_are_laxs(columns):
     layers = layers_of(columns)
     wanted = lax.scan(layer, 0.0, layers)

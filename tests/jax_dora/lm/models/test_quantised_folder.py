@@ -476,6 +476,7 @@ def test_a_quantised_embedding_is_refused(folder, tmp_path):
         abstract_model(folder)
 
 
+@pytest.mark.ci
 def test_layers_that_stayed_in_16_bits(tmp_path):
     """The error names them, and shortens the list of the others."""
     config = CONFIG | {"num_hidden_layers": 8}

@@ -74,6 +74,7 @@ def test_draws_are_as_often_as_transformers_would(options, temperature):
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.ci
 def test_as_many_tokens_are_left_over_as_in_transformers(seed):
     """Among many tokens, with ties or without, and with all settings in one batch."""
     generator = np.random.default_rng(seed)
@@ -127,6 +128,7 @@ def test_processors_leave_rows_without_their_settings_as_they_are():
     assert drawn.tokens[1] == draw(logits, [rows[1]] * 3, positions).tokens[1]
 
 
+@pytest.mark.ci
 def test_one_penalty_counts_a_token_and_the_other_does_not():
     """In the answer [2, 2, 2, 3] to the prompt [1], of which neither speaks."""
     rows, ones = [Sampling(frequency_penalty=0.5), Sampling(presence_penalty=0.5)], jnp.ones(2)
@@ -164,6 +166,7 @@ def test_only_what_is_asked_for_is_computed():
         assert "cond[" not in found
 
 
+@pytest.mark.ci
 def test_draws_depend_on_seed_and_position():
     seeds = 1, 1, 2, 1, 2**63 + 1
     rows = [Sampling(1.0, seed=seed) for seed in seeds]

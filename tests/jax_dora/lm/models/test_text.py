@@ -55,6 +55,7 @@ def test_text_comes_whole(name, text):
 
 
 @given(tokens=st.lists(st.integers(0, 255), max_size=300))
+@pytest.mark.ci
 def test_bytes_that_are_no_letters_come_too(tokens):
     tokenizer = TOKENIZERS["bytes"]
     pieces, _ = said(tokenizer, tokens)

@@ -48,6 +48,7 @@ def test_nothing_is_compiled_after_the_start(served):
         complete(client, "german", "1")
 
 
+@pytest.mark.ci
 def test_a_step_for_the_same_rows_sends_nothing(model):
     runner = ModelRunner(load_model(model), None, 2, 16, 16)
     for going in ((0,), (0, 1)):

@@ -129,6 +129,7 @@ def test_mosaic_computes_the_same(on_mosaic, name):
         np.testing.assert_allclose(one, other, atol=2**-7 * scale)
 
 
+@pytest.mark.ci
 def test_a_kernel_that_maps_warps_is_interpreted_in_a_checked_shard_map(on_mosaic):
     mesh = automatic(data=1)
     arrays = [draw(seed, *shape) for seed, shape in enumerate([(IN, OUT), (IN, RANK), (RANK, OUT)])]
@@ -143,6 +144,7 @@ def test_a_kernel_that_maps_warps_is_interpreted_in_a_checked_shard_map(on_mosai
     ("name", "check"),
     thinned(itertools.product(LAYERS, [True, False]), [("dora_linear", True), ("swiglu", True)]),
 )
+@pytest.mark.ci
 def test_mosaic_lowers_for_cuda_on_several_devices(name, check):
     text = for_cuda(sharded_gradient(name, "mosaic", 4, check), *problem(4, jnp.bfloat16))
     assert "dora_" in text
@@ -251,6 +253,7 @@ def test_explicit_axes_are_as_one_device(name, mode):
         (ops.swiglu, [P(), P("data", "model"), P("data", "model")]),
     ],
 )
+@pytest.mark.ci
 def test_elementwise_on_explicit_axes(op, specs):
     """The operands have the same sharding, or are sharded over fewer axes than the result."""
     arrays = [draw(seed, 2 * ROWS, OUT) for seed in range(3)]

@@ -186,6 +186,7 @@ def test_a_plan_names_each_slot_in_use_once():
         [(64, 4096, 14336, 1024, 64), (256, 14336, 4096, 64, 128)],
     ),
 )
+@pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(rows, n_in, out, slots, rank):
     f32, held = jnp.float32, 2 * slots
     bank = Slots(

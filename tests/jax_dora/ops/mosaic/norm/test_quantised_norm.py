@@ -73,6 +73,7 @@ def test_every_kind_of_config_agrees(on_mosaic, config):
 
 
 @pytest.mark.parametrize("qtype", thinned(STORED, ["nf4", "int8"]))
+@pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(qtype):
     tiles = (128, 8192) if qtype == "nf4" else (1, 8192)
     form = Format(qtype, (8192 // tiles[0], 1), jnp.float32, False)

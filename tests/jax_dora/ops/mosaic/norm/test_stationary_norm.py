@@ -97,6 +97,7 @@ def test_nothing_cancels_zero_is_zero_and_nan_stays(on_mosaic):
         [(None, 384, BF16), ("nf4", 384, BF16), ("int8", 16, BF16), (None, 192, F32)],
     ),
 )
+@pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(qtype, rank, adapter_dtype):
     stored, given = BF16, [aval(8192, 8192)]
     if qtype is not None:

@@ -59,6 +59,7 @@ def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, dtype, rate, sm_count, co
 
 @DIRECTIONS
 @pytest.mark.parametrize("rank", thinned([8, 384, 768], [384]))
+@pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(rank, transposed):
     right = aval(4096 if transposed else 8192, rank)
     operands = (aval(4096, 8192), right, aval(2, dtype=jnp.uint32))

@@ -90,6 +90,7 @@ def test_agrees_with_fp64(on_mosaic, rows, n_in, rank, out, dtype, config):
     check(forward, back, y, inner, dx)
 
 
+@pytest.mark.ci
 def test_tiles_of_one_chunk_do_not_overwrite_each_other(on_mosaic):
     """Each tile stores one chunk: a race if the next tile overwrites the chunk during its copy."""
     forward, _ = operands(3, 384, 64, 8, 64, jnp.bfloat16)
@@ -114,6 +115,7 @@ def test_keeps_leading_axes_without_bias_and_inner(on_mosaic):
 
 
 @pytest.mark.parametrize("rank", [8, 384])
+@pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(rank):
     options = {"config": Config(), "sm_count": 132}
     features, kernel = aval(12288, dtype=jnp.float32), aval(4096, 12288)

@@ -70,6 +70,7 @@ def test_agrees_with_numpy(on_mosaic, shape, dtype, config):
     ("shape", "dtype", "qtype"),
     [((37, 1024), jnp.bfloat16, E5M2), slow((5, 384), jnp.float16, QTYPE)],
 )
+@pytest.mark.ci
 def test_multiplies_columns_first(on_mosaic, shape, dtype, qtype):
     x, columns = rows_of(*shape, dtype), columns_of(shape[-1])
     with on_mosaic():
@@ -89,6 +90,7 @@ def check_strange_rows(x, codes, scales):
     check(x[2:], codes[2:], scales[2:])
 
 
+@pytest.mark.ci
 def test_zeros_nan_and_small_rows(on_mosaic):
     x = strange_rows(256)
     with on_mosaic():
