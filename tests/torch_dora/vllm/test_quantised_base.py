@@ -147,7 +147,9 @@ def test_adapters_on_a_quantised_base_answer_as_on_its_dequantised_weights(serve
     assert found["check"]["passed"], found
 
 
-def test_a_base_whose_weights_vllm_has_dropped_is_refused(served):
-    """Without the plugin it is an AttributeError of vLLM."""
+def test_a_base_whose_weights_vllm_has_dropped_is_refused(served, monkeypatch):
+    """As on a CPU without AMX. Without the plugin it is an AttributeError of vLLM."""
+    kernels = "vllm.model_executor.kernels.linear.scaled_mm.cpu"
+    monkeypatch.setattr(f"{kernels}.check_cpu_sgl_kernel", lambda *sizes: False)
     with pytest.raises(ValueError, match=r"dropped the weights of 8 layers, such as .*qkv_proj"):
         served("int8")
