@@ -34,6 +34,9 @@ OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/layers/test_linear.py tests/ja
     tests/test_readme.py tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
     tests/jax_dora/peft/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
+# Those of `make test`, and those marked ci.
+OLDEST_MARKS ?= not gpu and not gpus and not slow and not models and not clients and not deepspeed \
+    and not trl and not vllm
 # The tests marked `slow` that .ci/run has time for: kernels, operators and adapted weights, also on meshes,
 # and some of the decoder and its server.
 SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
@@ -86,8 +89,8 @@ test-gpus: $(SETUP)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 -m gpus $(PYTEST_ARGS)
 
 test-oldest: setup-oldest
-	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) -k '$(OLDEST_CHOICE)' $(OLDEST_TESTS) \
-	    $(PYTEST_ARGS)
+	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) -k '$(OLDEST_CHOICE)' -m '$(OLDEST_MARKS)' \
+	    $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 # Needs the public model libraries.
 test-models: setup-models
