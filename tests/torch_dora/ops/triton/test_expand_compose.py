@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from dora_common.triton.expand_compose import Config
+from tests.torch_dora.ops.triton.expansion import assert_agrees
 from torch_dora.ops import compose, dora_linear
 from torch_dora.ops.triton import expand_compose
 from torch_dora.ops.triton.jit import SameLaunch
@@ -19,25 +20,10 @@ HALVES = [torch.bfloat16, torch.float16]
 def test_equals_the_product_and_the_compose_in_fp64(
     operands, assert_within, monkeypatch, dtype, biased, shape, device
 ):
-    rows, out, rank = shape
-    base, _, g, _ = operands((rows, out), dtype)
-    z = torch.randn(rows, rank, device=device).to(dtype)
-    lora_b = torch.randn(out, rank, device=device).to(dtype)
-    bias = torch.randn(out, device=device).to(dtype) if biased else None
-    unbiased = base.double() if bias is None else base.double() - bias.double()
-    scaled = 0.7 * (z.double() @ lora_b.double().T)
-    want = base.double() + ((g.double() - 1) * unbiased + g.double() * scaled)
-    terms = 0.7 * (z.double().abs() @ lora_b.double().abs().T) + base.double().abs()
-    unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-
     small = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
     monkeypatch.setattr(expand_compose, "config", lambda *call: small)
     monkeypatch.setattr(expand_compose, "STRIPS_FROM", 0)  # at ranks above 32
-    (alone,) = expand_compose.expand_compose(base, z, lora_b, g, bias, 0.7, False)
-    y, inner = expand_compose.expand_compose(base, z, lora_b, g, bias, 0.7, True)
-    assert torch.equal(alone, y)
-    for got, exact in ((y, want), (inner, unbiased + scaled)):
-        assert_within(got, exact, unit * exact.abs() + 8 * 2.0**-24 * terms, "triton")
+    assert_agrees(operands, assert_within, shape, dtype, device, biased, "triton")
 
 
 @pytest.mark.parametrize("dtype", HALVES)

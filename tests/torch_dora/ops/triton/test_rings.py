@@ -6,6 +6,7 @@ import torch
 
 from dora_common.triton import ring_expand, ring_norm
 from parity import oracle, tolerances
+from tests.torch_dora.ops.triton.expansion import assert_agrees
 from torch_dora.ops import dora_linear, plan
 from torch_dora.ops.triton import expand_compose, one_pass_norm
 from torch_dora.ops.triton.jit import DescribingLaunch
@@ -61,22 +62,9 @@ def test_a_row_of_nan_stays_one_and_operands_may_begin_anywhere(adapted, assert_
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("shape", [(150, 72, 136), (3, 200, 384), (4104, 4104, 136)])
 def test_expand_and_compose_agree_with_fp64(operands, assert_within, device, dtype, shape, biased):
-    rows, out, rank = shape
-    base, _, g, _ = operands((rows, out), dtype)
-    z = torch.randn(rows, rank, device=device).to(dtype)
-    lora_b = torch.randn(out, rank, device=device).to(dtype)
-    bias = torch.randn(out, device=device).to(dtype) if biased else None
-    unbiased = base.double() if bias is None else base.double() - bias.double()
-    scaled = 0.7 * (z.double() @ lora_b.double().T)
-    want = base.double() + ((g.double() - 1) * unbiased + g.double() * scaled)
-    terms = 0.7 * (z.double().abs() @ lora_b.double().abs().T) + base.double().abs()
-    unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-    (alone,) = expand_compose.expand_compose(base, z, lora_b, g, bias, 0.7, False)
-    y, inner = expand_compose.expand_compose(base, z, lora_b, g, bias, 0.7, True)
-    assert torch.equal(alone, y)
-    for got, exact in ((y, want), (inner, unbiased + scaled)):
-        assert_within(got, exact, unit * exact.abs() + 8 * 2.0**-24 * terms)
-    expand_compose.launch(base, z, lora_b, g, bias, 0.7, False, base)
+    call, y = assert_agrees(operands, assert_within, shape, dtype, device, biased)
+    base = call[0]
+    expand_compose.launch(*call, False, base)
     assert torch.equal(base, y)
 
 
