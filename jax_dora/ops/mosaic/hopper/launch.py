@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src import config as _config
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxlib.mlir import ir
@@ -128,6 +129,15 @@ def _no_collection() -> Iterator[None]:
                 gc.enable()
 
 
+def _ask_ptxas_once() -> None:
+    """Makes Pallas keep the version of ptxas. Otherwise it starts ptxas for every number that it
+    makes of a bool, such as the condition of a `pl.when`: 51 times for the kernels of a step."""
+    library: Any = getattr(fragmented_array, "mgpu_lib", None)  # None without JAX's CUDA plugin
+    ask = library and library._mosaic_gpu_ext._get_ptxas_isa_version
+    if ask and not hasattr(ask, "cache_info"):
+        library._mosaic_gpu_ext._get_ptxas_isa_version = functools.cache(ask)
+
+
 @functools.cache
 def _program(kernel: _Kernel, types: tuple[Any, ...]) -> Any:
     """Returns the kernel for operands of these types, as another process has lowered it or as JAX
@@ -152,6 +162,7 @@ def _code(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
         return program.code
 
     def lower() -> bytes:
+        _ask_ptxas_once()
         module = program.lower(lowering_platforms=("cuda",)).compiler_ir()
         kernel_module.simplify(module)
         buffer = io.BytesIO()

@@ -4,13 +4,14 @@ import functools
 import gc
 import hashlib
 import re
+import types
 from concurrent.futures import thread as futures
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.experimental.mosaic.gpu import layout_inference
+from jax.experimental.mosaic.gpu import fragmented_array, layout_inference
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 from jaxlib.mlir import ir
@@ -140,6 +141,22 @@ def test_kernels_are_compiled_while_jax_lowers(monkeypatch):
     assert not started
     traced.lower(lowering_platforms=("cuda",))
     assert len(started) >= 3
+
+
+def test_ptxas_is_started_once_for_all_kernels(monkeypatch):
+    """Pallas would ask for its version in every conversion of a bool, 16 ms each."""
+    asked = []
+
+    def version():
+        asked.append(90)
+        return 90
+
+    library = types.SimpleNamespace(_get_ptxas_isa_version=version)
+    found = types.SimpleNamespace(_mosaic_gpu_ext=library)
+    monkeypatch.setattr(fragmented_array, "mgpu_lib", found)
+    for_cuda(*step(1))
+    assert lowered() >= 3
+    assert len(asked) == 1
 
 
 def test_pallas_infers_no_layouts_in_a_step(monkeypatch):
