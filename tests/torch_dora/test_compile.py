@@ -6,6 +6,7 @@ import torch
 from tests.tables import slow
 from torch_dora import DoRALinear
 from torch_dora.ops import compose, compose_delta, dora_linear, norm
+from torch_dora.ops.operator import is_compiled, is_exporting
 
 IMPLEMENTATIONS = ["eager", "triton"]
 
@@ -91,6 +92,19 @@ def test_an_operator_is_one_graph(operands, op, implementation):
     want = torch.autograd.grad(call(*leaves), leaves, dy)
     for got, exact in zip(torch.autograd.grad(compiled(*leaves), leaves, dy), want, strict=True):
         torch.testing.assert_close(got, exact)
+
+
+def test_a_compiled_program_is_not_an_exported_one():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x + is_compiled() + 2 * is_exporting()
+
+    model, x = Model(), torch.zeros(2)
+    assert model(x)[0] == 0
+    assert torch.compile(model, fullgraph=True, backend="eager")(x)[0] == 1
+    for strict in (False, True):
+        exported = torch.export.export(model, (x,), strict=strict)
+        assert exported.module()(x)[0] == 2
 
 
 def test_gradients_of_single_examples_are_one_graph(adapted):

@@ -3,13 +3,13 @@
 import sys
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from torch_dora.layers import placement
 from torch_dora.layers.base import computes_like, parameter_alias
 from torch_dora.layers.linear import DoRALinear
 from torch_dora.ops import quantised
+from torch_dora.ops.operator import is_exporting
 from torch_dora.ops.shards import is_sharded
 
 
@@ -70,7 +70,7 @@ class DoRALinear4bit(DoRALinear):
     def weight_matrix(self) -> Any:
         # torch.export cannot trace .data, and its weight is not a Params4bit. Elsewhere .data
         # avoids views that would be Params4bit too.
-        packed = self.weight if torch.compiler.is_exporting() else self.weight.data
+        packed = self.weight if is_exporting() else self.weight.data
         return quantised.bits4(packed, self.quant_state, self.settings.compute_dtype)
 
     def as_weight(self, matrix: Tensor) -> Tensor:

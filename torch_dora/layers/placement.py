@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
+from torch_dora.ops.operator import is_exporting
 from torch_dora.ops.shards import is_sharded
 
 
@@ -29,7 +30,7 @@ def is_offloaded(module: nn.Module) -> bool:
 def is_temporary(parameter: Tensor) -> bool:
     """Returns whether ``parameter`` is in its layer for a single call: torch.func and torch.export
     replace the parameters of a module and restore them afterwards."""
-    return not isinstance(parameter, nn.Parameter) or torch.compiler.is_exporting()
+    return not isinstance(parameter, nn.Parameter) or is_exporting()
 
 
 def check_magnitude(layer: Any) -> None:

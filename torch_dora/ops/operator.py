@@ -106,6 +106,17 @@ def _unrecorded[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def is_exporting() -> bool:
+    """Returns whether torch.export traces. Dynamo before torch 2.13 takes torch's own function of
+    this name for True, whatever it traces."""
+    return torch.compiler._is_exporting_flag
+
+
+def is_compiled() -> bool:
+    """Returns whether torch.compile traces a program that runs in this process."""
+    return torch.compiler.is_compiling() and not is_exporting()
+
+
 def is_observed() -> bool:
     """Returns whether a compiler, a dispatch mode or a transform must see the operations."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
