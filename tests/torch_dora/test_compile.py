@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from tests.tables import slow
 from torch_dora import DoRALinear
-from torch_dora.ops import compose, compose_delta, dora_linear, norm
+from torch_dora.ops import choose, compose, compose_delta, dora_linear, norm
 from torch_dora.ops.operator import is_compiled, is_exporting
+from torch_dora.ops.triton import compose_forward
 
 IMPLEMENTATIONS = ["eager", "triton"]
 
@@ -92,6 +95,32 @@ def test_an_operator_is_one_graph(operands, op, implementation):
     want = torch.autograd.grad(call(*leaves), leaves, dy)
     for got, exact in zip(torch.autograd.grad(compiled(*leaves), leaves, dy), want, strict=True):
         torch.testing.assert_close(got, exact)
+
+
+def test_only_the_product_keeps_a_kernel_in_training(monkeypatch, operands, device):
+    """The compiler fuses compose, and the gradient of both, with the operations around them."""
+    monkeypatch.setattr(choose, "triton_wins", lambda call: True)
+    monkeypatch.setattr(compose_forward, "wins", lambda call: True)
+    programs = []
+
+    def record(program, _):
+        programs.append(program.code)
+        return make_boxed_func(program)
+
+    backend = aot_autograd(fw_compiler=record)
+    layer = DoRALinear(24, 40, rank=4, alpha=8, dtype=torch.bfloat16, device=device)
+    x = torch.randn(6, 24, device=device, dtype=torch.bfloat16)
+    torch.compile(layer, fullgraph=True, backend=backend)(x).sum().backward()
+    forward, backward = programs
+    assert "torch_dora.expand_compose" in forward
+    assert "torch_dora" not in backward
+
+    programs.clear()
+    leaves = [t.requires_grad_() for t in operands((6, 24))[:3]]
+    call = lambda *tensors: compose(*tensors, 0.7)  # noqa: E731
+    torch.compile(call, fullgraph=True, backend=backend)(*leaves).sum().backward()
+    assert len(programs) == 2
+    assert "torch_dora" not in "".join(programs)
 
 
 def test_a_compiled_program_is_not_an_exported_one():

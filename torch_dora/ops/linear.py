@@ -30,6 +30,7 @@ from torch_dora.ops.compose import (
 )
 from torch_dora.ops.dtypes import accumulation_dtype, cast, no_autocast
 from torch_dora.ops.norm import factored_norm, magnitude_scale
+from torch_dora.ops.operator import is_compiled
 from torch_dora.ops.products import rounded_once, rows_of
 from torch_dora.ops.quantised import Bits4, as_matrix, dense, is_quantised
 
@@ -147,12 +148,14 @@ class Operands(NamedTuple):
 
 
 class Static(NamedTuple):
-    """The arguments of a call that are not tensors; `implementation` is the chosen one."""
+    """The arguments of a call that are not tensors; `implementation` is the forward pass's, `back`
+    the backward pass's."""
 
     scale: float
     dtype: torch.dtype
     want_inner: bool
     implementation: str
+    back: str
     act_qtype: str | None
     bwd_qtype: str | None
 
@@ -170,8 +173,11 @@ def _local_linear(
     x, g = operands.x, operands.g
     like = x.new_empty((), dtype=dtype).expand(*x.shape[:-1], operands.weight.shape[0])
     want_inner = torch.is_grad_enabled() and g.requires_grad
-    chosen = choose_compose(like, like, g, implementation, want_inner)
-    static = Static(scale, dtype, want_inner, chosen, act_qtype, bwd_qtype)
+    chosen = choose_compose(like, like, g, implementation)
+    # A compiler fuses the backward pass of compose with what is before it, but not the forward pass
+    # with the product that the kernel makes.
+    back = "eager" if implementation is None and is_compiled() else chosen
+    static = Static(scale, dtype, want_inner, chosen, back, act_qtype, bwd_qtype)
     if choose.in_transform():
         if act_qtype is not None:
             raise NotImplementedError(
@@ -199,7 +205,7 @@ def corrected_linear(operands: Operands, scale: float, implementation: str | Non
 def _forward(static: Static, operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns (y, z, inner or None)."""
     x, adapter_x, weight, bias, lora_a, lora_b, g = operands
-    scale, dtype, want_inner, implementation, act_qtype, _ = static
+    scale, dtype, want_inner, implementation, _, act_qtype, _ = static
     with no_autocast(x):
         adapter_x = x if adapter_x is None else adapter_x
         bias = None if bias is None else cast(bias, dtype)
@@ -236,7 +242,7 @@ class _DoRALinear(torch.autograd.Function):
         ctx.dtypes = tuple(
             None if t is None else t.dtype for t in (x, adapter_x, weight, bias, lora_a, lora_b)
         )
-        ctx.scale, ctx.implementation = static.scale, static.implementation
+        ctx.scale, ctx.implementation = static.scale, static.back
         ctx.bwd_qtype = static.bwd_qtype
         return y
 
