@@ -9,16 +9,17 @@ BA is never formed. All sums accumulate in fp32 (fp64 for fp64 operands). The op
 keep their dtypes: see :mod:`torch_dora.ops.products`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_dora.ops import check, choose, quantised, sharded
+from torch_dora.ops import check, choose, kept_norms, quantised, sharded
 from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
-from torch_dora.ops.operator import operator
+from torch_dora.ops.operator import is_compiled, operator
 from torch_dora.ops.products import pieces, product
 from torch_dora.ops.shards import place_like
 
@@ -74,17 +75,20 @@ def factored_norm(
     check.adapter(weight, lora_a, lora_b)
     check.is_scale(scale)
     choose.check_name(implementation)
-    lora_a, lora_b = lora_a.detach(), lora_b.detach()
+    detached = lora_a.detach(), lora_b.detach()
     if quantised.is_quantised(weight):
-        return _quantised_norm(weight, lora_a, lora_b, float(scale), implementation)
+        return _quantised_norm(weight, *detached, float(scale), implementation)
     weight = weight.detach()
+    # A kept norm is found by lora_b itself. In a compiled program the operator has no gradient.
+    keep = _may_repeat(lora_a, lora_b)
+    lora_a, lora_b = (lora_a, lora_b) if keep else detached
 
     def compute_local(weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
         call = _call(weight, weight.dtype, lora_a.dtype, lora_b.dtype)
         chosen = choose.choose(call, implementation, None)
         if chosen == "triton" and one_pass_norm.refuses(call) is None:
             chosen = "one_pass"
-        return _factored_norm(weight, lora_a, lora_b, float(scale), chosen)
+        return _factored_norm(weight, lora_a, lora_b, float(scale), chosen, keep)
 
     return sharded.norm(compute_local, _sqrt, weight, lora_a, lora_b)
 
@@ -182,7 +186,12 @@ def _factored_norm(
     lora_b: Tensor,
     scale: float,
     implementation: str,
+    keep: bool = False,
 ) -> Tensor:
+    if keep:
+        operands, constants = (weight, lora_a, lora_b), (scale, implementation)
+        compute = functools.partial(_factored_norm.function, *operands, *constants)
+        return kept_norms.kept(compute, operands, constants)
     dtype = accumulation_dtype(weight, lora_a, lora_b)
     if not weight.numel():  # for example, this process has no rows of a sharded weight
         return weight.new_zeros(weight.shape[0], dtype=dtype)
@@ -213,19 +222,31 @@ torch.library.register_vmap(_factored_norm.op, _examples)
 
 
 @_factored_norm.fake
-def _(weight, lora_a, lora_b, scale, implementation):
+def _(weight, lora_a, lora_b, scale, implementation, keep=False):
     return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
 
 
 @_factored_norm.define
 def _definition(
-    weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, implementation: str
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    implementation: str,
+    keep: bool = False,
 ) -> Tensor:
     dtype = accumulation_dtype(weight, lora_a, lora_b)
     weight, lora_a, lora_b = (operand.to(dtype) for operand in (weight, lora_a, lora_b))
     cross = (lora_b * (weight @ lora_a.T)).sum(1)
     ba_sq = (lora_b * (lora_b @ (lora_a @ lora_a.T))).sum(1)
     return assemble_norm(weight.square().sum(1), cross, ba_sq, scale)
+
+
+def _may_repeat(lora_a: Tensor, lora_b: Tensor) -> bool:
+    """Returns whether a compiled program computes the norm for a gradient: checkpointing may call
+    it again. Eager calls of :mod:`torch_dora.ops.direct` keep theirs by themselves."""
+    has_gradient = torch.is_grad_enabled() and (lora_a.requires_grad or lora_b.requires_grad)
+    return is_compiled() and has_gradient and not choose.in_transform()
 
 
 def _squared_norm(weight: Tensor, dtype: torch.dtype) -> Tensor:
