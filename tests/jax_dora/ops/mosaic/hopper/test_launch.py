@@ -208,6 +208,36 @@ def test_modules_of_kernels_are_small(monkeypatch):
         assert b".py" not in code
 
 
+def test_descriptors_are_passed_as_words(monkeypatch):
+    """LLVM would compile a load and a store of each of their bytes."""
+    simplify, pairs = kernel_module.simplify, []
+
+    def recorded(program):
+        [(before, _)] = modules(program)
+        simplify(program)
+        pairs.append([sizes_of_descriptors(code) for code in (before, modules(program)[0][0])])
+
+    monkeypatch.setattr(kernel_module, "simplify", recorded)
+    for_cuda(*step(1))
+    assert len(pairs) >= 3
+    for before, after in pairs:
+        [(count, bits)] = set(before)
+        assert bits == 8
+        assert after == [(count // 8, 64)] * len(before)
+
+
+def sizes_of_descriptors(code):
+    """Returns the number of elements and their bits where a module declares, and where it reads,
+    the descriptors of its TMA copies."""
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True
+    with context, ir.Location.unknown():
+        text = str(ir.Module.parse(code))
+    found = re.findall(r"(?:elem_type = |-> )!llvm.array<(\d+) x i(\d+)>", text)
+    assert len(found) == 2
+    return [(int(count), int(bits)) for count, bits in found]
+
+
 def test_shards_of_all_layers_share_the_kernels():
     """XLA asks for the shards of every operator of every layer. It does so on CPUs too, where the
     kernels of this test return zeros."""
