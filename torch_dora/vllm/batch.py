@@ -31,15 +31,19 @@ class Batch:
 
     def __init__(self, tokens: int, slots: int, device: torch.device | str) -> None:
         self.has_adapters = torch.zeros(1, dtype=torch.bool)
+        few = min(tokens, SMALL_BATCH)
         shapes = [
-            (most_tiles(count, slots, rows), HEAD + rows)
-            for rows, count in ((SMALL, min(tokens, SMALL_BATCH)), (LARGE, tokens))
-        ]
+            *((most_tiles(count, slots, rows), HEAD + rows)
+              for rows, count in ((SMALL, few), (LARGE, tokens))),
+            (few, 1),
+            (1 + min(few, slots), 2),
+        ]  # fmt: skip
         sizes = [height * width for height, width in shapes]
         self._table = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._host = np.zeros(sum(sizes), np.int32)
-        self.small, self.large = map(Tensor.view, self._table.split(sizes), shapes)
-        self._parts = np.split(self._host, sizes[:1])
+        tables = map(Tensor.view, self._table.split(sizes), shapes)
+        self.small, self.large, self.slots, self.used = tables
+        self._parts = np.split(self._host, np.cumsum(sizes)[:-1])
         self._parts = [one.reshape(shape) for one, shape in zip(self._parts, shapes, strict=True)]
 
     def update(self, slots: np.ndarray, ranks: Sequence[int]) -> None:
@@ -54,9 +58,16 @@ class Batch:
         order = np.argsort(slots, kind="stable")
         order = order[np.count_nonzero(slots < 0) :]
         self.has_adapters[0] = len(order) > 0
-        small, large = self._parts
-        _fill(small, order if len(slots) <= SMALL_BATCH else order[:0], slots, ranks)
+        small, large, of_token, used = self._parts
+        few = slots[:SMALL_BATCH] if len(slots) <= SMALL_BATCH else slots[:0]
+        _fill(small, order[: len(few)], slots, ranks)
         _fill(large, order, slots, ranks)
+        of_token[:] = -1
+        of_token[: len(few), 0] = few
+        found = np.unique(few[few >= 0])
+        used[0, 0] = len(found)
+        used[1 : 1 + len(found), 0] = found
+        used[1 : 1 + len(found), 1] = np.asarray(ranks, np.int32)[found]
         values = torch.from_numpy(self._host)
         # A copy, since the device may read it when the next batch's tables are made.
         values = values.pin_memory() if self._table.is_cuda else values

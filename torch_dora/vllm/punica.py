@@ -1,9 +1,10 @@
 """What takes the place of vLLM's Punica: the part of LoRA and DoRA adapters in a layer's result.
 
 Two kernels compute it for all projections of a packed layer (:mod:`torch_dora.vllm.shrink`,
-:mod:`torch_dora.vllm.expand`). Their work follows the adapters of the batch and their ranks, and g
-costs nothing, since the second kernel reads and writes the result anyway. They launch nothing for a
-batch without adapters.
+:mod:`torch_dora.vllm.expand`), or one with the base's part, for few tokens
+(:mod:`torch_dora.vllm.product`). Their work follows the adapters of the batch and their ranks, and
+g costs nothing, since they have the base's result at hand. They launch nothing for a batch without
+adapters.
 
 Layers that they do not take, and all with TORCH_DORA_VLLM_PUNICA=1, stay with Punica; then
 :mod:`torch_dora.vllm.scaling` multiplies by g.
@@ -21,7 +22,7 @@ from vllm.lora import layers as vllm_layers  # pyright: ignore[reportMissingImpo
 from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
 
 from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.vllm import base_weight, batch, expand, shrink, slices
+from torch_dora.vllm import base_weight, batch, expand, product, shrink, slices
 from torch_dora.vllm.batch import Batch
 
 # One program multiplies all ranks of a packed layer.
@@ -77,6 +78,10 @@ class SlotProducts(nn.Module):
             "large_blocks": expand.column_blocks(expand.LARGE, sizes, g.device),
             "small_tiles": tables.small,
             "large_tiles": tables.large,
+            "blocks": product.blocks_of(sizes, g.device),
+            "slots": tables.slots,
+            "used_slots": tables.used,
+            "counts": torch.zeros(2, dtype=torch.int32, device=g.device),
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -90,7 +95,8 @@ class SlotProducts(nn.Module):
         """Returns the result of the layer, [..., out], for x [..., in]."""
         adapters = (
             *(self.lora_a, self.lora_b, self.g, self.unit, self.small_blocks, self.large_blocks),
-            *(self.small_tiles, self.large_tiles, self.has_adapters),
+            *(self.small_tiles, self.large_tiles, self.blocks, self.slots, self.used_slots),
+            *(self.counts, self.has_adapters),
         )
         if self.multiplies_base:
             weight = layer.base_layer.weight
@@ -124,11 +130,26 @@ class _Adapters(NamedTuple):
     large_blocks: Tensor
     small_tiles: Tensor
     large_tiles: Tensor
+    blocks: Tensor
+    slots: Tensor
+    used_slots: Tensor
+    counts: Tensor
     has_adapters: Tensor
 
     def are_in(self, x: Tensor) -> bool:
         """Returns whether a token of the batch has an adapter."""
         return bool(self.has_adapters.item()) and x.numel() > 0
+
+    def multiply_all(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Returns the layer's result by one kernel, or None where that is not chosen."""
+        if product.refuses(x, weight, self.blocks, self.lora_b.shape[2]) is not None:
+            return None
+        adapters = product.Adapters(
+            *(self.lora_a, self.lora_b, self.g, self.blocks, self.counts, self.small_tiles),
+            *(self.slots, self.used_slots),
+        )
+        segments = product.segments_of(x, weight, bias, adapters)
+        return product.launch(x, weight, bias, segments, adapters) if segments else None
 
     def shrink(self, x: Tensor, *, is_beside: bool = False) -> Tensor:
         tiles = self.small_tiles if _is_small(x) else self.large_tiles
@@ -147,10 +168,12 @@ def _is_small(x: Tensor) -> bool:
 def linear_with_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:
     """The operator ``torch_dora::linear_with_adapters``: x Wᵀ + bias with the adapters' part.
 
-    The shrinking kernel needs x only. For few tokens it runs beside the base product, which waits
-    for memory then, on a second stream.
+    For few tokens one kernel computes it, or the shrinking kernel, which needs x only, runs on a
+    second stream beside the base product, which waits for memory then.
     """
     adapters, rows = _Adapters(*tensors), x.reshape(-1, x.shape[-1]).contiguous()
+    if adapters.are_in(x) and (y := adapters.multiply_all(rows, weight, bias)) is not None:
+        return y.view(*x.shape[:-1], len(weight))
     if not adapters.are_in(x) or len(rows) > MOST_BESIDE or x.device.type != "cuda":
         y = nn.functional.linear(x, weight, bias)
         add_adapters(y.view(-1, y.shape[-1]), rows, bias, *tensors)
@@ -182,7 +205,8 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 _LIBRARY = torch.library.Library("torch_dora", "FRAGMENT")
 _ADAPTERS = (
     "Tensor lora_a, Tensor lora_b, Tensor g, int unit, Tensor small_blocks, Tensor large_blocks, "
-    "Tensor small_tiles, Tensor large_tiles, Tensor has_adapters"
+    "Tensor small_tiles, Tensor large_tiles, Tensor blocks, Tensor slots, Tensor used_slots, "
+    "Tensor counts, Tensor has_adapters"
 )
 _LIBRARY.define(f"add_adapters(Tensor(a!) y, Tensor x, Tensor? bias, {_ADAPTERS}) -> ()")
 _LIBRARY.define(

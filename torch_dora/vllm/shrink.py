@@ -71,12 +71,14 @@ def load_tile(tiles_ptr, number, tiles, ROWS: tl.constexpr, HEAD: tl.constexpr):
     return slot.to(tl.int64), rank, row
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles", "splits"])
-def _kernel(
+@jit
+def multiply_tiles(
     x_ptr,  # [tokens, in]
     a_ptr,  # [slots, PROJECTIONS * RANKS, in]
     tiles_ptr,  # i32[tiles, HEAD + ROWS]
     parts_ptr,  # f32[splits, tokens, PROJECTIONS * RANKS]
+    item,
+    programs,
     tokens,
     features,
     tiles,
@@ -93,7 +95,7 @@ def _kernel(
     HEAD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    item = tl.program_id(0)
+    """Computes the parts of the tiles of one program, the `item`-th of `programs`."""
     slot, rank, tokens_of_tile = load_tile(
         tiles_ptr, item // (PROJECTIONS * splits), tiles, ROWS, HEAD
     )
@@ -105,7 +107,7 @@ def _kernel(
     while rank > 0:
         first = item % PROJECTIONS * RANKS
         split = item // PROJECTIONS % splits
-        item += tl.num_programs(0)
+        item += programs
         next_slot, next_rank, next_tokens = load_tile(
             tiles_ptr, item // (PROJECTIONS * splits), tiles, ROWS, HEAD
         )
@@ -160,6 +162,35 @@ def _kernel(
             parts_ptr + target + r[None, :], sums, mask=row_mask[:, None] & (r < RANKS)[None, :]
         )
         slot, rank, tokens_of_tile = next_slot, next_rank, next_tokens
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles", "splits"])
+def _kernel(
+    x_ptr,
+    a_ptr,
+    tiles_ptr,
+    parts_ptr,
+    tokens,
+    features,
+    tiles,
+    splits,
+    chunk,
+    CHUNK: tl.constexpr,
+    PROJECTIONS: tl.constexpr,
+    RANKS: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    PADDED_RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    multiply_tiles(
+        x_ptr, a_ptr, tiles_ptr, parts_ptr, tl.program_id(0), tl.num_programs(0), tokens, features,
+        tiles, splits, chunk, CHUNK, PROJECTIONS, RANKS, MAX_RANK, PADDED_RANKS, ROWS, LANES, DEPTH,
+        HEAD, OVERLAPS,
+    )  # fmt: skip
 
 
 def can_overlap(device: torch.device) -> bool:

@@ -51,6 +51,13 @@ def test_each_token_with_an_adapter_is_in_one_tile_of_its_slot(kind, tokens):
             assert (found[members] == -1).all()
             found[members] = slot
         assert (found == slots).all()
+    if tokens <= batch.SMALL_BATCH:
+        of_token = tables.slots.flatten().tolist()
+        assert of_token[:tokens] == slots.tolist()
+        assert {*of_token[tokens:]} <= {-1}
+        used = sorted({*slots[slots >= 0].tolist()})
+        assert tables.used[0, 0] == len(used)
+        assert tables.used[1 : 1 + len(used)].tolist() == [[one, RANKS[one]] for one in used]
 
 
 def _tiles(table):
@@ -220,7 +227,7 @@ def test_a_kernel_is_compiled_once_for_all_numbers_of_tokens(monkeypatch):
 FOR_A_CARD = """
 from dora_common.triton.compilation import compiled
 from dora_common.triton.jit import next_power_of_2
-from torch_dora.vllm import batch, expand, shrink
+from torch_dora.vllm import batch, expand, product, shrink
 
 TABLES = {"tiles_ptr": "*i32:16", "tokens": "i32", "features": "i32:16", "tiles": "i32"}
 
@@ -231,6 +238,9 @@ def build(kernel, half, config, stages, types, **constants):
                      config.warps, stages)
     _, spilled = found.resources()
     assert spilled <= 16, (kernel, constants, spilled)
+    # What a multiprocessor has for programs.
+    programs = 2 if config in product.SHARED.values() else 1
+    assert programs * (found.shared_bytes + 1024) <= 228 * 1024, (constants, found.shared_bytes)
     # Each program waits before it reads what the kernels before it have written, once in a loop.
     waits = found.ptx.count("griddepcontrol.wait")
     assert waits == constants.get("OVERLAPS", False), (kernel, constants, waits)
@@ -259,6 +269,22 @@ for half, rank in (("bf16", 16), ("bf16", 64), ("fp16", 8)):
             build(kernel, half, config, 1, types, RANKS=3 * rank, MAX_RANK=rank,
                   PADDED_RANK=max(16, rank), HAS_BIAS=True, ROWS=rows, UNIT=16,
                   COLUMNS=config.columns, STEPS=width // config.columns, **own)
+    if half == "fp16":
+        continue
+    for configs in (product.ALONE, product.SHARED):
+        for rows, config in configs.items():
+            types = {"weight": f"tensordesc<half[64, {config.depth}]>",
+                     "x": f"tensordesc<half[{rows}, {config.depth}]>", "x_ptr": "*half:16",
+                     "a_ptr": "*half:16", "b_ptr": "*half:16", "g_ptr": "*fp32:16",
+                     "bias_ptr": "*half:16", "y_ptr": "*half:16", "z_ptr": "*fp32:16",
+                     "slots_ptr": "*i32:16", "used_ptr": "*i32:16", "blocks_ptr": "*i32:16",
+                     "counts_ptr": "*i32:16", "inputs": "i32:16", "segment": "i32",
+                     "shrinking": "i32", "look": "i32"}
+            build(product._kernel, half, config, product.shrink_stages(rank), types,
+                  PROJECTIONS=3, RANKS=3 * rank, MAX_RANK=rank, PADDED_RANK=rank, HAS_BIAS=True,
+                  TILE=16, LANES=4, LANE_DEPTH=128, ROWS=rows, COLUMNS=64, DEPTH=config.depth,
+                  STAGES=config.stages, HAS_SEGMENTS=rows == 16,
+                  SLOTS=4 if rank == 16 else 1)
 """
 
 

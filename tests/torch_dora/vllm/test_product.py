@@ -1,0 +1,174 @@
+"""The kernel of a whole layer for vLLM's slots, against fp64 and the base layer's bits."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from parity import tolerances
+from parity.tolerances import rules
+from tests.torch_dora.vllm import test_kernels as kernels
+from torch_dora.vllm import batch, product
+
+SLOTS = kernels.SLOTS
+BIASED = (21, 24, 192, [128, 64], torch.bfloat16, True, 1)
+IN_SEGMENTS = (64, 64, 1024, [64], torch.bfloat16, False, 3)
+CASES = (BIASED, IN_SEGMENTS, (1, 1, 256, [64, 64, 64], torch.float16, False, 2))
+
+
+def layer(padded, inputs, sizes, dtype, has_bias, device):
+    """Returns random operands of a layer: x, W, the bias, and those of its slots."""
+    given = kernels.operands(padded, inputs, sizes, dtype, has_bias)
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(sum(sizes), inputs, generator=generator) / inputs**0.5).to(dtype)
+    given = {name: None if one is None else one.to(device) for name, one in given.items()}
+    return given | {"weight": weight.to(device)}
+
+
+def adapters_of(given, sizes, slots):
+    device = given["x"].device
+    tables = batch.Batch(kernels.TOKENS, SLOTS, device)
+    tables.update(slots, kernels.RANKS)
+    return product.Adapters(
+        *(given[name] for name in ("lora_a", "lora_b", "g")),
+        product.blocks_of(sizes, device),
+        torch.zeros(2, dtype=torch.int32, device=device),
+        *(tables.small, tables.slots, tables.used),
+    )
+
+
+def run(given, sizes, slots, segments=1):
+    adapters = adapters_of(given, sizes, slots)
+    operands = given["x"], given["weight"], given["bias"], segments, adapters
+    y = product.launch(*operands)
+    again = product.launch(*operands)  # It has left its counts as they were.
+    assert torch.equal(again.nan_to_num(), y.nan_to_num())
+    assert not adapters.counts.any()
+    return y
+
+
+def reference(given, sizes, slots):
+    """Returns y in fp64, and the bound of each element."""
+    given = {name: None if one is None else one.cpu() for name, one in given.items()}
+    x, weight, dtype = given["x"].double(), given.pop("weight").double(), given["x"].dtype
+    y, error = tolerances.product(x, weight.T)
+    bias = torch.zeros(1) if given["bias"] is None else given["bias"].double()
+    expected, bound = kernels.reference(slots, sizes, **(given | {"y": y + bias}))
+    slots = np.append(slots, np.full(len(x) - len(slots), -1))
+    g = torch.where(torch.from_numpy(slots < 0)[:, None], 1, given["g"].double()[slots])
+    bound += g * error + rules.in_fp32(g * y, bias)
+    base = slots < 0
+    bound[base] += tolerances.rounding(expected[base], dtype)
+    return expected, bound
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", kernels.KINDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("max_rank", [24, 16])  # B of one slot at a time, or of four
+def test_the_kernel_computes_what_fp64_does(
+    kind, case, max_rank, device, assert_within, monkeypatch
+):
+    monkeypatch.setattr(kernels, "MAX_RANK", max_rank)
+    monkeypatch.setattr(kernels, "RANKS", (max_rank, 3, 1, 16, 7))
+    tokens, padded, inputs, sizes, dtype, has_bias, segments = case
+    given = layer(padded, inputs, sizes, dtype, has_bias, device)
+    slots = kernels.slots_of(kind, tokens)
+    found = run(given, sizes, slots, segments).cpu()
+    assert_within(found, *reference(given, sizes, slots), "triton")
+    # Rows of the base have the bits that they have without adapters.
+    plain = run(given, sizes, np.full(tokens, -1), segments).cpu()
+    is_base = np.concatenate([slots < 0, np.full(padded - tokens, True)])
+    assert torch.equal(found[is_base], plain[is_base])
+
+
+def test_z_is_read_later_if_it_is_not_ready(monkeypatch, device):
+    tokens, padded, inputs, sizes, dtype, has_bias, segments = IN_SEGMENTS
+    given = layer(padded, inputs, sizes, dtype, has_bias, device)
+    slots = kernels.slots_of("mixed", tokens)
+    expected = run(given, sizes, slots, segments)
+    monkeypatch.setattr(product, "LOOK", 2.0)
+    assert torch.equal(run(given, sizes, slots, segments), expected)
+
+
+def test_an_adapter_that_is_not_finite_harms_its_own_rows_only(device):
+    tokens, padded, inputs, sizes, dtype, has_bias, segments = BIASED
+    given = layer(padded, inputs, sizes, dtype, has_bias, device)
+    slots = np.arange(tokens) % (SLOTS + 1) - 1
+    expected = run(given, sizes, slots, segments)
+    for name in ("lora_a", "lora_b", "g"):
+        given[name][2] = torch.nan
+    found = run(given, sizes, slots, segments)
+    others = np.append(slots, np.full(padded - tokens, -1)) != 2
+    assert torch.equal(found[others], expected[others])
+    assert found[~others].isnan().all()
+
+
+@pytest.mark.parametrize("found_in", [1, 3])
+def test_the_segments_are_those_with_the_bits_of_the_base_layer(monkeypatch, found_in):
+    tokens, sizes = 16, [1024]
+    given = layer(tokens, 1024, sizes, torch.float16, False, "cpu")
+    adapters = adapters_of(given, sizes, kernels.slots_of("mixed", tokens))
+    nothing = adapters_of(given, sizes, np.full(tokens, -1))
+    operands = given["weight"], given["bias"]
+    calls = []
+
+    def base(x, *operands):
+        calls.append(x)
+        return product.launch(x, *operands, found_in, nothing)
+
+    monkeypatch.setattr(product.nn.functional, "linear", base)
+    monkeypatch.setattr(product, "_FOUND", {})
+    for _ in range(2):
+        assert product.segments_of(given["x"], *operands, adapters) == found_in
+    assert len(calls) == 1
+    if found_in > 1:  # Of more tokens, those are not looked for.
+        more = layer(24, 1024, sizes, torch.float16, False, "cpu")
+        assert product.segments_of(more["x"], *operands, adapters) == 0
+    monkeypatch.setattr(product.nn.functional, "linear", lambda x, *_: base(x, *operands) + 1)
+    product._FOUND.clear()
+    assert product.segments_of(given["x"], *operands, adapters) == 0
+
+
+class OnCard:
+    device = torch.device("cuda")
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def __len__(self):
+        return self.shape[0]
+
+
+def test_layers_that_would_be_cut_and_other_cards_are_refused(monkeypatch):
+    weight, blocks = torch.zeros(128, 128), product.blocks_of([64, 64], "cpu")
+    assert blocks.tolist() == [0, 1]
+    assert product.refuses(torch.zeros(64, 128), weight, blocks, 16) is not None  # on no card
+    monkeypatch.setattr(product, "capability", lambda device: 90)
+    assert product.refuses(OnCard(64, 128), weight, blocks, 16) is None
+    assert product.refuses(OnCard(64, 128), weight, blocks, 128) is not None
+    assert product.refuses(OnCard(65, 128), weight, blocks, 16) is not None
+    assert product.refuses(OnCard(64, 96), weight, blocks, 16) is not None
+    assert product.refuses(OnCard(64, 128), weight.T[:, ::2], blocks, 16) is not None
+    assert (
+        product.refuses(OnCard(64, 128), weight, product.blocks_of([96, 32], "cpu"), 16) is not None
+    )
+    monkeypatch.setattr(product, "capability", lambda device: 80)
+    assert product.refuses(OnCard(64, 128), weight, blocks, 16) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 16, 32, 48, 64])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096)])
+def test_rows_of_the_base_have_the_bits_of_cublas(tokens, has_bias, inputs, outputs):
+    given = layer(tokens, inputs, [outputs], torch.bfloat16, has_bias, "cuda")
+    slots = np.arange(tokens) % (SLOTS + 1) - 1
+    adapters = adapters_of(given, [outputs], slots)
+    operands = given["x"], given["weight"], given["bias"]
+    segments = product.segments_of(*operands, adapters)
+    if tokens <= 16 or outputs == 6144:
+        assert segments > 0
+    if segments:
+        found, expected = product.launch(*operands, segments, adapters), linear(*operands)
+        assert torch.equal(found[slots < 0], expected[slots < 0])
