@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
+from jax_dora.layers.quantised_kernel import takes_codes
 from jax_dora.lm.models import activations, rope
 from jax_dora.lm.models.attention import Segments, attend, attend_segments
 from jax_dora.lm.models.cache import LayerCache
@@ -30,21 +31,28 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        normed = (wide * lax.rsqrt(mean_square + self.epsilon)).astype(x.dtype)
-        # A scale that is trained is float32.
-        return normed * self.scale[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return self._normed(x, jnp.mean(wide * wide, axis=-1))
 
-    def largest(self, x: jax.Array) -> jax.Array:
-        """Returns the largest result of each row before rounding f32[...], by its absolute value.
+    def with_largest(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns norm(x), and the largest result of each row before rounding f32[...], by its
+        absolute value.
 
-        It is known when the mean is, so XLA computes both in one pass.
+        It is known when the mean is, so XLA computes both in one pass. Without the barrier it may
+        leave the largest to the pass that computes the results, and code them in a third one.
         """
         wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1)
         scale = self.scale[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
         largest = jnp.max(jnp.abs(wide * scale), axis=-1)
-        return largest * lax.rsqrt(mean_square + self.epsilon)
+        mean_square = jnp.mean(wide * wide, axis=-1)
+        mean_square, largest = lax.optimization_barrier((mean_square, largest))
+        return self._normed(x, mean_square), largest * lax.rsqrt(mean_square + self.epsilon)
+
+    def _normed(self, x: jax.Array, mean_square: jax.Array) -> jax.Array:
+        """Returns norm(x) of x [..., features], with the mean of each row's squares f32[...]."""
+        root = lax.rsqrt(mean_square[..., None] + self.epsilon)
+        # A scale that is trained is float32.
+        scale = self.scale[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (x.astype(jnp.float32) * root).astype(x.dtype) * scale
 
 
 class Attention(nnx.Module):
@@ -139,7 +147,11 @@ class DecoderLayer(nnx.Module):
 
     def _normed(self, norm: RMSNorm, x: jax.Array, *layers: Any) -> Any:
         """Returns norm(x) as `layers` take it."""
-        normed = jax_dora.layer_inputs(layers, norm(x), lambda: norm.largest(x))
+        if all(map(takes_codes, layers)):
+            normed, largest = norm.with_largest(x)
+            normed = jax_dora.layer_inputs(layers, normed, lambda: largest)
+        else:
+            normed = norm(x)
         return _on_x(lambda y: checkpoint_name(self._sharded(y), activations.NORMED), normed)
 
     def _sharded(self, x: jax.Array) -> jax.Array:
