@@ -37,7 +37,7 @@ def run(x, columns=None, qtype=QTYPE, config=None, sm_count=1):
 
 def check(x, codes, scales, columns=None, qtype=QTYPE):
     wide = np.asarray(x.astype(jnp.float32))
-    wide = wide if columns is None else wide * np.asarray(columns)
+    wide = wide if columns is None else wide * np.asarray(columns, np.float32)
     inverse = np.float32(1 / float(ml_dtypes.finfo(qtype).max))
     wanted = np.maximum(np.abs(wide).max(-1) * inverse, TINY)
     np.testing.assert_array_equal(scales, wanted)
@@ -67,12 +67,15 @@ def test_agrees_with_numpy(on_mosaic, shape, dtype, config):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "qtype"),
-    [((37, 1024), jnp.bfloat16, E5M2), slow((5, 384), jnp.float16, QTYPE)],
+    ("shape", "dtype", "qtype", "of_columns"),
+    [
+        ((37, 1024), jnp.bfloat16, E5M2, jnp.float32),
+        slow((5, 384), jnp.float16, QTYPE, jnp.bfloat16),
+    ],
 )
 @pytest.mark.ci
-def test_multiplies_columns_first(on_mosaic, shape, dtype, qtype):
-    x, columns = rows_of(*shape, dtype), columns_of(shape[-1])
+def test_multiplies_columns_first(on_mosaic, shape, dtype, qtype, of_columns):
+    x, columns = rows_of(*shape, dtype), columns_of(shape[-1]).astype(of_columns)
     with on_mosaic():
         codes, scales = map(np.asarray, run(x, columns, qtype))
     check(x, codes, scales, columns, qtype)
