@@ -233,9 +233,12 @@ def lora_linear(
         dropout=dropout,
         implementation=implementation,
         precision=precision,
+        keep_inner=keep_inner,
         act_qtype=act_qtype,
         bwd_qtype=bwd_qtype,
     )
+    if bwd_qtype is not None:
+        return inner  # The projection has named it.
     return jnp.asarray(checkpoint_name(inner, INNER_NAME if keep_inner else RESULT_NAME))
 
 

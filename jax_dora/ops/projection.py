@@ -39,7 +39,7 @@ from jax_dora.ops.dtypes import accumulation_dtype, dot_general
 from jax_dora.ops.operands import ProductSettings, Projection, ProjectionSettings
 from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
 from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, ReductionSettings
-from jax_dora.ops.saved_inner import save_inner
+from jax_dora.ops.saved_inner import named_copy, save_inner
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
@@ -56,8 +56,10 @@ def define(settings: ProjectionSettings, operands: Projection) -> jax.Array:
     return primitive.call(FORWARD, _forward_settings(settings), forward)[0]
 
 
-def _forward_settings(settings: ProjectionSettings, want_inner: bool = False) -> ForwardSettings:
-    return ForwardSettings(*settings[:3], settings.bwd_qtype, want_inner)
+def _forward_settings(
+    settings: ProjectionSettings, want_inner: bool = False, want_copy: bool = False
+) -> ForwardSettings:
+    return ForwardSettings(*settings[:3], settings.bwd_qtype, want_inner, want_copy)
 
 
 def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
@@ -87,6 +89,8 @@ def _with_z(settings: ProjectionSettings, operands: Projection, scaled: jax.Arra
     # `FORWARD` may compute z again from lora_a, but not the z of a dropped x, which has kernels of
     # its own, nor that of an FP8 product, which sums its parts over devices itself.
     lora_a = operands.lora_a if seed is None and x is operands.x else None
+    if isinstance(operands.x, row_scaled.RowScaled):
+        operands = operands._replace(x=operands.x._replace(again=None))
     return operands._replace(lora_a=lora_a, seed=None, z=z)
 
 
@@ -112,22 +116,33 @@ def _projection_fwd(
     operands = _with_divisible_g(operands)
     from_y, scaled = _result_holds_inner(operands, operands.x.dtype), _scaled_lora_a(operands)
     forward = _with_z(settings, operands, scaled)
-    forward = forward._replace(z=jnp.asarray(checkpoint_name(forward.z, Z_NAME)))
+    # Without the barrier, XLA computes z again for each result that a scan stacks and reads.
+    z = lax.optimization_barrier(forward.z)
+    forward = forward._replace(z=jnp.asarray(checkpoint_name(z, Z_NAME)))
     want_inner = wanted.g is not None and not from_y
-    y, inner = primitive.call(FORWARD, _forward_settings(settings, want_inner), forward)
+    in_features, out = operands.kernel.shape
+    # These results a scan may stack; those of other layers are computed again fastest.
+    want_copy = settings.bwd_qtype is not None and not want_inner and out != in_features
+    forward_settings = _forward_settings(settings, want_inner, want_copy)
+    y, inner = primitive.call(FORWARD, forward_settings, forward)
     name = INNER_NAME if settings.keep_inner else RESULT_NAME
-    if wanted.g is not None and from_y:
+    if want_copy:
+        y, inner = named_copy(y, inner, name)
+    elif wanted.g is not None and from_y:
         y = inner = jnp.asarray(checkpoint_name(y, name))
     elif wanted.g is not None:
         # The layers that follow need y too: keeping inner alone would not save computing y again.
         y = jnp.asarray(checkpoint_name(y, RESULT_NAME))
         inner = jnp.asarray(checkpoint_name(inner, name))
+    elif settings.bwd_qtype is not None:
+        y = jnp.asarray(checkpoint_name(y, name))
     if wanted.g is not None and settings.keep_inner is not False:
         y, inner = save_inner(y, inner)
     # The bias stays, because it determines whether `inner` holds inner or y.
-    x = row_scaled.plain(operands.x) if wanted.lora_a or wanted.kernel else None
+    x = row_scaled.for_gradients(operands.x) if wanted.lora_a or wanted.kernel else None
     kept = operands._replace(x=x)
     z = forward.z if wanted.lora_b else None
+    inner = inner if wanted.g else None
     return y, (kept, wanted, z, inner, scaled if wanted.x else None)
 
 

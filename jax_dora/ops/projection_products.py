@@ -19,7 +19,7 @@ from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulation_dtype, dot_general
 from jax_dora.ops.mosaic.decode import decode_finish, decode_project
-from jax_dora.ops.mosaic.projection import expand_compose, project, project_back
+from jax_dora.ops.mosaic.projection import coded_matmul, expand_compose, project, project_back
 from jax_dora.ops.mosaic.rows import compose_forward
 from jax_dora.ops.operands import ProductSettings, Projection
 from jax_dora.ops.triton import triton_compose_forward, triton_expand_compose, triton_few_rows
@@ -32,17 +32,19 @@ def scaled_lora_a(lora_a: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 class ForwardSettings(NamedTuple):
-    """The settings of `FORWARD`: those of `ProjectionSettings`, and whether inner is a result."""
+    """The settings of `FORWARD`: those of `ProjectionSettings`, and whether inner, or a copy of y,
+    is a result."""
 
     op: str
     implementation: str | None
     precision: Any = None
     bwd_qtype: str | None = None
     want_inner: bool = False
+    want_copy: bool = False
 
 
 def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> tuple[Any, Any]:
-    """Returns (y, inner or None); y is inner if g is None. The operands have z.
+    """Returns (y, inner, a copy of y, or None); y is inner if g is None. The operands have z.
 
     If the inputs are sharded, each device computes its partial z from lora_a, so that no product
     waits for the sum of z over devices. The kernels for few rows also do, which saves a pass over
@@ -128,15 +130,25 @@ def _forward_with_sharded_inputs(
 def _forward_with_quantised_rows(
     settings: ForwardSettings, shard: Shard, operands: Projection
 ) -> tuple[Any, Any]:
-    """Returns (y, inner or None), with base as an FP8 product with one scale per row of x; all else
-    has the same dtypes as without quantised activations."""
+    """Returns (y, inner, a copy of y, or None), with base as an FP8 product with one scale per row
+    of x; all else has the same dtypes as without quantised activations."""
     rows, kernel, _, lora_b, g, _, bias, _, z = operands
     x = rows.x
     unscaled, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
+    if bias is None and not settings.want_inner:
+        choice = _coded(settings, shard, x, z, kernel.shape[1])
+        if choice is not None:
+            codes = row_scaled.transposed_codes(kernel, settings.bwd_qtype)
+            codes, lora_b, g = shard.as_copies(codes, lora_b, g)
+            columns = row_scaled.scales_of(kernel)
+            arrays = rows.codes, rows.scales, codes, z, lora_b.T, columns, g
+            y, *copy = choice.launch(*arrays, want_copy=settings.want_copy)
+            return y, copy[0] if copy else None
     base = row_scaled.sums(rows, kernel, shard, settings.bwd_qtype)
     choice = _expand(settings, base, z)
     if choice is not None:
+        options["want_copy"] = settings.want_copy
         return _expanded(choice, base, z, lora_b, g, bias, **options)
     dot = functools.partial(dot_general, settings.precision, axes=(-1, 0))
     scaled, lora = base.scaled, dot(z, lora_b)
@@ -145,7 +157,23 @@ def _forward_with_quantised_rows(
         exact = quantised.apply_dense(dot, x, kernel).astype(scaled.dtype)
         scaled = exact + lax.stop_gradient(scaled - exact)
     y, inner = forward(None, scaled, lora, g, unscaled, bias, **options)
-    return y.astype(x.dtype), None if inner is None else inner.astype(x.dtype)
+    y = y.astype(x.dtype)
+    inner = y if settings.want_copy else inner
+    return y, None if inner is None else inner.astype(x.dtype)
+
+
+def _coded(
+    settings: Any, shard: Shard, x: jax.Array, z: jax.Array, cols: int
+) -> choose.Choice | None:
+    """Returns the kernel of an FP8 product of x [..., in], with `cols` results, that multiplies by
+    its scales and adds z B itself, if the device has all summed features."""
+    if shard.summed:
+        return None
+    summed = x.shape[-1]
+    call = (x.size // max(summed, 1), summed, cols, z.shape[-1], z.dtype)
+    candidate = coded_matmul, call
+    choice = choose.choose(BACK.name, settings.implementation, candidate, optional=True)
+    return choice and choice.during_collectives(shard.gathered or shard.shares_rows)
 
 
 def _expand(
@@ -196,6 +224,11 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
     d, kernel, dz, lora_a, lora_b = operands
     dot = functools.partial(dot_general, settings.precision)
     if settings.bwd_qtype is not None:
+        choice = _coded(settings, shard, d, dz, kernel.shape[0])
+        if choice is not None:
+            rows = row_scaled.coded_gradient(settings, d, kernel, shard)
+            codes, lora_a = shard.as_copies(kernel.qvalue, lora_a)
+            return tuple(choice.launch(rows.codes, rows.scales, codes, dz, lora_a))
         base = row_scaled.transposed_sums(settings, d, kernel, shard)
         choice = _expand(settings, base, dz, optional=True)
         if choice is not None:

@@ -81,11 +81,15 @@ def check_act_qtype(act_qtype: Any, name: str, kernel: Any, bwd_qtype: Any = Non
 class RowScaled(NamedTuple):
     """Rows x [..., in] and their FP8 codes x̂ [..., in] and scales s_x f32[...], x ≈ codes ∘
     scales. A layer for which `layers.quantised_kernel.takes_codes` is true can be called with it
-    instead of x."""
+    instead of x.
+
+    `again` is None, or x computed from what is kept for the backward pass, without the codes: the
+    gradients of a rematerialised layer read it instead of x."""
 
     x: Any
     codes: Any
     scales: Any
+    again: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,9 +117,14 @@ def plain(x: Any) -> Any:
     return x.x if isinstance(x, RowScaled) else x
 
 
+def for_gradients(x: Any) -> Any:
+    """Returns the array [..., in] that gradients read, of an array or of `RowScaled`."""
+    return plain(x) if getattr(x, "again", None) is None else x.again
+
+
 class Rows(NamedTuple):
-    """The operands of `ROW_CODES`: rows x [..., in], and columns f32[in], which multiply x before
-    it is rounded, or None."""
+    """The operands of `ROW_CODES`: rows x [..., in], and columns [in], which multiply x before it
+    is rounded, or None."""
 
     x: Any
     columns: Any = None
@@ -168,9 +177,8 @@ def _run_codes(
         return choice.launch(x, columns, qtype=qtype)
     if columns is not None:
         wide = x.astype(jnp.float32)
-        x = wide * per_feature(columns, wide)
-    _, codes, scales = coded_by_xla(x, shard, qtype)
-    return codes, scales
+        x = wide * per_feature(columns.astype(jnp.float32), wide)
+    return coded_by_xla(x, shard, qtype)[1:3]
 
 
 ROW_CODES = Op("row_codes", _run_codes, Rows("t i", "i"), ("t i", "t"), contracted="i")
@@ -194,46 +202,55 @@ class Sums(NamedTuple):
 def sums(rows: RowScaled, kernel: Any, shard: Shard, bwd_qtype: str | None = None) -> Sums:
     """Returns x W of quantised rows [..., in] and a kernel [in, out] that `check_act_qtype`
     accepts, before the scales are applied. `bwd_qtype` is the format of gradients."""
+    total = shard.sum(_dot(rows.codes, transposed_codes(kernel, bwd_qtype), rows.dtype))
+    return Sums(total, rows.scales, scales_of(kernel))
+
+
+def transposed_codes(kernel: Any, bwd_qtype: str | None = None) -> jax.Array:
+    """Returns the codes [out, in] of a kernel [in, out] with contiguous rows. `bwd_qtype` is the
+    format of gradients."""
     codes = lax.bitcast_convert_type(kernel.qvalue, jnp.int8)
     if bwd_qtype is not None:
         # The gradient reads the rows. Without the constraint XLA would transpose, and keep, the
         # whole stack that a scan slices, and not one layer at a time.
         codes = with_layout_constraint(codes, _ROWS)
-    total = shard.sum(_multiplied(rows.codes, codes.T, rows.dtype))
-    return Sums(total, rows.scales, _scales(kernel))
+    # Tensor cores require contiguous rows. If they are not, XLA transposes int8 several times
+    # faster than FP8. The constraint makes it do so here, not in a product that is slower for it.
+    rows = lax.optimization_barrier(with_layout_constraint(codes.T, _ROWS))
+    return lax.bitcast_convert_type(rows, QTYPE)
 
 
 def transposed_sums(
     settings: ProductSettings, d: jax.Array, kernel: Any, shard: Shard | None = None
 ) -> Sums:
-    """Returns d Wᵀ [..., in] of d [..., out], whose rows are rounded to `settings.bwd_qtype`, one
-    of `BWD_QTYPES`, once they are multiplied by the kernel's scales, before their own scales are
-    applied. An operator gives the `shard` that it runs on."""
-    rows = Rows(d, _scales(kernel).astype(jnp.float32))
-    make = _codes if shard is None else functools.partial(_run_codes, shard=shard)
-    codes, scales = make(settings, operands=rows)
+    """Returns d Wᵀ [..., in] of d [..., out] before its scales are applied; see
+    `coded_gradient`."""
+    rows = coded_gradient(settings, d, kernel, shard)
     # In the rows of Ŵ, as stored, the summed features are contiguous already.
-    total = _dot(codes, kernel.qvalue, d.dtype)
+    total = _dot(rows.codes, kernel.qvalue, d.dtype)
     total = total if shard is None else shard.sum(total)
-    return Sums(total, scales, jnp.ones(kernel.shape[0], jnp.float32))
+    return Sums(total, rows.scales, jnp.ones(kernel.shape[0], jnp.float32))
 
 
-def _scales(kernel: Any) -> jax.Array:
+def coded_gradient(
+    settings: ProductSettings, d: jax.Array, kernel: Any, shard: Shard | None = None
+) -> RowScaled:
+    """Returns d [..., out] with its codes for d Wᵀ: its rows, multiplied by the kernel's scales,
+    rounded to `settings.bwd_qtype`, one of `BWD_QTYPES`. An operator gives the `shard` that it runs
+    on."""
+    rows = Rows(d, scales_of(kernel))
+    make = _codes if shard is None else functools.partial(_run_codes, shard=shard)
+    return RowScaled(d, *make(settings, operands=rows))
+
+
+def scales_of(kernel: Any) -> jax.Array:
     """Returns the scale of each column of a kernel [in, out]."""
     return quantised.repeated(kernel.scale, 1, kernel.shape[1])[0]
 
 
-def _multiplied(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """Returns x wᵀ of x [..., k] in FP8 and w [n, k], the kernel's codes as int8, accumulated in
-    fp32: bf16 if `dtype` is bf16, else f32."""
-    # cuBLAS requires contiguous rows. If they are not, XLA transposes int8 several times faster
-    # than FP8. The constraint makes it do so here, not in a product that is slower for it.
-    rows = lax.optimization_barrier(with_layout_constraint(w, _ROWS))
-    return _dot(x, lax.bitcast_convert_type(rows, QTYPE), dtype)
-
-
 def _dot(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """Returns x wᵀ of x [..., k] and w [n, k] in FP8, as `_multiplied`."""
+    """Returns x wᵀ of x [..., k] and w [n, k] in FP8, accumulated in fp32: bf16 if `dtype` is bf16,
+    else f32."""
     # Not fp16, in which unscaled sums would overflow.
     result = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     axes = (((x.ndim - 1,), (1,)), ((), ()))

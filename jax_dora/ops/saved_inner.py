@@ -92,6 +92,48 @@ def _prune(used: Sequence[bool], *context: Any) -> tuple[list[bool], Any]:
     return [True, any(used[1:]), False], equation.replace(invars=[result, inner, inner])
 
 
+def named_copy(result: jax.Array, copy: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
+    """Returns (result, copy), two equal arrays, as `jax.ad_checkpoint.checkpoint_name(result,
+    name)`, except that `jax.checkpoint` keeps the copy. A kernel that writes a result twice writes
+    the second one into the stack of a scan, into which XLA would copy the first, since others read
+    it."""
+    result, copy = _copy_p.bind(result, copy, name=name)
+    return result, copy
+
+
+# (result, copy) to themselves. If the copy is kept, the backward pass reads it as the result.
+_copy_p = Primitive("name_dora_copy")
+_copy_p.multiple_results = True
+_copy_p.def_impl(lambda *arrays, name: list(arrays))
+_copy_p.def_abstract_eval(lambda *types, name: list(types))
+mlir.register_lowering(_copy_p, lambda _, *arrays, name: list(arrays))
+
+
+def _split_copy(
+    policy: Callable[..., Any], unknown: Sequence[bool], computed: Sequence[bool], equation: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
+    """Splits the equation, as `_partial_eval`."""
+    kept = [one for one, again in zip(equation.invars, computed, strict=True) if not again]
+    if any(unknown):
+        return None, equation, [True] * 2, [True] * 2, kept
+    if policy(_copy_p, *(one.aval for one in equation.invars), **equation.params) is not True:
+        return equation, equation, [False] * 2, [True] * 2, kept
+    result, copy = equation.outvars
+    backward = equation.replace(invars=[copy] * 2, outvars=[result, Var(copy.aval)])
+    return equation, backward, [False] * 2, [True, False], [copy]
+
+
+def _name_tangents(primals: Sequence[Any], tangents: Sequence[Any], name: str) -> tuple[Any, Any]:
+    return _copy_p.bind(*primals, name=name), list(tangents)
+
+
+def _name_batch(arrays: Sequence[Any], axes: Sequence[Any], name: str) -> tuple[Any, Any]:
+    return _copy_p.bind(*arrays, name=name), list(axes)
+
+
+ad.primitive_jvps[_copy_p] = _name_tangents
+batching.primitive_batchers[_copy_p] = _name_batch
+partial_eval.partial_eval_jaxpr_custom_rules[_copy_p] = _split_copy
 ad.primitive_jvps[_save_p] = _jvp
 batching.primitive_batchers[_save_p] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[_save_p] = _partial_eval

@@ -85,7 +85,7 @@ def _with_room(
     return first_with_room(configs, limits.slices(rank), 2, int(want_inner), scales_bytes)
 
 
-@launcher("want_inner")
+@launcher("want_inner", "want_copy")
 def launch(
     base: jax.Array,
     z: jax.Array,
@@ -96,15 +96,17 @@ def launch(
     scales: tuple[jax.Array, jax.Array] | None = None,
     *,
     want_inner: bool,
+    want_copy: bool = False,
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, inner or None) for base [..., out] and z [..., r].
+    """Returns (y, inner, a copy of y, or None) for base [..., out] and z [..., r].
 
     Args:
       base, z, lora_b, g, scale, bias: see the module.
       scales: base's scales, rows f32[...] and columns f32[out]; or None.
       want_inner: whether to return inner.
+      want_copy: whether to write y twice, which saves a pass that copies it; not with inner.
       config, sm_count: see `choose.Choice`.
     """
     shape, dtype = base.shape, base.dtype
@@ -149,7 +151,8 @@ def launch(
             if inner_smem is not None:
                 inner_smem[consumer, :, chunk] = (base + scaled).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile.smem, out_gmem[0].at[tile.rows, tile.cols])
+        for y_gmem in out_gmem[: 2 if want_copy else 1]:
+            plgpu.copy_smem_to_gmem(tile.smem, y_gmem.at[tile.rows, tile.cols])
         if inner_smem is not None:
             plgpu.copy_smem_to_gmem(inner_smem.at[consumer], out_gmem[1].at[tile.rows, tile.cols])
         return carry
@@ -168,7 +171,7 @@ def launch(
         ),
         dtype,
         dtype,
-        out_type=[jax.ShapeDtypeStruct(base.shape, dtype)] * (2 if want_inner else 1),
+        out_type=[jax.ShapeDtypeStruct(base.shape, dtype)] * (2 if want_inner or want_copy else 1),
         scratch={"inner_smem": inner_smem} if want_inner else {},
         kernel_name="dora_expand_compose",
     )(
@@ -180,4 +183,7 @@ def launch(
         *row_scales,
     )
     results = [result[:rows].reshape(shape) for result in results]
+    if want_copy:
+        # Without the barrier XLA would launch the kernel again for the stack of a scan.
+        return lax.optimization_barrier(results[0]), results[1]
     return results[0], results[1] if want_inner else None

@@ -234,7 +234,7 @@ def sum_of_products(
                             ]
                             stores += 1
                             plgpu.wait_smem_to_gmem(CHUNK_BUFFERS - 1, wait_read_only=True)
-                            _store(value.astype(dtype), buffer_smem)
+                            store_chunk(value.astype(dtype), buffer_smem)
                             plgpu.commit_smem()
                             plgpu.copy_smem_to_gmem(buffer_smem, out.at[at])
                 if vectors:
@@ -270,13 +270,13 @@ def sum_of_products(
     return [lax.optimization_barrier(result) for result in results]
 
 
-def _store(chunk: jax.Array, buffer_smem: Any) -> None:
+def store_chunk(chunk: jax.Array, buffer_smem: Any) -> None:
     """Writes a chunk of the result to its buffer. With stated layouts an assignment would first
     read the buffer, into registers that nobody needs."""
     if choose.interpreted():
         buffer_smem[...] = chunk
         return
-    swizzle = CHUNK_COLS * bits(chunk.dtype) // 8
+    swizzle = chunk.shape[-1] * bits(chunk.dtype) // 8
     buffer: Any = limits.swizzled(chunk.shape, chunk.dtype)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(buffer.transforms)))
