@@ -102,7 +102,9 @@ def _with_codes(settings: GatingSettings, operands: Gating) -> row_scaled.RowSca
     h, codes, scales = primitive.call(SWIGLU_CODES, settings, constants)
     if settings.implementation != "eager":
         operands = operands._replace(h=h)
-    return row_scaled.RowScaled(_swiglu(settings, operands), codes, scales)
+    # A rematerialised layer computes no codes again, for which it would write h and read it.
+    again = define(constants)
+    return row_scaled.RowScaled(_swiglu(settings, operands), codes, scales, again)
 
 
 def define(operands: Gating) -> jax.Array:
@@ -192,7 +194,7 @@ def _run_codes(settings: GatingSettings, shard: Shard, operands: Gating) -> tupl
     if choice is not None:
         return choice.launch(gate, up, gate_g, up_g, gate_bias, up_bias)
     # Without the barrier XLA computes h again for its codes, and does not round it.
-    return tuple(row_scaled.coded_by_xla(lax.optimization_barrier(define(operands)), shard))
+    return row_scaled.coded_by_xla(lax.optimization_barrier(define(operands)), shard)[:3]
 
 
 SWIGLU_CODES = Op(
