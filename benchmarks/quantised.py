@@ -17,7 +17,8 @@ One line is one measurement (`work`) with one format (`qtype`):
                   with a bank of adapters, as in level `bank`
     step          an optimizer step of Llama 3 8B or 70B as in level `step`, with DoRA or LoRA
                   (QLoRA); weights are random codes with scales that give weights of usual size;
-                with 70B also on two cards, by their axis of the mesh (`fsdp` or `tp`)
+                with 70B also on two cards, by their axis of the mesh (`fsdp` or `tp`); `memory`
+                is that of `DecoderConfig` (58 GiB need XLA_PYTHON_CLIENT_MEM_FRACTION=0.97)
     memory        the same with DoRA, for models from 8B to 70B, as far as they fit on a card of
                   80 GB
 
@@ -117,6 +118,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
                 row["keep_inner"] = "down_proj"
             formats = {"activations": case.activations, "gradients": case.gradients}
             row |= {name: qtype for name, qtype in formats.items() if qtype}
+            row |= {"memory": case.memory} if isinstance(case.memory, float) else {}
             row |= dict(case.mesh)
             row = attempt(
                 row,

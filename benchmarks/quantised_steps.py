@@ -81,6 +81,7 @@ CASES = (
     _IN_FP8._replace(kind="LoRA"),
     _IN_FP8,
     _LARGE._replace(memory=44.0),
+    _LARGE._replace(memory=58.0),
     _LARGE._replace(memory=60.0, shape=(2, 4096), mesh=(("fsdp", 2),)),
     _LARGE._replace(memory=60.0, mesh=(("tp", 2),)),
 )

@@ -112,9 +112,46 @@ def made_codes(model, change=lambda model: model):
     )
 
 
+@pytest.mark.parametrize(
+    ("memory", "products", "codes"),
+    [(1.0, 7, 1), slow(None, 7 + 7, 2)],
+    ids=["kept", "computed again"],
+)
+def test_what_the_backward_pass_computes_again(memory, products, codes):
+    """No product whose result is kept, and SwiGLU without its codes. A kept result is one array of
+    the stack, the copy."""
+    model = base(FP8, "float8_e5m2")
+    model = jax_dora.apply_dora(model, DoRARule(".*_proj", 3, 4.0), rngs=nnx.Rngs(1))
+    config = dataclasses.replace(SMALL, memory=memory, remat=True)
+    model.model.config = model.config = config
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+
+    def gradient(trained):
+        def loss(trained):
+            logits = nnx.merge(graphdef, trained, frozen)(TOKENS)
+            return jax.nn.logsumexp(logits, axis=-1).mean()
+
+        return jax.grad(loss)(trained)
+
+    found = list(equations(gradient, trained))
+    names = [one.params["op"].name for one in found if one.primitive.name == "dora"]
+    assert names.count("project") == products
+    assert names.count("swiglu_codes") == codes  # which the last product reads
+    forward = next(one for one in found if one.primitive.name == "scan")
+    wide = (SMALL.num_hidden_layers, *TOKENS.shape, SMALL.intermediate_size)
+    kept = [one for one in forward.outvars if one.aval.shape == wide]
+    assert len(kept) == (2 if memory else 0)
+    # Without a barrier, XLA would compute a kept z again for the stack.
+    behind = {id(y) for one in found if "barrier" in one.primitive.name for y in one.outvars}
+    named = [one for one in found if one.params.get("name") == "dora_z"]
+    assert named
+    assert all(id(one.invars[0]) in behind for one in named)
+
+
 def coded(norm, layers, x):
     """The norm of x as the layers take it."""
-    return jax_dora.layer_inputs(layers, norm(x), lambda: norm.largest(x))
+    normed, largest = norm.with_largest(x)
+    return jax_dora.layer_inputs(layers, normed, lambda: largest)
 
 
 def test_codes_of_a_norm_are_those_of_its_result():
