@@ -35,7 +35,9 @@ def apply_layers(layers: Sequence[Any], inputs: Any) -> list[jax.Array]:
 
 
 def layer_inputs(
-    layers: Sequence[Any], x: jax.Array, largest: Callable[[], jax.Array] | None = None
+    layers: Sequence[Any],
+    x: jax.Array,
+    largest: Callable[[], jax.Array | tuple[jax.Array, jax.Array]] | None = None,
 ) -> Any:
     """Returns x [..., in] as all of these layers take it: with FP8 codes that are made once, if all
     of them quantise their inputs (`jax_dora.quantize` with `act_qtype`), and otherwise unchanged.
@@ -45,11 +47,16 @@ def layer_inputs(
     Args:
       layers: the layers that read x.
       x: [..., in].
-      largest: returns max |x| of each row f32[...], if that is known from the computation of x.
+      largest: returns max |x| of each row f32[...], if that is known from the computation of x; or
+        (x, max |x|), if x is computed in another way with it. It is called for codes only.
     """
     if not all(map(takes_codes, layers)):
         return x
-    return coded(x) if largest is None else coded_by(largest(), x)
+    if largest is None:
+        return coded(x)
+    found = largest()
+    x, found = found if isinstance(found, tuple) else (x, found)
+    return coded_by(found, x)
 
 
 def named_result(layer: Any, y: jax.Array) -> jax.Array:

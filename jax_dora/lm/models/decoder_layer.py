@@ -11,7 +11,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_dora
-from jax_dora.layers.quantised_kernel import takes_codes
 from jax_dora.lm.models import activations, rope
 from jax_dora.lm.models.attention import Segments, attend, attend_segments
 from jax_dora.lm.models.cache import LayerCache
@@ -147,11 +146,7 @@ class DecoderLayer(nnx.Module):
 
     def _normed(self, norm: RMSNorm, x: jax.Array, *layers: Any) -> Any:
         """Returns norm(x) as `layers` take it."""
-        if all(map(takes_codes, layers)):
-            normed, largest = norm.with_largest(x)
-            normed = jax_dora.layer_inputs(layers, normed, lambda: largest)
-        else:
-            normed = norm(x)
+        normed = jax_dora.layer_inputs(layers, norm(x), lambda: norm.with_largest(x))
         return _on_x(lambda y: checkpoint_name(self._sharded(y), activations.NORMED), normed)
 
     def _sharded(self, x: jax.Array) -> jax.Array:

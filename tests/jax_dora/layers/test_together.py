@@ -79,7 +79,8 @@ def test_codes_are_made_once_and_are_those_that_each_layer_makes():
     x = rows(4, 32, dtype=jnp.bfloat16)
     plain = jax_dora.layer_inputs([*pair.layers, Pair().first], x)
     assert plain is x
-    for largest in (None, lambda: jnp.abs(x).max(axis=-1).astype(jnp.float32)):
+    known = jnp.abs(x).max(axis=-1).astype(jnp.float32)
+    for largest in (None, lambda: known, lambda: (x, known)):
         inputs = jax_dora.layer_inputs(pair.layers, x, largest)
         first, *codes = jax.tree.leaves(inputs)
         assert first is x

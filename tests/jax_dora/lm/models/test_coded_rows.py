@@ -150,8 +150,7 @@ def test_what_the_backward_pass_computes_again(memory, products, codes):
 
 def coded(norm, layers, x):
     """The norm of x as the layers take it."""
-    normed, largest = norm.with_largest(x)
-    return jax_dora.layer_inputs(layers, normed, lambda: largest)
+    return jax_dora.layer_inputs(layers, norm(x), lambda: norm.with_largest(x))
 
 
 def test_codes_of_a_norm_are_those_of_its_result():
