@@ -116,8 +116,10 @@ def _projection_fwd(
     operands = _with_divisible_g(operands)
     from_y, scaled = _result_holds_inner(operands, operands.x.dtype), _scaled_lora_a(operands)
     forward = _with_z(settings, operands, scaled)
-    # Without the barrier, XLA computes z again for each result that a scan stacks and reads.
-    z = lax.optimization_barrier(forward.z)
+    z = forward.z
+    if settings.bwd_qtype is not None:
+        # Otherwise XLA computes z again for each result that a scan stacks and reads.
+        z = lax.optimization_barrier(z)
     forward = forward._replace(z=jnp.asarray(checkpoint_name(z, Z_NAME)))
     want_inner = wanted.g is not None and not from_y
     in_features, out = operands.kernel.shape
