@@ -35,9 +35,6 @@ READ_CODES = {"decode_project", "decode_quantised"}
 # rounded first, and the bias's gradient as a sum of two that are rounded.
 PEFT_ROUNDS = ("norm", "d_bias")
 FP8 = "float8_e4m3fn"
-# How far an fp32 quotient of a row's element and scale may be off, relatively: a GPU's by two
-# units, and that of a rounded scale by one more.
-UNDECIDED = 2.0**-21
 GROWN = 1 + 2.0**-4  # How much larger than x its rounded rows may be, and with them the bounds.
 
 
@@ -166,12 +163,13 @@ def undecided(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """Returns the distance of the two neighbours of each element in `rounded_rows` if it lies in
     their middle, so that rounding its quotient in fp32 decides, else 0. Rows of 16-bit numbers have
     such elements: the quotient of two is often a number of few bits."""
-    scale = x.abs().amax(-1, keepdim=True) / torch.finfo(getattr(torch, dtype)).max
-    apart = [
-        (x / scale * (1 + sign * UNDECIDED)).float().to(getattr(torch, dtype)).double()
+    fp8: torch.dtype = getattr(torch, dtype)
+    scale = x.abs().amax(-1, keepdim=True) / torch.finfo(fp8).max
+    below, above = (
+        (x / scale * (1 + sign * tolerances.FP8_QUOTIENT)).float().to(fp8).double()
         for sign in (-1, 1)
-    ]
-    return (apart[1] - apart[0]).abs() * scale
+    )
+    return (above - below).abs() * scale
 
 
 def judge_kernels(report: Report, layer: Layer, names: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from parity.tolerances.operators import norm as norm
 from parity.tolerances.operators import quantised_rows as quantised_rows
 from parity.tolerances.operators import stored_inner as stored_inner
 from parity.tolerances.operators import swiglu as swiglu
+from parity.tolerances.rules import FP8_QUOTIENT as FP8_QUOTIENT
 from parity.tolerances.rules import TRITON_INTERPRETER_BF16 as TRITON_INTERPRETER_BF16
 from parity.tolerances.rules import UNIT_ROUNDOFF as UNIT_ROUNDOFF
 from parity.tolerances.rules import accumulation as accumulation

@@ -52,6 +52,9 @@ LARGEST_FP8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57_344.0}
 SIGMAS = 4.0
 BLOCK = 16
 FP8_BLOCK, FP8_SUM = 32, 2.0**-13
+# How far an fp32 quotient of a row's element and scale may be off, relatively: a GPU's by two
+# units, and that of a rounded scale by one more.
+FP8_QUOTIENT = 2.0**-21
 
 # Triton's interpreter truncates fp32 to bf16, while the GPU rounds to nearest: an error of up to a
 # full spacing, twice as large.

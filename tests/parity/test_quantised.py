@@ -24,6 +24,13 @@ BF16 = [
 NF4, WITHOUT_GRADIENTS = LAYERS[0], next(layer for layer in LAYERS if not layer.trained)
 
 
+def test_only_a_code_in_the_middle_of_two_is_undecided():
+    rows = torch.tensor([[448.0, 17.0, -17.0, 18.0, 17.5], [44.8, 1.7, 1.8, 0.0, 1.75]])
+    apart = quantised.undecided(rows.double(), quantised.FP8)
+    expected = [[0, 2, 2, 0, 0], [0, 0.2, 0, 0, 0]]
+    np.testing.assert_allclose(apart, expected, rtol=1e-5)
+
+
 def of_another_tile(weight):
     """Returns the parts of a weight with the scales of other tiles."""
     found = torchao_weights.parts(weight)
