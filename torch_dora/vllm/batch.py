@@ -27,6 +27,9 @@ class Batch:
 
     Attributes:
         has_adapters: bool[1] on the CPU, whether any token has an adapter.
+        small, large: i32[tiles, HEAD + rows], the tiles of SMALL and LARGE rows.
+        slots: i32[tokens, 1], the slot of each token of a batch of few, or -1.
+        used: i32[1 + slots, 2], how many slots such a batch has; then those, and their ranks.
     """
 
     def __init__(self, tokens: int, slots: int, device: torch.device | str) -> None:
