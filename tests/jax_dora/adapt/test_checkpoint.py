@@ -48,16 +48,18 @@ def test_adapters_alone(tmp_path):
 def test_orbax_stores_the_codes_of_all_formats_but_nf4(tmp_path):
     """As docs/small-memory.md says, which shows how to store those of nf4."""
 
-    def save(qtype):
+    def save(qtype, choose=lambda state: state):
         state = nnx.state(quantize(nnx.Linear(64, 2, rngs=nnx.Rngs(0)), qtype))
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / qtype, state)
+            checkpointer.save(tmp_path / qtype, choose(state))
 
     for qtype in FORMATS:
         if qtype != "nf4":
             save(qtype)
+    # The codes alone: when Orbax refuses one array, it leaves the others to TensorStore's threads,
+    # which then find its event loop closed, in the middle of another test.
     with pytest.raises(ValueError, match='Unsupported data type: "uint4"'):
-        save("nf4")
+        save("nf4", lambda state: [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint4])
 
 
 @pytest.mark.slow
