@@ -26,14 +26,14 @@ class Batch:
         slots: number of slots.
 
     Attributes:
-        has_adapters: bool[1] on the CPU, whether any token has an adapter.
+        tokens: i64[1] on the CPU, the tokens of the batch; 0 if none has an adapter.
         small, large: i32[tiles, HEAD + rows], the tiles of SMALL and LARGE rows.
         slots: i32[tokens, 1], the slot of each token of a batch of few, or -1.
         used: i32[1 + slots, 2], how many slots such a batch has; then those, and their ranks.
     """
 
     def __init__(self, tokens: int, slots: int, device: torch.device | str) -> None:
-        self.has_adapters = torch.zeros(1, dtype=torch.bool)
+        self.tokens = torch.zeros(1, dtype=torch.int64)
         few = min(tokens, SMALL_BATCH)
         shapes = [
             *((most_tiles(count, slots, rows), HEAD + rows)
@@ -60,7 +60,7 @@ class Batch:
         slots = np.where(np.append(ranks, 0)[slots] > 0, slots, -1)
         order = np.argsort(slots, kind="stable")
         order = order[np.count_nonzero(slots < 0) :]
-        self.has_adapters[0] = len(order) > 0
+        self.tokens[0] = len(slots) if len(order) else 0
         small, large, of_token, used = self._parts
         few = slots[:SMALL_BATCH] if len(slots) <= SMALL_BATCH else slots[:0]
         _fill(small, order[: len(few)], slots, ranks)

@@ -13,7 +13,7 @@ LoRAModelManager._add_adapter         the same, for programs that replace _load_
 LoRAModelManager.activate_adapter     puts g into the slot
 LRUCacheWorkerLoRAManager
 ._apply_adapters                      the same order in all processes; renews outdated norms
-LoRAModelRunnerMixin.load_lora_model  finds out when weights are reloaded
+LoRAModelRunnerMixin.load_lora_model  refuses options; finds out when weights are reloaded
 Worker.finish_weight_update           or written by a trainer
 ====================================  ==============================================================
 """
@@ -50,7 +50,7 @@ def keeps_punica() -> bool:
 
 def _compute_hash(original: Function) -> Function:
     # Stored graphs are looked up by this hash before anything is traced.
-    return lambda self: f"{original(self)}-torch_dora.vllm-5-{keeps_punica()}"
+    return lambda self: f"{original(self)}-torch_dora.vllm-6-{keeps_punica()}"
 
 
 def _from_dict(original: Function) -> Function:
@@ -207,12 +207,27 @@ def _apply_adapters(original: Function) -> Function:
 
 def _load_lora_model(original: Function) -> Function:
     def load_lora_model(self: Any, model: Any, vllm_config: Any, device: Any) -> Any:
+        _refuse_divided_batches(vllm_config)
         result = original(self, model, vllm_config, device)
         _outdate_after(self, "reload_weights", self.lora_manager._adapter_manager.dora)
         install((_SESSION,))
         return result
 
     return load_lora_model
+
+
+def _refuse_divided_batches(vllm_config: Any) -> None:
+    """Raises ValueError if vLLM calls layers for some tokens of a batch: it looks up their adapters
+    by their places in the whole."""
+    options = {
+        "--enable-dbo or --ubatch-size": vllm_config.parallel_config.use_ubatching,
+        "--kv-sharing-fast-prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
+    }
+    if given := [option for option, is_on in options.items() if is_on]:
+        raise ValueError(
+            f"{' and '.join(given)}: vLLM divides a batch by it, and gives tokens the adapters of "
+            "others then. Leave it out, or --enable-lora"
+        )
 
 
 def _finish_weight_update(original: Function) -> Function:

@@ -86,7 +86,7 @@ class SlotProducts(nn.Module):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
         self.unit = expand.unit_of(sizes)
-        self.has_adapters = tables.has_adapters
+        self.tokens = tables.tokens
         self.multiplies_base = _is_plain(layer)
         layer.lora_a_stacked = self.lora_a[:, None].split(lora_a[0].shape[2], 2)
         layer.lora_b_stacked = self.lora_b[:, None].split(sizes, 2)
@@ -96,7 +96,7 @@ class SlotProducts(nn.Module):
         adapters = (
             *(self.lora_a, self.lora_b, self.g, self.unit, self.small_blocks, self.large_blocks),
             *(self.small_tiles, self.large_tiles, self.blocks, self.slots, self.used_slots),
-            *(self.counts, self.has_adapters),
+            *(self.counts, self.tokens),
         )
         if self.multiplies_base:
             weight = layer.base_layer.weight
@@ -134,11 +134,25 @@ class _Adapters(NamedTuple):
     slots: Tensor
     used_slots: Tensor
     counts: Tensor
-    has_adapters: Tensor
+    tokens: Tensor
 
     def are_in(self, x: Tensor) -> bool:
-        """Returns whether a token of the batch has an adapter."""
-        return bool(self.has_adapters.item()) and x.numel() > 0
+        """Returns whether a token of the batch has an adapter.
+
+        Args:
+            x: [rows, in], a row for each token of the batch, and others.
+
+        Raises:
+            RuntimeError: there are fewer rows. Tokens are looked up by their places in the batch.
+        """
+        tokens, rows = int(self.tokens.item()), len(x)
+        if 0 < rows < tokens:
+            raise RuntimeError(
+                f"vLLM calls a layer for {rows} of a batch's {tokens} tokens; expected all, since "
+                "adapters are looked up by the place in the batch. Leave out the option that "
+                "divides batches, or LoRA for this layer"
+            )
+        return tokens > 0 and rows > 0
 
     def multiply_all(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Returns the layer's result by one kernel, or None where that is not chosen."""
@@ -172,9 +186,10 @@ def linear_with_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, *tensor
     second stream beside the base product, which waits for memory then.
     """
     adapters, rows = _Adapters(*tensors), x.reshape(-1, x.shape[-1]).contiguous()
-    if adapters.are_in(x) and (y := adapters.multiply_all(rows, weight, bias)) is not None:
+    has_adapters = adapters.are_in(rows)
+    if has_adapters and (y := adapters.multiply_all(rows, weight, bias)) is not None:
         return y.view(*x.shape[:-1], len(weight))
-    if not adapters.are_in(x) or len(rows) > MOST_BESIDE or x.device.type != "cuda":
+    if not has_adapters or len(rows) > MOST_BESIDE or x.device.type != "cuda":
         y = nn.functional.linear(x, weight, bias)
         add_adapters(y.view(-1, y.shape[-1]), rows, bias, *tensors)
         return y
@@ -206,7 +221,7 @@ _LIBRARY = torch.library.Library("torch_dora", "FRAGMENT")
 _ADAPTERS = (
     "Tensor lora_a, Tensor lora_b, Tensor g, int unit, Tensor small_blocks, Tensor large_blocks, "
     "Tensor small_tiles, Tensor large_tiles, Tensor blocks, Tensor slots, Tensor used_slots, "
-    "Tensor counts, Tensor has_adapters"
+    "Tensor counts, Tensor tokens"
 )
 _LIBRARY.define(f"add_adapters(Tensor(a!) y, Tensor x, Tensor? bias, {_ADAPTERS}) -> ()")
 _LIBRARY.define(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,6 +82,26 @@ def test_keys_are_parsed_again_for_another_model():
         found = lora_model.parse_fine_tuned_lora_name(key, mapper)
         assert found == (f"{before}layers.0.q_proj", False)
     assert lora_model.parse_fine_tuned_lora_name(key) == ("layers.0.q_proj", False)
+
+
+@pytest.mark.parametrize(
+    ("option", "ubatches", "is_fast"),
+    [("--enable-dbo", True, False), ("--kv-sharing-fast-prefill", False, True)],
+)
+def test_options_that_divide_a_batch_are_refused(option, ubatches, is_fast):
+    from vllm.v1.worker.lora_model_runner_mixin import (  # pyright: ignore[reportMissingImports]
+        LoRAModelRunnerMixin,
+    )
+
+    from torch_dora.vllm import hooks
+
+    hooks.install()
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(use_ubatching=ubatches),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=is_fast),
+    )
+    with pytest.raises(ValueError, match=option):
+        LoRAModelRunnerMixin().load_lora_model(None, config, "cpu")
 
 
 def main(folder, paths):

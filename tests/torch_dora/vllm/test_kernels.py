@@ -38,7 +38,7 @@ def test_each_token_with_an_adapter_is_in_one_tile_of_its_slot(kind, tokens):
     for other in KINDS:  # What an earlier batch has left does not count.
         tables.update(slots_of(other, TOKENS // 2), RANKS)
     tables.update(slots, RANKS)
-    assert bool(tables.has_adapters) == bool((slots >= 0).any())
+    assert tables.tokens.item() == (tokens if (slots >= 0).any() else 0)
     for table in (tables.small, tables.large):
         if len(slots) > batch.SMALL_BATCH and table is tables.small:
             continue  # Not read for so many tokens.
@@ -189,7 +189,7 @@ def test_an_adapter_of_other_layers_is_in_no_tile():
         found = [(slot, rank, tokens) for slot, rank, tokens in _tiles(table)]
         assert found == [(0, 3, [1]), (2, 4, [2])]
     tables.update(np.array([1, 1]), [3, 0, 4, 5, 5])
-    assert not tables.has_adapters
+    assert not tables.tokens
 
 
 def test_ranks_beyond_the_adapters_are_not_read():

@@ -65,6 +65,17 @@ def test_a_batch_without_adapters_is_the_base_product(layer):
     assert torch.equal(layer.apart(layer, x, layer.bias), expected)
 
 
+def test_some_of_a_batch_is_refused(layer):
+    """The tables are of the whole batch: others' adapters would be used, beyond the end of y."""
+    for products in (layer.together, layer.apart):
+        with pytest.raises(RuntimeError, match="for 4 of a batch's 5 tokens"):
+            products(layer, layer.draw(4, INPUTS), layer.bias)
+        assert products(layer, layer.draw(0, INPUTS), layer.bias).shape == (0, sum(SIZES))
+    layer.tables.update(np.full(5, -1), [RANK, 0, 5])
+    for products in (layer.together, layer.apart):
+        products(layer, layer.draw(4, INPUTS), layer.bias)
+
+
 def test_both_operators_are_traced_whole(layer):
     """vLLM compiles the model in one graph, for any number of tokens."""
     for products in (layer.together, layer.apart):
