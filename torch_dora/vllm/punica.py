@@ -12,6 +12,7 @@ Layers that they do not take, and all with TORCH_DORA_VLLM_PUNICA=1, stay with P
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,9 +166,9 @@ class _Adapters(NamedTuple):
         segments = product.segments_of(x, weight, bias, adapters)
         return product.launch(x, weight, bias, segments, adapters) if segments else None
 
-    def shrink(self, x: Tensor, *, is_beside: bool = False) -> Tensor:
+    def shrink(self, x: Tensor, beside: AbstractContextManager[Any] | None = None) -> Tensor:
         tiles = self.small_tiles if _is_small(x) else self.large_tiles
-        return shrink.launch(x, self.lora_a, tiles, self.lora_b.shape[2], is_beside=is_beside)
+        return shrink.launch(x, self.lora_a, tiles, self.lora_b.shape[2], beside=beside)
 
     def expand(self, y: Tensor, parts: Tensor, bias: Tensor | None) -> None:
         small, large = (self.small_blocks, self.small_tiles), (self.large_blocks, self.large_tiles)
@@ -195,9 +196,7 @@ def linear_with_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, *tensor
         return y
     first, second = torch.cuda.current_stream(x.device), _second_stream(x.device)
     second.wait_stream(first)
-    with torch.cuda.stream(second):
-        # The second stream's memory, which it uses again only after the first has read this.
-        parts = adapters.shrink(rows, is_beside=True)
+    parts = adapters.shrink(rows, beside=torch.cuda.stream(second))
     y = nn.functional.linear(x, weight, bias)
     first.wait_stream(second)
     adapters.expand(y.view(-1, y.shape[-1]), parts, bias)

@@ -12,6 +12,8 @@ slot, up to the real rank.
 """
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -199,19 +201,25 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def launch(
-    x: Tensor, lora_a: Tensor, tiles: Tensor, max_rank: int, *, is_beside: bool = False
+    x: Tensor,
+    lora_a: Tensor,
+    tiles: Tensor,
+    max_rank: int,
+    *,
+    beside: AbstractContextManager[Any] | None = None,
 ) -> Tensor:
     """Returns the parts of z, f32[splits, tokens, ranks].
 
     Args:
         tiles: the table of :class:`batch.Batch` for so many tokens.
         max_rank: the ranks of one projection in ``lora_a``.
-        is_beside: whether another kernel runs at the same time, on another stream.
+        beside: selects another stream for the launch, if another kernel runs at the same time on
+            this one. The parts are memory of this one, which is to wait for the other.
     """
     tokens, features = x.shape
     slots, ranks, _ = lora_a.shape
     rows = batch.rows_of_tile(tokens)
-    config = LARGE if rows == batch.LARGE else BESIDE if is_beside else SMALL
+    config = LARGE if rows == batch.LARGE else SMALL if beside is None else BESIDE
     most = min(tiles.shape[0], batch.most_tiles(tokens, slots, rows))
     chunk = config.chunk
     if rows == batch.LARGE:
@@ -223,31 +231,32 @@ def launch(
     groups = ranks // max_rank if config.divides else 1
     overlaps = config.overlaps and can_overlap(x.device)
     parts = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)
-    launch_kernel(
-        _kernel,
-        (min(config.programs, max(1, most) * splits * groups),),
-        x,
-        lora_a,
-        tiles,
-        parts,
-        tokens,
-        features,
-        most,
-        splits,
-        chunk,
-        # Of large tiles it follows the tokens, and must not be compiled for each number of them.
-        CHUNK=chunk if rows == batch.SMALL else 0,
-        PROJECTIONS=groups,
-        RANKS=ranks // groups,
-        MAX_RANK=max_rank,
-        PADDED_RANKS=max(16, next_power_of_2(ranks // groups)),
-        ROWS=rows,
-        LANES=config.lanes,
-        DEPTH=config.depth,
-        HEAD=batch.HEAD,
-        OVERLAPS=overlaps,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        launch_pdl=overlaps,
-    )
+    with beside or nullcontext():
+        launch_kernel(
+            _kernel,
+            (min(config.programs, max(1, most) * splits * groups),),
+            x,
+            lora_a,
+            tiles,
+            parts,
+            tokens,
+            features,
+            most,
+            splits,
+            chunk,
+            # Of large tiles it follows the tokens, and is not compiled for each number of them.
+            CHUNK=chunk if rows == batch.SMALL else 0,
+            PROJECTIONS=groups,
+            RANKS=ranks // groups,
+            MAX_RANK=max_rank,
+            PADDED_RANKS=max(16, next_power_of_2(ranks // groups)),
+            ROWS=rows,
+            LANES=config.lanes,
+            DEPTH=config.depth,
+            HEAD=batch.HEAD,
+            OVERLAPS=overlaps,
+            num_warps=config.warps,
+            num_stages=config.stages,
+            launch_pdl=overlaps,
+        )
     return parts

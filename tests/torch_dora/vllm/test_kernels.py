@@ -1,5 +1,6 @@
 """The kernels for vLLM's slots, against fp64, and the tables that they read."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -97,7 +98,8 @@ def run(slots, sizes, x, y, lora_a, lora_b, g, bias, device="cpu", is_beside=Fal
     bias = None if bias is None else bias.to(device)
     target = torch.empty(len(y), y.stride(0), dtype=y.dtype, device=device)[:, : y.shape[1]]
     target.copy_(y)
-    parts = shrink.launch(x, lora_a, tiles, MAX_RANK, is_beside=is_beside)
+    beside = contextlib.nullcontext() if is_beside else None
+    parts = shrink.launch(x, lora_a, tiles, MAX_RANK, beside=beside)
     config, unit = expand.SMALL if is_small else expand.LARGE, expand.unit_of(sizes)
     blocks = expand.column_blocks(config, sizes, device)
     expand.launch(target, parts, lora_b, g, bias, blocks, unit, tiles)
@@ -202,6 +204,30 @@ def test_ranks_beyond_the_adapters_are_not_read():
         given["lora_b"][slot, :, -(-rank // 16) * 16 :] = torch.nan
     run(slots, [20, 12], **given)
     assert torch.equal(given["y"], expected)
+
+
+def test_the_parts_are_memory_of_the_stream_that_reads_them(monkeypatch):
+    """Several streams may have one beside them, which would use it again while one still reads."""
+    streams, used = ["this"], {}
+
+    @contextlib.contextmanager
+    def other():
+        streams.append("other")
+        yield
+        streams.pop()
+
+    def empty(*shape, make=torch.empty, **options):
+        used["memory"] = streams[-1]
+        return make(*shape, **options)
+
+    def launch_kernel(*arguments, **options):
+        used["kernel"] = streams[-1]
+
+    monkeypatch.setattr(shrink.torch, "empty", empty)
+    monkeypatch.setattr(shrink, "launch_kernel", launch_kernel)
+    lora_a, tiles = torch.zeros(3, 16, 64), torch.zeros(9, batch.HEAD + 16, dtype=torch.int32)
+    shrink.launch(torch.zeros(5, 64), lora_a, tiles, 16, beside=other())
+    assert used == {"memory": "this", "kernel": "other"}
 
 
 def test_a_kernel_is_compiled_once_for_all_numbers_of_tokens(monkeypatch):
