@@ -270,6 +270,8 @@ def refuses(x: Tensor, weight: Tensor, blocks: Tensor, max_rank: int) -> str | N
         return f"for ranks above {MOST_RANKS}, A does not fit into shared memory"
     if not blocks.numel() or x.shape[1] % 64 or not weight.is_contiguous():
         return "its blocks would be cut"
+    if any(one.data_ptr() % 16 or one.stride(0) % 8 for one in (x, weight)):
+        return "rows of a descriptor begin at a multiple of 16 bytes"
     if x.device.type != "cuda" or capability(x.device) != 90:
         return "it was measured on Hopper only"
     return None
@@ -298,7 +300,7 @@ _FOUND: dict[Any, int] = {}
 
 def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> int:
     """Returns in how many segments cuBLAS sums products of such shapes; 0 if in other ways, or if
-    this cannot be found out now, since a graph is being captured.
+    this cannot be found out now, since a graph is being captured or the weight is zero.
 
     It is found out once, by comparing bits for tokens without an adapter.
     """
@@ -306,6 +308,8 @@ def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapte
     if key in _FOUND:
         return _FOUND[key]
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return 0
+    if not weight.any():  # Sums of zeros are the same in all ways.
         return 0
     generator = torch.Generator(x.device).manual_seed(0)
     x = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)

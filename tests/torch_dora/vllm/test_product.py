@@ -130,11 +130,27 @@ def test_the_segments_are_those_with_the_bits_of_the_base_layer(monkeypatch, fou
     assert product.segments_of(given["x"], *operands, adapters) == 0
 
 
+def test_a_weight_of_zeros_tells_nothing_of_the_segments(monkeypatch):
+    """As a block has that was added to a model. Any sum of zeros has the same bits."""
+    given = layer(8, 256, [64], torch.bfloat16, False, "cpu")
+    adapters = adapters_of(given, [64], kernels.slots_of("mixed", 8))
+    monkeypatch.setattr(product, "_FOUND", {})
+    zeros = torch.zeros_like(given["weight"])
+    assert product.segments_of(given["x"], zeros, None, adapters) == 0
+    assert not product._FOUND
+
+
 class OnCard:
     device = torch.device("cuda")
 
-    def __init__(self, *shape):
-        self.shape = shape
+    def __init__(self, *shape, address=0, apart=0):
+        self.shape, self.address, self.apart = shape, address, apart
+
+    def data_ptr(self):
+        return self.address
+
+    def stride(self, _):
+        return self.apart or self.shape[1]
 
     def __len__(self):
         return self.shape[0]
@@ -153,6 +169,11 @@ def test_layers_that_would_be_cut_and_other_cards_are_refused(monkeypatch):
     assert (
         product.refuses(OnCard(64, 128), weight, product.blocks_of([96, 32], "cpu"), 16) is not None
     )
+    assert product.refuses(OnCard(64, 128, address=8), weight, blocks, 16) is not None
+    # One row of a wider tensor counts as contiguous.
+    assert product.refuses(OnCard(1, 128, apart=129), weight, blocks, 16) is not None
+    aside = torch.zeros(128 * 128 + 1)[1:].view(128, 128)
+    assert product.refuses(OnCard(64, 128), aside, blocks, 16) is not None
     monkeypatch.setattr(product, "capability", lambda device: 80)
     assert product.refuses(OnCard(64, 128), weight, blocks, 16) is not None
 
