@@ -36,6 +36,8 @@ def refuses(layer: Any) -> str | None:
     """Returns why the kernels cannot compute a layer with LoRA of vLLM, or None."""
     if isinstance(layer, vllm_layers.ReplicatedLinearWithLoRA):
         return "vLLM calls its base layer's own forward"
+    if vllm.envs.VLLM_BATCH_INVARIANT:
+        return "rows must have the same bits in any batch, as they have by vLLM's kernels"
     lora_a, lora_b = layer.lora_a_stacked, layer.lora_b_stacked
     dtypes = {one.dtype for one in (*lora_a, *lora_b)} | {layer.base_layer.params_dtype}
     ranks = sum(one.shape[2] for one in lora_a)
@@ -113,7 +115,7 @@ def _is_plain(layer: Any) -> bool:
     """Returns whether vLLM computes the base layer by ``torch.nn.functional.linear``."""
     base = layer.base_layer
     weight = base_weight.readable_weight(base, slices.features_out(layer), layer.input_size)
-    if weight is None or vllm.envs.VLLM_BATCH_INVARIANT:
+    if weight is None:
         return False
     # vLLM 0.25 chooses the product at each call.
     product = getattr(base.quant_method, "_gemm_impl", None) or utils.dispatch_unquantized_gemm()

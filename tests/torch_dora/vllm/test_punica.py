@@ -108,8 +108,21 @@ def test_a_layer_is_plain_where_vllm_multiplies_by_torch(monkeypatch):
         base.quant_method._gemm_impl = utils.default_unquantized_gemm
     monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.default_unquantized_gemm)
     assert punica._is_plain(layer)
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not punica._is_plain(layer)
-    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
     base.weight = torch.nn.Parameter(torch.ones(6, 2))  # packed
     assert not punica._is_plain(layer)
+
+
+def test_vllms_kernels_stay_where_rows_must_have_the_same_bits_in_any_batch(monkeypatch):
+    """These add A's products in parts, whose number follows the tokens of the batch."""
+    from torch_dora.vllm import punica
+
+    tensors = (torch.zeros(3, 1, 16, 64).bfloat16(),)
+    layer = SimpleNamespace(
+        lora_a_stacked=tensors,
+        lora_b_stacked=tensors,
+        base_layer=SimpleNamespace(params_dtype=torch.bfloat16),
+        lora_config=SimpleNamespace(fully_sharded_loras=False),
+    )
+    assert punica.refuses(layer) is None
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "the same bits in any batch" in str(punica.refuses(layer))
