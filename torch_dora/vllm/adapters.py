@@ -173,8 +173,8 @@ class Adapters:
             magnitudes = [magnitude_of(one) for one in packed or [name]]
             if all(one is None for one in magnitudes):
                 continue
-            if reason := slices.refuses(layer):
-                problems.append(f"{name}: {reason}")
+            if name not in self._layers:
+                problems.append(f"{name}: {slices.refuses(layer)}")
             lora.dora_magnitudes[name] = magnitudes if packed else magnitudes[0]
         problems += [
             f"{name}: the model has no such layer, or --lora-target-modules leaves it out"
@@ -202,6 +202,7 @@ class Adapters:
             parts[name] = slices.cut(names, self._layers[name], *tensors)
         return parts
 
+    @torch.no_grad()
     def _squares(self, parts: Parts) -> list[Tensor]:
         """Returns ‖W + sBA‖² of each part, f32[out of the part], over this process's inputs."""
         squares = []

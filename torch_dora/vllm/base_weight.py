@@ -70,7 +70,6 @@ class BaseWeight:
         self._squares: Tensor | None = None
         self._rounds_inputs = False
 
-    @torch.no_grad()
     def squares(self, parts: Sequence[Part]) -> list[Tensor]:
         """Returns ‖W + sBA‖² of the outputs of each part, f32[out of the part].
 

@@ -76,15 +76,18 @@ def _validate_features(original: Function) -> Function:
 
 def _parse_name(original: Function) -> Function:
     # vLLM asks for each key of an adapter two or three times, and those of a model are alike.
-    found: dict[str, Any] = {}
+    mapped: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     mapper: Any = None
 
     def parse_fine_tuned_lora_name(name: str, weights_mapper: Any = None) -> Any:
         nonlocal mapper
-        if weights_mapper is not mapper:  # vLLM makes an equal one for each adapter.
+        if weights_mapper is not None and weights_mapper is not mapper:
+            # vLLM makes an equal one for each adapter, and asks without one between.
             if weights_mapper != mapper:
-                found.clear()
+                mapped.clear()
             mapper = weights_mapper
+        found = plain if weights_mapper is None else mapped
         if name not in found:
             if len(found) >= _KEYS:
                 found.clear()

@@ -84,6 +84,25 @@ def test_keys_are_parsed_again_for_another_model():
     assert lora_model.parse_fine_tuned_lora_name(key) == ("layers.0.q_proj", False)
 
 
+def test_a_key_is_parsed_once_for_all_adapters_of_a_model():
+    """For each, vLLM makes an equal mapper, and asks with it and without it in turn."""
+    from vllm.model_executor.models.utils import (  # pyright: ignore[reportMissingImports]
+        WeightsMapper,
+    )
+
+    from torch_dora.vllm import hooks
+
+    parsed = []
+    parse = hooks._parse_name(lambda name, mapper=None: parsed.append(name) or (name, mapper))
+    for _ in range(3):
+        mapper = WeightsMapper(orig_to_new_prefix={"layers.": "text.layers."})
+        for layer in range(4):
+            key = f"base_model.model.layers.{layer}.q_proj.lora_A.weight"
+            assert parse(key, mapper) == (key, mapper)
+            assert parse(key) == (key, None)
+    assert len(parsed) == 8
+
+
 @pytest.mark.parametrize(
     ("option", "ubatches", "is_fast"),
     [("--enable-dbo", True, False), ("--kv-sharing-fast-prefill", False, True)],
