@@ -100,6 +100,8 @@ def test_recomputation_happens_inside() -> None:
 
 
 @pytest.mark.ci
+# torch 2.11's compiler uses what 2.11 deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_under_torch_compile() -> None:
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
     model = trained(apply_dora(copy.deepcopy(plain), DoRARule(".*", 2, 4)))
