@@ -71,6 +71,11 @@ def project_back(d, w, dz, a):
     return d @ w.T + dz @ a.T
 
 
+def coded_matmul(codes, scales, kernel, z, adapter, columns):
+    sums = jnp.matmul(codes, kernel.T, **F32) * (scales[:, None] * columns)
+    return (sums + jnp.matmul(z, adapter.T, **F32)).astype(z.dtype)
+
+
 def bank_expand(base, z, b, slot, g, scale):
     lora = scale[:, None, None] * jnp.einsum("ntr,nro->nto", z, b[slot])
     return (g[:, None] * (base.astype(jnp.float32) + lora)).astype(base.dtype)

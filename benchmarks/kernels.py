@@ -40,9 +40,9 @@ class Kernel:
         `kernel_definitions` that computes the same by XLA.
       call: the sizes that the module's `config` and `wins` take, before the dtypes.
       operands: for each operand the names of its axes, separated by commas. Operands of two axes
-        and more are bf16, of one axis fp32, after "nf4" NF4 codes. Five have no axes: "layer" (the
-        number of a layer), "seed" (of dropout), "slot" (a slot for each group), "ids" (a slot for
-        each row) and "ranks" (the rank in each slot).
+        and more are bf16, of one axis fp32, after "nf4" or "fp8" codes. Five have no axes: "layer"
+        (the number of a layer), "seed" (of dropout), "slot" (a slot for each group), "ids" (a slot
+        for each row) and "ranks" (the rank in each slot).
       shapes: the sizes by name.
       candidates: configs to try in addition to the kernel's own choice.
       products: the axes of its matrix products, separated by commas.
@@ -87,7 +87,7 @@ class Kernel:
         that is None."""
         sizes: dict[str, int] = {}
         for axes, operand in zip(self.operands.split(", "), operands, strict=True):
-            names = [] if axes == "layer" else axes.removeprefix("nf4 ").split()
+            names = [] if axes == "layer" else _names(axes)
             sizes |= dict(zip(names, operand.shape, strict=True))
         target, call = choose.target(), self.arguments(sizes)
         if self.triton:
@@ -120,6 +120,10 @@ class Kernel:
         return sum(2 * math.prod(sizes[name] for name in axes.split()) for axes in products)
 
 
+def _names(axes: str) -> list[str]:
+    return [name for name in axes.split() if name not in ("nf4", "fp8")]
+
+
 def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
     match axes:
         case "seed":
@@ -131,10 +135,12 @@ def _draw(key: jax.Array, axes: str, sizes: Mapping[str, int]) -> jax.Array:
             return jnp.arange(count, dtype=jnp.int32) % sizes["slots"]
         case "ranks":
             return jnp.full(sizes["slots"], sizes["rank"], jnp.int32)
-    shape = tuple(sizes[name] for name in axes.removeprefix("nf4 ").split())
+    shape = tuple(sizes[name] for name in _names(axes))
     if axes.startswith("nf4 "):
         return jax.random.randint(key, shape, 0, 16, jnp.uint8).astype(jnp.uint4)
     values = jax.random.normal(key, shape)
+    if axes.startswith("fp8 "):
+        return values.astype(jnp.float8_e4m3fn)
     if len(shape) == 1:
         return 1 + 0.1 * values
     # Scaled so that sums of products stay near 1.
@@ -343,6 +349,19 @@ TABLE = (
         PRODUCT_SHAPES,
         PRODUCTS,
         "rows in out, rows in rank",
+    ),
+    Kernel(
+        "coded_matmul",
+        "rows in out rank",
+        "fp8 rows in, rows, fp8 out in, rows rank, out rank, out",
+        _shapes(
+            "rows in out rank",
+            *((4096, 4096, 1024, 16), (4096, 4096, 4096, 16), (4096, 4096, 14336, 16)),
+            *((4096, 14336, 4096, 16), (4096, 8192, 1024, 16), (4096, 8192, 8192, 16)),
+            *((4096, 8192, 28672, 16), (4096, 28672, 8192, 16)),
+        ),
+        (*PRODUCTS[:3], matmul_tiling.Config(split_rows=False)),
+        "rows in out, rows rank out",
     ),
     _dropped("dropout_shrink", "in rank", transposed=False),
     _dropped("dropout_shrink_back", "rows rank", transposed=True),

@@ -35,6 +35,8 @@ ALIGNED = SIZES | {"out": 320}
 TILED = ALIGNED | {"tiles": IN // 64, "rows": 7, "out": 512}
 # The threads of a thread block share a row evenly, or a kernel takes whole tiles only.
 WHOLE = SIZES | {"in": 256, "out": 384}
+# FP8 codes are read in slices of 128, beside an adapter of at most 16 ranks.
+CODED = WHOLE | {"out": 320, "rank": 16}
 # With a bank, the tokens of a row fill whole tiles, and ranks are multiples of 8.
 GROUPED = ALIGNED | {"groups": 3, "layers": 2, "slots": 4, "time": 128, "rank": 72}
 # The kernels for few rows of a bank take small ranks.
@@ -111,6 +113,8 @@ def jax_kernels() -> dict[str, Callable[[], object]]:
             sizes = ALIGNED  # The tiles of the tensor cores have no ragged columns.
         elif name.startswith("bank"):
             sizes = FEW if name == "bank_decode" else GROUPED
+        elif name == "coded_matmul":
+            sizes = CODED
         elif name in ("row_codes", "stationary_norm", "swiglu_codes"):
             sizes = WHOLE
         return lambda: kernel.launch(*kernel.draw(sizes))
