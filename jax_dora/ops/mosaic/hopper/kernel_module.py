@@ -3,56 +3,45 @@
 Pallas lowers a kernel to a module with many equal constants and addresses. XLA keeps the module
 with every call, and writes it into JAX's compilation cache as often. jaxlib simplifies a module
 when it compiles it, too; what is done here, once for all calls, takes a third of its bytes away.
+It is done before Pallas writes the module, which would have to be read again.
 """
 
-import hashlib
-import io
 import itertools
 import re
+import threading
 from typing import Any
 
+from jax.experimental.mosaic.gpu import core
 from jax.experimental.mosaic.gpu.launch_context import MOSAIC_GPU_SMEM_ALLOC_ATTR as DESCRIPTORS
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-TARGET = "mosaic_gpu_v2"
-# A module is stored in a dialect that all versions of jaxlib can read.
-READ = "builtin.module(mosaic_gpu-serde{serialize=false},cse,strip-debuginfo)"
-WRITE = "builtin.module(mosaic_gpu-serde{serialize=true})"
+# The last pass makes it a module of a dialect that all versions of jaxlib can read.
+PASSES = "builtin.module(cse,strip-debuginfo,mosaic_gpu-serde{serialize=true})"
+
+_pallas_serialises = core._run_serde_pass
+_thread = threading.local()
 
 
-def simplify(program: ir.Module) -> None:
-    """Simplifies the module of each call of a Mosaic kernel in a StableHLO program."""
-
-    def visit(call: ir.Operation) -> ir.WalkResult:
-        name = call.attributes["call_target_name"] if "call_target_name" in call.attributes else ""
-        if str(name) == f'"{TARGET}"':
-            config: Any = call.attributes["mhlo.backend_config"]
-            call.attributes["mhlo.backend_config"] = _simplified(config)
-        return ir.WalkResult.ADVANCE
-
-    program.operation.walk(visit)
+def simplify_in_this_thread() -> None:
+    """Simplifies the kernels that this thread lowers from now on."""
+    _thread.simplifies = True
+    core._run_serde_pass = _serialised
 
 
-def _simplified(config: Any) -> ir.DictAttr:
-    """Returns the configuration of a call with a simplified module."""
-    context = config.context
+def _serialised(module: ir.Module, **options: Any) -> ir.Module:
+    """Returns the module of a kernel in the dialect that is stored; of ours the module itself."""
+    if not getattr(_thread, "simplifies", False):
+        return _pallas_serialises(module, **options)
+    context = module.context
     allowed, context.allow_unregistered_dialects = context.allow_unregistered_dialects, True
     try:
-        with context, ir.Location.unknown():
-            module = ir.Module.parse(config["module"].value_bytes)
-            PassManager.parse(READ).run(module.operation)
+        with context:
             _pass_words(module)
-            PassManager.parse(WRITE).run(module.operation)
-            buffer = io.BytesIO()
-            module.operation.write_bytecode(buffer, desired_version=0)
-            code = buffer.getvalue()
-            entries = {config[i].name: config[i].attr for i in range(len(config))}
-            entries["module"] = ir.StringAttr.get(code)
-            entries["kernel_hash"] = ir.StringAttr.get(hashlib.sha256(code).digest())
-            return ir.DictAttr.get(entries)
+            PassManager.parse(PASSES).run(module.operation)
     finally:
         context.allow_unregistered_dialects = allowed
+    return module
 
 
 def _pass_words(module: ir.Module) -> None:

@@ -163,8 +163,8 @@ def _code(kernel: _Kernel, types: tuple[Any, ...]) -> bytes:
 
     def lower() -> bytes:
         _ask_ptxas_once()
+        kernel_module.simplify_in_this_thread()
         module = program.lower(lowering_platforms=("cuda",)).compiler_ir()
-        kernel_module.simplify(module)
         buffer = io.BytesIO()
         module.operation.write_bytecode(buffer)
         return buffer.getvalue()

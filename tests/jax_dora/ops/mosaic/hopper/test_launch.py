@@ -2,7 +2,7 @@
 
 import functools
 import gc
-import hashlib
+import io
 import re
 import types
 from concurrent.futures import thread as futures
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.experimental.mosaic.gpu import fragmented_array, layout_inference
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 from jaxlib.mlir import ir
@@ -173,54 +174,70 @@ def test_pallas_infers_no_layouts_in_a_step(monkeypatch):
     assert not inferred
 
 
-def modules(program):
-    """Returns (module, hash) of the call of a kernel in its own program."""
-    found = []
+@pytest.fixture
+def written(monkeypatch):
+    """Returns a list of (bytes, bytes) for the module of each kernel of ours that is lowered: as
+    Pallas would write it, and as it is stored."""
+    serialise, pairs = kernel_module._serialised, []
 
-    def visit(call):
-        if "mhlo.backend_config" in call.attributes:
-            config = ir.DictAttr(call.attributes["mhlo.backend_config"])
-            found.append(
-                [ir.StringAttr(config[key]).value_bytes for key in ("module", "kernel_hash")]
-            )
-        return ir.WalkResult.ADVANCE
+    def recorded(module, **options):
+        original = code_of(kernel_module._pallas_serialises(module, **options))  # of a copy
+        pairs.append((original, code_of(serialise(module, **options))))
+        return module
 
-    program.operation.walk(visit)
-    return found
+    monkeypatch.setattr(kernel_module, "_serialised", recorded)
+    return pairs
 
 
-def test_modules_of_kernels_are_small(monkeypatch):
+def code_of(module):
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer, desired_version=0)
+    return buffer.getvalue()
+
+
+def test_modules_of_kernels_are_small(written):
     """XLA stores a module with each of its calls."""
-    simplify, pairs = kernel_module.simplify, []
-
-    def recorded(program):
-        [(original, _)] = modules(program)
-        simplify(program)
-        pairs.append((original, *modules(program)[0]))
-
-    monkeypatch.setattr(kernel_module, "simplify", recorded)
     for_cuda(*step(1))
-    assert len(pairs) >= 3
-    for original, code, name in pairs:
+    assert len(written) >= 3
+    for original, code in written:
         assert len(code) < 0.75 * len(original)
-        assert name == hashlib.sha256(code).digest()
         assert b".py" in original
         assert b".py" not in code
 
 
-def test_descriptors_are_passed_as_words(monkeypatch):
-    """LLVM would compile a load and a store of each of their bytes."""
-    simplify, pairs = kernel_module.simplify, []
+def test_a_module_is_not_read_while_its_kernel_is_lowered(monkeypatch):
+    """Pallas would copy it by writing and reading its bytes. Only the program that a kernel is
+    stored as is read, by the program that calls it."""
+    parse, read = ir.Module.parse, []
 
-    def recorded(program):
-        [(before, _)] = modules(program)
-        simplify(program)
-        pairs.append([sizes_of_descriptors(code) for code in (before, modules(program)[0][0])])
+    def recorded(code, *arguments, **options):
+        read.append(code)
+        return parse(code, *arguments, **options)
 
-    monkeypatch.setattr(kernel_module, "simplify", recorded)
+    monkeypatch.setattr(ir.Module, "parse", staticmethod(recorded))
     for_cuda(*step(1))
-    assert len(pairs) >= 3
-    for before, after in pairs:
+    assert len(read) == lowered() >= 3
+
+
+def test_a_kernel_of_the_user_is_as_pallas_writes_it():
+    def copy(x_gmem, out_gmem, x_smem, ready):
+        plgpu.copy_gmem_to_smem(x_gmem, x_smem, ready)
+        plgpu.barrier_wait(ready)
+        plgpu.copy_smem_to_gmem(x_smem, out_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    x = aval(64, 64)
+    scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()]
+    of_user = plgpu.kernel(copy, out_type=x, scratch_types=scratch)
+    assert ".py" not in for_cuda(*step(1))
+    assert ".py" in for_cuda(of_user, x)
+
+
+def test_descriptors_are_passed_as_words(written):
+    """LLVM would compile a load and a store of each of their bytes."""
+    for_cuda(*step(1))
+    assert len(written) >= 3
+    for before, after in (map(sizes_of_descriptors, pair) for pair in written):
         [(count, bits)] = set(before)
         assert bits == 8
         assert after == [(count // 8, 64)] * len(before)
