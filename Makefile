@@ -1,6 +1,6 @@
 # make parity     compare both packages with each other and with an fp64 oracle
 # make test       quick tests, no GPU needed: a few minutes
-# make test-slow  the other tests of .ci/run: those marked `ci`, and slow ones
+# make test-ci    those, and the tests marked `ci`, as .ci/run does
 # make test-all   all tests that need no GPU, then the core at the oldest supported versions; not
 #                 those of other packages: make test-models, test-clients, test-deepspeed,
 #                 test-trl, test-vllm
@@ -35,18 +35,8 @@ OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/layers/test_linear.py tests/ja
     tests/jax_dora/peft/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted
 # Those of `make test`, and those marked ci.
-OLDEST_MARKS ?= not gpu and not gpus and not slow and not models and not clients and not deepspeed \
+CI_MARKS ?= not gpu and not gpus and not slow and not models and not clients and not deepspeed \
     and not trl and not vllm
-# The tests marked `slow` that .ci/run has time for: kernels, operators and adapted weights, also on meshes,
-# and some of the decoder and its server.
-SLOW_TESTS ?= tests/jax_dora/ops tests/jax_dora/bank tests/torch_dora/ops \
-    tests/jax_dora/tracing --ignore tests/jax_dora/tracing/test_sharded_models.py \
-    tests/jax_dora/test_mesh.py tests/jax_dora/adapt/test_quantize.py tests/torch_dora/test_sharded.py \
-    tests/jax_dora/adapt/test_stacks.py tests/jax_dora/lm/serve/test_adapter_folder.py \
-    tests/jax_dora/lm/serve/test_engine.py tests/jax_dora/lm/models/test_coded_rows.py \
-    tests/jax_dora/lm/models/test_generation.py::test_a_row_is_sampled_the_same_in_any_batch \
-    tests/jax_dora/lm/models/test_quantised_folder.py \
-    tests/jax_dora/lm/models/test_bank.py tests/jax_dora/lm/test_jax_dora_command.py
 
 ifdef NO_VENV
 PYTHON ?= python3
@@ -57,7 +47,7 @@ RUN := $(VENV)/bin/python
 SETUP := setup
 endif
 
-.PHONY: parity test test-slow test-all test-gpu test-gpus test-oldest lint types docs figures format \
+.PHONY: parity test test-ci test-all test-gpu test-gpus test-oldest lint types docs figures format \
     setup setup-oldest setup-models test-models setup-clients test-clients \
     setup-deepspeed test-deepspeed setup-trl test-trl setup-vllm test-vllm clean
 
@@ -67,10 +57,8 @@ parity: $(SETUP)
 test: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) --keep-programs $(PYTEST_ARGS)
 
-test-slow: $(SETUP)
-	$(RUN) -m pytest $(WORKERS) --keep-programs -m "ci and not gpu and not slow" $(PYTEST_ARGS)
-	$(RUN) -m pytest $(WORKERS) --keep-programs -m "slow and not gpu and not gpus and not models" \
-	    $(SLOW_TESTS) $(PYTEST_ARGS)
+test-ci: $(SETUP)
+	$(RUN) -m pytest $(WORKERS) --keep-programs -m '$(CI_MARKS)' $(PYTEST_ARGS)
 
 test-all: $(SETUP)
 	$(RUN) -m pytest $(WORKERS) \
@@ -89,7 +77,7 @@ test-gpus: $(SETUP)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 -m gpus $(PYTEST_ARGS)
 
 test-oldest: setup-oldest
-	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) -k '$(OLDEST_CHOICE)' -m '$(OLDEST_MARKS)' \
+	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) -k '$(OLDEST_CHOICE)' -m '$(CI_MARKS)' \
 	    $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 # Needs the public model libraries.

@@ -83,7 +83,7 @@ def assert_near(found, wanted):
     ("name", "given"),
     thinned(
         [*itertools.product(MODELS, [False]), ("conv", True), ("swiglu", True)],
-        [("linear", False)],
+        [("linear", False), ("attention", False), ("conv", True)],
     ),
 )
 def test_rows_over_devices(name, given):
@@ -191,7 +191,10 @@ def gradient_of_call(adapted, x, sharding=None, *, dropout=False):
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("case", "dropout"),
-    thinned(itertools.product(SHARDED, [False, True]), [("einsum", False)]),
+    thinned(
+        itertools.product(SHARDED, [False, True]),
+        [("rows of a kernel", False), ("split heads", False), ("columns", True), ("einsum", False)],
+    ),
 )
 def test_every_layer_takes_out_sharding(case, dropout):
     """As models do that are written for explicit axes, FSDP over "data" and TP over "model". The
@@ -226,7 +229,7 @@ def joined(rngs):
     return nnx.LinearGeneral((6, 4), 16, axis=(-2, -1), rngs=rngs)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("make", "shape", "of_kernel"),
     [

@@ -21,7 +21,7 @@ def trained():
     return adapters.trained(apply_dora(inside.base(), inside.RULE))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("count", "kind"), [(2, "tp"), (4, "fsdp"), (4, "fsdp tp")])
 def test_folders_are_those_of_one_device(trained, tmp_path, count, kind):
     peft.save_adapter(trained, tmp_path / "one")
@@ -67,7 +67,7 @@ def test_fresh_adapters_are_the_base_model_and_the_same_everywhere(in_two):
     assert found["lora_a"][0].abs().min() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["linear", "bmm", "grouped"])
 def test_packed_experts_are_those_of_one_device(way):
     found = processes.run(inside.experts, 2, "cpu", way)
@@ -75,7 +75,7 @@ def test_packed_experts_are_those_of_one_device(way):
         torch.testing.assert_close(many, one)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_checkpoints_go_on_in_fewer_processes(tmp_path):
     folder = str(tmp_path)
     want = processes.run(inside.train, 4, "cpu", folder, 0, 6)
@@ -109,7 +109,7 @@ def test_dropout_of_a_row_parallel_layer(in_two, mode):
     torch.testing.assert_close(found, want)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["tp", "fsdp"])
 def test_compiled_models(kind):
     processes.run(inside.compiled, 2, "cpu", kind)

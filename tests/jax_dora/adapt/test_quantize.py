@@ -98,7 +98,7 @@ def test_a_bf16_kernel_is_rounded_by_its_bf16_scales():
     assert np.all(np.abs(kernels.meant(found) - oracle.fp64(array)) <= 0.76 * step)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_plain_layers_compute_with_quantised_kernels():
     model = quantize(Mixed(nnx.Rngs(0)), "nf4", path=PATH, tile_size=4)
     assert type(model.conv) is nnx.Conv
@@ -114,7 +114,7 @@ def test_plain_layers_compute_with_quantised_kernels():
 SOME = nnx.DiffState(0, lambda path, _: path[-1] in ("bias", "embedding"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("make", thinned([Mixed, Stacked], [Stacked]))
 def test_either_order_makes_the_same_model_and_a_fresh_adapter_changes_nothing(make):
     model = make(nnx.Rngs(0))
@@ -219,7 +219,7 @@ def test_merging_requantises_only_with_a_report_of_what_is_lost():
     close(merged(x).astype(jnp.float32), np.ones((3, 128)) @ kernels.meant(kernel), 2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_coverage_and_an_example():
     model = quantize(Mixed(nnx.Rngs(0)), "int8", path="blocks/.*")
     table = str(coverage(model, ids()))
@@ -228,7 +228,7 @@ def test_coverage_and_an_example():
     assert isinstance(model.blocks[0], jax_dora.DoRALinear)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_peft_folder_is_that_of_a_float_base(tmp_path):
     plain = apply_dora(Stacked(nnx.Rngs(0)), RULES[1:], rngs=nnx.Rngs(1))
     model = train(quantize(plain, "nf4", tile_size=4))
@@ -572,7 +572,7 @@ def test_without_qwix(monkeypatch):
         quantize(Mixed(nnx.Rngs(0)), "int8")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_nothing_imports_qwix_unasked():
     code = "import sys, jax_dora; assert 'qwix' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -111,12 +111,12 @@ def expected(
     return y
 
 
-CASES = [((1,), (LAYERS,), LAYERS)]
+CASES = [((1,), (LAYERS,), LAYERS), ((-1,), (LAYERS,), 5), ((1, 0), (2, 3), 5)]
 SLOW_CASES = [
     ((1,), (1,), 5),
-    *(((axis,), (LAYERS,), width) for axis, width in [(0, 3), (-1, 3), (1, 5), (-1, 5)]),
+    *(((axis,), (LAYERS,), width) for axis, width in [(0, 3), (-1, 3), (1, 5)]),
     *(((axis,), (1,), 5) for axis in (0, -1)),
-    *((axes, (2, 3), 5) for axes in [(0, 0), (0, 1), (1, 0), (1, 1), (-1, 0), (0, -1), (-1, -1)]),
+    *((axes, (2, 3), 5) for axes in [(0, 0), (0, 1), (1, 1), (-1, 0), (0, -1), (-1, -1)]),
     ((1, 1), (3, 3), 3),  # the shapes do not tell
     ((1, 1), (2, 1), 5),
     ((1, 0, 1), (2, 1, 2), 5),
@@ -168,7 +168,7 @@ def test_equal_stacks_are_traced_once(monkeypatch):
         assert factored_norm.call_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_shapes_tell_the_axis_where_they_can():
     base, x = Stack(1, 5), inputs(5)
     adapted = apply_dora(base, DoRARule("blocks/(linear|heads)", 2, 3), rngs=nnx.Rngs(1))
@@ -280,7 +280,7 @@ def test_a_registration_of_a_layer_goes_by_the_metadata_of_maxtexts_scan():
     assert registration.axes_of(own, (0,)) == "sbio"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_dropout_and_sharding_metadata_lie_along_their_axes():
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap(out_axes=1, transform_metadata={nnx.PARTITION_NAME: "layers"})

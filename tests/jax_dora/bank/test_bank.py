@@ -73,7 +73,7 @@ def test_what_is_loaded_again_takes_no_norm():
         assert jnp.array_equal(one[:, 2], other[:, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_groups_of_projections_are_loaded_as_all_at_once(monkeypatch):
     """The largest kernels first, and without compiling again."""
     model, found = Mixed(nnx.Rngs(0)), []

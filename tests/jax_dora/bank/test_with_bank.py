@@ -54,7 +54,7 @@ def test_every_row_is_within_its_bound_of_the_oracle(dtype, time):
     check_rows(base, adapters, x, y, IDS)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("rows", [7, 70])
 def test_the_kernels_read_adapters_where_loads_put_them(rows):
     """Covers slots that held an adapter of a larger rank."""
@@ -226,7 +226,7 @@ def test_stacked_layers():
     assert np.isnan(np.asarray(y)).all(axis=1).tolist() == [False, True, True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("time", [(), (3,)])
 def test_under_vmap(time):
     model = Block(nnx.Rngs(0))
@@ -254,14 +254,14 @@ def test_slots_change_on_a_mesh_of_which_one_axis_is_explicit():
     assert bank.arrays[""].lora_b.sharding.spec[2] == "m"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("spec", "axis_type", "time"),
     thinned(
         itertools.product(
             [(None, "m"), ("m", None)], [AxisType.Auto, AxisType.Explicit], [(), (3,)]
         ),
-        [((None, "m"), AxisType.Explicit, ())],
+        [((None, "m"), AxisType.Explicit, ()), (("m", None), AxisType.Auto, (3,))],
     ),
 )
 def test_on_a_mesh(axis_type, spec, time):

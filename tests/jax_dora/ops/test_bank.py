@@ -68,7 +68,7 @@ def test_agrees_with_fp64(on_mosaic, implementation):
     assert np.isnan(fp64(y[3])).all()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_small_prompts_are_rows_of_the_kernels_for_decoding(on_mosaic, monkeypatch, watched):
     """80 tokens of four requests, in two tiles of rows."""
     launched = watched(bank_rows)

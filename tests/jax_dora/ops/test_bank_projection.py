@@ -67,7 +67,7 @@ def test_equals_the_base_and_bank_linear():
     np.testing.assert_array_equal(y.astype(np.float32), other.astype(np.float32))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_row_does_not_depend_on_the_other_rows(on_mosaic):
     """A row's result is the same whether the batch has a row of the base or not."""
     x, kernel, held, ids = prompts(4, 128)

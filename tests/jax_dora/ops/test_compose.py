@@ -67,7 +67,7 @@ def test_xla_agrees_with_the_oracle(op, shape, dtype):
     check(op, *operands(0, shape, dtype), 0.7, "xla")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @settings(max_examples=6)
 @given(
     rows=st.integers(1, 40),
@@ -115,7 +115,7 @@ def test_kernels_agree_at_full_size(rows, out, dtype, implementation):
     check("compose", *operands(3, (rows, out), dtype, 0.0015), 0.7, implementation)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     """A plain sum of 0.1 drifts by half an ulp of the sum per row, always in one direction."""
     rows, out, g = 256, 8, jnp.ones(8)

@@ -79,7 +79,7 @@ def test_equals_dora_linear_at_rate_zero(mode):
     chex.assert_trees_all_equal(y, ops.dora_linear(**arrays, scale=SCALE))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_in_the_fused_kernels(on_mosaic):
     rng = np.random.default_rng(0)
 

@@ -73,7 +73,7 @@ def test_triton_agrees_at_full_size(sizes, adapter_dtype):
     assert_near_oracle(norm, *operands, 0.7)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @settings(max_examples=8)
 @given(
     n_in=st.integers(1, 70),

@@ -75,6 +75,7 @@ def test_bf16_scales_and_adapters():
         *thinned(
             [(qtype, jnp.float32, False) for qtype in quantised.FORMATS],
             [("nf4", jnp.float32, False), ("float8_e4m3fn", jnp.float32, False)],
+            [("int4", jnp.float32, False), ("int8", jnp.float32, False)],
         ),
         # Kernels that are exact in bf16, so that the bounds of a bf16 kernel apply.
         ("int8", jnp.bfloat16, True),

@@ -58,7 +58,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-@pytest.mark.parametrize(("qtype", "rows", "shape", "tiles", "dtype"), thinned(SMALL, SMALL[:1]))
+@pytest.mark.parametrize(("qtype", "rows", "shape", "tiles", "dtype"), thinned(SMALL, SMALL[:4]))
 @pytest.mark.ci
 def test_agrees_with_fp64(monkeypatch, watched, qtype, rows, shape, tiles, dtype, is_trained):
     monkeypatch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0", sm_count=2))

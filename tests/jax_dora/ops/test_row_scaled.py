@@ -68,7 +68,7 @@ def test_jax_differentiates_the_definition():
     check_projection(jnp.float32, True, "eager")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_kernels_that_round_rows_and_scale_sums(on_mosaic):
     with on_mosaic():
         check_projection(jnp.bfloat16, True, "mosaic", (128, 24), bwd_qtype=E5M2)

@@ -86,7 +86,7 @@ def test_xla_agrees_with_the_oracle(shape, dtype, biased):
     check(*operands(0, shape, dtype, biased), "xla")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @settings(max_examples=6)
 @given(
     rows=st.integers(1, 40),
@@ -251,7 +251,7 @@ def test_keeps_nothing_but_its_operands():
     assert len(kept) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_transformations_agree_with_the_plain_call(on_mosaic):
     dh, (gate, up, g1, g2) = operands(5, (3, 5, 16), jnp.bfloat16)
 

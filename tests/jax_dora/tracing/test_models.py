@@ -71,7 +71,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_class_stays(base):
     assert shapes["blocks/0/out"] == (2, 3, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_trained_adapter_computes_what_its_merged_model_does(adapted):
     found = adapted(ids())
     merged, report = merge_dora(adapted, return_report=True)
@@ -122,7 +122,7 @@ def test_the_gradient_is_that_of_the_merged_weights_with_the_norm_held(adapted):
         assert found == pytest.approx(expected, rel=0.05, abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_what_a_call_changes_in_the_model_is_changed(adapted):
     adapted(ids())
     adapted(ids())
@@ -135,7 +135,7 @@ def test_what_a_call_changes_in_the_model_is_changed(adapted):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_it_can_be_pickled_copied_split_and_put_into_another_base(adapted):
     # Not compiled as a whole, and the same operations each time.
     expected = adapted(ids())
@@ -173,7 +173,7 @@ def test_under_vmap(adapted):
     close(found[1], adapted.blocks[0](x))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_dropout_drops_what_lora_a_reads(base):
     rule = DoRARule(r"blocks/\d+/heads|experts", 2, 3, dropout=0.5)
     adapted = apply_dora(base, rule, rngs=nnx.Rngs(1), example=(ids(),))

@@ -43,7 +43,7 @@ def made(make_folder, make_torch_model, tmp_path_factory):
     return model, bank, tokens, expected
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_row_is_as_peft_has_it(made):
     model, bank, tokens, expected = made
     graphdef, state = nnx.split(model)
@@ -57,7 +57,7 @@ def test_every_row_is_as_peft_has_it(made):
     assert np.array_equal(run(state, bank, np.full_like(IDS, -1))[1], logits[1])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_step_by_step_with_a_cache(made):
     """The prompt's tokens at once, the others one by one."""
     model, bank, tokens, expected = made
@@ -77,7 +77,7 @@ def test_step_by_step_with_a_cache(made):
     assert np.abs(together - expected).max() <= tolerances.caps.OPERATOR_FP32_MAX_ABS
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_bank_is_not_taken_apart(made):
     """No layer's part of the bank is an array of its own, as a scan over it would make."""
     model, bank, tokens, _ = made

@@ -200,7 +200,7 @@ def test_near_the_model_whose_activations_are_not_quantised(make):
     assert 1e-3 < off < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_gradients_are_near_those_without_codes():
     def gradients(model):
         graphdef, params, rest = nnx.split(model, jax_dora.DoRAParam, ...)
@@ -219,7 +219,7 @@ def test_gradients_are_near_those_without_codes():
     assert 1e-3 < off < 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_rows_of_the_base_in_a_bank_are_the_base_s():
     """A bank's layers take the codes that the base's layers take."""
     model = base()
@@ -238,7 +238,7 @@ def test_rows_of_the_base_in_a_bank_are_the_base_s():
     assert np.all(np.any(found[1::2] != wanted[1::2], axis=(1, 2)))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("axis", ["rows", "features"])
 def test_on_two_devices(axis):
     """Rows on two devices have their own codes; a row that two devices share has one scale."""

@@ -205,7 +205,7 @@ def test_ends(make_folder, tokens):
     assert cut == [text[: text.index(end)] if end in text else text for text in free]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_row_is_sampled_the_same_in_any_batch(make_folder, tokens):
     model = models.load_model(make_folder("llama"))
     first, second, _ = prompts_of(tokens)

@@ -61,7 +61,7 @@ def same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_quantised_as_it_is_read(folder):
     model = load_model(folder, quantize="nf4")
     same(model, jax_dora.quantize(load_model(folder), "nf4"))
@@ -78,7 +78,7 @@ def test_quantised_as_it_is_read(folder):
 FP8 = "float8_e4m3fn"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_activations_are_quantised_too(folder, tmp_path, is_quantised):
     if is_quantised:
@@ -107,7 +107,7 @@ def test_activations_need_their_format(folder, quantize, message):
         abstract_model(folder, quantize=quantize, act_qtype=FP8)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_activations_over_a_folder_of_blocks(folder, tmp_path):
     """The error's remedy works: the weights as floats, quantised while they are loaded."""
     blocks = rewritten(folder, tmp_path / "blocks", *FORMATS["fp8 blocks"])
@@ -119,7 +119,7 @@ def test_activations_over_a_folder_of_blocks(folder, tmp_path):
     assert act_qtype_of(model.model.layers.mlp.down_proj) == FP8
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_features_that_tiles_do_not_divide(tmp_path):
     """The error's remedies work for `load_model`, which takes no tile size, and for commands."""
     config = CONFIG | {"intermediate_size": 48}
@@ -256,7 +256,7 @@ FORMATS = {
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", thinned(FORMATS, ["compressed blocks"]))
+@pytest.mark.parametrize("name", thinned(FORMATS, ["nf4 twice", "fp8 blocks", "compressed blocks"]))
 def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
     model = load_model(rewritten(folder, tmp_path / "model", *FORMATS[name]))
     layers = model.model.layers
@@ -277,7 +277,7 @@ def test_quantised_folders_are_read_as_they_are(folder, tmp_path, name):
             load_model(tmp_path / "model", quantize="int8")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [None, "nf4", "fp8 blocks"])
 def test_sharded_as_it_is_read(folder, tmp_path, name):
     """A folder that is quantised, or by `quantize` is as it is read."""

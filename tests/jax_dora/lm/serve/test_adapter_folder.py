@@ -121,7 +121,7 @@ def test_texts_that_are_refused(base, tmp_path, monkeypatch):
         texts.read(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_an_adapter_answers_in_its_own_template_until_its_own_end(served, adapters):
     server, client = served
     folder = adapters / "own"

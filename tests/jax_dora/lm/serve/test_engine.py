@@ -32,7 +32,7 @@ from tests.jax_dora.lm.serve.test_http import until
 PROMPT = "What is a slot, and who pins it? " * 2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_nothing_is_compiled_after_the_start(served):
     """Whatever is asked: lengths, adapters that come in, draws, probabilities, ends."""
     _, client = served
@@ -57,7 +57,7 @@ def test_a_step_for_the_same_rows_sends_nothing(model):
             runner.decode(going)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_arrays_of_all_rows_keep_their_addresses(model):
     """Otherwise XLA would update its CUDA graphs in every step."""
     runner = ModelRunner(load_model(model), None, 3, 32, 16)
@@ -80,7 +80,7 @@ def test_the_arrays_of_all_rows_keep_their_addresses(model):
     assert addresses() == before
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_nothing_is_compiled_for_weights_committed_to_a_device(model):
     """As those are whose layout is not JAX's own: a program's results are so as well."""
     fp8 = "float8_e4m3fn"
@@ -169,7 +169,7 @@ def test_the_largest_file_of_an_adapter_is_one_in_fp64(model, adapters):
     assert largest_file(bank) == in_fp64 + HEADER_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_adapters_beyond_the_host_s_memory_are_read_again(served, settings):
     """And answer as they do elsewhere; those in slots are not."""
     names = ("french", "german", "lora", "small")

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.collectives import Collective, collectives
 from jax_dora import ops
 from tests.jax_dora.meshes import automatic
+from tests.tables import thinned
 
 TOKENS, HIDDEN, WIDE, RANK, SCALE = 64, 96, 160, 8, 0.7
 BOTH = ("x", "y")
@@ -77,8 +78,8 @@ def programs(optimized):
     return compiled
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.ci
+@pytest.mark.parametrize("name", thinned(LAYOUTS, ["fsdp", "tp", "fsdp×tp"]))
 def test_only_vectors_are_sent_in_addition_to_lora(programs, name):
     features = 4 * 2 * (HIDDEN + WIDE)  # bytes of one number of every output feature
     pairs = zip(programs(dora, name), programs(lora, name), strict=True)

@@ -113,7 +113,7 @@ def test_a_gradient_is_summed_over_the_devices(name, check):
         np.testing.assert_allclose(found[leaf], wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("name", thinned(LAYERS, ["compose"]))
+@pytest.mark.parametrize("name", thinned(LAYERS, ["compose", "dora_linear", "swiglu"]))
 @pytest.mark.ci
 def test_mosaic_computes_the_same(on_mosaic, name):
     """Runs on one device, because the interpreter supports only one."""

@@ -95,7 +95,7 @@ def in_a_process(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_program_calls_the_kernels_of_its_card():
     in_a_process(ON_A_CARD)
 

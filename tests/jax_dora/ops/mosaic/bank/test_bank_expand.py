@@ -82,7 +82,7 @@ def test_agrees_with_fp64(on_mosaic, time, rank, out, dtype, with_bias):
     check(arrays, y, with_bias=with_bias)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config",
     [

@@ -96,7 +96,10 @@ SPLIT_COLUMNS = Config(128, 128, split_rows=False, stages=2)
             (128, 64, 72, 64, jnp.bfloat16, None, False),
             (128, 128, 8, 128, jnp.float16, SPLIT_COLUMNS, False),
         ],
-        [(128, 128, 8, 128, jnp.float16, SPLIT_COLUMNS, False)],
+        [
+            (256, 128, 24, 320, jnp.bfloat16, None, True),
+            (128, 128, 8, 128, jnp.float16, SPLIT_COLUMNS, False),
+        ],
     ),
 )
 @pytest.mark.ci
@@ -129,7 +132,7 @@ def test_the_first_product_agrees_with_fp64(on_mosaic, time, features, rank, dty
     check_shrink(arrays, z)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_nonfinite_numbers_stay_in_their_group(on_mosaic):
     """The non-finite numbers are in one group's x, and in a slot that no group uses."""
     arrays = operands(2, 128, 64, 8, 64, jnp.bfloat16)

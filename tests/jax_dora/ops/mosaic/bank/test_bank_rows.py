@@ -89,7 +89,7 @@ def check(arrays, y, layer, *, slots=SLOTS, with_bias=True):
         assert np.all(abs(fp64(y[row]) - exact) <= bound), row
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("rows", [70, 20])
 def test_more_rows_agree_with_fp64(on_mosaic, rows):
     """Covers ragged rows, a layer of a stack, several tiles of `in` and of `out`, and a bias.
@@ -103,7 +103,7 @@ def test_more_rows_agree_with_fp64(on_mosaic, rows):
     check(arrays, y, 1, slots=12)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_thread_block_has_several_slices(on_mosaic):
     """The last thread block's second slice is past the end of x and A, and there are more slots in
     use than stages."""
@@ -113,7 +113,7 @@ def test_a_thread_block_has_several_slices(on_mosaic):
     check(arrays, y, 1, slots=12)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_single_rows_and_ranks_above_a_tile_agree_with_fp64(on_mosaic):
     arrays = operands(1, 3, 64, 64, 72, jnp.float16, layers=1)
     with on_mosaic():
@@ -134,7 +134,7 @@ def test_few_rows_agree_with_fp64(on_mosaic, rows, n_in, rank, dtype, with_bias)
     check(arrays, y, 1, with_bias=with_bias, slots=16)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("kernel", [bank_rows, bank_decode])
 def test_projections_of_the_same_x_equal_single_projections(on_mosaic, kernel):
     """The results are equal bit for bit, for different widths and layers of a stack."""

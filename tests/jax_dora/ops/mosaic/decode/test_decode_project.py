@@ -23,7 +23,7 @@ from tests import quantised
 from tests.jax_dora.ops.mosaic.norm.test_quantised_norm import STORED
 from tests.jax_dora.ops.mosaic.norm.test_quantised_norm import draw as draw_quantised
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import slow, thinned
+from tests.tables import ci, slow, thinned
 
 SCALE = 0.7
 
@@ -79,13 +79,13 @@ def check(x, kernel, lora_a, lora_b, g, bias, found, slack=1.0):
     ("qtype", "tiles", "shape", "rank", "dtype", "scale_dtype"),
     [
         ("nf4", (3, 512), (2, 3, 192), 16, jnp.bfloat16, jnp.bfloat16),
-        slow("int4", (3, 4), (33, 192), 8, jnp.float16, jnp.float32),
+        ci("int4", (3, 4), (33, 192), 8, jnp.float16, jnp.float32),
         slow("nf4", (1, 512), (64, 192), 16, jnp.bfloat16, jnp.bfloat16),
         slow("nf4", (3, 384), (5, 192), 16, jnp.bfloat16, jnp.bfloat16),
         slow("nf4", (1, 512), (2, 192), 3, jnp.float16, jnp.float16),
-        slow("int8", (1, 384), (192,), 64, jnp.bfloat16, jnp.bfloat16),
+        ci("int8", (1, 384), (192,), 64, jnp.bfloat16, jnp.bfloat16),
         slow("int8", (3, 384), (12, 192), 64, jnp.float16, jnp.float32),
-        slow("float8_e4m3fn", (3, 384), (9, 192), 72, jnp.bfloat16, jnp.float32),
+        ci("float8_e4m3fn", (3, 384), (9, 192), 72, jnp.bfloat16, jnp.float32),
         (None, None, (5, 192), 24, jnp.bfloat16, None),
         slow(None, None, (1, 192), 8, jnp.float16, None),
         slow(None, None, (64, 192), 128, jnp.float16, None),
@@ -116,7 +116,7 @@ def test_multiplies_without_an_adapter(on_mosaic, qtype, rows, tiles):
     check(x, kernel, np.zeros((128, 1)), np.zeros((1, 256)), np.ones(256), None, found)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("qtype", ["nf4", "int8"])
 def test_maps_over_kernels(on_mosaic, qtype):
     """As for the experts of a layer."""
@@ -190,7 +190,13 @@ def test_the_table_has_every_code_or_pair(qtype, dtype):
     ("qtype", "tiles", "rows"),
     thinned(
         [*itertools.product(STORED, [1, 128], [1, 32, 64]), (None, 1, 8), (None, 1, 64)],
-        [("nf4", 128, 64), ("int4", 128, 1), ("float8_e4m3fn", 1, 32), (None, 1, 64)],
+        [
+            ("nf4", 128, 64),
+            ("int4", 128, 1),
+            ("int8", 1, 1),
+            ("float8_e4m3fn", 1, 32),
+            (None, 1, 64),
+        ],
     ),
 )
 @pytest.mark.ci
@@ -274,7 +280,7 @@ def test_finish_refuses_with_a_reason():
     assert "out = 100" in decode_finish.refuses(8, 8, 100, bf16)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("qtype", "rows"), [("nf4", 4), ("int8", 2), (None, 8)])
 def test_a_projection_of_few_rows_uses_the_kernels(on_mosaic, watched, qtype, rows):
     kernel, lora_a, lora_b = draw(qtype, 128, 8, 256, (2, 256), jnp.float32)
@@ -299,7 +305,7 @@ def test_a_projection_of_few_rows_uses_the_kernels(on_mosaic, watched, qtype, ro
     np.testing.assert_allclose(fp64(found), exact, atol=0.03 * abs(exact).max())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_gradients_do_not_use_the_kernels():
     """The gradients agree; only the result uses the kernels for few rows."""
     kernel, lora_a, lora_b = draw(None, 64, 8, 64, None, jnp.bfloat16)

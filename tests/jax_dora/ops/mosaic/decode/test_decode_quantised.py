@@ -56,10 +56,10 @@ def check(x, kernel, found):
         ("int8", 130, 128, 128, (1, 128), jnp.bfloat16, jnp.bfloat16, 1),
         slow("nf4", 136, 128, 256, (2, 4), jnp.bfloat16, jnp.bfloat16, 1),
         slow("nf4", 40, 64, 256, (1, 256), jnp.float16, jnp.bfloat16, 1),
-        slow("int4", 9, 192, 128, (3, 128), jnp.float16, jnp.float16, 1),
+        ("int4", 9, 192, 128, (3, 128), jnp.float16, jnp.float16, 1),
         slow("int8", 16, 256, 256, (2, 256), jnp.bfloat16, jnp.float16, 2),
         slow("float8_e4m3fn", 20, 128, 256, (2, 256), jnp.bfloat16, jnp.float32, 1),
-        slow("float8_e4m3fn", 20, 128, 256, (1, 1), jnp.float16, jnp.float32, 4),
+        ("float8_e4m3fn", 20, 128, 256, (1, 1), jnp.float16, jnp.float32, 4),
     ],
 )
 @pytest.mark.ci
@@ -91,7 +91,7 @@ def test_sums_are_rounded_whatever_follows(dtype):
         assert np.all(abs(found - exact * factor) <= bound + smallest / 2)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_scales_in_fp32_are_not_rounded(on_mosaic):
     """All scales lie halfway between two numbers of bf16, so that rounding would add up."""
     x, kernel = drawn("int8", 16, 256, 128, (4, 128), jnp.bfloat16)
@@ -104,7 +104,7 @@ def test_scales_in_fp32_are_not_rounded(on_mosaic):
     np.testing.assert_array_equal(fp64(found), 256 * (3 + 2.0**-6))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_maps_over_kernels(on_mosaic):
     """As for the experts of a layer."""
     kernels = [quantised.draw("nf4", (128, 128), (2, 128), seed=seed) for seed in range(3)]
@@ -152,6 +152,7 @@ def test_an_adapted_projection_reads_the_codes(monkeypatch):
     thinned(
         [(qtype, rows, tiles) for qtype in STORED for rows in (72, 500) for tiles in (1, 128)],
         [("nf4", 500, 128), ("int8", 72, 1)],
+        [("int4", 72, 128), ("float8_e4m3fn", 500, 1)],
     ),
 )
 def test_lowers_for_hopper_at_full_size(qtype, rows, tiles):

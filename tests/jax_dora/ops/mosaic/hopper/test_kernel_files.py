@@ -61,7 +61,7 @@ def in_process(folder):
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_second_process_lowers_and_compiles_nothing(tmp_path):
     first, second = in_process(tmp_path), in_process(tmp_path)
     assert first["traced"] == first["kernels"] == second["kernels"] >= 3

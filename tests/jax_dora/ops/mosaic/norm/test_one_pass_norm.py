@@ -11,7 +11,7 @@ from parity import oracle, tolerances
 from parity.oracle import fp64
 from tests.jax_dora.drawn import normals
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import slow, thinned
+from tests.tables import ci, slow, thinned
 
 SCALE = 0.7
 
@@ -55,7 +55,7 @@ def cut_off(kernel, lora_a, lora_b):
         slow(40, 4, 24, jnp.float16, jnp.float16),
         # A test below covers fp32 adapters.
         slow(136, 24, 72, jnp.bfloat16, jnp.float32),
-        slow(72, 72, 40, jnp.float32, jnp.float32),
+        ci(72, 72, 40, jnp.float32, jnp.float32),
     ],
 )
 def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, adapter_dtype):
@@ -65,7 +65,7 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
     check(arrays, found)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_kind_of_config_agrees(on_mosaic, low_rank_config):
     arrays = adapter(1, 264, 128, 200, jnp.bfloat16, jnp.bfloat16)
     with on_mosaic():

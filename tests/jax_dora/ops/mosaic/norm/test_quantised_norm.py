@@ -56,7 +56,7 @@ def test_agrees_with_the_materialised_norm(on_mosaic, qtype, tiles, adapter_dtyp
     check(arrays, found)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config",
     [
@@ -72,7 +72,7 @@ def test_every_kind_of_config_agrees(on_mosaic, config):
     check(arrays, found)
 
 
-@pytest.mark.parametrize("qtype", thinned(STORED, ["nf4", "int8"]))
+@pytest.mark.parametrize("qtype", STORED)
 @pytest.mark.ci
 def test_lowers_for_hopper_at_full_size(qtype):
     tiles = (128, 8192) if qtype == "nf4" else (1, 8192)

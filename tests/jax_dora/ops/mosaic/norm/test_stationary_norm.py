@@ -18,7 +18,7 @@ from tests.jax_dora.ops.mosaic.norm.test_one_pass_norm import (
 from tests.jax_dora.ops.mosaic.norm.test_quantised_norm import STORED, draw
 from tests.jax_dora.ops.mosaic.norm.test_quantised_norm import check as check_quantised
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import slow, thinned
+from tests.tables import ci, slow, thinned
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 NF4 = Format("nf4", (64, 1), jnp.float32, False)
@@ -43,7 +43,7 @@ def run(arrays, config=None, *, sm_count=2):
         slow(128, 24, 128, BF16, F32),
         slow(128, 4, 128, jnp.float16, jnp.float16),
         slow(384, 384, 256, BF16, BF16),
-        slow(128, 136, 128, jnp.float16, F32),
+        ci(128, 136, 128, jnp.float16, F32),
     ],
 )
 def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, adapter_dtype):
@@ -53,7 +53,7 @@ def test_agrees_with_the_materialised_norm(on_mosaic, n_in, rank, out, dtype, ad
     check(arrays, found)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config",
     [

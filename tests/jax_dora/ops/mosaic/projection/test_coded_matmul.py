@@ -13,7 +13,7 @@ from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.drawn import normals
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import slow
+from tests.tables import ci, slow
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALL = Config(128, 128, split_rows=False, stages=3)
@@ -59,7 +59,7 @@ def check(given, found):
     [
         (72, 256, 192, 16, E5M2, jnp.bfloat16, 0, SMALL),
         # More slices than buffers, and several tiles for a block.
-        slow(264, 640, 320, 16, E4M3, jnp.bfloat16, 2, Config(band=2, band_in_cols=True)),
+        ci(264, 640, 320, 16, E4M3, jnp.bfloat16, 2, Config(band=2, band_in_cols=True)),
         slow(136, 128, 128, 4, E4M3, jnp.float16, 1, SMALL),
     ],
 )
@@ -71,7 +71,7 @@ def test_agrees_with_fp64(on_mosaic, rows, contracted, cols, rank, qtype, dtype,
     check(given, found)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_keeps_leading_axes_and_copies(on_mosaic):
     given = operands(1, 48, 128, 128, 8, E4M3, jnp.bfloat16, 2)
     shaped = {

@@ -88,7 +88,7 @@ def test_scales_of_rows_and_columns(on_mosaic, with_bias):
     check(arrays, *found, with_bias=with_bias, scales=scales)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_kind_of_config_agrees(on_mosaic, low_rank_config):
     arrays = operands(1, 264, 128, 200, jnp.bfloat16)
     with on_mosaic():
@@ -97,7 +97,7 @@ def test_every_kind_of_config_agrees(on_mosaic, low_rank_config):
     check(arrays, y, None, with_bias=False)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_keeps_leading_axes(on_mosaic):
     base, z, lora_b, g, bias = arrays = operands(2, 24, 8, 64, jnp.bfloat16)
     leading = base.reshape(2, 3, 4, 64), z.reshape(2, 3, 4, 8), lora_b, g, bias

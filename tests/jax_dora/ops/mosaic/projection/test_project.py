@@ -10,7 +10,7 @@ from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.drawn import normals
 from tests.jax_dora.programs import aval, for_cuda
-from tests.tables import slow
+from tests.tables import ci, slow
 
 U32 = tolerances.UNIT_ROUNDOFF["float32"]
 
@@ -74,7 +74,7 @@ def check_forward(forward, y, inner=None):
         slow(200, 256, 24, 320, jnp.bfloat16, Config()),
         slow(200, 64, 24, 64, jnp.bfloat16, Config()),
         # The last rows are no whole blocks of 8.
-        slow(201, 128, 24, 320, jnp.bfloat16, Config()),
+        ci(201, 128, 24, 320, jnp.bfloat16, Config()),
         (37, 256, 4, 256, jnp.float16, Config(128, 128, split_rows=False, stages=2)),
         slow(
             *(264, 320, 72, 256, jnp.bfloat16),
@@ -100,7 +100,7 @@ def test_tiles_of_one_chunk_do_not_overwrite_each_other(on_mosaic):
     check_forward(forward, y)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_keeps_leading_axes_without_bias_and_inner(on_mosaic):
     forward, back = operands(1, 24, 256, 8, 256, jnp.bfloat16)
     del forward["bias"]
