@@ -33,10 +33,12 @@ PROMPT = "What is a slot, and who pins it? " * 2
 
 
 @pytest.mark.ci
-def test_nothing_is_compiled_after_the_start(served):
-    """Whatever is asked: lengths, adapters that come in, draws, probabilities, ends."""
-    _, client = served
-    with serving.nothing_compiled():
+def test_nothing_is_compiled_after_the_start(settings):
+    """Whatever is asked: lengths, adapters that come in, draws, probabilities, ends.
+
+    Of a server of its own: other tests clear JAX's caches, also between two tests of one server.
+    """
+    with serving.serving(settings) as (_, client), serving.nothing_compiled():
         for name in ("french", "german", "lora", "small", "tiny"):
             for prompt in ("1", "a" * 32, PROMPT):
                 complete(client, name, prompt)
