@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -13,6 +14,9 @@ from tests.interpretation import look_up_once
 
 # Enough host devices for a mesh of 2 × 4.
 _CPU_DEVICES = 8
+# Linux allows a process 65,530 memory maps by default. A compiled program has about ten.
+_MAPS = Path("/proc/self/maps")
+_MOST_MAPS = 40_000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,6 +99,15 @@ def pytest_collection_finish() -> None:
     """Excludes imported modules from garbage collection, which would scan them again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Lets go of compiled programs between files, once a process has very many."""
+    if nextitem and nextitem.path != item.path and _MAPS.exists():
+        if _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+            jax.clear_caches()
+            gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
