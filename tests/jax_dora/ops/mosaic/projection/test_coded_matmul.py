@@ -71,6 +71,26 @@ def test_agrees_with_fp64(on_mosaic, rows, contracted, cols, rank, qtype, dtype,
     check(given, found)
 
 
+def test_a_row_that_is_not_finite_harms_itself_only_in_each_layer_of_a_scan(on_mosaic):
+    given = operands(3, 24, 128, 128, 1, E4M3, jnp.bfloat16, 1)
+    given["scales"] = given["scales"].at[3].set(0)
+    given["codes"] = given["codes"].at[5, 100].set(jnp.nan)
+    given["z"] = given["z"].at[17].set(jnp.inf)
+    stack = jnp.stack([given["kernel"][::-1], given["kernel"]])
+
+    def layer(_, kernel):
+        return None, run(given | {"kernel": kernel}, SMALL)
+
+    with on_mosaic():
+        _, found = jax.block_until_ready(jax.lax.scan(layer, None, stack))
+    others = np.delete(np.arange(24), [5, 17])
+    rows = {name: given[name][others] for name in ("codes", "scales", "z")}
+    for kernel, result in zip(stack, found, strict=True):
+        check(given | rows | {"kernel": kernel}, result[others])
+    assert np.isnan(fp64(found[:, 5])).all()
+    assert not np.isfinite(fp64(found[:, 17])).any()
+
+
 @pytest.mark.ci
 def test_keeps_leading_axes_and_copies(on_mosaic):
     given = operands(1, 48, 128, 128, 8, E4M3, jnp.bfloat16, 2)
