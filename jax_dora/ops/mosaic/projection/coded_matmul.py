@@ -30,7 +30,7 @@ from jax_dora.ops.mosaic.hopper import limits, ring
 from jax_dora.ops.mosaic.hopper.launch import launcher
 from jax_dora.ops.mosaic.hopper.limits import FETCH_REGISTERS, TILE_K, consume_registers
 from jax_dora.ops.mosaic.projection.matmul import store_chunk
-from jax_dora.ops.mosaic.projection.matmul_tiling import CONSUMERS, Config
+from jax_dora.ops.mosaic.projection.matmul_tiling import CONSUMERS, Config, Tiles
 
 # The codes of a slice: 128 bytes, as `TILE_K` numbers of 16 bits.
 CODES = 2 * TILE_K
@@ -102,18 +102,14 @@ def launch(
     codes, z = codes.reshape(-1, codes.shape[-1]), z.reshape(-1, z.shape[-1])
     (rows, summed), cols = codes.shape, kernel.shape[0]
     outputs = 2 if want_copy else 1
-    steps, row_tiles, col_tiles = (
-        pl.cdiv(*sizes) for sizes in ((summed, CODES), (rows, c.tile_rows), (cols, c.tile_cols))
-    )
-    tiles = row_tiles * col_tiles
-    blocks = min(sm_count, tiles)
+    steps, tiles = pl.cdiv(summed, CODES), Tiles.of(c, rows, cols, sm_count)
     consumer_rows, consumer_cols = c.consumer_tile
     part_cols = min(PART_COLS, consumer_cols)
     parts = list(
         itertools.product(range(0, consumer_rows, CHUNK_ROWS), range(0, consumer_cols, part_cols))
     )
     arguments = [codes, kernel, limits.pad(z, rows, RANK), limits.pad(adapter, cols, RANK)]
-    arguments.append(limits.pad(scales.reshape(-1), row_tiles * c.tile_rows))
+    arguments.append(limits.pad(scales.reshape(-1), tiles.rows * c.tile_rows))
     # What a tile needs once.
     once = {
         "z": limits.tiled((c.tile_rows, RANK), dtype),
@@ -122,7 +118,7 @@ def launch(
     vectors = [vector for vector in (columns, g) if vector is not None]
     if vectors:
         stacked = jnp.stack([vector.astype(jnp.float32) for vector in vectors])
-        arguments.append(limits.pad(stacked, len(vectors), col_tiles * c.tile_cols))
+        arguments.append(limits.pad(stacked, len(vectors), tiles.cols * c.tile_cols))
         once["vectors"] = plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32)
 
     def body(
@@ -143,13 +139,7 @@ def launch(
     ):
         vectors_gmem, outs_gmem = others_gmem[:-outputs], others_gmem[-outputs:]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        my_tiles = lax.div(tiles - block + blocks - 1, blocks)
-
-        def corner(index):
-            row, col = plgpu.planar_snake(
-                block + index * blocks, (row_tiles, col_tiles), int(c.band_in_cols), c.band
-            )
-            return row * c.tile_rows, col * c.tile_cols
+        my_tiles = tiles.of_block(block)
 
         def by_adapter(r, j):
             """Returns z adapterᵀ for several chunks, from row r and column j of the tile on."""
@@ -184,7 +174,7 @@ def launch(
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
 
             def fetch_tile(index, _):
-                row, col = corner(index)
+                row, col = tiles.corner(block, index)
                 at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
 
                 def fetch_slice(k, _):
@@ -221,7 +211,7 @@ def launch(
             my_col = 0 if c.split_rows else warpgroup * consumer_cols
 
             def consume_tile(index, _):
-                row, col = corner(index)
+                row, col = tiles.corner(block, index)
                 # From global memory, as shared memory has no room: long before they are needed.
                 scales = [
                     plgpu.load(
@@ -280,7 +270,7 @@ def launch(
     results = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((rows, cols), dtype)] * outputs,
-        grid=(blocks,),
+        grid=(tiles.blocks,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",

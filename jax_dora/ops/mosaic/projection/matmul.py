@@ -35,6 +35,7 @@ from jax_dora.ops.mosaic.projection.matmul_tiling import (
     CHUNK_ROWS,
     CONSUMERS,
     Config,
+    Tiles,
 )
 from jax_dora.ops.quantised import bits
 
@@ -85,16 +86,14 @@ def sum_of_products(
         # chunk beyond the last column would be written into other rows.
         c = dataclasses.replace(c, tile_cols=CHUNK_COLS, split_rows=True)
     steps = [pl.cdiv(left.shape[1], TILE_K) for left in lefts]
-    row_tiles, col_tiles = pl.cdiv(rows, c.tile_rows), pl.cdiv(cols, c.tile_cols)
-    tiles = row_tiles * col_tiles
-    blocks = min(sm_count, tiles)
+    tiles = Tiles.of(c, rows, cols, sm_count)
     consumer_rows, consumer_cols = c.consumer_tile
     chunks = outputs * consumer_rows * consumer_cols // (CHUNK_ROWS * CHUNK_COLS)
-    bodies, tails = _split_tail(lefts, (row_tiles - 1) * c.tile_rows)
+    bodies, tails = _split_tail(lefts, (tiles.rows - 1) * c.tile_rows)
     arguments = [*bodies, *tails, *rights]
     if vectors:
         stacked = jnp.stack([v.astype(jnp.float32) for v in vectors], axis=-2)
-        arguments.append(limits.pad(stacked, *stacked.shape[:-1], col_tiles * c.tile_cols))
+        arguments.append(limits.pad(stacked, *stacked.shape[:-1], tiles.cols * c.tile_cols))
         feature_vectors = {
             "smem": plgpu.SMEM((len(vectors), c.tile_cols), jnp.float32),
             "ready": plgpu.Barrier(),
@@ -113,13 +112,7 @@ def sum_of_products(
         others_gmem = refs[len(bodies) + len(tails) : -outputs]
         out_gmem = refs[-outputs:]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        my_tiles = lax.div(tiles - block + blocks - 1, blocks)
-
-        def corner(index):
-            row, col = plgpu.planar_snake(
-                block + index * blocks, (row_tiles, col_tiles), int(c.band_in_cols), c.band
-            )
-            return row * c.tile_rows, col * c.tile_cols
+        my_tiles = tiles.of_block(block)
 
         @pl.when(warpgroup == CONSUMERS)
         def _fetch():
@@ -127,7 +120,7 @@ def sum_of_products(
             tile_operands = _tile_operands(others_gmem, len(rights), groups)
 
             def fetch_tile(index, _):
-                row, col = corner(index)
+                row, col = tiles.corner(block, index)
                 tile_rights_gmem, tile_vectors_gmem = tile_operands(row)
                 at_rows, at_cols = pl.ds(row, c.tile_rows), pl.ds(col, c.tile_cols)
                 before = index * sum(steps)
@@ -146,7 +139,7 @@ def sum_of_products(
                             )
 
                         if tails:
-                            tail_row = row - (row_tiles - 1) * c.tile_rows
+                            tail_row = row - (tiles.rows - 1) * c.tile_rows
 
                             @pl.when(tail_row == 0)
                             def _fetch_from_tail():
@@ -192,7 +185,7 @@ def sum_of_products(
             my_cols = pl.ds(my_col, consumer_cols)
 
             def consume_tile(index, _):
-                row, col = corner(index)
+                row, col = tiles.corner(block, index)
 
                 def multiply(acc_ref, stage, _):
                     plgpu.barrier_wait(ready.at[stage])
@@ -248,7 +241,7 @@ def sum_of_products(
     results = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((rows, cols), dtype)] * outputs,
-        grid=(blocks,),
+        grid=(tiles.blocks,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",

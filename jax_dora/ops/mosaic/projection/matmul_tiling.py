@@ -1,10 +1,13 @@
 """The tiling of `product`: its configuration, and which calls the kernel supports."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.dispatch import choose
 from jax_dora.ops.mosaic.hopper.limits import TILE_K
@@ -47,6 +50,37 @@ class Config:
         if self.split_rows:
             return self.tile_rows // CONSUMERS, self.tile_cols
         return self.tile_rows, self.tile_cols // CONSUMERS
+
+
+class Tiles(NamedTuple):
+    """The tiles of a result, and the thread blocks that compute them in turn.
+
+    Attributes:
+      config: their sizes and their order.
+      rows, cols: how many there are.
+      blocks: the number of thread blocks.
+    """
+
+    config: Config
+    rows: int
+    cols: int
+    blocks: int
+
+    @classmethod
+    def of(cls, config: Config, rows: int, cols: int, sm_count: int) -> "Tiles":
+        """Returns the tiles of a result [rows, cols]."""
+        counts = pl.cdiv(rows, config.tile_rows), pl.cdiv(cols, config.tile_cols)
+        return cls(config, *counts, min(sm_count, counts[0] * counts[1]))
+
+    def of_block(self, block: jax.Array) -> jax.Array:
+        """Returns how many tiles a thread block computes."""
+        return lax.div(self.rows * self.cols - block + self.blocks - 1, self.blocks)
+
+    def corner(self, block: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the first row and column of the tile that a thread block computes as `index`."""
+        c, number = self.config, block + index * self.blocks
+        row, col = plgpu.planar_snake(number, (self.rows, self.cols), int(c.band_in_cols), c.band)
+        return row * c.tile_rows, col * c.tile_cols
 
 
 def refuses(rows: int, in_features: int, out: int, dtype: jax.typing.DTypeLike) -> str | None:
