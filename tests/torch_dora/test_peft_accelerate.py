@@ -228,8 +228,55 @@ def test_copies_are_accelerated_models_of_their_own(how: str, no_products: None)
     assert not any("more" in layer.lora_variant for layer in lora_layers(model))
 
 
-class OtherVariant(variants.DoraLinearVariant):
-    pass
+# What is done to a layer between two calls.
+CHANGES: dict[str, Any] = {
+    "scaling": lambda layer: layer.scaling.update(default=2.5),
+    "weight in place": lambda layer: layer.base_layer.weight.data.mul_(1.5),
+    "weight": lambda layer: replace(layer.base_layer),
+    "no bias": lambda layer: setattr(layer.base_layer, "bias", None),
+    "lora_A": lambda layer: replace(layer.lora_A["default"]),
+    "lora_B": lambda layer: layer.lora_B.update({"default": copy.deepcopy(layer.lora_B["more"])}),
+    "magnitude": lambda layer: layer.lora_magnitude_vector["default"].weight.data.mul_(1.5),
+    "frozen": lambda layer: layer.lora_magnitude_vector.requires_grad_(False),
+    "dropout": lambda layer: layer.lora_dropout.update({"default": nn.Dropout(0.4)}),
+    "adapter": lambda layer: layer.set_adapter("more"),
+    "dtype": lambda layer: layer.double(),
+}
+
+
+def replace(module: Any) -> None:
+    weight = module.weight
+    module.weight = nn.Parameter(1.5 * weight.detach(), requires_grad=weight.requires_grad)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_between_calls_are_seen(name: str) -> None:
+    plain = nn.Sequential(nn.Embedding(40, 6), nn.Linear(6, 5), nn.Linear(5, 4)).eval()
+    options = config(target_modules=["1", "2"])
+    theirs: Any = peft.get_peft_model(plain, options)
+    theirs.add_adapter("more", options)
+    theirs, ours = both(perturbed(theirs))
+    before = results(ours)
+    for model in (theirs, ours):
+        for layer in lora_layers(model):
+            CHANGES[name](layer)
+        model.to(lora_layers(model)[0].base_layer.weight.dtype)
+    assert_agree(ours, theirs)
+    after = results(ours)
+    if name != "dtype":
+        assert before.keys() != after.keys() or max(distance(after, before).values()) > 1e-3
+
+
+@pytest.mark.parametrize("part", ["base_layer", "lora_A", "lora_B", "lora_magnitude_vector"])
+def test_hooks_of_parts_run(part: str) -> None:
+    _, ours = both(peft_model())
+    layer, seen = lora_layers(ours)[0], []
+    output(ours)
+    module = getattr(layer, part)
+    module = module if part == "base_layer" else module["default"]
+    module.register_forward_hook(lambda *_: seen.append(part))
+    output(ours)
+    assert seen
 
 
 def test_weights_that_are_no_parameters() -> None:
@@ -241,6 +288,10 @@ def test_weights_that_are_no_parameters() -> None:
             weight = part["default"]._parameters.pop("weight")
             vars(part["default"])["weight"] = weight.detach()
     torch.testing.assert_close(output(ours), wanted)
+
+
+class OtherVariant(variants.DoraLinearVariant):
+    pass
 
 
 def test_layers_that_are_left_to_peft_are_listed() -> None:

@@ -64,21 +64,24 @@ def _is_refused(layer: Any, adapter: str, *tensors: Any) -> bool:
     return any(type(tensor) not in PLAIN for tensor in tensors)
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    """Returns whether a call of ``module`` does more than its class's ``forward``."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
+def _is_hooked(*modules: nn.Module) -> bool:
+    """Returns whether a call of one of ``modules`` does more than its class's ``forward``."""
+    for module in modules:
+        own = module.__dict__
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+        ):
+            return True
+    return False
 
 
 def forward(layer: Any, x: Any, *arguments: Any, **named: Any) -> Any:
     """Replaces the ``forward`` of PEFT's Linear."""
-    is_plain = not (arguments or named or layer.disable_adapters or layer.merged)
-    if is_plain and (y := _one_call(layer, x)) is not None:
+    if not (arguments or named) and (y := _one_call(layer, x)) is not None:
         return y
     return type(layer).forward(layer, x, *arguments, **named)
 
@@ -89,20 +92,30 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
     A step of a small model waits for this function: modules and parameters are read from their
     dictionaries, which nn.Module's attributes search.
     """
+    if layer.disable_adapters or layer.merged_adapters or layer.ephemeral_gpu_offload:
+        return None
     adapters = layer.active_adapters
     adapter: Any = adapters[0] if len(adapters) == 1 else None
-    if type(layer.lora_variant.get(adapter)) is not _LinearVariant or layer.ephemeral_gpu_offload:
+    if type(layer.lora_variant.get(adapter)) is not _LinearVariant:
         return None
     modules = layer._modules
-    base = modules["base_layer"]
-    names = "lora_magnitude_vector", "lora_A", "lora_B"
-    parts = [modules[name]._modules[adapter] for name in names]
-    if _is_hooked(base) or any(type(part) not in _PARTS or _is_hooked(part) for part in parts):
+    base, vector, a, b = (
+        modules["base_layer"],
+        modules["lora_magnitude_vector"]._modules[adapter],
+        modules["lora_A"]._modules[adapter],
+        modules["lora_B"]._modules[adapter],
+    )
+    if type(vector) not in _PARTS or type(a) not in _PARTS or type(b) not in _PARTS:
         return None
-    weight = base.weight
+    if _is_hooked(base, vector, a, b):
+        return None
+    own = base._parameters
+    weight = own["weight"] if "weight" in own else base.weight
+    bias = own["bias"] if "bias" in own else base.bias
     # FSDP with flat parameters sets the weights as plain attributes.
-    magnitude, lora_a, lora_b = (part._parameters.get("weight") for part in parts)
-    if any(type(tensor) not in PLAIN for tensor in (x, weight, magnitude, lora_a, lora_b)):
+    magnitude, lora_a = vector._parameters.get("weight"), a._parameters.get("weight")
+    lora_b = b._parameters.get("weight")
+    if not _PLAIN.issuperset(map(type, (x, weight, magnitude, lora_a, lora_b))):
         return None
     if not weight.is_floating_point():
         return None
@@ -116,12 +129,12 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
         return None
     scale = float(layer.scaling[adapter])
     dropped, norm = _dropped(layer, adapter, x), None
-    if dropped is not None or dora.ENABLE_DORA_CACHING or parts[0]._dora_cache:
-        norm = _norm(parts[0], weight, lora_a, lora_b, scale)
+    if dropped is not None or dora.ENABLE_DORA_CACHING or vector._dora_cache:
+        norm = _norm(vector, weight, lora_a, lora_b, scale)
     if norm is None or dropped is None:
-        return dora_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=base.bias, norm=norm)
+        return dora_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=bias, norm=norm)
     g = magnitude_scale(magnitude, norm, result_dtype(x, weight))
-    operands = Operands(x, dropped, weight, base.bias, lora_a, lora_b, g)
+    operands = Operands(x, dropped, weight, bias, lora_a, lora_b, g)
     return corrected_linear(operands, scale, None)
 
 
@@ -129,7 +142,7 @@ def _dropped(layer: Any, adapter: str, x: Tensor) -> Tensor | None:
     """Returns x after the adapter's dropout, or None if none is applied."""
     if not layer.training:
         return None
-    dropout = layer.lora_dropout[adapter]
+    dropout = layer._modules["lora_dropout"]._modules[adapter]
     return None if isinstance(dropout, nn.Identity) else dropout(x)
 
 
@@ -239,6 +252,7 @@ THEIRS: dict[type, type] = {
     for ours in (_LinearVariant, _EmbeddingVariant, _Conv1dVariant, _Conv2dVariant, _Conv3dVariant)
 }
 OURS = {theirs: ours for ours, theirs in THEIRS.items()}
+_PLAIN = frozenset(PLAIN)
 _PARTS = frozenset(
     (
         nn.Linear,
