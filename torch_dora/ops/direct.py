@@ -27,6 +27,7 @@ from torch_dora.ops.products import rounded_once, rows_of
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import adapter_pieces, compose_backward
+    from torch_dora.ops.triton.jit import is_profiled
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
@@ -37,10 +38,16 @@ def linear(tensors: tuple[Any, ...], scale: Any, implementation: str | None) -> 
     found = plan.find(tensors, scale, implementation)
     if found is None:
         return None
+    try:
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.data_ptr()
+    except RuntimeError:  # It outlived a transform of torch.func, and has no memory.
+        return None
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
-                return _DirectLinear.apply(found, *tensors)
+                return _apply(found, *tensors)
     return _forward(found, tensors, False, False, None)[0]
 
 
@@ -60,23 +67,14 @@ def _forward(
     """
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
     dtype = plan.dtype
-    pieces, a, b = (None, None, None, None), lora_a, lora_b
-    if scales is None and norm is None and plan.is_in_pieces:
-        # The pass that splits an fp32 adapter for the norm casts it, too.
-        pieces, a, b = adapter_pieces.launch(lora_a, lora_b, dtype, plan.pieces)
-    elif plan.casts:
-        a, b = lora_a.to(dtype), lora_b.to(dtype)
-    if scales is None and norm is not None:
-        floor = norm.clamp(min=EPS_HALF)
-        scales = floor, magnitude / floor
-    elif scales is None:
-        if not plan.is_in_pieces:
-            pieces = lora_a.contiguous(), lora_b.contiguous(), None, None
-        partial = plan.fp32.new_empty(plan.partial)
-        plan.norm(weight.contiguous(), *plan.no_codes, *pieces, partial)
-        both = plan.fp32.new_empty((2, plan.out_features))
-        plan.scales_of(partial, magnitude.contiguous(), both)
+    if scales is None and norm is None:
+        a, b, both = _scales(plan, weight, lora_a, lora_b, magnitude)
         scales = both, both[1]
+    else:
+        a, b = (lora_a.to(dtype), lora_b.to(dtype)) if plan.casts else (lora_a, lora_b)
+        if scales is None:
+            floor = norm.clamp(min=EPS_HALF)
+            scales = floor, magnitude / floor
     x = x if plan.x_dtype is dtype else x.to(dtype)
     rows = x if plan.is_matrix else x.flatten(0, -2)
     adapter_rows = rows if adapter_x is None else cast(rows_of(adapter_x), dtype)
@@ -103,6 +101,40 @@ def _forward(
     expand(base, z, b.contiguous(), g, g if bias is None else bias, base, kept if keep_inner else g)
     kept = z if keep_z and not keep_inner else kept
     return base, rows, adapter_rows, kept, scales, a, b
+
+
+def _scales(
+    plan: Plan, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns lora_a and lora_b in the plan's dtype, and max(norm, eps) and g, f32[2, out]."""
+    a, b = lora_a, lora_b
+    if plan.casts and not plan.is_in_pieces:
+        a, b = lora_a.to(plan.dtype), lora_b.to(plan.dtype)
+    contiguous = [one.contiguous() for one in (weight, lora_a, lora_b, magnitude)]
+    weight, lora_a, lora_b, magnitude = contiguous
+    both = plan.fp32.new_empty((2, plan.out_features))
+    weight_at, *adapter_at, magnitude_at = found = [one.data_ptr() for one in contiguous]
+    # The pass that splits an fp32 adapter for the norm casts it, too.
+    is_known = plan.scales_of.run and (plan.pieces.run or not plan.is_in_pieces)
+    if is_known and plan.norm.takes(found) and not is_profiled():
+        # What only kernels see is one piece of memory: making tensors of it takes longer.
+        memory = plan.fp32.new_empty(plan.memory_size)
+        partial, *pieces = [memory.data_ptr() + start for start in plan.starts]
+        if plan.is_in_pieces:
+            a, b = (torch.empty_like(one, dtype=plan.dtype) for one in (lora_a, lora_b))
+            plan.pieces.at((*adapter_at, *pieces[:2], a.data_ptr(), b.data_ptr(), *pieces[2:]))
+        else:
+            pieces = *adapter_at, 0, 0
+        plan.norm.at((weight_at, *plan.no_codes_at, *pieces, partial))
+        plan.scales_of.at((partial, magnitude_at, both.data_ptr()))
+    else:
+        pieces = lora_a, lora_b, None, None
+        if plan.is_in_pieces:
+            pieces, a, b = adapter_pieces.launch(lora_a, lora_b, plan.dtype, plan.pieces)
+        partial = plan.fp32.new_empty(plan.partial)
+        plan.norm(weight, *plan.no_codes, *pieces, partial)
+        plan.scales_of(partial, magnitude, both)
+    return a, b, both
 
 
 def _kept(kept: Tensor, shape: tuple[int, int], start: int) -> Tensor:
@@ -154,8 +186,8 @@ class _DirectLinear(torch.autograd.Function):
         _, _, _, want_weight, _, want_a, want_b, want_g, _ = ctx.needs_input_grad
         _, adapter_x, weight, _, lora_a, lora_b, magnitude, norm = tensors
         parts = weight, lora_a, lora_b, magnitude
-        versions = [part._version for part in parts]
-        source = [plan.scale, norm is None, *versions, *[part.data_ptr() for part in parts]]
+        source = [part._version for part in parts]
+        source += [plan.scale, norm is None, *[part.data_ptr() for part in parts]]
         # A call within a backward pass is a repeated one.
         repeats = torch._C._current_graph_task_id() != -1
         scales = _LAST.get(lora_b, source) if repeats else None
@@ -175,15 +207,15 @@ class _DirectLinear(torch.autograd.Function):
         if repeats and plan.casts:
             scales.casts = a, b
         # `_LAST` finds the scales as long as this node keeps them.
-        ctx.call = plan, versions[:3], scales, want_g
+        ctx.call = plan, scales, want_g
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         weight, lora_a, lora_b, _ = ctx.parameters
-        plan, versions, *_ = ctx.call
-        if versions != [weight._version, lora_a._version, lora_b._version]:
+        plan, scales, _ = ctx.call
+        if scales.source[:3] != [weight._version, lora_a._version, lora_b._version]:
             raise RuntimeError(
                 "the weight, lora_a or lora_b of a DoRA layer was changed in place between the "
                 "forward and the backward pass, so its gradient cannot be computed any more: call "
@@ -197,10 +229,14 @@ class _DirectLinear(torch.autograd.Function):
         return _gradients(ctx, dy)
 
 
+# Function.apply of torch 2.11 first asks each tensor whether it outlived a transform of torch.func.
+_apply: Any = super(torch.autograd.Function, _DirectLinear).apply  # pyright: ignore
+
+
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, adapter_rows, kept = ctx.saved_tensors
     weight, lora_a, lora_b, _ = ctx.parameters
-    plan, _, scales, has_inner = ctx.call
+    plan, scales, has_inner = ctx.call
     floor, g = scales.tensors
     _, want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g, _ = (
         ctx.needs_input_grad
@@ -220,7 +256,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         d = torch.empty_like(dy) if want_d else None
         strips, launch, total = plan.compose_backward[want_d, want_g]
         if want_g:
-            partial = g.new_empty((strips, plan.out_features))
+            partial = g.new_empty(strips * plan.out_features)
             launch(dy, kept, g, dy if d is None else d, dy, partial)
             total(partial, floor, d_g := torch.empty_like(g))
         else:

@@ -5,6 +5,7 @@ Plans are found by all facts about the operands that they depend on, so a call c
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,11 @@ _FLOATS = (*_HALVES, torch.float32)
 _PLAIN = frozenset((*PLAIN, type(None)))
 _ALIGNMENT = 64  # elements; Triton assumes 16 bytes
 
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 _PLANS: dict[tuple[Any, ...], "Plan | None"] = {}
 _MOST_PLANS = 4096
 
@@ -44,9 +50,8 @@ def find(tensors: tuple[Any, ...], scale: Any, implementation: str | None) -> "P
         scale: alpha/r or alpha/sqrt(r).
         implementation: the named one, or None.
     """
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN:
-            return None
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return None
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
     device = x.get_device()
     if type(scale) is not float or is_observed():
@@ -135,7 +140,11 @@ class Plan:
         kept_size, z_start: the elements of the tensor that holds inner and then z for the backward
             pass, and where z begins.
         partial: the shape of the norm's partial sums.
-        no_codes: what the norm's kernel has for the codes of a weight.
+        no_codes, no_codes_at: what the norm's kernel has for the codes of a weight, as tensors and
+            as addresses.
+        memory_size, starts: the fp32 numbers of the memory that only the norm's kernels see, and
+            the bytes at which its tensors begin: the partial sums, and those of an adapter in
+            pieces.
         into_adapter: multiplies matrices into lora_a's dtype.
         compose_backward: by whether d and whether the magnitude's gradient is wanted.
     """
@@ -156,7 +165,7 @@ class Plan:
         self.unread = torch.empty((), dtype=dtype, device=x.device)
         self.fp32 = torch.empty((), dtype=torch.float32, device=x.device)
         self.casts, self.casts_weight = lora_a.dtype != dtype, weight.dtype != dtype
-        self.z_start = -(-rows * out_features // _ALIGNMENT) * _ALIGNMENT
+        self.z_start = _aligned(rows * out_features)
         self.kept_size = self.z_start + rows * rank
         card = capability(x.device)
         self.is_in_pieces = lora_a.dtype == torch.float32
@@ -167,6 +176,13 @@ class Plan:
         parts, self.no_codes, norm = one_pass_norm.prepared(*call)
         self.partial, self.norm = (parts, out_features), SameLaunch(norm)
         self.scales_of = SameLaunch(column_sums.prepared(parts, out_features, "scale", EPS_HALF))
+        self.no_codes_at = (0,) * len(self.no_codes)
+        # The partial sums, and then those of adapter_pieces.Pieces: its float16 takes two bytes of
+        # two numbers.
+        sizes = parts * out_features, rank * in_features, out_features * rank
+        starts = itertools.accumulate(map(_aligned, (*sizes, in_features, out_features)), initial=0)
+        *starts, self.memory_size = starts if self.is_in_pieces else (0, sizes[0])
+        self.starts = [4 * start for start in starts]
         kinds = card, rank, rows, out_features, self.later_scale, bias is not None
         self.expand, self.expand_with_inner = (
             SameLaunch(expand_compose.prepared(*kinds, with_inner)) for with_inner in (False, True)

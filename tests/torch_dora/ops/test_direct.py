@@ -1,12 +1,15 @@
 """The direct call computes what the long way does, and leaves everything else to it."""
 
 import copy
+import ctypes
+import functools
 import itertools
 
 import pytest
 import torch
-from torch.func import vmap
+from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
+from triton.knobs import runtime
 
 from torch_dora import DoRALinear, freeze
 from torch_dora.ops import direct, dora_linear, plan
@@ -217,6 +220,87 @@ def test_operands_may_be_strided(device, calls, monkeypatch):
     assert calls == [True]
     monkeypatch.setattr(plan, "find", lambda *_: None)
     torch.testing.assert_close(got, dora_linear(*operands, 2.0, implementation="triton"))
+
+
+@pytest.fixture
+def by_address(monkeypatch):
+    """Notes the launches by addresses. On a CPU the interpreter gets the tensors there."""
+    noted, at, ask = [], SameLaunch.at, SameLaunch._ask
+
+    def note(launch, addresses):
+        noted.append(launch)
+        at(launch, addresses)
+
+    def ask_and_keep(launch, *tensors):
+        ask(launch, *tensors)
+        if not tensors[0].is_cuda:
+            kinds = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors]
+            launch.run = functools.partial(run, launch, kinds)
+
+    def run(launch, kinds, *passed):
+        assert passed[:4] == (*launch.blocks, 77)
+        addresses = passed[4 : 4 + len(kinds)]
+        assert passed[4 + len(kinds) :] == launch.launch.passed
+        ask(launch, *map(tensor_at, addresses, kinds))
+
+    def tensor_at(address, kind):
+        if kind is None:
+            return None
+        dtype, shape = kind
+        memory = (ctypes.c_char * (shape.numel() * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(SameLaunch, "at", note)
+    monkeypatch.setattr(SameLaunch, "_ask", ask_and_keep)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
+    return noted
+
+
+# In float16: where it casts an adapter to bfloat16, the interpreter truncates.
+@pytest.mark.parametrize("adapter_dtype", [torch.float16, torch.float32])
+def test_kernels_launched_by_addresses_compute_the_same(
+    device, calls, by_address, monkeypatch, adapter_dtype
+):
+    made = layer(device, dtype=torch.float16, adapter_dtype=adapter_dtype, rank=5)
+    x = torch.randn(2, 5, 24, device=device, dtype=torch.float16)
+    dy = torch.randn(2, 5, 40, device=device, dtype=torch.float16)
+    want = results(made, x, dy)
+    assert not by_address
+
+    def launches():
+        by_address.clear()
+        for g, w in zip(results(made, x, dy), want, strict=True):
+            assert torch.equal(g, w)
+        return len(by_address)
+
+    # The norm, perhaps its pieces, and g; expand and compose; its gradient and the magnitude's.
+    norm = 2 + (adapter_dtype == torch.float32)
+    assert launches() == norm + 3
+    monkeypatch.setattr(runtime.launch_enter_hook, "calls", [lambda *_: None])
+    assert launches() == 0
+    monkeypatch.setattr(runtime.launch_enter_hook, "calls", [])
+    made.magnitude.data = torch.cat([made.magnitude.data.new_zeros(1), made.magnitude.data])[1:]
+    assert made.magnitude.data_ptr() % 16
+    assert launches() == norm + 3 - 1
+    assert all(calls)
+
+
+def test_tensors_that_outlived_a_transform_go_the_long_way(device):
+    made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    outlived = []
+    grad(lambda lora_a: (outlived.append(lora_a), lora_a.sum())[1])(made.lora_a.detach())
+    for _ in range(2):
+        first, second = (
+            dora_linear(
+                *(x, made.weight, lora_a, made.lora_b, made.magnitude, 2.0),
+                implementation="triton",
+            )
+            for lora_a in (made.lora_a, *outlived)
+        )
+        torch.testing.assert_close(first, second)
+        made.requires_grad_(False)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -83,7 +83,7 @@ class Launch:
     def __call__(self, first: Tensor, *others: Tensor | None) -> Any:
         """Launches with tensors of the current device, or None. Returns the compiled kernel if it
         can be launched again with tensors of the same dtypes."""
-        if TRITON_MODE != "compiled" or _is_profiled():
+        if TRITON_MODE != "compiled" or is_profiled():
             self._ask(first, *others)
             return None
         # Triton's launcher would ask the driver about a tensor; it takes an address as it is.
@@ -147,22 +147,26 @@ class SameLaunch:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launches with tensors of the current device, or None."""
-        enter: Any = runtime.launch_enter_hook
-        leave: Any = runtime.launch_exit_hook
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if (
-            self.run is None
-            or functools.reduce(operator.or_, addresses) % 16
-            or getattr(enter, "calls", enter)
-            or getattr(leave, "calls", leave)
-        ):
+        if self.takes(addresses) and not is_profiled():
+            self.at(addresses)
+        else:
             self._ask(*tensors)
-            return
+
+    def takes(self, addresses: Iterable[int]) -> bool:
+        """Returns whether the kernel was launched before, with tensors that are aligned as those at
+        these addresses: else it may be another kernel."""
+        return self.run is not None and not functools.reduce(operator.or_, addresses) % 16
+
+    def at(self, addresses: Iterable[int]) -> None:
+        """Launches with addresses of the current device, or 0. :meth:`takes` holds for them, and
+        :func:`is_profiled` does not."""
         stream, before = torch._C._cuda_getCurrentRawStream(self.device), self.before
         if self.scratch:
             memory = self.bytes.new_empty(self.scratch)
             before = (*before[:3], memory.data_ptr(), *before[4:])
-        self.run(*self.blocks, stream, *before, *addresses, *self.launch.passed)
+        run: Any = self.run
+        run(*self.blocks, stream, *before, *addresses, *self.launch.passed)
 
     def _ask(self, first: Any, *others: Tensor | None) -> None:
         if (compiled := self.launch(first, *others)) is not None:
@@ -207,7 +211,7 @@ def _memory(device: torch.device) -> Iterator[None]:
         _allocation._allocator.reset(token)
 
 
-def _is_profiled() -> bool:
+def is_profiled() -> bool:
     """Returns whether hooks must see each launch."""
     before: Any = runtime.launch_enter_hook
     after: Any = runtime.launch_exit_hook
