@@ -39,8 +39,15 @@ class Adapters:
         self._scaled_slots: set[int] = set()
         self._weights: dict[str, BaseWeight] = {}
         self._layers: dict[str, Any] = {}
+        self._reasons: dict[str, str] = {}  # why the others cannot have DoRA
+        direct = slices.called_without_adapters(manager.model)
         for name, layer in manager.modules.items():
-            if slices.refuses(layer) is None:
+            reason = slices.refuses(layer)
+            if reason is None and id(layer.base_layer) in direct:
+                reason = "vLLM computes with the base layer alone; leave it out of the adapter"
+            if reason is not None:
+                self._reasons[name] = reason
+            else:
                 rows = layer.punica_wrapper._token_lora_indices
                 features = slices.features_out(layer)
                 scaling.attach(layer.base_layer, manager.lora_slots, features, rows)
@@ -168,13 +175,13 @@ class Adapters:
             weights.rank, weights.scaling = found.rank, found.scale
             return found.magnitude
 
-        for name, layer in manager.modules.items():
+        for name in manager.modules:
             packed = manager.packed_modules.get(name)
             magnitudes = [magnitude_of(one) for one in packed or [name]]
             if all(one is None for one in magnitudes):
                 continue
-            if name not in self._layers:
-                problems.append(f"{name}: {slices.refuses(layer)}")
+            if name in self._reasons:
+                problems.append(f"{name}: {self._reasons[name]}")
             lora.dora_magnitudes[name] = magnitudes if packed else magnitudes[0]
         problems += [
             f"{name}: the model has no such layer, or --lora-target-modules leaves it out"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.lora import layers as vllm_layers  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.layers import linear  # pyright: ignore[reportMissingImports]
 
@@ -60,6 +60,19 @@ def refuses(layer: Any) -> str | None:
     if base.quant_method is None:
         return f"{type(base).__name__} has no quant_method; expected a plain linear layer"
     return None
+
+
+def called_without_adapters(model: nn.Module) -> set[int]:
+    """Returns the ids of the base layers in a model with LoRA that something other than their layer
+    with LoRA calls, such as the implementation of latent attention (MLA) its ``kv_b_proj``."""
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, vllm_layers.BaseLayerWithLoRA):
+            continue
+        implementation = getattr(module, "impl", None)
+        held = [*module.children(), *getattr(implementation, "__dict__", {}).values()]
+        found.update(id(one) for one in held if isinstance(one, nn.Module))
+    return found
 
 
 def is_row_parallel(layer: Any) -> bool:
