@@ -19,12 +19,15 @@ from jaxlib.mlir.passmanager import PassManager
 # The last pass makes it a module of a dialect that all versions of jaxlib can read.
 PASSES = "builtin.module(cse,strip-debuginfo,mosaic_gpu-serde{serialize=true})"
 
-_pallas_serialises = core._run_serde_pass
+# None in a JAX that serialises in another way: kernels stay as Pallas writes them.
+_pallas_serialises = getattr(core, "_run_serde_pass", None)
 _thread = threading.local()
 
 
 def simplify_in_this_thread() -> None:
     """Simplifies the kernels that this thread lowers from now on."""
+    if _pallas_serialises is None:
+        return
     _thread.simplifies = True
     core._run_serde_pass = _serialised
 
@@ -32,6 +35,7 @@ def simplify_in_this_thread() -> None:
 def _serialised(module: ir.Module, **options: Any) -> ir.Module:
     """Returns the module of a kernel in the dialect that is stored; of ours the module itself."""
     if not getattr(_thread, "simplifies", False):
+        assert _pallas_serialises is not None
         return _pallas_serialises(module, **options)
     context = module.context
     allowed, context.allow_unregistered_dialects = context.allow_unregistered_dialects, True

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.experimental.mosaic.gpu import fragmented_array, layout_inference
+from jax.experimental.mosaic.gpu import core, fragmented_array, layout_inference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
@@ -231,6 +231,12 @@ def test_a_kernel_of_the_user_is_as_pallas_writes_it():
     of_user = plgpu.kernel(copy, out_type=x, scratch_types=scratch)
     assert ".py" not in for_cuda(*step(1))
     assert ".py" in for_cuda(of_user, x)
+
+
+def test_kernels_are_as_pallas_writes_them_in_a_jax_that_writes_in_another_way(monkeypatch):
+    monkeypatch.setattr(core, "_run_serde_pass", kernel_module._pallas_serialises)
+    monkeypatch.setattr(kernel_module, "_pallas_serialises", None)
+    assert ".py" in for_cuda(*step(1))
 
 
 def test_descriptors_are_passed_as_words(written):
