@@ -179,9 +179,11 @@ def written(monkeypatch):
     """Returns a list of (bytes, bytes) for the module of each kernel of ours that is lowered: as
     Pallas would write it, and as it is stored."""
     serialise, pairs = kernel_module._serialised, []
+    as_pallas = kernel_module._pallas_serialises
+    assert as_pallas is not None
 
     def recorded(module, **options):
-        original = code_of(kernel_module._pallas_serialises(module, **options))  # of a copy
+        original = code_of(as_pallas(module, **options))  # of a copy
         pairs.append((original, code_of(serialise(module, **options))))
         return module
 
