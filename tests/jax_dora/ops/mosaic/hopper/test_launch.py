@@ -256,7 +256,7 @@ def sizes_of_descriptors(code):
     the descriptors of its TMA copies."""
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
-    core.dialect.register_dialect(context)
+    core.dialect.register_dialect(context)  # pyright: ignore[reportPrivateImportUsage]
     with context, ir.Location.unknown():
         text = str(ir.Module.parse(code))
     found = re.findall(r"(?:elem_type = |-> )!llvm.array<(\d+) x i(\d+)>", text)
