@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import collectives
 from jax_dora.ops import Dropout, dora_linear, draw_seed, lora_linear, row_scaled
+from jax_dora.ops.mosaic.projection import coded_matmul
 from jax_dora.ops.operands import ProductSettings
 from parity import oracle, tolerances
 from tests import quantised as kernels
@@ -74,10 +75,24 @@ def test_the_kernels_that_round_rows_and_scale_sums(on_mosaic):
         check_projection(jnp.bfloat16, True, "mosaic", (128, 24), bwd_qtype=E5M2)
 
 
-def check_projection(dtype, with_bias, implementation, shape=SHAPE, bwd_qtype=None):
+@pytest.mark.parametrize(
+    ("out", "shapes"),
+    [
+        (128, [(16, 128), (16, 128)]),  # forward and backward
+        slow(192, [(16, 128)]),  # with a copy of y; the gradient sums 192 features
+    ],
+)
+def test_one_kernel_multiplies_codes_and_adds_the_adapter(on_mosaic, watched, out, shapes):
+    found = watched(coded_matmul)
+    with on_mosaic():
+        check_projection(jnp.bfloat16, False, "mosaic", (128, out), E5M2, rows=16)
+    assert found == shapes
+
+
+def check_projection(dtype, with_bias, implementation, shape=SHAPE, bwd_qtype=None, rows=14):
     kernel = kernel_of(shape)
-    (x, a, b, magnitude, bias), dy = operands(kernel, dtype=dtype, rows=(14,))
-    x = x * jnp.exp(jnp.linspace(-4, 4, 14)).astype(dtype)[:, None]  # Rows of their own sizes.
+    (x, a, b, magnitude, bias), dy = operands(kernel, dtype=dtype, rows=(rows,))
+    x = x * jnp.exp(jnp.linspace(-4, 4, rows)).astype(dtype)[:, None]  # Rows of their own sizes.
     bias = bias if with_bias else None
     options = {"act_qtype": QTYPE, "bwd_qtype": bwd_qtype, "implementation": implementation}
     y, gradients = both(kernel, (x, a, b, magnitude, bias), dy, **options)
