@@ -37,6 +37,7 @@ OLDEST_CHOICE ?= not interpreted
 # Those of `make test`, and those marked ci.
 CI_MARKS ?= not gpu and not gpus and not slow and not models and not clients and not deepspeed \
     and not trl and not vllm
+MODELS_MARKS ?= models and not slow
 
 ifdef NO_VENV
 PYTHON ?= python3
@@ -80,9 +81,9 @@ test-oldest: setup-oldest
 	$(VENV_OLDEST)/bin/python -m pytest $(WORKERS) -k '$(OLDEST_CHOICE)' -m '$(CI_MARKS)' \
 	    $(OLDEST_TESTS) $(PYTEST_ARGS)
 
-# Needs the public model libraries.
+# Needs the public model libraries. MODELS_MARKS=models adds those models whose code others run.
 test-models: setup-models
-	PYTHONPATH=$(MODELS) $(RUN) -m pytest $(WORKERS) --keep-programs -m models tests/models \
+	PYTHONPATH=$(MODELS) $(RUN) -m pytest $(WORKERS) --keep-programs -m '$(MODELS_MARKS)' tests/models \
 	    $(PYTEST_ARGS)
 
 # Needs the clients. Nothing is downloaded: their data are in the test.

@@ -17,6 +17,7 @@ from tests.jax_dora.programs import equations
 from tests.models import gemma_models
 from tests.models.model_coverage import rows
 from tests.models.tunix_models import EXAMPLE, MODELS, TOKENS, made, qwen3
+from tests.tables import slow, thinned
 from tests.whole_models import check_nnx, difference
 
 pytestmark = [
@@ -35,7 +36,10 @@ def _logits(model) -> jax.Array:
     return model(*EXAMPLE)[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    thinned(MODELS, ["Qwen3", "Qwen3 MoE", "Qwen2", "Gemma3", "Gemma4", "Gemma4 MoE"]),
+)
 def test_a_whole_model_trains_and_merges(name):
     base = made(name)
     table = coverage(base, *EXAMPLE)
@@ -108,7 +112,7 @@ def test_peft_trainer_trains_checkpoints_and_resumes(tmp_path):
     assert jax_dora.coverage(second.model).count("adapted") == 7
 
 
-@pytest.mark.parametrize("remat", ["NONE", "BLOCK", "DECODER"])
+@pytest.mark.parametrize("remat", [slow("NONE"), "BLOCK", slow("DECODER")])
 def test_peft_trainers_step_computes_each_norm_once(remat, tmp_path):
     """Tunix rematerialises its blocks without a policy."""
     config = importlib.import_module("tunix.models.qwen3.model").RematConfig
@@ -167,7 +171,7 @@ def test_the_recipes_for_qwixs_provider_run(monkeypatch):
     assert qwix.LoraProvider is jax_dora.provider.DoRAProvider
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Llama3", "Gemma3", "Gemma4"])
+@pytest.mark.parametrize("name", ["Qwen3", slow("Llama3"), slow("Gemma3"), "Gemma4"])
 def test_qwixs_call_with_our_provider_adapts_what_lora_adapts(name, tmp_path):
     qwix = importlib.import_module("qwix")
     base, options = made(name), {"module_path": ".*(attn|mlp)/.*", "rank": 4, "alpha": 8}
