@@ -67,15 +67,15 @@ def client_that_does_not_read(made, port):
 def test_who_does_not_read_is_dropped(start):
     made, port, _ = start(timeout_keep_alive=0.3, timeout_graceful_shutdown=50)
     with client_that_does_not_read(made, port):
-        until(lambda: not made.server_state.connections and not made.server_state.tasks, 10)
+        until(lambda: not made.server_state.connections and not made.server_state.tasks)
 
 
 @pytest.mark.ci
 def test_who_reads_slowly_is_not(start):
     """An answer may take longer than the limit, as long as some of it is read meanwhile."""
-    made, port, _ = start(timeout_keep_alive=0.3, timeout_graceful_shutdown=50)
+    made, port, _ = start(timeout_keep_alive=1, timeout_graceful_shutdown=50)
     with client_that_does_not_read(made, port) as sock:
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 2.5
         while time.monotonic() < end:
             assert sock.recv(10**5)
             time.sleep(0.01)
@@ -90,6 +90,6 @@ def test_who_does_not_read_does_not_hold_the_end(start, monkeypatch, logged, las
     made, port, thread = start(timeout_keep_alive=30, timeout_graceful_shutdown=graceful)
     with client_that_does_not_read(made, port):
         made.should_exit = True
-        thread.join(10)
+        thread.join(30)
     assert not thread.is_alive()
     assert not logged.records
