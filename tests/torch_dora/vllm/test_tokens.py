@@ -66,10 +66,10 @@ def test_the_kernels_answer_as_peft(tmp_path, monkeypatch):
         model = worker.model_runner.get_model()
         kept = {buffer: one.clone() for buffer, one in model.named_buffers()}
         for layer in worker.model_runner.lora_manager._adapter_manager.modules.values():
-            scales = getattr(layer.base_layer, "row_scales", None)
-            for one in (*layer.lora_a_stacked, *layer.lora_b_stacked, scales and scales.g):
-                if one is not None:
-                    one.fill_(7)
+            products = getattr(layer, "slot_products", None)
+            own = products.buffers() if products else ()
+            for one in (*layer.lora_a_stacked, *layer.lora_b_stacked, *own):
+                one.fill_(7)
         for buffer, one in model.named_buffers():
             one.copy_(kept[buffer])
         found = generate(made, prompts[:2], [request("dora", zoo.path("dora"), 9), None])
