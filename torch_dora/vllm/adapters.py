@@ -157,6 +157,11 @@ class Adapters:
 
     def _find_magnitudes(self, lora: Any) -> None:
         """Finds the layers that an adapter is for, before vLLM packs it."""
+        if getattr(getattr(self.manager.model, "config", None), "is_encoder_decoder", False):
+            raise FolderError(
+                "the model has an encoder, whose rows vLLM gives the adapters of the decoder's "
+                "tokens; merge the adapter into its model, and serve that as a model of its own"
+            )
         manager, unused = self.manager, dict(lora.dora_layers)
         max_rank = manager.lora_config.max_lora_rank
         problems: list[str] = []

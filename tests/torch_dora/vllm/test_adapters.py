@@ -7,10 +7,12 @@ import copy
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.torch_dora.vllm.engines import (
@@ -284,3 +286,13 @@ def test_norms_follow_the_base_weights(zoo, made, tmp_path, monkeypatch, how):
         base = copy.deepcopy(other.base)
         expected = peft.PeftModel.from_pretrained(base, zoo.path(name)).eval()
         check(generate(made, [PROMPT], [one]), [greedy(expected, tuple(PROMPT))])
+
+
+def test_models_with_an_encoder_are_refused():
+    """Such as Whisper: vLLM looks up the rows of its encoder among the decoder's tokens."""
+    from torch_dora.vllm.adapters import Adapters
+
+    adapters = Adapters.__new__(Adapters)
+    adapters.manager = SimpleNamespace(model=SimpleNamespace(config=transformers.WhisperConfig()))
+    with pytest.raises(Exception, match="the model has an encoder"):
+        adapters._find_magnitudes(SimpleNamespace(dora_layers={}))
