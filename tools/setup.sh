@@ -92,7 +92,6 @@ fits "$venv/bin/python" || make_venv
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip
 
 echo "Installing .[$EXTRAS] into $venv"
-# Python compiles what it imports, which is less than half of what pip would compile.
-"$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-compile \
+"$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
     ${constraints:+--constraint "$constraints"} --editable ".[$EXTRAS]"
 echo "$key" >"$stamp"
