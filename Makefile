@@ -157,4 +157,4 @@ $(MODELS)/.up-to-date $(CLIENTS)/.up-to-date $(DEEPSPEED)/.up-to-date $(TRL)/.up
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(CLIENTS) $(DEEPSPEED) $(TRL) $(VLLM) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(MODELS) $(CLIENTS) $(DEEPSPEED) $(TRL) $(VLLM) build parity-reports *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -13,7 +13,8 @@ from typing import Any
 from parity.environment import environment
 from parity.report import Report
 
-REPORTS = Path(__file__).parent / "reports"
+# In the current folder. Those of parity/reports are committed, and pages show their numbers.
+REPORTS = Path("parity-reports")
 LEVELS = ("operator", "layer", "quantised", "bank")
 CONTROLLED = ("operator", "layer", "model", "training")
 
@@ -64,7 +65,7 @@ def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         device = "cpu interprets the kernels at small sizes; cuda runs them at the paper's"
         flag("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
         flag("--quick", action="store_true", help="a small run of every kind")
-    flag("--out", type=Path, help="report folder; default parity/reports/<device>")
+    flag("--out", type=Path, help=f"report folder; default {REPORTS}/<device>")
     flag("--commit", help="the commit to record in the report, outside a git checkout")
     only = "only this one; can be repeated"
     match name:

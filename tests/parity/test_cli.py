@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity import cases
+from parity import cases, command
 from parity.__main__ import main
 from parity.report import passed, read
 from tests.tables import thinned
@@ -26,6 +26,13 @@ def test_cases_pass(case, tmp_path):
     # Mosaic takes no width that is not a multiple of 8.
     kernels = ["torch triton"] if "43" in case else ["jax mosaic", "torch triton"]
     assert {side for side in sides if "," not in side} == {"jax xla", "torch eager", *kernels}
+
+
+def test_reports_that_are_committed_stay_as_they_are(tmp_path, monkeypatch):
+    """Pages show their numbers, which the next `make test` compares."""
+    monkeypatch.chdir(tmp_path)
+    command.report(command.parse("", ["--device", "cpu", "--commit", "abc"]), "operator")
+    assert (tmp_path / "parity-reports" / "cpu" / "operator.jsonl").exists()
 
 
 def test_list_names_every_case(capsys):
