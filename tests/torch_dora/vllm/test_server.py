@@ -65,7 +65,7 @@ def client(zoo):
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(zoo.folder)]
     command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "64"]
-    command += ["--enable-lora", "--max-loras", "6", "--max-cpu-loras", "8"]
+    command += ["--enable-lora", "--max-loras", "8", "--max-cpu-loras", "9"]
     command += ["--max-lora-rank", "16", "--fully-sharded-loras", "--lora-modules"]
     command += [f"{name}={zoo.path(name)}" for name in ("dora", "lora", "some")]
     (zoo.root / "resolved").mkdir()
@@ -119,7 +119,24 @@ def test_a_resolver_finds_an_adapter_that_a_request_names(zoo, client):
     assert client.post("/v1/completions", model="refused", prompt=[1])[0] == 400
 
 
-def test_adapters_are_loaded_replaced_refused_and_removed_while_it_runs(zoo, client):
+def test_adapters_come_and_go_while_requests_for_others_run(zoo, client):
+    load, prompt, turns = "/v1/load_lora_adapter", PROMPTS[0], ("rslora", "patterns") * 3
+    expected = {name: zoo.expected(name, tuple(prompt))[0] for name in turns}
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        others = beside.submit(check, zoo, client, ["base", "dora", "lora", "some"] * 4)
+        answered = 0
+        for name in turns:
+            how = {"lora_path": str(zoo.path(name)), "load_inplace": True}
+            status, text = client.post(load, lora_name="other", **how)
+            assert status == 200, text
+            assert client.tokens("other", prompt) == expected[name]
+            answered += not others.done()
+        others.result()
+    assert answered > 1  # Those were not answered before.
+    assert client.post("/v1/unload_lora_adapter", lora_name="other")[0] == 200
+
+
+def test_adapters_are_loaded_replaced_refused_and_removed(zoo, client):
     load, path = "/v1/load_lora_adapter", str(zoo.path("rslora"))
     status, text = client.post(load, lora_name="rslora", lora_path=path)
     assert status == 200, text
