@@ -9,8 +9,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_dora.layers import fast_path
 from torch_dora.layers.base import DoRALayer
-from torch_dora.ops import direct, dora_linear, factored_norm, magnitude_scale
-from torch_dora.ops.linear import Operands, corrected_linear, result_dtype
+from torch_dora.ops import direct, dora_linear
+from torch_dora.ops.linear import corrected_linear
 from torch_dora.ops.operator import PLAIN
 
 
@@ -23,10 +23,11 @@ def adapted_linear(
     magnitude: Tensor,
     norm: Tensor | None,
     bias: Tensor | None = None,
+    dropped: Tensor | None = None,
 ) -> Tensor:
     """Returns x W'ᵀ + bias for one matrix of ``layer``, [out, in], after the layer's dropout.
-    Without a norm it is computed."""
-    dropped = layer.drop(x)
+    Without a norm it is computed, and so is ``dropped``, x after dropout."""
+    dropped = layer.drop(x) if dropped is None else dropped
     if dropped is None or layer.dropout_mode == "adapter":
         return dora_linear(
             x,
@@ -47,13 +48,8 @@ def adapted_linear(
             f"the layer has dropout_mode='input' and quantises its input to {layer.act_qtype}; "
             "expected dropout_mode='adapter', or a base with weight-only quantisation"
         )
-    if norm is None:
-        norm = factored_norm(
-            weight, lora_a, lora_b, layer.scale, implementation=layer.implementation
-        )
-    g = magnitude_scale(magnitude, norm, result_dtype(x, weight))
-    operands = Operands(x, dropped, weight, bias, lora_a, lora_b, g)
-    return corrected_linear(operands, layer.scale, layer.implementation)
+    operands = x, dropped, weight, bias, lora_a, lora_b, magnitude, norm
+    return corrected_linear(*operands, layer.scale, layer.implementation)
 
 
 class _LinearBase(DoRALayer):
@@ -64,15 +60,16 @@ class _LinearBase(DoRALayer):
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., out] for [..., in], in the result dtype of
         :func:`torch_dora.ops.dora_linear`."""
+        return self._call(input)
+
+    def _call(self, x: Tensor, dropped: Tensor | None = None) -> Tensor:
         if self.is_disabled:
-            return self.call_base(input)
-        x = input
+            return self.call_base(x)
         if isinstance(x, Tensor) and x.is_nested:
             return fast_path.call_on_nested(self, x)
         weight, norm = self.weight_matrix(), self.begin_call()
-        return adapted_linear(
-            self, x, weight, self.lora_a, self.lora_b, self.magnitude, norm, self.bias
-        )
+        adapter = self.lora_a, self.lora_b, self.magnitude
+        return adapted_linear(self, x, weight, *adapter, norm, self.bias, dropped)
 
 
 class DoRALinear(_LinearBase):
@@ -111,12 +108,14 @@ class DoRALinear(_LinearBase):
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., out] for [..., in], in the result dtype of
         :func:`torch_dora.ops.dora_linear`."""
-        y = None if torch.compiler.is_compiling() else self._direct(input)
-        return super().forward(input) if y is None else y
+        if torch.compiler.is_compiling():
+            return super().forward(input)
+        y, dropped = self._direct(input)
+        return self._call(input, dropped) if y is None else y
 
-    def _direct(self, x: Tensor) -> Tensor | None:
+    def _direct(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns the result if this is the call that most layers make, and nothing about the layer
-        needs attention; otherwise None.
+        needs attention; otherwise None. Also returns x after dropout, if that was applied.
 
         A step of a small model waits for this function: parameters are read from their dictionary,
         which nn.Module's attributes search.
@@ -127,19 +126,21 @@ class DoRALinear(_LinearBase):
             weight is not None
             and base._parameters.get("weight") is weight
             and type(x) in PLAIN
-            and not (x.is_nested or self.is_disabled or (self.training and self.dropout > 0))
+            and not (x.is_nested or self.is_disabled)
             and self.act_qtype is None
             and "_hf_hook" not in vars(self)
         )
         lora_a, lora_b = tensors.get("lora_a"), tensors.get("lora_b")
         magnitude = tensors.get("magnitude")
         if not is_usual or lora_a is None or lora_b is None or magnitude is None:
-            return None
+            return None, None
         if magnitude.dtype != torch.float32:
-            return None
+            return None, None
         bias, norm = tensors["bias"], self._buffers["constant_norm"]
-        operands = (x, None, weight, bias, lora_a, lora_b, magnitude, norm)
-        return direct.linear(operands, self.scale, self.implementation)
+        dropped = self.drop(x)
+        operands = (x, dropped, weight, bias, lora_a, lora_b, magnitude, norm)
+        corrects = dropped is not None and self.dropout_mode == "input"
+        return direct.linear(operands, self.scale, self.implementation, corrects), dropped
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, **options: Any) -> Self:

@@ -188,9 +188,28 @@ def _local_linear(
     return _DoRALinear.apply(static, *operands)
 
 
-def corrected_linear(operands: Operands, scale: float, implementation: str | None) -> Tensor:
-    """Returns y = x weightᵀ + bias + ΔY(``adapter_x``), where ``adapter_x`` is x after dropout:
-    PEFT's DoRA computes this in training."""
+def corrected_linear(
+    x: Tensor,
+    dropped: Tensor,
+    weight: Any,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    magnitude: Tensor,
+    norm: Tensor | None,
+    scale: float,
+    implementation: str | None,
+) -> Tensor:
+    """Returns y = x weightᵀ + bias + ΔY(``dropped``), where ``dropped`` is x after dropout: PEFT's
+    DoRA computes this in training. Without a norm it is computed."""
+    tensors = x, dropped, weight, bias, lora_a, lora_b, magnitude, norm
+    y = direct.linear(tensors, scale, implementation, corrects=True)
+    if y is not None:
+        return y
+    weight = as_matrix(weight)
+    if norm is None:
+        norm = factored_norm(weight, lora_a, lora_b, scale, implementation=implementation)
+    g = magnitude_scale(magnitude, norm, result_dtype(x, weight))
 
     def compute_local(x, dropped, weight, bias, lora_a, lora_b, g) -> Tensor:
         y = _plain_linear(x, weight, bias)
@@ -199,6 +218,7 @@ def corrected_linear(operands: Operands, scale: float, implementation: str | Non
         lora = F.linear(z, lora_b.to(base.dtype))
         return y + compose_delta(base, lora, g, scale, implementation=implementation)
 
+    operands = Operands(x, dropped, weight, bias, lora_a, lora_b, g)
     return sharded.projection(compute_local, *operands)
 
 

@@ -16,8 +16,8 @@ from torch._decomp import register_decomposition
 
 from torch_dora.ops import choose
 
-PLAIN = (Tensor, nn.Parameter)
-
+PLAIN = frozenset((Tensor, nn.Parameter))
+"""The classes of tensors without behaviour of their own."""
 
 _TAGS = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
 

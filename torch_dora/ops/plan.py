@@ -22,6 +22,7 @@ if TYPE_CHECKING or choose.TRITON_MODE is not None:
         adapter_pieces,
         column_sums,
         compose_backward,
+        compose_forward,
         expand_compose,
         one_pass_norm,
     )
@@ -29,7 +30,7 @@ if TYPE_CHECKING or choose.TRITON_MODE is not None:
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
-_PLAIN = frozenset((*PLAIN, type(None)))
+_PLAIN_OR_NONE = PLAIN | {type(None)}
 _ALIGNMENT = 64  # elements; Triton assumes 16 bytes
 
 
@@ -41,7 +42,9 @@ _PLANS: dict[tuple[Any, ...], "Plan | None"] = {}
 _MOST_PLANS = 4096
 
 
-def find(tensors: tuple[Any, ...], scale: Any, implementation: str | None) -> "Plan | None":
+def find(
+    tensors: tuple[Any, ...], scale: Any, implementation: str | None, corrects: bool = False
+) -> "Plan | None":
     """Returns the plan of a call, or None if it has to go the long way.
 
     Args:
@@ -49,8 +52,9 @@ def find(tensors: tuple[Any, ...], scale: Any, implementation: str | None) -> "P
             magnitude and norm or None.
         scale: alpha/r or alpha/sqrt(r).
         implementation: the named one, or None.
+        corrects: whether adapter_x is the input of the magnitude's correction, too.
     """
-    if not _PLAIN.issuperset(map(type, tensors)):
+    if not _PLAIN_OR_NONE.issuperset(map(type, tensors)):
         return None
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
     device = x.get_device()
@@ -62,7 +66,7 @@ def find(tensors: tuple[Any, ...], scale: Any, implementation: str | None) -> "P
     kind = "cuda" if x.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     key = (
-        *(device, x.is_cpu, autocast, implementation, scale, x.dtype, x.shape),
+        *(corrects, device, x.is_cpu, autocast, implementation, scale, x.dtype, x.shape),
         *(weight.dtype, weight.shape, weight.get_device()),
         *(lora_a.dtype, lora_a.shape, lora_a.get_device()),
         *(lora_b.dtype, lora_b.shape, lora_b.get_device()),
@@ -81,7 +85,7 @@ def find(tensors: tuple[Any, ...], scale: Any, implementation: str | None) -> "P
     if x.is_floating_point() and weight.dtype in _HALVES:
         dtype = autocast or torch.promote_types(x.dtype, weight.dtype)
         if _takes(tensors, scale, dtype, implementation):
-            plan = Plan(tensors, scale, dtype)
+            plan = Plan(tensors, scale, dtype, corrects)
     _PLANS[key] = plan
     return plan
 
@@ -146,14 +150,18 @@ class Plan:
             the bytes at which its tensors begin: the partial sums, and those of an adapter in
             pieces.
         into_adapter: multiplies matrices into lora_a's dtype.
-        compose_backward: by whether d and whether the magnitude's gradient is wanted.
+        corrects: whether dropout applies to the magnitude's correction.
+        add_delta: adds ΔY to y; by whether inner is kept, where ``corrects``.
+        compose_backward: by whether d or d_base, d_lora and the magnitude's gradient are wanted.
     """
 
-    def __init__(self, tensors: tuple[Any, ...], scale: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tensors: tuple[Any, ...], scale: float, dtype: torch.dtype, corrects: bool
+    ) -> None:
         x, adapter_x, weight, bias, lora_a, _, magnitude, _ = tensors
         (out_features, in_features), rank = weight.shape, lora_a.shape[0]
         rows = x.numel() // in_features
-        self.dtype, self.device, self.scale = dtype, x.device, scale
+        self.dtype, self.device, self.scale, self.corrects = dtype, x.device, scale, corrects
         self.x_shape, self.y_shape = x.shape, (*x.shape[:-1], out_features)
         self.is_matrix = x.ndim == 2
         self.x_dtype, self.magnitude_dtype = x.dtype, magnitude.dtype
@@ -189,16 +197,29 @@ class Plan:
         )
         self.into_adapter = _product_into(lora_a.dtype, dtype, x.device)
 
+        self.compose_backward = _ComposeBackward(self)
+
     @functools.cached_property
-    def compose_backward(self) -> dict[tuple[bool, bool], tuple[int, SameLaunch, SameLaunch]]:
-        """Returns the strips, the launch, and the one that adds the partial sums up."""
-        found = {}
-        for want_d, want_g in ((True, True), (True, False), (False, True)):
-            strips, launch = compose_backward.prepared(
-                self.rows, self.out_features, 1.0, False, want_d, False, want_g
-            )
-            total = column_sums.prepared(strips, self.out_features, "divide", 0.0)
-            found[want_d, want_g] = strips, SameLaunch(launch), SameLaunch(total)
+    def add_delta(self) -> tuple[SameLaunch, SameLaunch]:
+        """Returns the launches without inner and with it."""
+        sizes = self.rows, self.out_features, self.scale, False, True
+        prepared = (compose_forward.prepared(*sizes, inner, adds=True) for inner in (False, True))
+        without, with_inner = map(SameLaunch, prepared)
+        return without, with_inner
+
+
+class _ComposeBackward(dict[tuple[bool, bool, bool], tuple[int, "SameLaunch", "SameLaunch"]]):
+    """The strips, the launch, and the one that adds the partial sums up."""
+
+    def __init__(self, plan: Plan) -> None:
+        # d has no s: the small products include it.
+        scale = plan.scale if plan.corrects else 1.0
+        self.sizes = plan.rows, plan.out_features, scale, plan.corrects
+
+    def __missing__(self, wanted: tuple[bool, bool, bool]) -> tuple[int, SameLaunch, SameLaunch]:
+        strips, launch = compose_backward.prepared(*self.sizes, *wanted)
+        total = column_sums.prepared(strips, self.sizes[1], "divide", 0.0)
+        self[wanted] = found = strips, SameLaunch(launch), SameLaunch(total)
         return found
 
 

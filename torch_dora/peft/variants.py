@@ -28,7 +28,7 @@ from torch_dora.ops import (
     magnitude_scale,
     quantised,
 )
-from torch_dora.ops.linear import Operands, corrected_linear, result_dtype
+from torch_dora.ops.linear import corrected_linear
 from torch_dora.ops.operator import PLAIN
 
 # The key in PEFT's cache of a DoRA layer. PEFT's own norms there have another dtype or shape.
@@ -115,7 +115,7 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
     # FSDP with flat parameters sets the weights as plain attributes.
     magnitude, lora_a = vector._parameters.get("weight"), a._parameters.get("weight")
     lora_b = b._parameters.get("weight")
-    if not _PLAIN.issuperset(map(type, (x, weight, magnitude, lora_a, lora_b))):
+    if not PLAIN.issuperset(map(type, (x, weight, magnitude, lora_a, lora_b))):
         return None
     if not weight.is_floating_point():
         return None
@@ -127,15 +127,19 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
         weight = weight.T
     elif type(base).forward is not nn.Linear.forward:
         return None
-    scale = float(layer.scaling[adapter])
-    dropped, norm = _dropped(layer, adapter, x), None
-    if dropped is not None or dora.ENABLE_DORA_CACHING or vector._dora_cache:
+    dropped, norm, scale = None, None, float(layer.scaling[adapter])
+    if layer.training:
+        dropout = modules["lora_dropout"]._modules[adapter]
+        if not isinstance(dropout, nn.Identity):
+            if getattr(dropout, "inplace", False):  # PEFT's base layer reads x before.
+                return None
+            dropped = dropout(x)
+    if dora.ENABLE_DORA_CACHING or vector._dora_cache:
         norm = _norm(vector, weight, lora_a, lora_b, scale)
-    if norm is None or dropped is None:
+    if dropped is None:
         return dora_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=bias, norm=norm)
-    g = magnitude_scale(magnitude, norm, result_dtype(x, weight))
-    operands = Operands(x, dropped, weight, bias, lora_a, lora_b, g)
-    return corrected_linear(operands, scale, None)
+    operands = x, dropped, weight, bias, lora_a, lora_b, magnitude, norm
+    return corrected_linear(*operands, scale, None)
 
 
 def _dropped(layer: Any, adapter: str, x: Tensor) -> Tensor | None:
@@ -252,7 +256,6 @@ THEIRS: dict[type, type] = {
     for ours in (_LinearVariant, _EmbeddingVariant, _Conv1dVariant, _Conv2dVariant, _Conv3dVariant)
 }
 OURS = {theirs: ours for ours, theirs in THEIRS.items()}
-_PLAIN = frozenset(PLAIN)
 _PARTS = frozenset(
     (
         nn.Linear,

@@ -65,6 +65,7 @@ def launch(
         features=features,
         scale=scale.astype(jnp.float32),
         DELTA=delta,
+        ADDS=False,
         HAS_BIAS=bias is not None,
         ADDS_BIAS=True,
         WITH_INNER=want_inner,

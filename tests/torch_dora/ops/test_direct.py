@@ -7,12 +7,14 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 from triton.knobs import runtime
 
+from parity import tolerances
 from torch_dora import DoRALinear, freeze
-from torch_dora.ops import direct, dora_linear, plan
+from torch_dora.ops import dora_linear, plan, scales
 from torch_dora.ops.triton import one_pass_norm
 from torch_dora.ops.triton.jit import SameLaunch
 
@@ -100,6 +102,87 @@ def test_computes_as_the_long_way(device, calls, monkeypatch, dtype, adapter_dty
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype
         torch.testing.assert_close(g, w)
+
+
+def exact_correction(made, x, dy):
+    """The result and gradients of PEFT's dropout in fp64, from the merged weight."""
+    wide = copy.deepcopy(made).double().requires_grad_(True)
+    torch.manual_seed(3)
+    dropped = F.dropout(x, made.dropout)
+    kept, x = (dropped != 0) / (1 - made.dropout), x.double().requires_grad_()
+    direction = wide.weight + wide.scale * wide.lora_b @ wide.lora_a
+    g = wide.magnitude.double() / direction.detach().norm(dim=1)
+    y = F.linear(x, wide.weight, wide.bias)
+    y = y + F.linear(x * kept, g[:, None] * direction - wide.weight)
+    named = {"x": x} | dict(wide.named_parameters())
+    found = torch.autograd.grad(y, [*named.values()], dy.double())
+    return {"y": y} | dict(zip(named, found, strict=True))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("dtype", "adapter_dtype"), DTYPES)
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"bias": False}, {"matrix"}, {"autocast"}, {"frozen"}, {"trains weight"}],
+    ids=str,
+)
+def test_dropout_of_the_correction(device, calls, monkeypatch, dtype, adapter_dtype, option):
+    changes = option if isinstance(option, set) else {}
+    options = {"dropout": 0.5, "dropout_mode": "input"} | ({} if changes else option)
+    made = layer(device, dtype=dtype, adapter_dtype=adapter_dtype, **options)
+    if changes == {"frozen"}:
+        made.constant_norm = made.norm()
+        made.magnitude.requires_grad_(False)
+    if changes == {"trains weight"}:
+        made.requires_grad_(True)
+    x = torch.randn(2, 5, 24, device=device, dtype=dtype)
+    x = x.flatten(0, 1) if changes == {"matrix"} else x
+    dy = torch.randn(*x.shape[:-1], 40, device=device, dtype=dtype)
+    wide = x.float() if changes == {"autocast"} else x
+    exact = exact_correction(made, wide, dy)
+    names = ["y", "x", *(n for n, p in made.named_parameters() if p.requires_grad)]
+    errors = []
+    for _ in range(2):
+        with torch.autocast(x.device.type, dtype, enabled=changes == {"autocast"}):
+            found = dict(zip(names, results(made, wide, dy), strict=True))
+        kinds = {"y": dtype, "x": wide.dtype}
+        for name, one in found.items():
+            assert one.dtype == kinds.get(name, getattr(made, name, one).dtype)
+        errors.append({n: (found[n] - exact[n]).norm() / exact[n].norm() for n in names})
+        monkeypatch.setattr(plan, "find", lambda *_: None)
+    assert calls == [True]
+    for name in names:
+        assert errors[0][name] <= 2 * errors[1][name] + tolerances.unit_roundoff(dtype), name
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_drops_the_same(device, calls, use_reentrant):
+    made = layer(device, dropout=0.5, dropout_mode="input")
+    x = torch.randn(2, 5, 24, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(2, 5, 40, device=device, dtype=torch.bfloat16)
+    want = results(made, x, dy)
+    x.requires_grad_()
+    torch.manual_seed(3)
+    y = checkpoint(made, x, use_reentrant=use_reentrant)
+    y.backward(dy)
+    assert all(calls)
+    trained = [parameter.grad for parameter in made.parameters() if parameter.requires_grad]
+    for g, w in zip([y, x.grad, *trained], want, strict=True):
+        assert torch.equal(g, w)
+
+
+def test_a_layer_without_a_direct_call_drops_once(device, calls):
+    made = layer(device, dropout=0.5, dropout_mode="input", dtype=torch.float32)
+    x = torch.randn(2, 5, 24, device=device)
+    torch.manual_seed(3)
+    y = made(x)
+    torch.manual_seed(3)
+    F.dropout(x, 0.5)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert torch.equal(made(x), y)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not any(calls)
 
 
 def test_everything_else_goes_the_long_way(device, calls):
@@ -388,12 +471,12 @@ def test_a_repeated_call_casts_for_its_gradient(device, calls, monkeypatch):
 
 
 def test_scales_are_forgotten_with_their_node():
-    last, ones = direct._Last(), [torch.ones(1) for _ in range(4)]
+    last, ones = scales._Last(), [torch.ones(1) for _ in range(4)]
     last.most = 3
-    kept = direct._Scales((ones[0], ones[0]), [1])
+    kept = scales.Scales((ones[0], ones[0]), [1])
     last.set(ones[0], kept)
     for lora_b in ones[1:]:
-        last.set(lora_b, direct._Scales((lora_b, lora_b), [1]))
+        last.set(lora_b, scales.Scales((lora_b, lora_b), [1]))
     assert set(last.references) == {id(ones[0]), id(ones[3])}
     assert last.get(ones[0], [1]) is kept
     assert last.get(ones[0], [2]) is None

@@ -3,14 +3,16 @@
 Compose forward: y or ΔY in one pass, and also inner if g requires a gradient.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
-from dora_common.triton.compose_forward import CONFIG, kernel
+from dora_common.triton.compose_forward import CONFIG, Config, kernel
 from dora_common.triton.jit import cdiv, next_power_of_2
 from torch_dora.ops.choose import Call
 from torch_dora.ops.operator import operator
-from torch_dora.ops.triton.jit import launch_kernel
+from torch_dora.ops.triton.jit import Launch
 
 # Under torch.compile, which fuses the surrounding operations: below these sizes one launch takes
 # longer than the memory traffic that the kernel saves (arXiv 2603.22276).
@@ -52,29 +54,60 @@ def compose(
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
         return results
-    columns = min(CONFIG.columns, next_power_of_2(features))
-    launch_kernel(
-        kernel,
-        (cdiv(rows, CONFIG.rows) * cdiv(features, columns),),
+    prepared(rows, features, scale, bias is not None, delta, want_inner)(
         base,
         lora.contiguous(),
         g,
         g if bias is None else bias.contiguous(),
         results[0],
         results[-1],
-        rows,
-        features,
-        scale,
-        DELTA=delta,
-        HAS_BIAS=bias is not None,
-        ADDS_BIAS=False,
-        WITH_INNER=want_inner,
-        ROWS=CONFIG.rows,
-        COLUMNS=columns,
-        num_warps=CONFIG.warps,
-        enable_fp_fusion=True,
     )
     return results
+
+
+def prepared(
+    rows: int,
+    features: int,
+    scale: float,
+    has_bias: bool,
+    delta: bool,
+    want_inner: bool,
+    adds: bool = False,
+) -> Launch:
+    """Returns the launch for contiguous tensors of these sizes. Inner may be written over base.
+
+    Args:
+        adds: whether the result is added to what is in its tensor.
+    """
+    return _launch(CONFIG, rows, features, scale, has_bias, delta, want_inner, adds)
+
+
+@functools.lru_cache(1024)
+def _launch(
+    config: Config,
+    rows: int,
+    features: int,
+    scale: float,
+    has_bias: bool,
+    delta: bool,
+    want_inner: bool,
+    adds: bool,
+) -> Launch:
+    columns = min(config.columns, next_power_of_2(features))
+    return Launch(
+        kernel,
+        (cdiv(rows, config.rows) * cdiv(features, columns),),
+        (rows, features, scale),
+        DELTA=delta,
+        ADDS=adds,
+        HAS_BIAS=has_bias,
+        ADDS_BIAS=False,
+        WITH_INNER=want_inner,
+        ROWS=config.rows,
+        COLUMNS=columns,
+        num_warps=config.warps,
+        enable_fp_fusion=True,
+    )
 
 
 @compose.fake

@@ -1,0 +1,138 @@
+"""max(norm, eps) and g of the direct calls: how they are computed, and where the repeated call of
+gradient checkpointing finds those of the first one."""
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from torch_dora.ops import choose
+from torch_dora.ops.norm import EPS_HALF
+from torch_dora.ops.plan import Plan
+
+if TYPE_CHECKING or choose.TRITON_MODE is not None:
+    from torch_dora.ops.triton import adapter_pieces
+    from torch_dora.ops.triton.jit import is_profiled
+
+
+class Scales:
+    """max(norm, eps) and g of a call, what they were computed from, and lora_a and lora_b cast by a
+    repeated call, whose gradient follows at once."""
+
+    __slots__ = "__weakref__", "casts", "source", "tensors"
+
+    def __init__(self, tensors: tuple[Tensor, Tensor], source: list[Any]) -> None:
+        self.tensors, self.source = tensors, source
+        self.casts: tuple[Tensor, Tensor] | None = None
+
+    def check(self, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> None:
+        """Raises RuntimeError if one of the tensors was changed in place since the call."""
+        if self.source[:3] != [weight._version, lora_a._version, lora_b._version]:
+            raise RuntimeError(
+                "the weight, lora_a or lora_b of a DoRA layer was changed in place between the "
+                "forward and the backward pass, so its gradient cannot be computed any more: call "
+                "backward before optimizer.step"
+            )
+
+    def adapter(self, plan: Plan, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns lora_a and lora_b in the plan's dtype, for the gradient."""
+        casts, self.casts = self.casts, None
+        return casts or _cast(plan, lora_a, lora_b)
+
+
+class _Last:
+    """The scales of the last call with each lora_b, by its id, while the call's node in the graph
+    keeps both alive. As weakref.WeakValueDictionary, with less Python in a call."""
+
+    def __init__(self) -> None:
+        self.references: dict[int, ref[Scales]] = {}
+        self.most = 1024
+
+    def get(self, lora_b: Tensor, source: list[Any]) -> Scales | None:
+        """Returns the scales if they were computed from the same source."""
+        reference = self.references.get(id(lora_b))
+        scales = None if reference is None else reference()
+        return None if scales is None or scales.source != source else scales
+
+    def set(self, lora_b: Tensor, scales: Scales) -> None:
+        self.references[id(lora_b)] = ref(scales)
+        if len(self.references) > self.most:
+            alive = [item for item in list(self.references.items()) if item[1]() is not None]
+            self.references, self.most = dict(alive), 2 * len(alive) + 1024
+
+
+_LAST = _Last()
+
+
+def for_gradient(
+    plan: Plan, parts: tuple[Tensor, Tensor, Tensor, Tensor], norm: Tensor | None
+) -> tuple[Scales, Tensor, Tensor]:
+    """Returns the scales of a call that has a gradient, and lora_a and lora_b in the plan's dtype.
+    A call within a backward pass is a repeated one: it uses the scales of the first. ``parts`` are
+    weight, lora_a, lora_b and magnitude. ``_LAST`` finds the scales as long as the call's node
+    keeps them."""
+    lora_b = parts[2]
+    source = [part._version for part in parts]
+    source += [plan.scale, norm is None, *[part.data_ptr() for part in parts]]
+    repeats = torch._C._current_graph_task_id() != -1
+    scales = _LAST.get(lora_b, source) if repeats else None
+    if scales is None:
+        tensors, a, b = compute(plan, parts, norm)
+        scales = Scales(tensors, source)
+    else:
+        a, b = _cast(plan, parts[1], lora_b)
+    if repeats:
+        scales.casts = (a, b) if plan.casts else None
+    else:
+        _LAST.set(lora_b, scales)
+    return scales, a, b
+
+
+def compute(
+    plan: Plan, parts: tuple[Tensor, Tensor, Tensor, Tensor], norm: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Returns (max(norm, eps), f32[out] or the first row of f32[2, out], and g, f32[out]), and
+    lora_a and lora_b in the plan's dtype. Without a norm it is computed."""
+    weight, lora_a, lora_b, magnitude = parts
+    if norm is None:
+        a, b, both = _computed(plan, weight, lora_a, lora_b, magnitude)
+        return (both, both[1]), a, b
+    floor = norm.clamp(min=EPS_HALF)
+    return (floor, magnitude / floor), *_cast(plan, lora_a, lora_b)
+
+
+def _cast(plan: Plan, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
+    return (lora_a.to(plan.dtype), lora_b.to(plan.dtype)) if plan.casts else (lora_a, lora_b)
+
+
+def _computed(
+    plan: Plan, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns lora_a and lora_b in the plan's dtype, and max(norm, eps) and g, f32[2, out]."""
+    a, b = (lora_a, lora_b) if plan.is_in_pieces else _cast(plan, lora_a, lora_b)
+    contiguous = [one.contiguous() for one in (weight, lora_a, lora_b, magnitude)]
+    weight, lora_a, lora_b, magnitude = contiguous
+    both = plan.fp32.new_empty((2, plan.out_features))
+    weight_at, *adapter_at, magnitude_at = found = [one.data_ptr() for one in contiguous]
+    # The pass that splits an fp32 adapter for the norm casts it, too.
+    is_known = plan.scales_of.run and (plan.pieces.run or not plan.is_in_pieces)
+    if is_known and plan.norm.takes(found) and not is_profiled():
+        # What only kernels see is one piece of memory: making tensors of it takes longer.
+        memory = plan.fp32.new_empty(plan.memory_size)
+        partial, *pieces = [memory.data_ptr() + start for start in plan.starts]
+        if plan.is_in_pieces:
+            a, b = (torch.empty_like(one, dtype=plan.dtype) for one in (lora_a, lora_b))
+            plan.pieces.at((*adapter_at, *pieces[:2], a.data_ptr(), b.data_ptr(), *pieces[2:]))
+        else:
+            pieces = *adapter_at, 0, 0
+        plan.norm.at((weight_at, *plan.no_codes_at, *pieces, partial))
+        plan.scales_of.at((partial, magnitude_at, both.data_ptr()))
+    else:
+        pieces = lora_a, lora_b, None, None
+        if plan.is_in_pieces:
+            pieces, a, b = adapter_pieces.launch(lora_a, lora_b, plan.dtype, plan.pieces)
+        partial = plan.fp32.new_empty(plan.partial)
+        plan.norm(weight, *plan.no_codes, *pieces, partial)
+        plan.scales_of(partial, magnitude, both)
+    return a, b, both
