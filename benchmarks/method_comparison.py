@@ -4,16 +4,17 @@ PEFT's LoRA, its DoRA, and its DoRA accelerated by `torch_dora.peft.accelerate`,
 configurations of PEFT's repository, with random weights, and tokens of the same lengths:
 
     MetaMathQA   transformers' Llama with the dimensions of Llama-3.2-3B, rank 32 on q_proj and
-                 v_proj, 4 × 212 tokens; and generation for 50 prompts of 128 tokens, for DoRA also
-                 within PEFT's DoraCaching, which keeps norms
+                 v_proj, 4 × 212 tokens, also with dropout 0.05; and generation for 50 prompts of
+                 128 tokens, for DoRA also within PEFT's DoraCaching, which keeps norms
     image        the blocks of FLUX.2-klein-base-4B, rank 64 on 11 projections, checkpointed, 2 ×
                  (1024 latents and 512 tokens of text)
 
 The base is bf16, adapters are fp32, and there is no autocast, as there. A step is the gradient, its
 norm clipped to 1, and AdamW. The variants take turns, round by round. One line is one variant of
 one task: the median wall time of a call and of the host in it, in ms, the largest minus the
-smallest, the peak of allocated memory without the other models and the time of a step's kernels and
-copies (on a GPU), and times and peaks divided by those of PEFT's LoRA.
+smallest, the fastest call, the peak of allocated memory without the other models and the time of a
+step's kernels and copies (on a GPU), and times and peaks divided by those of PEFT's LoRA;
+`of_first` is the median of the times divided by LoRA's in the same round.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_dora
 from benchmarks.model.protocol import LLAMA3, QUICK, Protocol
 from benchmarks.results import Row, with_ratio
-from benchmarks.torch_decoder import random_llama
+from benchmarks.torch_decoder import free, random_llama
 from benchmarks.turns import device_ms, in_turns
 
 KINDS = "PEFT LoRA", "PEFT DoRA", "PEFT DoRA, accelerated"
@@ -53,6 +54,7 @@ class Settings(NamedTuple):
       shape: batch and length of a training step of MetaMathQA.
       prompts: batch and length of the prompts, and the number of generated tokens.
       image: batch, latents and tokens of text.
+      tasks: some of `TASKS`.
     """
 
     sizes: Protocol = dataclasses.replace(
@@ -62,42 +64,55 @@ class Settings(NamedTuple):
     shape: tuple[int, int] = (4, 212)
     prompts: tuple[int, int, int] = (50, 128, 32)
     image: tuple[int, int, int] = (2, 1024, 512)
+    tasks: tuple[str, ...] = (
+        *("MetaMathQA step", "MetaMathQA generation", "MetaMathQA step, dropout 0.05"),
+        "image step",
+    )
     rounds: int = 9
 
 
-TINY = Settings(QUICK, (1, 1), (2, 9), (2, 5, 3), (2, 8, 4), 1)
+TINY = Settings(QUICK, (1, 1), (2, 9), (2, 5, 3), (2, 8, 4), rounds=1)
+
+
+def refuses(settings: Settings) -> str | None:
+    """Returns what is wrong with the settings, or None."""
+    if unknown := [task for task in settings.tasks if task not in TASKS]:
+        return f"--tasks is {unknown[0]!r}; expected some of {', '.join(map(repr, TASKS))}"
+    return None
 
 
 def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields one row for each task and variant."""
-    for name, make, tasks in (
-        ("MetaMathQA", _llama, {"step": _text_step, "generation": _generate}),
-        ("image", _flux, {"step": _image_step}),
-    ):
-        models = {kind: _model(kind, make(settings, device)) for kind in KINDS}
-        for task, call in tasks.items():
-            calls = {(kind, False): call(model, settings, device) for kind, model in models.items()}
-            if task == "generation":
-                for kind in KINDS[1:]:
-                    calls[kind + CACHED, False] = _caching(calls[kind, False])
-            first: Row = {}
-            for (kind, _), row in in_turns(calls, settings.rounds, device).items():
-                weights = sum(p.nbytes for p in models[kind.removesuffix(CACHED)].parameters())
-                row = {"task": f"{name} {task}", "kind": kind, **row}
-                row["peak_bytes"] = weights + row.pop("call_bytes")
-                if device == "cuda" and task == "step":
-                    row["device_ms"] = device_ms(calls[kind, False], False)
-                first = first or row
-                row = with_ratio(row, first, "over_lora")
-                yield with_ratio(row, first, "bytes_over_lora", "peak_bytes")
-        del models
+    for task in settings.tasks:
+        make, prepare, dropout = TASKS[task]
+        models = {kind: _model(kind, make(settings, device), dropout) for kind in KINDS}
+        calls = {(kind, False): prepare(model, settings, device) for kind, model in models.items()}
+        if prepare is _generate:
+            for kind in KINDS[1:]:
+                calls[kind + CACHED, False] = _caching(calls[kind, False])
+        first: Row = {}
+        for (kind, _), row in in_turns(calls, settings.rounds, device).items():
+            weights = sum(p.nbytes for p in models[kind.removesuffix(CACHED)].parameters())
+            row = {"task": task, "kind": kind, **row}
+            row["peak_bytes"] = weights + row.pop("call_bytes")
+            if device == "cuda" and prepare is not _generate:
+                row["device_ms"] = device_ms(calls[kind, False], False)
+            first = first or row
+            row = with_ratio(row, first, "over_lora")
+            yield with_ratio(row, first, "bytes_over_lora", "peak_bytes")
+        del models, calls
+        free()
 
 
-def _model(kind: str, base: Any) -> Any:
+def _model(kind: str, base: Any, dropout: float) -> Any:
     is_text = hasattr(base, "config")
     rank, targets = (32, ("q_proj", "v_proj")) if is_text else (64, TARGETS)
     config = LoraConfig(
-        r=rank, lora_alpha=64, target_modules=list(targets), use_dora="DoRA" in kind
+        r=rank,
+        lora_alpha=64,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        use_dora="DoRA" in kind,
     )
     with warnings.catch_warnings():
         # PEFT uses a name that the newest transformers has deprecated.
@@ -173,6 +188,15 @@ def _flux(settings: Settings, device: str) -> nn.Module:
     torch.manual_seed(0)
     with torch.device(device):
         return _Flux(settings).to(torch.bfloat16).requires_grad_(False)
+
+
+TASKS: dict[str, tuple[Any, Any, float]] = {
+    "MetaMathQA step": (_llama, _text_step, 0.0),
+    "MetaMathQA generation": (_llama, _generate, 0.0),
+    "MetaMathQA step, dropout 0.05": (_llama, _text_step, 0.05),
+    "image step": (_flux, _image_step, 0.0),
+}
+"""What makes the model and the call of a task, and the adapters' dropout."""
 
 
 class _Flux(nn.Module):

@@ -1,6 +1,8 @@
 """Times of torch's variants, which take turns since the host's speed changes during a run."""
 
 import gc
+import operator
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +26,8 @@ def in_turns[K](
     calls: Mapping[tuple[K, bool], Callable[[], Any]], rounds: int, device: str
 ) -> dict[tuple[K, bool], Row]:
     """Returns the times of calls in turns, round by round, and the bytes that each allocates.
+    `of_first` is the median of a call's time divided by that of the first call in the same round:
+    what slows a host down for seconds slows both. `least_ms` is the fastest call's.
 
     Args:
       calls: by their kind, and by whether they run under autocast.
@@ -45,9 +49,16 @@ def in_turns[K](
             if turn > 1:
                 times[key].append(taken)
     gc.unfreeze()
+    walls = {key: [wall for wall, _ in each] for key, each in times.items()}
+    first = next(iter(walls.values()))
     return {
-        key: milliseconds([wall for wall, _ in each])
-        | {"host_ms": milliseconds([host for _, host in each])["ms"], "call_bytes": peaks[key]}
+        key: milliseconds(walls[key])
+        | {
+            "least_ms": 1e3 * min(walls[key]),
+            "of_first": statistics.median(map(operator.truediv, walls[key], first)),
+            "host_ms": milliseconds([host for _, host in each])["ms"],
+            "call_bytes": peaks[key],
+        }
         for key, each in times.items()
     }
 

@@ -40,7 +40,7 @@ from torch_dora import DoRALayer, freeze
 from torch_dora.layers.base import parameter_aliases
 
 EAGER = (LORA, DEFAULT, IN_BF16, OURS[1], OURS[0], OURS[0]._replace(frozen=True))
-COMPILED = tuple(side._replace(compiled=True) for side in (IN_BF16, OURS[0], LORA, EAGER[-1]))
+COMPILED = tuple(side._replace(compiled=True) for side in (LORA, IN_BF16, OURS[0], EAGER[-1]))
 SIDES = {"eager": EAGER, "compiled": COMPILED}
 
 
