@@ -19,6 +19,7 @@ from bitsandbytes.nn import modules as bnb
 from peft.tuners.lora import dora, variants
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.modules.module import register_module_forward_hook
 
 from parity import tolerances
 from parity.sides.torch import processes
@@ -35,6 +36,7 @@ from tests.torch_dora.peft_folders import (
     tensors_of,
 )
 from tests.torch_dora.test_trainer import losses, trainer
+from torch_dora.ops import plan
 from torch_dora.peft import accelerate, restore
 
 pytestmark = pytest.mark.filterwarnings(
@@ -128,6 +130,51 @@ def test_no_layer_forms_the_product(name: str, no_products: None) -> None:
     for layer in model.modules():  # and PEFT's own loop over adapters calls torch_dora, too
         vars(layer).pop("forward", None)
     results(model)
+
+
+@pytest.fixture
+def direct_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Which calls go the direct way. On a CPU its kernels are interpreted."""
+    found: list[bool] = []
+    find, takes = plan.find, plan._takes
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        found.append((chosen := find(*arguments, **named)) is not None)
+        return chosen
+
+    def on_a_cpu(tensors: Any, scale: float, dtype: torch.dtype, name: str | None) -> bool:
+        return takes(tensors, scale, dtype, name if tensors[0].is_cuda else "triton")
+
+    monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(plan, "find", counted)
+    monkeypatch.setattr(plan, "_takes", on_a_cpu)
+    return found
+
+
+class SameMask(nn.Module):
+    """A dropout whose mask is the same in every dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(5)) > 0.3
+        return torch.where(kept.to(x.device), x / 0.7, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "dropout", "gpt2 dropout"])
+@pytest.mark.parametrize(("wide", "autocast"), [(True, True), (True, False), (False, False)])
+def test_direct_calls_are_as_near_to_fp64_as_pefts(
+    name: str, wide: bool, autocast: bool, direct_calls: list[bool], device: str
+) -> None:
+    model = peft_model(name, torch.bfloat16, autocast_adapter_dtype=wide).to(device)
+    if "dropout" in name:
+        for layer in lora_layers(model):
+            layer.lora_dropout["default"] = SameMask()
+    theirs, ours = both(model)
+    exact = results(copy.deepcopy(theirs).double())
+    peak = max(distance(results(theirs, autocast), exact).values())
+    floor = 4 * tolerances.unit_roundoff("bfloat16")
+    assert max(distance(results(ours, autocast), exact).values()) <= 2 * peak + floor
+    assert direct_calls
+    assert all(direct_calls)
 
 
 # PEFT's convolutions refuse fp32 adapters without autocast.
@@ -239,6 +286,7 @@ CHANGES: dict[str, Any] = {
     "magnitude": lambda layer: layer.lora_magnitude_vector["default"].weight.data.mul_(1.5),
     "frozen": lambda layer: layer.lora_magnitude_vector.requires_grad_(False),
     "dropout": lambda layer: layer.lora_dropout.update({"default": nn.Dropout(0.4)}),
+    "dropout in place": lambda layer: layer.lora_dropout.update({"default": nn.Dropout(0.4, True)}),
     "adapter": lambda layer: layer.set_adapter("more"),
     "dtype": lambda layer: layer.double(),
 }
@@ -277,6 +325,27 @@ def test_hooks_of_parts_run(part: str) -> None:
     module.register_forward_hook(lambda *_: seen.append(part))
     output(ours)
     assert seen
+
+
+def test_hooks_of_all_modules_run() -> None:
+    """As profilers and other tools register them; here one that changes the adapters' results."""
+    theirs, ours = both(peft_model())
+    seen: list[list[str]] = []
+
+    def hook(module: nn.Module, _: Any, y: Tensor) -> Tensor | None:
+        seen[-1].append(type(module).__name__)
+        return 2 * y if isinstance(module, nn.Linear) and module.out_features == 4 else None
+
+    handle = register_module_forward_hook(hook)
+    try:
+        found = []
+        for model in (theirs, ours):
+            seen.append([])
+            found.append(results(model))
+    finally:
+        handle.remove()
+    assert max(distance(*found).values()) < 2e-4
+    assert seen[0] == seen[1]
 
 
 def test_weights_that_are_no_parameters() -> None:
@@ -339,6 +408,8 @@ def test_wrong_inputs_raise_pefts_errors() -> None:
         layer = next(layer for layer in lora_layers(model))
         with pytest.raises(RuntimeError, match="same dtype"):
             layer(torch.ones(2, 24))
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            layer(torch.ones(2, 23, dtype=torch.bfloat16))
 
 
 def test_norms_are_cached_while_pefts_caching_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from peft.tuners.lora import dora, variants
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import transpose
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import (
@@ -57,15 +58,17 @@ def _parts(layer: Any, adapter: str) -> list[Any]:
 
 
 def _is_refused(layer: Any, adapter: str, *tensors: Any) -> bool:
-    """Returns whether PEFT must compute a call: one of :func:`refuses`'s reasons, or DTensors."""
-    if refuses(layer, adapter):
+    """Returns whether PEFT must compute a call: one of :func:`refuses`'s reasons, hooks that must
+    see every module, or DTensors."""
+    if refuses(layer, adapter) or any(_HOOKS_OF_ALL):
         return True
     tensors += tuple(part.weight for part in _parts(layer, adapter))
     return any(type(tensor) not in PLAIN for tensor in tensors)
 
 
 def _is_hooked(*modules: nn.Module) -> bool:
-    """Returns whether a call of one of ``modules`` does more than its class's ``forward``."""
+    """Returns whether a call of one of ``modules`` does more than its class's ``forward``, by hooks
+    or a forward of its own."""
     for module in modules:
         own = module.__dict__
         if (
@@ -93,6 +96,8 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
     dictionaries, which nn.Module's attributes search.
     """
     if layer.disable_adapters or layer.merged_adapters or layer.ephemeral_gpu_offload:
+        return None
+    if any(_HOOKS_OF_ALL):
         return None
     adapters = layer.active_adapters
     adapter: Any = adapters[0] if len(adapters) == 1 else None
@@ -136,10 +141,13 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
             dropped = dropout(x)
     if dora.ENABLE_DORA_CACHING or vector._dora_cache:
         norm = _norm(vector, weight, lora_a, lora_b, scale)
-    if dropped is None:
-        return dora_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=bias, norm=norm)
-    operands = x, dropped, weight, bias, lora_a, lora_b, magnitude, norm
-    return corrected_linear(*operands, scale, None)
+    try:
+        if dropped is None:
+            return dora_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=bias, norm=norm)
+        operands = x, dropped, weight, bias, lora_a, lora_b, magnitude, norm
+        return corrected_linear(*operands, scale, None)
+    except (TypeError, ValueError):  # PEFT's forward computes the call, or raises its own error.
+        return None
 
 
 def _dropped(layer: Any, adapter: str, x: Tensor) -> Tensor | None:
@@ -256,6 +264,12 @@ THEIRS: dict[type, type] = {
     for ours in (_LinearVariant, _EmbeddingVariant, _Conv1dVariant, _Conv2dVariant, _Conv3dVariant)
 }
 OURS = {theirs: ours for ours, theirs in THEIRS.items()}
+_HOOKS_OF_ALL = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
 _PARTS = frozenset(
     (
         nn.Linear,
