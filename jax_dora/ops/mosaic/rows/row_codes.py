@@ -9,8 +9,9 @@ features that a kernel's scales belong to.
 A row is copied to shared memory once, where its maximum is computed and its elements are rounded. A
 row of zeros has the scale `LEAST` and stays zero. A row with NaN or infinity becomes NaN.
 
-Bytes: 2 · rows · in read, rows · in written; the floor is bytes / copy rate. For each row the
-columns are also read twice, from the L1 or L2 cache.
+Bytes: 2 · rows · in read, rows · in written; the floor is bytes / copy rate. A thread keeps its
+columns in registers, if they fit there. Otherwise they are read twice for each row, from the L1 or
+L2 cache.
 """
 
 import dataclasses
@@ -34,6 +35,8 @@ MAX_CHUNK = 8 * THREADS
 MAX_SIDE = 256
 # The longest rows that were measured.
 MAX_FEATURES = 28_672
+# The registers of a thread for columns: all of the longest rows in 16 bits.
+COLUMN_REGISTERS = MAX_FEATURES // THREADS // 2
 # The scale of a row of zeros.
 LEAST = float(jnp.finfo(jnp.float32).tiny)
 
@@ -111,9 +114,9 @@ def launch(
     adjacent = plgpu.Layout.WG_STRIDED(shape, vec_size=math.prod(shape) // THREADS)
     operands = [x.reshape(view)]
     if columns is not None:
-        # Each row reads them, from the L2 cache if they are long: in 16 bits, if they have no more.
         columns = columns if columns.dtype == jnp.bfloat16 else columns.astype(jnp.float32)
         operands.append(columns.reshape(view[1:]))
+    is_kept = columns is not None and columns.nbytes <= 4 * THREADS * COLUMN_REGISTERS
 
     # x_gmem, codes_gmem [rows, width, lane]; columns_gmem [width, lane]; scales_gmem [all tiles'
     # rows]
@@ -121,12 +124,19 @@ def launch(
         *columns_gmem, codes_gmem, scales_gmem, codes_smem = refs
         block = lax.axis_index("block")
 
-        def scaled(x_smem, row, chunk):
-            wide = x_smem[row, chunk].astype(jnp.float32)
-            if not columns_gmem:
-                return wide
-            columns = plgpu.load(columns_gmem[0].at[chunk], layout=adjacent, optimized=False)
-            return wide * columns.astype(jnp.float32)
+        def load_columns(chunk):
+            return plgpu.load(columns_gmem[0].at[chunk], layout=adjacent, optimized=False)
+
+        kept = [load_columns(chunk) for chunk in chunks] if is_kept else [None] * len(chunks)
+
+        def scaled(x_smem, row):
+            """Yields every chunk of a row, and its numbers times the columns."""
+            for chunk, columns in zip(chunks, kept, strict=True):
+                wide = x_smem[row, chunk].astype(jnp.float32)
+                if columns_gmem:
+                    columns = load_columns(chunk) if columns is None else columns
+                    wide = wide * columns.astype(jnp.float32)
+                yield chunk, wide
 
         def step(indices, x_smem):  # [tile_rows, width, lane]
             (index,) = indices
@@ -135,12 +145,12 @@ def launch(
             first = (block + index * blocks) * tile_rows
             for row in range(tile_rows):
                 largest = jnp.zeros((chunk_width, lane), jnp.float32)
-                for chunk in chunks:
-                    largest = jnp.maximum(largest, jnp.abs(scaled(x_smem, row, chunk)))
+                for _, numbers in scaled(x_smem, row):
+                    largest = jnp.maximum(largest, jnp.abs(numbers))
                 scale = jnp.maximum(jnp.max(largest) * inverse_bound, LEAST)
-                for chunk in chunks:
-                    codes = scaled(x_smem, row, chunk) / scale
-                    codes_smem[buffer, row, chunk] = codes.astype(qtype)
+                inverse = 1 / scale  # once, as a quotient takes several instructions
+                for chunk, numbers in scaled(x_smem, row):
+                    codes_smem[buffer, row, chunk] = (numbers * inverse).astype(qtype)
                 scales_gmem[first + row] = scale
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(codes_smem.at[buffer], codes_gmem.at[pl.ds(first, tile_rows)])
