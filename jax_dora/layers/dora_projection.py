@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_dora import ops
 from jax_dora.layers.dora_layer import DoRALayer
-from jax_dora.layers.magnitude import g_of_call
+from jax_dora.layers.magnitude import g_of_call, norm_with_codes
 from jax_dora.layers.out_sharding import with_out_sharding
 from jax_dora.layers.quantised_kernel import formats_of
 from jax_dora.layers.seeds import dropout_of_call
@@ -67,17 +67,21 @@ def operands_of_call(
     layer: Any, inputs: jax.Array, dropout: ops.Dropout | None = None
 ) -> dict[str, Any]:
     """Returns the arrays of a call by name: x, kernel and bias as the base layer promotes them,
-    lora_a, lora_b, the dropout, and g, which is computed from the parameters as stored."""
+    lora_a, lora_b, the dropout, g, which is computed from the parameters as stored, and
+    perhaps the transposed codes of the kernel."""
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+    norm, codes = norm_with_codes(layer)
+    made = {} if codes is None else {"codes": codes}
     return {
         "x": x,
         "kernel": kernel,
         "bias": bias,
         "lora_a": layer.lora_a[...],
         "lora_b": layer.lora_b[...],
-        "g": g_of_call(layer, x.dtype),
+        "g": g_of_call(layer, x.dtype, norm=norm),
         "dropout": dropout,
+        **made,
     }
 
 

@@ -15,6 +15,7 @@ from jax_dora.layers.dora_projection import operands_of_call
 from jax_dora.layers.quantised_kernel import dtype_carrier, formats_of, takes_codes
 from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.layers.together import apply_layers, named_result
+from jax_dora.ops.linear import scaled_linear
 
 
 def swiglu(
@@ -111,12 +112,11 @@ def _parts(layer: DoRALinear, inputs: Any, deterministic, rngs):
     """Returns (inner, g, bias) of a call."""
     operands = operands_of_call(layer, inputs)
     dropout = dropout_of_call(layer, deterministic, rngs)
-    inner = ops.lora_linear(
-        **{name: operands[name] for name in ("x", "kernel", "lora_a", "lora_b")},
-        scale=layer.scale,
-        precision=layer.precision,
-        dropout=dropout,
-        keep_inner=layer.keep_inner,
-        **formats_of(layer),
-    )
+    arrays = {name: operands[name] for name in ("x", "kernel", "lora_a", "lora_b")}
+    options = {"precision": layer.precision, "dropout": dropout, "keep_inner": layer.keep_inner}
+    options |= {"scale": layer.scale, **formats_of(layer)}
+    if "codes" not in operands:
+        inner = ops.lora_linear(**arrays, **options)
+    else:  # with gradients in FP8, where the projection names its result itself
+        inner = scaled_linear(**arrays, g=None, codes=operands["codes"], **options)
     return inner, operands["g"], operands["bias"]

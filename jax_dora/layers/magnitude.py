@@ -10,7 +10,9 @@ from jax import lax
 
 from jax_dora import ops
 from jax_dora.layers.contraction import Contraction
-from jax_dora.ops import check
+from jax_dora.layers.quantised_kernel import formats_of, takes_codes
+from jax_dora.ops import check, quantised
+from jax_dora.ops import norm as ops_norm
 from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.ops.norm import epsilon, norm_implementation
@@ -24,13 +26,15 @@ def g_of_call(
     arrays: Sequence[jax.Array] = (),
     contraction: Contraction | None = None,
     order: Callable[[jax.Array], jax.Array] = lambda array: array,
+    norm: jax.Array | None = None,
 ) -> jax.Array:
     """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape: a
     frozen layer's stored g, else by the given norm or one computed here, once also under
     rematerialisation.
 
     `arrays` (kernel, lora_a, lora_b) and `contraction` are the layer's own by default; `order`
-    permutes stored magnitude, norm and g to the axes of `arrays`.
+    permutes stored magnitude, norm and g to the axes of `arrays`. `norm` is that of `arrays`, if it
+    has been computed.
     """
     if layer.given_g is not None:
         return order(layer.given_g[...])
@@ -41,11 +45,25 @@ def g_of_call(
     else:
         arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
         settings = contraction or layer.contraction, layer.scale, layer.implementation
-        norm = save_norm(bounded_norm(layer_norm(arrays, *settings), *dtypes))
+        norm = layer_norm(arrays, *settings) if norm is None else norm
+        norm = save_norm(bounded_norm(norm, *dtypes))
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
     wide = accumulation_dtype(dtype)
     return magnitude.astype(wide) / norm.astype(wide)
+
+
+def norm_with_codes(layer: Any) -> tuple[Any, Any]:
+    """Returns (the norm, the transposed codes) if a kernel computes both at once, for a layer whose
+    call computes its norm and, with gradients in FP8, reads transposed codes; else (None, None)."""
+    computes = layer.given_g is None and layer.given_norm is None and layer.implementation is None
+    if not computes or not takes_codes(layer) or formats_of(layer)["bwd_qtype"] is None:
+        return None, None
+    kernel = layer.kernel_param[...]
+    if kernel.ndim != 2 or not quantised.is_quantised(kernel):
+        return None, None
+    arrays = kernel, layer.lora_a[...], layer.lora_b[...]
+    return ops_norm.norm_with_codes(*arrays, layer.scale) or (None, None)
 
 
 def layer_norm(

@@ -139,9 +139,11 @@ def scaled_linear(
     keep_inner: bool | None = None,
     act_qtype: str | None = None,
     bwd_qtype: str | None = None,
+    codes: jax.Array | None = None,
 ) -> jax.Array:
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g [out] of
-    any float dtype, or None for ones. x may be its `row_scaled.RowScaled`, of act_qtype."""
+    any float dtype, or None for ones. x may be its `row_scaled.RowScaled`, of act_qtype; `codes`
+    are those of `norm_with_codes`, or None."""
     _check_operands(
         row_scaled.plain(x), kernel, lora_a, lora_b, implementation, act_qtype, bwd_qtype
     )
@@ -177,7 +179,8 @@ def scaled_linear(
     has_codes = isinstance(x, row_scaled.RowScaled)
     x = x._replace(x=x.x.astype(dtype)) if has_codes else x.astype(dtype)
     scale = check.scale_array(scale)
-    operands = meshes.vary_alike(Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed))
+    projected = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed, codes=codes)
+    operands = meshes.vary_alike(projected)
     if rate and mode == "input":
         function = _with_dropped_input
     else:

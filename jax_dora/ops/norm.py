@@ -30,16 +30,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_dora.ops import check, quantised
+from jax_dora.ops import check, quantised, row_scaled
 from jax_dora.ops.dispatch import choose, primitive
+from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.dtypes import accumulation_dtype
 from jax_dora.ops.mosaic.norm import one_pass_norm as kernel_norm
 from jax_dora.ops.mosaic.norm import quantised_norm as kernel_quantised_norm
-from jax_dora.ops.mosaic.norm import stationary_norm
+from jax_dora.ops.mosaic.norm import stationary_norm, transposing_norm
 from jax_dora.ops.mosaic.norm.one_pass_norm import cut
 from jax_dora.ops.operands import AdaptedKernel, NormSettings
+from jax_dora.ops.saved_codes import save_codes
 from jax_dora.ops.triton import triton_norm, triton_quantised_norm
 
 BLOCK_ELEMENTS = 1 << 20
@@ -78,8 +80,7 @@ def factored_norm(
     """
     choose.check_name(implementation)
     check.adapter(kernel, lora_a, lora_b)
-    operands = AdaptedKernel(kernel, lora_a, lora_b, check.scale_array(scale))
-    operands = jax.tree.map(lax.stop_gradient, operands)
+    operands = _constants(kernel, lora_a, lora_b, scale)
     scale_is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
     settings = NormSettings(implementation, scale_is_zero)
 
@@ -89,13 +90,43 @@ def factored_norm(
     return NORM.on_explicit_axes(norm, operands)(operands)
 
 
+def norm_with_codes(
+    kernel: Any, lora_a: jax.Array, lora_b: jax.Array, scale: ArrayLike
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns (`factored_norm`, the codes [out, in] of a quantised kernel) if a kernel computes both
+    in one pass; else None. `jax.checkpoint` does not keep the codes: it transposes them again."""
+    operands = _constants(kernel, lora_a, lora_b, scale)
+    adapter = _common_dtype(lora_a, lora_b)
+    call = (*kernel.shape[:1], lora_a.shape[1], *kernel.shape[1:])
+    call = (*call, quantised.format_of(kernel), adapter)
+    # On several devices, the products gather the codes as they are stored.
+    if choose.target().partitioned or meshes.explicit(kernel.qvalue) is not None:
+        return None
+    if choose.choose("factored_norm", None, (transposing_norm, call), optional=True) is None:
+        return None
+    norm, codes = primitive.call(NORM, NormSettings(None, want_codes=True), operands)
+    return norm, save_codes(codes, operands.kernel.qvalue)
+
+
+def _constants(kernel: Any, lora_a: Any, lora_b: Any, scale: ArrayLike) -> AdaptedKernel:
+    operands = AdaptedKernel(kernel, lora_a, lora_b, check.scale_array(scale))
+    return jax.tree.map(lax.stop_gradient, operands)
+
+
+def _common_dtype(lora_a: jax.Array, lora_b: jax.Array) -> Any:
+    """Returns the dtype in which the kernels take an adapter, and no number is rounded."""
+    same = lora_a.dtype == lora_b.dtype
+    return lora_a.dtype if same else accumulation_dtype(lora_a.dtype, lora_b.dtype)
+
+
 def norm_implementation(implementation: str | None) -> str | None:
     """Returns the norm's implementation in a layer with the given one: "xla" and "eager" use no
     kernel for it either, and "mosaic" and "triton" concern only the projection."""
     return "xla" if implementation in choose.PLAIN else None
 
 
-def _run(settings: NormSettings, shard: Shard, operands: AdaptedKernel) -> tuple[jax.Array]:
+def _run(settings: NormSettings, shard: Shard, operands: AdaptedKernel) -> tuple[Any, Any]:
+    """Returns (the norm, the transposed codes or None)."""
     kernel, lora_a, lora_b, scale = operands
     implementation = settings.implementation
     if settings.scale_is_zero and implementation is None:
@@ -103,18 +134,23 @@ def _run(settings: NormSettings, shard: Shard, operands: AdaptedKernel) -> tuple
     (in_features, out), rank = kernel.shape, lora_a.shape[1]
     is_quantised = quantised.is_quantised(kernel)
     stored = quantised.format_of(kernel) if is_quantised else kernel.dtype
-    # The kernels take one dtype, in which no number is rounded.
-    adapter = lora_a.dtype
-    if lora_b.dtype != adapter:
-        adapter = accumulation_dtype(adapter, lora_b.dtype)
+    adapter = _common_dtype(lora_a, lora_b)
     kernels = candidates(in_features, rank, out, stored, adapter)
-    choice = choose.choose("factored_norm", implementation, *kernels)
+    if settings.want_codes:
+        kernels.insert(0, (transposing_norm, kernels[0][1]))
+    choice, codes = choose.choose("factored_norm", implementation, *kernels), None
     if choice is not None:
         arrays = jax.tree.leaves(kernel)
         squared = choice.launch(*arrays, lora_a.astype(adapter), lora_b.astype(adapter), scale)
-        return (jnp.sqrt(shard.sum(squared)),)
-    define = _define_quantised if is_quantised else _define
-    return (define(shard, settings.scale_is_zero, operands),)
+        if choice.kernel is transposing_norm:
+            squared, codes = squared
+        norm = jnp.sqrt(shard.sum(squared))
+    else:
+        define = _define_quantised if is_quantised else _define
+        norm = define(shard, settings.scale_is_zero, operands)
+    if settings.want_codes and codes is None:
+        codes = row_scaled.transposed(kernel.qvalue)
+    return norm, codes
 
 
 def candidates(
@@ -130,7 +166,7 @@ def candidates(
     return [(kernel, call) for kernel in kernels]
 
 
-NORM = Op("norm", _run, AdaptedKernel("i o", "i r", "r o", ""), ("o",), contracted="i")
+NORM = Op("norm", _run, AdaptedKernel("i o", "i r", "r o", ""), ("o", "o i"), contracted="i")
 
 
 # The norm must have the same bits when computed alone, to initialise a magnitude, and inside a

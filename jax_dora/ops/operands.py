@@ -45,6 +45,7 @@ class Projection(NamedTuple):
       seed: uint32[2], the seed of x's dropout.
       z: [..., r], drop(x) (scale·lora_a), once it has been computed. lora_a is then None if z must
         not be recomputed from it.
+      codes: the codes [out, in] of a quantised kernel, with contiguous rows, if they exist.
     """
 
     x: Any
@@ -56,6 +57,7 @@ class Projection(NamedTuple):
     bias: Any = None
     seed: Any = None
     z: Any = None
+    codes: Any = None
 
 
 class Composition(NamedTuple):
@@ -108,7 +110,9 @@ class AdaptedKernel(NamedTuple):
 
 
 class NormSettings(NamedTuple):
-    """The settings of the norm: `factored_norm`'s, and whether the scale is known to be zero."""
+    """The settings of the norm: `factored_norm`'s, whether the scale is known to be zero, and
+    whether the transposed codes of a kernel in FP8 are a result, too."""
 
     implementation: str | None
     scale_is_zero: bool = False
+    want_codes: bool = False

@@ -142,7 +142,7 @@ def _projection_fwd(
         y, inner = save_inner(y, inner)
     # The bias stays, because it determines whether `inner` holds inner or y.
     x = row_scaled.for_gradients(operands.x) if wanted.lora_a or wanted.kernel else None
-    kept = operands._replace(x=x)
+    kept = operands._replace(x=x, codes=None)
     z = forward.z if wanted.lora_b else None
     inner = inner if wanted.g else None
     return y, (kept, wanted, z, inner, scaled if wanted.x else None)

@@ -54,7 +54,7 @@ def _forward(settings: ForwardSettings, shard: Shard, operands: Projection) -> t
         return _forward_with_quantised_rows(settings, shard, operands)
     if shard.summed:
         return _forward_with_sharded_inputs(settings, shard, operands)
-    x, kernel, lora_a, lora_b, g, scale, bias, _, z = operands
+    x, kernel, lora_a, lora_b, g, scale, bias, _, z, _ = operands
     dot, unscaled = functools.partial(dot_general, settings.precision), jnp.float32(1)
     (in_features, out), rank = kernel.shape, z.shape[-1]
     rows, is_quantised = x.size // max(in_features, 1), quantised.is_quantised(kernel)
@@ -110,7 +110,7 @@ def _forward_with_sharded_inputs(
     settings: ForwardSettings, shard: Shard, operands: Projection
 ) -> tuple[Any, Any]:
     """Returns (y, inner or None), summed over the devices that share the input features."""
-    x, _, lora_a, _, g, scale, bias, _, z = operands
+    x, _, lora_a, _, g, scale, bias, _, z, _ = operands
     if lora_a is None:
         z = shard.on_first_device(z)
     else:
@@ -132,20 +132,22 @@ def _forward_with_quantised_rows(
 ) -> tuple[Any, Any]:
     """Returns (y, inner, a copy of y, or None), with base as an FP8 product with one scale per row
     of x; all else has the same dtypes as without quantised activations."""
-    rows, kernel, _, lora_b, g, _, bias, _, z = operands
+    rows, kernel, _, lora_b, g, _, bias, _, z, turned = operands
     x = rows.x
     unscaled, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
     if bias is None and not settings.want_inner:
         choice = _coded(settings, shard, x, z, kernel.shape[1])
         if choice is not None:
-            codes = row_scaled.transposed_codes(kernel, settings.bwd_qtype)
+            codes = turned
+            if codes is None:
+                codes = row_scaled.transposed_codes(kernel, settings.bwd_qtype)
             codes, lora_b, g = shard.as_copies(codes, lora_b, g)
             columns = row_scaled.scales_of(kernel)
             arrays = rows.codes, rows.scales, codes, z, lora_b.T, columns, g
             y, *copy = choice.launch(*arrays, want_copy=settings.want_copy)
             return y, copy[0] if copy else None
-    base = row_scaled.sums(rows, kernel, shard, settings.bwd_qtype)
+    base = row_scaled.sums(rows, kernel, shard, settings.bwd_qtype, turned)
     choice = _expand(settings, base, z)
     if choice is not None:
         options["want_copy"] = settings.want_copy
@@ -199,7 +201,16 @@ FORWARD = Op(
     "project",
     _forward,
     Projection(
-        row_scaled.RowScaled("t i", "t i", "t"), "i o", "i r", "r o", "o", "", "o", "s", "t r"
+        row_scaled.RowScaled("t i", "t i", "t"),
+        "i o",
+        "i r",
+        "r o",
+        "o",
+        "",
+        "o",
+        "s",
+        "t r",
+        "o i",
     ),
     ("t o", "t o"),
     contracted="i",

@@ -199,20 +199,34 @@ class Sums(NamedTuple):
         return total * per_feature(self.columns, total)
 
 
-def sums(rows: RowScaled, kernel: Any, shard: Shard, bwd_qtype: str | None = None) -> Sums:
+def sums(
+    rows: RowScaled,
+    kernel: Any,
+    shard: Shard,
+    bwd_qtype: str | None = None,
+    codes: jax.Array | None = None,
+) -> Sums:
     """Returns x W of quantised rows [..., in] and a kernel [in, out] that `check_act_qtype`
-    accepts, before the scales are applied. `bwd_qtype` is the format of gradients."""
-    total = shard.sum(_dot(rows.codes, transposed_codes(kernel, bwd_qtype), rows.dtype))
+    accepts, before the scales are applied. `bwd_qtype` is the format of gradients; `codes` are
+    `transposed_codes`, if they exist."""
+    codes = transposed_codes(kernel, bwd_qtype) if codes is None else codes
+    total = shard.sum(_dot(rows.codes, codes, rows.dtype))
     return Sums(total, rows.scales, scales_of(kernel))
 
 
 def transposed_codes(kernel: Any, bwd_qtype: str | None = None) -> jax.Array:
     """Returns the codes [out, in] of a kernel [in, out] with contiguous rows. `bwd_qtype` is the
     format of gradients."""
-    codes = lax.bitcast_convert_type(kernel.qvalue, jnp.int8)
-    if bwd_qtype is not None:
-        # The gradient reads the rows. Without the constraint XLA would transpose, and keep, the
-        # whole stack that a scan slices, and not one layer at a time.
+    return transposed(kernel.qvalue, has_rows=bwd_qtype is not None)
+
+
+def transposed(qvalue: jax.Array, has_rows: bool = True) -> jax.Array:
+    """Returns FP8 codes [in, out] as [out, in] with contiguous rows. `has_rows` is whether theirs
+    are contiguous, because a gradient reads them."""
+    codes = lax.bitcast_convert_type(qvalue, jnp.int8)
+    if has_rows:
+        # Without the constraint XLA would transpose, and keep, the whole stack that a scan slices,
+        # and not one layer at a time.
         codes = with_layout_constraint(codes, _ROWS)
     # Tensor cores require contiguous rows. If they are not, XLA transposes int8 several times
     # faster than FP8. The constraint makes it do so here, not in a product that is slower for it.

@@ -29,7 +29,9 @@ STATED_LAYOUTS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics
 
 def consume_registers(consumers: int) -> int:
     """Returns the registers per thread of `consumers` warpgroups if one more warpgroup fetches."""
-    return (REGISTERS - FETCH_REGISTERS) // consumers // 8 * 8
+    # A thread block starts with the same multiple of 8 for all threads, and cannot get more.
+    together = REGISTERS // (consumers + 1) // 8 * 8 * (consumers + 1)
+    return (together - FETCH_REGISTERS) // consumers // 8 * 8
 
 
 def slices(rank: int) -> int:

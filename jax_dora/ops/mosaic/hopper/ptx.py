@@ -75,6 +75,13 @@ def store_if_positive(number: ir.Value, pointer: ir.Value, values: Sequence[ir.V
     llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
 
 
+def store_words(pointer: ir.Value, words: Sequence[ir.Value]) -> None:
+    """Stores four i32 values to global memory, at a multiple of 16 bytes."""
+    text = "st.global.v4.b32 [$0], {$1,$2,$3,$4};"
+    none = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(none, [pointer, *words], text, "l,r,r,r,r", has_side_effects=True)
+
+
 def pinned(values: Sequence[ir.Value]) -> list[ir.Value]:
     """Returns the i32 values unchanged, and makes LLVM compute them before later side effects."""
     count = len(values)

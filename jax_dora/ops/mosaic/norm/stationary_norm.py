@@ -71,7 +71,7 @@ def refuses(
     ):
         if size % unit:
             return f"{name} = {size} is not a multiple of {unit}"
-    if _slices(rank, adapter_dtype) > MOST_SLICES:
+    if slices_of(rank, adapter_dtype) > MOST_SLICES:
         return f"B of rank {rank} and dtype {jnp.dtype(adapter_dtype)} does not fit into registers"
     return None
 
@@ -85,7 +85,7 @@ def wins(
     With 4-bit codes it is slower at low ranks, because it looks every pair of codes up by itself.
     With few input features it is slower if B is large, because loading B takes too much of a run.
     """
-    slices = _slices(rank, adapter_dtype)
+    slices = slices_of(rank, adapter_dtype)
     width = _width(stored)
     if slices <= 4:
         return width > 4 and one_pass_norm.wins(in_features, rank, out, stored, adapter_dtype)
@@ -96,7 +96,7 @@ def config(
     in_features: int, rank: int, out: int, stored: Any, adapter_dtype: jax.typing.DTypeLike
 ) -> Config:
     """Returns the launch options for a call that `refuses` accepts."""
-    slices = _slices(rank, adapter_dtype)
+    slices = slices_of(rank, adapter_dtype)
     width = _width(stored)
     stages = {6: 4, 5: 4, 4: 5}.get(slices, 6)
     room = limits.SHARED_MEMORY - limits.RESERVED - stages * slices * TILE_ROWS * limits.TILE_K * 2
@@ -116,7 +116,7 @@ def _width(stored: Any) -> int:
     return bits(stored.stored if isinstance(stored, Format) else stored)
 
 
-def _slices(rank: int, adapter_dtype: jax.typing.DTypeLike) -> int:
+def slices_of(rank: int, adapter_dtype: jax.typing.DTypeLike) -> int:
     """Returns the number of slices of `limits.TILE_K` that all pieces of an adapter need."""
     return one_pass_norm.pieces(jnp.bfloat16, adapter_dtype) * limits.slices(rank)
 
@@ -131,23 +131,45 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
         scale f32[].
       config, sm_count: the launch options.
     """
+    (squared,) = squares(w, *operands, config=config, sm_count=sm_count)
+    return squared
+
+
+def squares(
+    w: jax.Array,
+    *operands: jax.Array,
+    config: Config,
+    sm_count: int,
+    want_codes: bool = False,
+    kernel_name: str = "dora_stationary_norm",
+) -> tuple[jax.Array, ...]:
+    """Returns (the result of `launch`,), or with `want_codes`, for 8-bit codes, (the result, the
+    codes [out, in])."""
     *scales, lora_a, lora_b, scale = operands
     (in_features, out), c = w.shape, config
+    consumers, rank = c.consumers, lora_a.shape[1]
     # A run is of whole pairs of tiles.
     tiling = Tiling(in_features // 2, out, c, sm_count)
     lora_a, lora_b, products = one_pass_norm.cut_adapter(
         lora_a, lora_b, one_pass_norm.pieces(jnp.bfloat16, lora_a.dtype)
     )
     slices = len(products)
+    if want_codes:
+        lora_a = stationary_tile.in_order_of_codes(lora_a)
+    # The last slice of each piece may have few columns that are not zero.
+    steps = stationary_tile.steps(rank)
     scales = [repeated(one, 1, out) for one in scales]
     tiles_per_scale = 2 * tiling.row_tiles // len(scales[0]) if scales else 1
+    # Scales of whole columns are the same for all tiles.
+    has_one_scale = bool(scales) and len(scales[0]) == 1
     tables = [jnp.asarray(stationary_tile.table(w.dtype))] if bits(w.dtype) == 4 else []
     # A row of a copied tile takes at most 128 bytes.
-    parts = CONSUMERS if bits(w.dtype) == 16 else 1
-    part_cols = c.tile_cols // parts
+    part_cols = min(c.tile_cols, 8 * 128 // bits(w.dtype))
+    parts = c.tile_cols // part_cols
 
     def kernel(a_gmem, b_gmem, w_gmem, s_gmem, *rest, buffers):
-        *rest, out_gmem = rest
+        codes_gmem = rest[-1] if want_codes else None
+        *rest, out_gmem = rest[: len(rest) - want_codes]
         tables_gmem, scales_gmem = rest[: len(tables)], rest[len(tables) :]
         walk = Walk(tiling, lax.axis_index("block"))
         warpgroup = lax.axis_index("warpgroup")
@@ -178,11 +200,11 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
 
                 def fetch_tile(tile, _):
                     rows = walk.rows(2 * first + tile)
-                    fetch(number + CONSUMERS + tile, lambda k: a_gmem.at[rows, k])
+                    fetch(number + consumers + tile, lambda k: a_gmem.at[rows, k])
 
-                lax.fori_loop(0, CONSUMERS, fetch_columns, None)
+                lax.fori_loop(0, consumers, fetch_columns, None)
                 lax.fori_loop(0, 2 * pairs, fetch_tile, None)
-                return number + CONSUMERS + 2 * pairs
+                return number + consumers + 2 * pairs
 
             lax.fori_loop(0, walk.runs, fetch_run, jnp.int32(0))
             ring.drain(buffers["low_rank_free"])
@@ -224,7 +246,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                 cols, split, first, pairs = walk.run(index)
                 own = _columns(cols, consumer)
 
-                stages = [lax.rem(number + other, c.stages) for other in range(CONSUMERS)]
+                stages = [lax.rem(number + other, c.stages) for other in range(consumers)]
                 for stage in stages:
                     plgpu.barrier_wait(buffers["low_rank_ready"].at[stage])
                 own_stage = lax.rem(number + consumer, c.stages)
@@ -233,12 +255,13 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                 plgpu.commit_smem()
                 for stage in stages:
                     plgpu.barrier_arrive(buffers["low_rank_free"].at[stage])
-                number = number + CONSUMERS
+                number = number + consumers
 
                 def start_product(tile):
                     stage = lax.rem(number + tile, c.stages)
                     plgpu.barrier_wait(buffers["low_rank_ready"].at[stage])
-                    return stationary_tile.start_product(b, buffers["low_rank"].at[stage], products)
+                    a_smem = buffers["low_rank"].at[stage]
+                    return stationary_tile.start_product(b, a_smem, products, steps)
 
                 def finish_product(product, tile):
                     product = stationary_tile.wait(product)
@@ -246,16 +269,32 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                     plgpu.barrier_arrive(buffers["low_rank_free"].at[stage])
                     return product
 
-                def load_scales(tile):
-                    at = lax.div(2 * first + tile, tiles_per_scale)
+                def scales_at(at):
                     return [stationary_tile.load_scales(one.at[at, own]) for one in scales_gmem]
+
+                of_columns = scales_at(0) if has_one_scale else None
+
+                def load_scales(tile):
+                    if of_columns is not None:
+                        return of_columns
+                    return scales_at(lax.div(2 * first + tile, tiles_per_scale))
 
                 def add_squares(sums, product, factors, tile):
                     slot = lax.rem(tile_number + tile, c.slots)
                     plgpu.barrier_wait(buffers["w_ready"].at[slot])
-                    w_smem = buffers["w"].at[slot, lax.div(consumer, CONSUMERS // parts)]
+                    w_smem = buffers["w"].at[slot, lax.div(consumer, consumers // parts)]
+                    turned_gmem = None
+                    if codes_gmem is not None:
+                        turned_gmem = codes_gmem.at[own, walk.rows(2 * first + tile)]
                     sums = stationary_tile.add_squares(
-                        sums, product, w_smem, s, factors, buffers.get("table"), consumer
+                        sums,
+                        product,
+                        w_smem,
+                        s,
+                        factors,
+                        buffers.get("table"),
+                        lax.rem(consumer, consumers // parts),
+                        turned_gmem,
                     )
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(buffers["w_free"].at[slot])
@@ -289,7 +328,7 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
 
             lax.fori_loop(0, walk.runs, consume_run, (jnp.int32(0), jnp.int32(0)))
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == consumers)
         def _fetch_all():
             plgpu.set_max_registers(limits.FETCH_REGISTERS, action="decrease")
 
@@ -298,9 +337,9 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
                 pl.when(warp == 0)(fetch_low_rank)
                 pl.when(warp == 1)(fetch_kernel)
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < consumers)
         def _consume_all():
-            plgpu.set_max_registers(limits.consume_registers(CONSUMERS), action="increase")
+            plgpu.set_max_registers(limits.consume_registers(consumers), action="increase")
             ring.release(buffers["low_rank_free"])
             for slot in range(c.slots):
                 plgpu.barrier_arrive(buffers["w_free"].at[slot])
@@ -309,26 +348,29 @@ def launch(w: jax.Array, *operands: jax.Array, config: Config, sm_count: int) ->
     buffers = {
         "low_rank": stationary_tile.tiles((c.stages, slices, TILE_ROWS, COLUMNS), lora_a.dtype),
         "low_rank_ready": plgpu.Barrier(num_arrivals=slices, num_barriers=c.stages),
-        "low_rank_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
+        "low_rank_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=c.stages),
         "w": stationary_tile.tiles((c.slots, parts, TILE_ROWS, part_cols), w.dtype),
         "w_ready": plgpu.Barrier(num_arrivals=parts, num_barriers=c.slots),
-        "w_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.slots),
+        "w_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=c.slots),
     }
     for table in tables:
         buffers["table"] = plgpu.SMEM(table.shape, table.dtype)
         buffers["table_ready"] = plgpu.Barrier()
-    partials = plgpu.kernel(
+    results = [jax.ShapeDtypeStruct((tiling.splits, out), jnp.float32)]
+    if want_codes:
+        results.append(jax.ShapeDtypeStruct((out, in_features), w.dtype))
+    partials, *codes = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((tiling.splits, out), jnp.float32),
+        out_type=results,
         grid=(tiling.blocks,),
         grid_names=("block",),
-        num_threads=CONSUMERS + 1,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types={"buffers": buffers},
         compiler_params=limits.STATED_LAYOUTS,
-        kernel_name="dora_stationary_norm",
+        kernel_name=kernel_name,
     )(lora_a, lora_b, w, jnp.reshape(scale, 1).astype(jnp.float32), *tables, *scales)
-    return jnp.sum(partials, axis=0)
+    return jnp.sum(partials, axis=0), *codes
 
 
 def _columns(cols: Any, consumer: Any) -> Any:

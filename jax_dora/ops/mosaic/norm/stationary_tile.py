@@ -89,13 +89,39 @@ def load_columns(b_smem: Any) -> jax.Array:
     return call(b_smem)
 
 
-def start_product(b: jax.Array, a_smem: Any, products: Sequence[Sequence[int]]) -> jax.Array:
+def in_order_of_codes(lora_a: jax.Array) -> jax.Array:
+    """Returns the rows of A [in, k] such that a thread, whose products are those of the columns 2t
+    and 2t + 1 of every 8, gets those of 16 adjacent rows of W: it can then write their codes, which
+    it reads for the squares, as 16 adjacent bytes of Wᵀ.
+
+    Its n-th product is that of row 16t + (n xor 2t) of the tile. Without the xor, the lanes of a
+    load would read rows that are 16 apart, whose swizzle is the same, from the same banks.
+    """
+    if choose.interpreted():
+        return lora_a
+    eight, t, odd = np.meshgrid(np.arange(8), np.arange(4), np.arange(2), indexing="ij")
+    order = 16 * t + ((2 * eight + odd) ^ (2 * t))
+    tiles = lora_a.reshape(-1, TILE_ROWS, lora_a.shape[1])
+    return tiles[:, order.reshape(-1)].reshape(lora_a.shape)
+
+
+def steps(rank: int) -> tuple[int, ...]:
+    """Returns the instructions of each slice of a piece of an adapter whose numbers along k are not
+    all padding."""
+    starts = range(0, rank, TILE_K)
+    return tuple(-(-min(rank - start, TILE_K) // STEP) for start in starts)
+
+
+def start_product(
+    b: jax.Array, a_smem: Any, products: Sequence[Sequence[int]], steps: Sequence[int]
+) -> jax.Array:
     """Starts a product, and returns (A B)ᵀ f32[64, 64], which only `wait` may read.
 
     Args:
       b: Bᵀ [64, 64·n].
       a_smem: a tile of A, [n, 64, 64], by slice, row and k.
       products: for each slice of A the slices of B that it multiplies.
+      steps: what `steps` returned.
     """
     if choose.interpreted():
         a, b = a_smem[...].astype(jnp.float32), b.astype(jnp.float32)
@@ -120,7 +146,7 @@ def start_product(b: jax.Array, a_smem: Any, products: Sequence[Sequence[int]]) 
         ptx.act("wgmma.fence.sync.aligned;")
         for k, partners in enumerate(products):
             for p in partners:
-                for step in range(TILE_K // STEP):
+                for step in range(steps[k % len(steps)]):
                     four = words[4 * (p * TILE_K // STEP + step) :][:4]
                     place = 2 * (k * TILE_ROWS * TILE_K + step * STEP)
                     at = arith.addi(a, ptx.i64(place // 16))
@@ -178,22 +204,27 @@ def add_squares(
     factors: Sequence[jax.Array],
     table_smem: Any,
     consumer: jax.Array,
+    turned_gmem: Any = None,
 ) -> jax.Array:
     """Returns sums f32[64, 8] + Σ (factors∘v(w) + s·product)², each sum over every eighth row.
 
     Args:
       product: f32[64, 64], by column and row.
-      w_smem: [64, 64·n], by row and column: the columns of this consumer, or of all consumers.
+      w_smem: [64, 64·n], by row and column: the columns of this consumer, or of several.
       s: f32[].
       factors: what `load_scales` returned, or nothing.
       table_smem: `table` for 4-bit codes, or None.
-      consumer: the number of this consumer.
+      consumer: the number of this consumer among those of `w_smem`.
+      turned_gmem: where to write this consumer's 8-bit codes [64, 64], by column and row, or None.
+        The rows of A, and so of `product`, are then `in_order_of_codes`.
     """
     dtype, columns = w_smem.dtype, w_smem.shape[1]
     if choose.interpreted():
         values = w_smem[...]
         if columns > COLUMNS:
             values = lax.dynamic_slice_in_dim(values, consumer * COLUMNS, COLUMNS, axis=1)
+        if turned_gmem is not None:
+            turned_gmem[...] = values.T
         if table_smem is not None:
             codes = lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.int32)
             values = table_smem[...][:16, 0][codes]
@@ -208,18 +239,24 @@ def add_squares(
         *(PRODUCT, PRODUCT, plgpu.RefType(row_transforms(columns, dtype)), plgpu.Layout.WG_SPLAT),
         *[PRODUCT] * len(factors),
         *[plgpu.RefType()] * len(tables),
+        *[plgpu.RefType()] * (turned_gmem is not None),
     )
 
     @plgpu.inline_mgpu(arg_types=types, return_type=found)
     def add(_, sums, product, w_smem, s, *rest):
-        factors_of = [_scalars(one) for one in rest[: len(factors)]]
+        factors_of, rest = [_scalars(one) for one in rest[: len(factors)]], rest[len(factors) :]
         (s,) = s.registers.flat
-        pairs = _Pairs(w_smem, bits(dtype), columns)
-        numbers = _reader(dtype, *rest[len(factors) :])
+        if turned_gmem is None:
+            pairs = _Pairs(w_smem, bits(dtype), columns)
+        else:
+            pairs = _AdjacentPairs(w_smem, columns)
+        numbers = _reader(dtype, *rest[: len(tables)])
         low_rank = np.array(_scalars(product), object).reshape(-1, 2, 2)
         total: list[Any] = [None] * 4
+        loaded = []
         for eight, odd in np.ndindex(len(low_rank), 2):
-            for column, value in enumerate(numbers(pairs.load(eight, odd))):
+            loaded.append(pairs.load(eight, odd))
+            for column, value in enumerate(numbers(loaded[-1])):
                 at = 2 * column + odd
                 adapted = low_rank[eight, column, odd]
                 if factors_of:
@@ -228,10 +265,13 @@ def add_squares(
                     v = llvm.intr_fma(adapted, s, value)
                 before = total[at]
                 total[at] = arith.mulf(v, v) if before is None else llvm.intr_fma(v, v, before)
+        if turned_gmem is not None:
+            _store_turned(loaded, rest[-1])
         return _array([arith.addf(*two) for two in zip(_scalars(sums), total, strict=True)])
 
     call: Callable[..., Any] = add
-    return call(sums, product, w_smem, s, *factors, *tables)
+    turned = [] if turned_gmem is None else [turned_gmem]
+    return call(sums, product, w_smem, s, *factors, *tables, *turned)
 
 
 def store(sums: jax.Array, gmem: Any) -> None:
@@ -277,6 +317,62 @@ class _Pairs:
         found = llvm.load(self._kind, ptx.further(self._rows[odd], eight * self._stride))
         i32 = ir.IntegerType.get_signless(32)
         return found if self._kind == i32 else arith.extui(i32, found)
+
+
+class _AdjacentPairs:
+    """Loads the codes of a thread's two columns from a tile [64, columns] of 8-bit codes, in the
+    order of `in_order_of_codes`."""
+
+    def __init__(self, smem: Any, columns: int):
+        column, t = _first_column(columns), arith.andi(ptx.lane(), ptx.i32(3))
+        # A row of the swizzle has 128 bytes, and so has one of the tile.
+        start = arith.muli(t, ptx.i32(16 * columns))
+        self._rows = []
+        for n in range(EIGHT):
+            row = arith.xori(ptx.i32(n), arith.shli(t, ptx.i32(1)))
+            place = arith.addi(start, arith.muli(row, ptx.i32(columns)))
+            place = arith.addi(place, arith.xori(column, arith.shli(row, ptx.i32(4))))
+            self._rows.append(ptx.further(mgpu.utils.memref_ptr(smem), place))
+        self._stride = EIGHT * columns
+
+    def load(self, eight: int, odd: int) -> ir.Value:
+        """Returns the codes of product 2·eight + odd in an i32, the lower column's in the lower
+        bits."""
+        n = 2 * eight + odd
+        place = ptx.further(self._rows[n % EIGHT], n // EIGHT * self._stride)
+        found = llvm.load(ir.IntegerType.get_signless(16), place)
+        return arith.extui(ir.IntegerType.get_signless(32), found)
+
+
+def _store_turned(loaded: Sequence[ir.Value], gmem: Any) -> None:
+    """Writes a thread's 16 pairs of codes, by `_AdjacentPairs`, to its two columns of [64, 64], by
+    column and row, of a matrix in global memory: 16 adjacent bytes of each.
+
+    Two rows of pairs are two bytes of each column. The xor of `in_order_of_codes` exchanges such
+    halves of a word where t is odd, and words where t is 2 or 3.
+    """
+    t = arith.andi(ptx.lane(), ptx.i32(3))
+    is_odd = arith.andi(t, ptx.i32(1))
+    # The halves' bytes 0, 1, 4, 5 and 2, 3, 6, 7 of both operands, or the second operand's first.
+    turn = arith.muli(is_odd, ptx.i32(0x5410 - 0x1054))
+    halves = [arith.subi(ptx.i32(choice), turn) for choice in (0x5410, 0x7632)]
+    rows = [
+        ptx.run("prmt.b32 $0, $1, $2, 0x5140;", *loaded[n : n + 2])
+        for n in range(0, len(loaded), 2)
+    ]
+    zero = ptx.i32(0)
+    swaps = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(t, ptx.i32(2)), zero)
+    (stride, _), _ = ir.MemRefType(gmem.type).get_strides_and_offset()
+    column = arith.muli(_first_column(COLUMNS), ptx.i32(stride))
+    first = arith.addi(column, arith.shli(t, ptx.i32(4)))
+    for number, half in enumerate(halves):
+        words = [ptx.run("prmt.b32 $0, $1, $2, $3;", *rows[n : n + 2], half) for n in (0, 2, 4, 6)]
+        turned = []
+        for two in (words[:2], words[2:]):
+            turned += [arith.select(swaps, *pair) for pair in (two[::-1], two)]
+        place = ptx.further(mgpu.utils.memref_ptr(gmem), first)
+        place = ptx.further(place, number * stride)
+        ptx.store_words(place, turned)
 
 
 def _reader(dtype: Any, table_smem: Any = None) -> Callable[[ir.Value], list[ir.Value]]:

@@ -1,0 +1,90 @@
+"""Transposed codes that the norm's kernel makes: a step reads them, and makes them again by a
+transpose alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_dora
+from jax_dora import DoRARule
+from jax_dora.ops import norm as norms
+from jax_dora.ops.mosaic.norm import transposing_norm
+from jax_dora.ops.saved_codes import save_codes
+from tests.jax_dora.lm.models.conftest import SMALL
+from tests.jax_dora.lm.models.test_coded_rows import TOKENS, base
+from tests.jax_dora.programs import equations
+from tests.jax_dora.small_models import train
+from tests.tables import slow
+
+E5M2 = "float8_e5m2"
+
+
+@pytest.fixture
+def by_norm(monkeypatch):
+    """Lets every norm that can make codes make them, by XLA, as in a program for one device."""
+    choose, target = norms.choose.choose, norms.choose.target()
+
+    def choose_it(op, implementation, *candidates, optional=False):
+        if optional and candidates[0][0] is transposing_norm:
+            return True
+        return choose(op, implementation, *candidates, optional=optional)
+
+    monkeypatch.setattr(norms.choose, "choose", choose_it)
+    single = dataclasses.replace(target, partitioned=False)
+    monkeypatch.setattr(norms.choose, "target", lambda: single)
+
+
+def gradient_of(memory, remat=True):
+    """Returns the gradients of a decoder's adapters, and the equations of their program."""
+    rule, model = DoRARule(".*_proj", 3, 4.0), base("float8_e4m3fn", E5M2)
+    model = train(jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1)))
+    config = dataclasses.replace(SMALL, memory=memory, remat=remat)
+    model.model.config = model.config = config
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+
+    def gradient(trained):
+        def loss(trained):
+            logits = nnx.merge(graphdef, trained, frozen)(TOKENS)
+            return jax.nn.logsumexp(logits, axis=-1).mean()
+
+        return jax.grad(loss)(trained)
+
+    return jax.jit(gradient)(trained), list(equations(gradient, trained))
+
+
+@pytest.mark.parametrize(("memory", "again"), [(None, 7), slow(1.0, 0)])
+def test_a_step_reads_them_and_computes_no_norm_again(by_norm, memory, again):
+    found, program = gradient_of(memory)
+    names = [one.params["op"].name for one in program if one.primitive.name == "dora"]
+    assert names.count("norm") == 7
+    saved = [len(one.invars) for one in program if one.primitive.name == "save_dora_codes"]
+    assert (saved.count(2), saved.count(1)) == (7, again)
+    wanted, _ = gradient_of(None, remat=False)
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5 * np.abs(other).max())
+
+
+def test_they_are_read(by_norm, monkeypatch):
+    """Zeros in their place change the result."""
+    wanted, _ = gradient_of(None)
+    monkeypatch.setattr(norms, "save_codes", lambda codes, _: jnp.zeros_like(codes))
+    found, _ = gradient_of(None)
+    one, other = (jnp.concatenate([*map(jnp.ravel, jax.tree.leaves(x))]) for x in (found, wanted))
+    assert jnp.linalg.norm(one - other) > 0.1 * jnp.linalg.norm(other)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0)])
+def test_in_vmap(axes):
+    stored = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (4, 3, 5)), "float8_e4m3fn")
+    turned = stored.swapaxes(1, 2)
+    arrays = [
+        one[0] if axis is None else jnp.moveaxis(one, 0, axis)
+        for one, axis in zip((turned, stored), axes, strict=True)
+    ]
+    found = jax.vmap(save_codes, axes)(*arrays)
+    wanted = turned if axes[0] is not None else jnp.broadcast_to(turned[0], turned.shape)
+    np.testing.assert_array_equal(found.astype(jnp.float32), wanted.astype(jnp.float32))
