@@ -16,6 +16,7 @@ from jax_dora.layers.quantised_kernel import dtype_carrier, formats_of, takes_co
 from jax_dora.layers.seeds import dropout_of_call
 from jax_dora.layers.together import apply_layers, named_result
 from jax_dora.ops.linear import scaled_linear
+from jax_dora.ops.swiglu import swiglu_of_results
 
 
 def swiglu(
@@ -78,11 +79,14 @@ def swiglu(
                 "both layers need the same number of output features"
             )
         return jax.nn.silu(gate_result) * up_result
-    gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs)
-    up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs)
+    scaled = _can_scale(gate) and _can_scale(up) and _dtype(gate, inputs) != jnp.float16
+    gate_inner, gate_g, gate_bias = _parts(gate, inputs, deterministic, rngs, scaled)
+    up_inner, up_g, up_bias = _parts(up, inputs, deterministic, rngs, scaled)
+    operands, with_codes = (gate_inner, up_inner, gate_g, up_g), takes_codes(into)
+    if scaled:
+        return swiglu_of_results(*operands, with_codes=with_codes)
     biases = {"gate_bias": gate_bias, "up_bias": up_bias}
-    with_codes = takes_codes(into)
-    return ops.swiglu(gate_inner, up_inner, gate_g, up_g, **biases, with_codes=with_codes)
+    return ops.swiglu(*operands, **biases, with_codes=with_codes)
 
 
 def _supported_options(layer: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -101,6 +105,11 @@ def _can_fuse(layer: Any) -> bool:
     return layer.implementation is None and not drops_whole_input
 
 
+def _can_scale(layer: DoRALinear) -> bool:
+    """Returns whether the kernel of the layer's projection multiplies by g, and nothing is lost."""
+    return formats_of(layer)["bwd_qtype"] is not None and layer.bias is None
+
+
 def _dtype(layer: DoRALinear, inputs: Any) -> Any:
     """Returns the dtype of the layer's result, by the promotion of `operands_of_call`."""
     bias = None if layer.bias is None else layer.bias[...]
@@ -108,15 +117,16 @@ def _dtype(layer: DoRALinear, inputs: Any) -> Any:
     return jnp.dtype(canonicalize_dtype(x, kernel, bias, dtype=layer.dtype))
 
 
-def _parts(layer: DoRALinear, inputs: Any, deterministic, rngs):
-    """Returns (inner, g, bias) of a call."""
+def _parts(layer: DoRALinear, inputs: Any, deterministic, rngs, scaled: bool):
+    """Returns (inner, or g∘inner if `scaled`; g; bias) of a call."""
     operands = operands_of_call(layer, inputs)
     dropout = dropout_of_call(layer, deterministic, rngs)
     arrays = {name: operands[name] for name in ("x", "kernel", "lora_a", "lora_b")}
     options = {"precision": layer.precision, "dropout": dropout, "keep_inner": layer.keep_inner}
     options |= {"scale": layer.scale, **formats_of(layer)}
-    if "codes" not in operands:
+    if scaled:
+        codes = operands.get("codes")
+        inner = scaled_linear(**arrays, g=operands["g"], codes=codes, of_inner=True, **options)
+    else:
         inner = ops.lora_linear(**arrays, **options)
-    else:  # with gradients in FP8, where the projection names its result itself
-        inner = scaled_linear(**arrays, g=None, codes=operands["codes"], **options)
     return inner, operands["g"], operands["bias"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
@@ -140,10 +141,12 @@ def scaled_linear(
     act_qtype: str | None = None,
     bwd_qtype: str | None = None,
     codes: jax.Array | None = None,
+    of_inner: bool = False,
 ) -> jax.Array:
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g [out] of
     any float dtype, or None for ones. x may be its `row_scaled.RowScaled`, of act_qtype; `codes`
-    are those of `norm_with_codes`, or None."""
+    are those of `norm_with_codes`, or None. With `of_inner`, without a bias, g is a constant, and
+    the result's cotangent is that of the result divided by g."""
     _check_operands(
         row_scaled.plain(x), kernel, lora_a, lora_b, implementation, act_qtype, bwd_qtype
     )
@@ -153,6 +156,7 @@ def scaled_linear(
             check.has_shape(name, vector, kernel.shape[1:], "[out]")
     dtype = _dtype(x, kernel)
     g = None if g is None else g.astype(accumulation_dtype(dtype))
+    g = lax.stop_gradient(g) if of_inner else g
     kernel = kernel if quantised.is_quantised(kernel) else kernel.astype(dtype)
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input" and rate and act_qtype is not None:
@@ -175,6 +179,7 @@ def scaled_linear(
         keep_inner,
         rate,
         mode,
+        of_inner,
     )
     has_codes = isinstance(x, row_scaled.RowScaled)
     x = x._replace(x=x.x.astype(dtype)) if has_codes else x.astype(dtype)

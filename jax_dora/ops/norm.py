@@ -93,8 +93,9 @@ def factored_norm(
 def norm_with_codes(
     kernel: Any, lora_a: jax.Array, lora_b: jax.Array, scale: ArrayLike
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Returns (`factored_norm`, the codes [out, in] of a quantised kernel) if a kernel computes both
-    in one pass; else None. `jax.checkpoint` does not keep the codes: it transposes them again."""
+    """Returns (`factored_norm`, the codes [out, in] of a quantised kernel) if a kernel computes
+    both in one pass; else None. `jax.checkpoint` transposes the codes again instead of keeping
+    them."""
     operands = _constants(kernel, lora_a, lora_b, scale)
     adapter = _common_dtype(lora_a, lora_b)
     call = (*kernel.shape[:1], lora_a.shape[1], *kernel.shape[1:])

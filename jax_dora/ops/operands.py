@@ -18,7 +18,8 @@ class ProductSettings(NamedTuple):
 
 class ProjectionSettings(NamedTuple):
     """The settings of an adapted projection: the public function's name, for errors;
-    `dora_linear`'s; and the dropout's rate and mode."""
+    `dora_linear`'s; the dropout's rate and mode; and whether the gradient that comes back is that
+    of inner, because the reader of the result multiplies it by g itself, as `swiglu` does."""
 
     op: str
     implementation: str | None
@@ -28,6 +29,7 @@ class ProjectionSettings(NamedTuple):
     keep_inner: bool | None = None
     rate: float = 0.0
     mode: str = "adapter"
+    of_inner: bool = False
 
 
 class Projection(NamedTuple):
@@ -94,10 +96,12 @@ class Gating(NamedTuple):
 
 
 class GatingSettings(NamedTuple):
-    """The settings of SwiGLU and its gradient; `want_bias` asks for the biases' gradients."""
+    """The settings of SwiGLU and its gradient; `want_bias` asks for the biases' gradients, and
+    `scaled` says that gate and up are multiplied by g already."""
 
     implementation: str | None
     want_bias: bool = False
+    scaled: bool = False
 
 
 class AdaptedKernel(NamedTuple):

@@ -72,8 +72,13 @@ def _with_divisible_g(operands: Projection) -> Projection:
     g = operands.g
     if g is None or not _result_holds_inner(operands, operands.x.dtype):
         return operands
+    return operands._replace(g=divisible(g))
+
+
+def divisible(g: jax.Array) -> jax.Array:
+    """Returns g, with `LEAST_G` in place of smaller numbers."""
     least = lax.full_like(g, LEAST_G)
-    return operands._replace(g=lax.select(lax.abs(g) < least, least, g))
+    return lax.select(lax.abs(g) < least, least, g)
 
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:
@@ -155,7 +160,7 @@ def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> d
     dot = functools.partial(dot_general, settings.precision)
     rows = tuple(range(dy.ndim - 1))
     d, gradients = dy, {}
-    if g is not None:
+    if g is not None and not settings.of_inner:
         back = ComposeBackwardSettings(settings.op, settings.implementation)
         d, _, d_g = primitive.call(COMPOSE_BACKWARD, back, ComposeBackward(dy, inner, g, scale))
         if d_g is not None:

@@ -4,7 +4,10 @@
 
 (arXiv 2002.05202, section 2.) gate and up are inner = x (W + s·A B) of the two layers, from
 `jax_dora.ops.lora_linear`. The backward pass reads only gate and up, so they are kept instead of
-the layers' results y₁ and y₂. With σ = sigmoid(y₁):
+the layers' results y₁ and y₂. With gradients in FP8, where a projection's kernel multiplies by g at
+no cost, gate and up may be y₁ and y₂ themselves (`swiglu_of_results`). SwiGLU then needs g in its
+backward pass alone, which gives the same gradients, d_gate and d_up being those of inner, and d_g
+from inner = y / g. With σ = sigmoid(y₁):
 
     d₁ = dh∘y₂∘σ∘(1 + y₁∘(1-σ))      d₂ = dh∘silu(y₁)
     d_gate = g₁∘d₁    d_up = g₂∘d₂    d_g₁ = Σ_rows d₁∘gate    d_g₂ = Σ_rows d₂∘up    d_b = Σ_rows d
@@ -27,6 +30,7 @@ from jax_dora.ops.dtypes import accumulation_dtype, per_feature
 from jax_dora.ops.mosaic.rows import swiglu_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import swiglu_codes as kernel_with_codes
 from jax_dora.ops.operands import Gating, GatingSettings
+from jax_dora.ops.projection import divisible
 from jax_dora.ops.triton import triton_swiglu
 
 
@@ -80,7 +84,21 @@ def swiglu(
         check.has_shape(name, vector, gate.shape[-1:], "[out]")
     choose.check_name(implementation)
     operands = Gating(gate, up, gate_g, gate_bias, up_g, up_bias)
-    settings = GatingSettings(implementation)
+    return _of(GatingSettings(implementation), operands, with_codes)
+
+
+def swiglu_of_results(
+    gate: jax.Array, up: jax.Array, gate_g: jax.Array, up_g: jax.Array, *, with_codes: bool = False
+) -> Any:
+    """Returns `swiglu` of gate and up that are multiplied by gate_g and up_g already, as
+    `scaled_linear` does with `of_inner`: it takes the gradients of gate and up, which are those of
+    the products without g."""
+    operands = Gating(gate, up, gate_g, None, up_g, None)
+    return _of(GatingSettings(None, scaled=True), operands, with_codes)
+
+
+def _of(settings: GatingSettings, operands: Gating, with_codes: bool) -> Any:
+    gate, up, *_ = operands
     if with_codes and meshes.explicit(gate, up) is None:
         return _with_codes(settings, meshes.vary_alike(operands))
     function = functools.partial(_swiglu, settings)
@@ -90,7 +108,7 @@ def swiglu(
 def _swiglu(settings: GatingSettings, operands: Gating) -> jax.Array:
     """Returns the result on one device, or on a mesh without explicit axes."""
     if settings.implementation == "eager":
-        return define(meshes.vary_alike(operands))
+        return define(meshes.vary_alike(operands), settings.scaled)
     _choose(
         settings, operands.gate
     )  # raises already in the forward pass if a named kernel is unsupported
@@ -103,21 +121,21 @@ def _with_codes(settings: GatingSettings, operands: Gating) -> row_scaled.RowSca
     if settings.implementation != "eager":
         operands = operands._replace(h=h)
     # A rematerialised layer computes no codes again, for which it would write h and read it.
-    again = define(constants)
+    again = define(constants, settings.scaled)
     return row_scaled.RowScaled(_swiglu(settings, operands), codes, scales, again)
 
 
-def define(operands: Gating) -> jax.Array:
+def define(operands: Gating, scaled: bool = False) -> jax.Array:
     """Returns the result, by its definition unless it has been computed."""
     if operands.h is not None:
         return operands.h
-    (y1, y2), _ = _composed(operands)
+    (y1, y2), _ = _composed(operands, scaled)
     return (y1 * jax.nn.sigmoid(y1) * y2).astype(operands.gate.dtype)
 
 
-def define_backward(dh: jax.Array, operands: Gating) -> Gating:
-    """Returns the gradient of every operand, by its definition."""
-    (y1, y2), (g1, g2) = _composed(operands)
+def define_backward(dh: jax.Array, operands: Gating, scaled: bool = False) -> Gating:
+    """Returns the gradient of every operand, by its definition; if `scaled`, those of g times g."""
+    (y1, y2), (g1, g2) = _composed(operands, scaled)
     gate, up = operands.gate.astype(y1.dtype), operands.up.astype(y1.dtype)
     wide = dh.astype(y1.dtype)
     sigma = jax.nn.sigmoid(y1)
@@ -134,13 +152,15 @@ def define_backward(dh: jax.Array, operands: Gating) -> Gating:
     )
 
 
-def _composed(operands: Gating) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _composed(operands: Gating, scaled: bool) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Returns ((y₁, y₂), (g₁, g₂)) in the accumulator's dtype."""
     gate, up, gate_g, gate_bias, up_g, up_bias, *_ = operands
 
     def composed(inner, g, bias):
         wide = inner.astype(accumulation_dtype(inner.dtype))
         g = per_feature(g, wide)
+        if scaled:
+            return wide, g
         return g * wide if bias is None else g * wide + per_feature(bias, wide), g
 
     (y1, g1), (y2, g2) = composed(gate, gate_g, gate_bias), composed(up, up_g, up_bias)
@@ -152,17 +172,11 @@ def _backward(settings: GatingSettings, shard: Shard, operands: Gating) -> tuple
     gate, up, gate_g, gate_bias, up_g, up_bias, dh, _ = operands
     choice = _choose(settings, gate)
     if choice is None:
-        gradients = define_backward(dh, operands)
+        gradients = define_backward(dh, operands, settings.scaled)
     else:
+        options = {"want_bias": settings.want_bias} | ({"scaled": True} if settings.scaled else {})
         d_gate, d_up, d_gate_g, d_up_g, *d_biases = choice.launch(
-            dh,
-            gate,
-            up,
-            gate_g,
-            up_g,
-            gate_bias,
-            up_bias,
-            want_bias=settings.want_bias,
+            dh, gate, up, gate_g, up_g, gate_bias, up_bias, **options
         )
         d_gate_bias, d_up_bias = d_biases or (None, None)
         gradients = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
@@ -173,7 +187,9 @@ def _backward(settings: GatingSettings, shard: Shard, operands: Gating) -> tuple
 
 def _choose(settings: GatingSettings, gate: jax.Array) -> Choice | None:
     call = (gate.size // max(gate.shape[-1], 1), gate.shape[-1], gate.dtype)
-    candidates = (kernel_backward, call), (triton_swiglu, call)
+    candidates = [(kernel_backward, call)]
+    if not settings.scaled:
+        candidates.append((triton_swiglu, call))
     return choose.choose("swiglu", settings.implementation, *candidates)
 
 
@@ -189,12 +205,15 @@ def _run_codes(settings: GatingSettings, shard: Shard, operands: Gating) -> tupl
     choice = None
     if not shard.summed:
         rows, vectors = gate.size // max(gate.shape[-1], 1), 2 if gate_bias is up_bias else 4
+        if settings.scaled:
+            vectors, gate_g, up_g = 0, None, None
         candidate = (kernel_with_codes, (rows, gate.shape[-1], gate.dtype, vectors))
         choice = choose.choose("swiglu", settings.implementation, candidate, optional=True)
     if choice is not None:
         return choice.launch(gate, up, gate_g, up_g, gate_bias, up_bias)
     # Without the barrier XLA computes h again for its codes, and does not round it.
-    return row_scaled.coded_by_xla(lax.optimization_barrier(define(operands)), shard)[:3]
+    h = lax.optimization_barrier(define(operands, settings.scaled))
+    return row_scaled.coded_by_xla(h, shard)[:3]
 
 
 SWIGLU_CODES = Op(
@@ -205,17 +224,24 @@ SWIGLU_CODES = Op(
 def _swiglu_fwd(
     settings: GatingSettings, operands: Gating, wanted: Gating
 ) -> tuple[jax.Array, Any]:
-    return define(operands), (operands._replace(h=None), wanted)
+    return define(operands, settings.scaled), (operands._replace(h=None), wanted)
 
 
 def _swiglu_bwd(settings: GatingSettings, kept: Any, dh: jax.Array) -> dict[str, Any]:
     operands, wanted = kept
     settings = settings._replace(want_bias=bool(wanted.gate_bias or wanted.up_bias))
     gradients = primitive.call(SWIGLU_BACKWARD, settings, operands._replace(dh=dh))
+    if settings.scaled:
+        d_gate, d_up, of_gate, of_bias, of_up, *others = gradients
+        of_gate, of_up = of_gate / divisible(operands.gate_g), of_up / divisible(operands.up_g)
+        gradients = d_gate, d_up, of_gate, of_bias, of_up, *others
     fields = zip(Gating._fields, gradients, operands, wanted, strict=False)
     return {name: d.astype(operand.dtype) for name, d, operand, want in fields if want}
 
 
 _with_gradient = residuals.with_gradient(
-    Gating, lambda settings, operands: define(operands), _swiglu_fwd, _swiglu_bwd
+    Gating,
+    lambda settings, operands: define(operands, settings.scaled),
+    _swiglu_fwd,
+    _swiglu_bwd,
 )

@@ -172,3 +172,34 @@ def test_coverage_merging_and_removing():
 def test_bad_input(make, qtype, options, error, message):
     with pytest.raises(error, match=message):
         quantize(make(nnx.Rngs(0)), qtype, **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_gated_half_in_fp8_has_the_gradients_of_both_layers(dtype):
+    """Its projections multiply by g, and take gradients that SwiGLU has multiplied by it."""
+    halves = nnx.Dict(
+        gate=nnx.Linear(16, 24, use_bias=False, rngs=nnx.Rngs(0)),
+        up=nnx.Linear(16, 24, use_bias=False, rngs=nnx.Rngs(1)),
+    )
+    model = quantize(halves, FP8, act_qtype=FP8, bwd_qtype="float8_e5m2")
+    model = train(apply_dora(model, RULE, rngs=nnx.Rngs(2)))
+    model.gate.magnitude[...] *= 2.0
+    x = inputs().astype(dtype)
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(3, 24)), dtype)
+
+    def gradients(gated):
+        def loss(model, x):
+            return (gated(model, x) * weights).astype(jnp.float32).sum()
+
+        of_model = nnx.DiffState(0, nnx.LoRAParam)
+        grads = nnx.jit(nnx.grad(loss, argnums=(of_model, 1)))(model, x)
+        return jax.tree.leaves(grads)
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = gradients(lambda model, x: jax_dora.swiglu(model.gate, model.up, x))
+        wanted = gradients(lambda model, x: jax.nn.silu(model.gate(x)) * model.up(x))
+    assert len(found) == 7
+    for one, other in zip(found, wanted, strict=True):
+        off = jnp.linalg.norm((one - other).astype(jnp.float32))
+        # Near the middle of two codes, another one may be the nearest.
+        assert off < 0.02 * jnp.linalg.norm(other.astype(jnp.float32))

@@ -8,9 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_dora.ops import swiglu
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.mosaic.rows import swiglu_codes
 from jax_dora.ops.mosaic.rows.swiglu_backward import config, launch
+from jax_dora.ops.operands import Gating, GatingSettings
+from jax_dora.ops.projection import divisible
 from jax_dora.ops.row_scaled import RowScaled
+from jax_dora.ops.swiglu import SWIGLU_BACKWARD, SWIGLU_CODES, swiglu_of_results
 from parity import oracle, tolerances
 from tests.jax_dora.ops.interpreter import slack
 from tests.jax_dora.ops.mosaic.rows.test_row_codes import check as check_codes
@@ -309,3 +313,60 @@ G = np.ones(16, np.float32)
 def test_bad_input(arguments, options, error, message):
     with pytest.raises(error, match=message):
         swiglu(*arguments, **options)
+
+
+def of_results(dh, gate, up, gate_g, up_g):
+    """The result and the gradients of `swiglu_of_results`."""
+
+    def call(*operands):
+        return swiglu_of_results(*operands)
+
+    h, pull = jax.vjp(call, gate, up, gate_g, up_g)
+    return h, *pull(dh)
+
+
+def test_of_results_that_are_multiplied_by_g_already():
+    """The same gradients; a g of zero is a small one."""
+    dh, (gate, up, gate_g, up_g) = operands(5, (9, 24), jnp.float32)
+    gate_g = gate_g.at[3].set(0)
+    h, pull = jax.vjp(swiglu, gate, up, gate_g, up_g)
+    wanted = h, *pull(dh)
+    small = divisible(gate_g)
+    found = jax.jit(of_results)(dh, small[None] * gate, up_g[None] * up, gate_g, up_g)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_of_results_by_the_kernels(on_mosaic):
+    dh, (gate, up, *gs) = operands(6, (5, 2048), jnp.bfloat16)
+    wanted = of_results(dh, gate, up, *gs)
+    settings = GatingSettings("mosaic", scaled=True)
+    with on_mosaic():
+        gradients = SWIGLU_BACKWARD.run(
+            settings, Shard(), Gating(gate, up, gs[0], None, gs[1], None, dh)
+        )
+        codes = SWIGLU_CODES.run(settings, Shard(), Gating(gate, up, gs[0], None, gs[1], None))
+    d_gate, d_up, of_gate, _, of_up, _ = gradients
+    check_codes(codes[0], *map(np.asarray, codes[1:]))
+    found = codes[0], d_gate, d_up, of_gate / gs[0], of_up / gs[1]
+    for one, other in zip(found, wanted, strict=True):
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=2.0**-7, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_of_results_at_full_size():
+    dh, (gate, up, *gs) = operands(7, (4096, 28672), jnp.bfloat16)
+    found, wanted = [], []
+    for implementation, results in (("mosaic", found), ("xla", wanted)):
+        settings = GatingSettings(implementation, scaled=True)
+        arrays = Gating(gate, up, gs[0], None, gs[1], None)
+        backward = jax.jit(
+            lambda dh, a, s=settings: SWIGLU_BACKWARD.run(s, Shard(), a._replace(dh=dh))
+        )
+        results += [one for one in backward(dh, arrays) if one is not None]
+        h, codes, scales = jax.jit(lambda a, s=settings: SWIGLU_CODES.run(s, Shard(), a))(arrays)
+        results += [h, codes.astype(jnp.float32) * scales[:, None]]
+    for one, other in zip(found, wanted, strict=True):
+        one, other = (np.asarray(x.astype(jnp.float32)) for x in (one, other))
+        assert np.linalg.norm(one - other) <= 2.0**-7 * np.linalg.norm(other)

@@ -40,7 +40,7 @@ def config(rows: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
     return Config(tile_bytes=4096, stages=2, blocks_per_sm=3)
 
 
-@launcher("want_bias")
+@launcher("want_bias", "scaled")
 def launch(
     dh: jax.Array,
     gate: jax.Array,
@@ -51,19 +51,21 @@ def launch(
     up_bias: jax.Array | None = None,
     *,
     want_bias: bool = False,
+    scaled: bool = False,
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, ...]:
     """Returns (d_gate, d_up, d_gate_g, d_up_g), followed by (d_gate_bias, d_up_bias) if
-    `want_bias`, for dh, gate, up [..., out]."""
+    `want_bias`, for dh, gate, up [..., out]. If `scaled`, gate and up are y₁ and y₂ above, without
+    biases, and d_g₁ and d_g₂ are multiplied by g₁ and g₂."""
 
     def row_function(operands, vectors, _):
         (dh, gate, up), (g1, b1, g2, b2) = operands, vectors
-        y1 = g1 * gate + b1
+        y1, y2 = (gate, up) if scaled else (g1 * gate + b1, g2 * up + b2)
         root = lax.rsqrt(1.0 + jnp.exp(-y1))
         sigma = root * root
         weighted = dh * sigma
-        d1 = weighted * (g2 * up + b2) * (1.0 + y1 * (1.0 - sigma))
+        d1 = weighted * y2 * (1.0 + y1 * (1.0 - sigma))
         d2 = weighted * y1
         return [g1 * d1, g2 * d2], [d1 * gate, d2 * up, d1, d2][: 4 if want_bias else 2]
 

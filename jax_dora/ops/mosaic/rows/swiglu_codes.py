@@ -6,7 +6,7 @@
 
 A row is computed in chunks of its features, and h stays in shared memory until the row's maximum is
 known. `row_codes` is the same for rows that exist already; sigmoid is computed
-as in `swiglu_backward`.
+as in `swiglu_backward`. Without g, gate and up are multiplied by it already.
 
 Bytes: 4 · rows · out read, 3 · rows · out written; the floor is bytes / copy rate. For each row the
 vectors are also read from the L2 cache.
@@ -51,11 +51,11 @@ def wins(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> bool
     """Returns whether the kernel is expected to be faster than XLA and `row_codes` (H100,
     `h100/tried.jsonl`, "SwiGLU with FP8 codes")."""
     is_large = rows * out >= 2**23 and (out >= 8192 or rows >= 4096)
-    return row_codes.wins(rows, out, dtype) and is_large and (vectors == 2 or out <= 8192)
+    return row_codes.wins(rows, out, dtype) and is_large and (vectors <= 2 or out <= 8192)
 
 
 def config(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> Config:
-    """Returns the config for [rows, out] of `dtype` and 2 or 4 vectors: as many thread blocks as
+    """Returns the config for [rows, out] of `dtype` and 0, 2 or 4 vectors: as many thread blocks as
     shared memory has room for, up to 6."""
     stages = 2
     buffers = stages * math.gcd(out, MAX_CHUNK) * (2 * 2 + 4 * vectors)
@@ -67,8 +67,8 @@ def config(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> Co
 def launch(
     gate: jax.Array,
     up: jax.Array,
-    gate_g: jax.Array,
-    up_g: jax.Array,
+    gate_g: jax.Array | None = None,
+    up_g: jax.Array | None = None,
     gate_bias: jax.Array | None = None,
     up_bias: jax.Array | None = None,
     *,
@@ -83,26 +83,34 @@ def launch(
     chunks = width // chunk
     blocks = min(rows, sm_count * config.blocks_per_sm)
     steps = pl.cdiv(rows, blocks)
-    vectors = [gate_g, up_g]
+    vectors = [] if gate_g is None or up_g is None else [gate_g, up_g]
     if gate_bias is not None or up_bias is not None:
-        zeros = jnp.zeros_like(gate_g)
+        zeros = jnp.zeros(out, jnp.float32)
         vectors += [zeros if bias is None else bias for bias in (gate_bias, up_bias)]
+    stacked = []
+    if vectors:
+        whole = jnp.stack([vector.astype(jnp.float32) for vector in vectors])
+        stacked.append(whole.reshape(-1, width, lane))
     inverse_bound = 1 / bound(QTYPE)
 
     # gate_gmem, up_gmem, h_gmem, codes_gmem [rows, width, lane]; vectors_gmem [vectors, width,
-    # lane]; scales_gmem [steps · blocks]; h_smem, codes_smem [1, width, lane]
-    def kernel(
-        gate_gmem, up_gmem, vectors_gmem, h_gmem, codes_gmem, scales_gmem, h_smem, codes_smem
-    ):
+    # lane], or nothing; scales_gmem [steps · blocks]; h_smem, codes_smem [1, width, lane]
+    def kernel(gate_gmem, up_gmem, *refs):
+        *vectors_gmem, h_gmem, codes_gmem, scales_gmem, h_smem, codes_smem = refs
+
         def row_step(index, carry):
             row = lax.axis_index("block") + index * blocks
 
-            # gate_smem, up_smem [1, chunk, lane]; vectors_smem [vectors, chunk, lane]
-            def chunk_step(indices, gate_smem, up_smem, vectors_smem, largest):
-                g1, g2, *biases = (vectors_smem[i] for i in range(len(vectors)))
+            # gate_smem, up_smem [1, chunk, lane]; vectors_smem [vectors, chunk, lane], or nothing
+            def chunk_step(indices, gate_smem, up_smem, *rest):
+                *vectors_smem, largest = rest
+                gs_and_biases = [one[i] for one in vectors_smem for i in range(len(vectors))]
+                (g1, g2), biases = gs_and_biases[:2] or (None, None), gs_and_biases[2:]
                 features = pl.ds(indices[0] * chunk, chunk)
-                y1 = g1 * gate_smem[0].astype(jnp.float32)
-                y2 = g2 * up_smem[0].astype(jnp.float32)
+                y1 = gate_smem[0].astype(jnp.float32)
+                y2 = up_smem[0].astype(jnp.float32)
+                if g1 is not None:
+                    y1, y2 = g1 * y1, g2 * y2
                 if biases:
                     y1, y2 = y1 + biases[0], y2 + biases[1]
                 root = lax.rsqrt(1.0 + jnp.exp(-y1))
@@ -118,10 +126,10 @@ def launch(
             largest = plgpu.emit_pipeline(
                 chunk_step,
                 grid=(chunks,),
-                in_specs=[in_row, in_row, in_vectors],
+                in_specs=[in_row, in_row, *[in_vectors] * len(vectors_gmem)],
                 max_concurrent_steps=config.stages,
                 init_carry=jnp.zeros((chunk, lane), jnp.float32),
-            )(gate_gmem, up_gmem, vectors_gmem)
+            )(gate_gmem, up_gmem, *vectors_gmem)
             plgpu.copy_smem_to_gmem(h_smem, h_gmem.at[pl.ds(row, 1)])
             scale = jnp.maximum(jnp.max(largest) * inverse_bound, LEAST)
             inverse = 1 / scale  # once, as a quotient takes several instructions
@@ -150,9 +158,5 @@ def launch(
         scratch_types=[plgpu.SMEM(whole_row, dtype), plgpu.SMEM(whole_row, QTYPE)],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="dora_swiglu_codes",
-    )(
-        gate.reshape(view),
-        up.reshape(view),
-        jnp.stack([vector.astype(jnp.float32) for vector in vectors]).reshape(-1, width, lane),
-    )
+    )(gate.reshape(view), up.reshape(view), *stacked)
     return h.reshape(gate.shape), codes.reshape(gate.shape), scales[:rows].reshape(lead)
