@@ -46,7 +46,7 @@ LEVELS = {
             "mosaic, chosen: no",
             "mosaic by default",
             "triton, chosen: no",
-            "triton rows=32 depth=32 stages=2",
+            "triton features=64 width=64 depth=64 warps=4",
         },
     ),
     "triton": ((), "variant", {"mosaic", "triton"}),
