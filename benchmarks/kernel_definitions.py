@@ -28,6 +28,10 @@ def quantised_norm(codes, scales, a, b):
     return one_pass_norm(_dequantised(codes, scales), a, b)
 
 
+def transposing_norm(codes, scales, a, b):
+    return one_pass_norm(codes.astype(jnp.float32) * scales, a, b), codes.T
+
+
 def decode_project(x, codes, scales, a, b, g):
     return compose_forward(x @ _dequantised(codes, scales).astype(x.dtype), (x @ a) @ b, g)
 

@@ -188,6 +188,7 @@ PROMPTS = {"groups": (8,), "slots": (64,), "time": (512,), "rank": (64,)}
 NO_INNER = {"want_inner": False}
 NO_DELTA = {"delta": False}
 TILED = Format("nf4", (64, 1), BF16, False)
+PER_COLUMN = Format("float8_e4m3fn", (8192, 1), BF16, False)
 QUANTISED_SHAPES = [{"in": n, "tiles": n // 64, "out": n} for n in (2048, 8192)]
 
 
@@ -254,6 +255,23 @@ TABLE = (
         "in out rank",
         scaled=True,
         kinds=(BF16, BF16),
+    ),
+    Kernel(
+        "transposing_norm",
+        "in rank out",
+        "fp8 in out, tiles out, in rank, rank out",
+        _shapes(
+            "in rank out tiles",
+            *((4096, 16, 14336, 1), (8192, 16, 1024, 1), (8192, 16, 8192, 1)),
+            *((8192, 16, 28672, 1), (28672, 16, 8192, 1)),
+        ),
+        [
+            strip_tiling.Config(tile_cols=64 * count, stages=6, slots=slots, consumers=count)
+            for count, slots in ((2, 4), (4, 4), (4, 8))
+        ],
+        "in out rank",
+        scaled=True,
+        kinds=(PER_COLUMN, BF16),
     ),
     Kernel(
         "decode_project",

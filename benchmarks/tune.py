@@ -25,7 +25,7 @@ from jax_dora.ops.dispatch import choose
 from jax_dora.ops.triton.kernel_call import is_installed
 from parity.sides.jax.operators import to_torch
 
-QUICK = {"rows": 64, "in": 64, "out": 128, "rank": 16, "tiles": 1}
+QUICK = {"rows": 64, "in": 128, "out": 128, "rank": 16, "tiles": 1}
 QUICK |= {"groups": 2, "layers": 2, "slots": 4, "time": 128}
 
 
