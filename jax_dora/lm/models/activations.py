@@ -1,7 +1,8 @@
 """Chooses which activations of a layer are kept from the forward to the backward pass.
 
 The others are recomputed in the backward pass. A layer has few `Activation`s, so the best set
-within a memory budget is found by trying every set: the best one saves the most recomputation. The
+within a memory budget is found by trying every set: the best one saves the most recomputation. If
+memory is left, the first layers may keep more than the others (`parts`). The
 cost of recomputation is counted in FLOPs. Moving bytes costs as many FLOPs as a Hopper GPU computes
 in the same time, `FLOPS_PER_BYTE`.
 """
@@ -22,6 +23,10 @@ GIB = 2**30
 
 # 750 TFLOP/s of matrix products and 3 TB/s of memory bandwidth.
 FLOPS_PER_BYTE = 250
+# In a step in FP8, the time of a FLOP relative to that: products by `coded_matmul` run at 1,500
+# TFLOP/s, and cuDNN's attention at 500 (H200, `h200/tried.jsonl`, "a step of 70B in FP8, by
+# kernel"). In 16 bits all count the same.
+PRODUCT_IN_FP8, ATTENTION_IN_FP8 = 0.5, 1.5
 # Checkpoint names that the decoder gives to activations other than a projection's result.
 ATTENTION, NORMED, GATED = "attention", "normed", "gated"
 # The result that the gradient of the last projection's magnitude reads, if nothing else does; see
@@ -52,8 +57,9 @@ class Activation(NamedTuple):
     work: float
 
 
-def activations(config: DecoderConfig, time: int) -> list[Activation]:
-    """Returns the activations of a layer that can be kept, for texts of `time` tokens."""
+def activations(config: DecoderConfig, time: int, in_fp8: bool = False) -> list[Activation]:
+    """Returns the activations of a layer that can be kept, for texts of `time` tokens. `in_fp8` is
+    whether the products of the forward pass are."""
     item = jnp.dtype(config.dtype).itemsize
     hidden, inner = config.hidden_size, config.intermediate_size
     query = config.num_attention_heads * config.head_dim
@@ -67,17 +73,18 @@ def activations(config: DecoderConfig, time: int) -> list[Activation]:
         *[(hidden, inner, False)] * 2,
     ]
     # Nothing but the magnitude's gradient reads the result of the last projection.
-    choices = [Activation(LAST, 0, hidden * item, 2 * inner * hidden)]
+    product, attention = (PRODUCT_IN_FP8, ATTENTION_IN_FP8) if in_fp8 else (1, 1)
+    choices = [Activation(LAST, 0, hidden * item, product * 2 * inner * hidden)]
     for width in dict.fromkeys(out for _, out, _ in products):
         same_width = [(n_in, has_second) for n_in, out, has_second in products if out == width]
         size = sum(1 + has_second for _, has_second in same_width) * width * item
-        work = sum(2 * n_in * width for n_in, _ in same_width)
+        work = product * sum(2 * n_in * width for n_in, _ in same_width)
         choices.append(Activation(RESULT_NAME, width, size, work))
     if config.attention == "cudnn":
         # Size: the result and one fp32 sum per head. Work: the scores and their product with the
         # values, each over half of the square.
         size = query * item + 4 * config.num_attention_heads
-        choices.append(Activation(ATTENTION, 0, size, 2 * query * time))
+        choices.append(Activation(ATTENTION, 0, size, attention * 2 * query * time))
     # A scan copies what is kept into a stack of layers, in as many passes as computing it again.
     if config.unroll:
         elementwise = [(NORMED, 2 * hidden, 3), (GATED, inner, 3)]
@@ -94,25 +101,56 @@ def best(choices: Sequence[Activation], tokens: int, budget: float) -> tuple[Act
     Args:
       tokens: the number of tokens, times the number of layers.
     """
-    sets = itertools.chain.from_iterable(
-        itertools.combinations(choices, count) for count in range(len(choices) + 1)
-    )
-    fitting = [kept for kept in sets if tokens * sum(one.size for one in kept) <= budget]
-    return max(fitting, key=lambda kept: sum(one.work for one in kept))
+    fitting = [kept for kept in _sets(choices) if tokens * _size(kept) <= budget]
+    return max(fitting, key=_work)
 
 
-def plan(config: DecoderConfig, batch: int, time: int) -> tuple[Activation, ...]:
-    """Returns the activations to keep for [batch, time] tokens, according to `config.memory`."""
+def plan(
+    config: DecoderConfig, batch: int, time: int, in_fp8: bool = False
+) -> tuple[Activation, ...]:
+    """Returns the activations that all layers keep for [batch, time] tokens, according to
+    `config.memory`."""
+    return parts(config, batch, time, in_fp8)[-1][1]
+
+
+def parts(
+    config: DecoderConfig, batch: int, time: int, in_fp8: bool = False
+) -> list[tuple[int, tuple[Activation, ...]]]:
+    """Returns (number of layers, the activations that they keep), first for layers that keep more
+    in the memory that is left, if it is enough for any, and then for all others, as `plan`."""
+    layers = config.num_hidden_layers
     if config.memory is None:
-        return ()
-    tokens, choices = batch * time, activations(config, time)
+        return [(layers, ())]
+    tokens, choices = batch * time, activations(config, time, in_fp8)
     if config.memory == "auto":
         budget = free_memory() - _working_set(config, tokens)
     else:
         budget = config.memory * GIB
         if budget < 0:
             raise ValueError(f"memory is {config.memory}; expected at least 0 GiB, or 'auto'")
-    return best(choices, tokens * config.num_hidden_layers, max(budget, 0))
+    kept = best(choices, tokens * layers, max(budget, 0))
+    left = max(budget, 0) - tokens * layers * _size(kept)
+    others = [one for one in choices if one not in kept]
+    found = 0.0, 0, kept
+    for added in _sets(others)[1:]:
+        count = min(int(left // (tokens * _size(added))), layers) if tokens else 0
+        found = max(found, (count * _work(added), count, kept + added), key=lambda one: one[0])
+    _, count, more = found
+    return ([(count, more)] if count else []) + [(layers - count, kept)]
+
+
+def _sets(choices: Sequence[Activation]) -> list[tuple[Activation, ...]]:
+    """Returns all sets of activations, the empty one first."""
+    sizes = range(len(choices) + 1)
+    return [kept for count in sizes for kept in itertools.combinations(choices, count)]
+
+
+def _size(kept: Sequence[Activation]) -> int:
+    return sum(one.size for one in kept)
+
+
+def _work(kept: Sequence[Activation]) -> float:
+    return sum(one.work for one in kept)
 
 
 def free_memory() -> float:

@@ -6,6 +6,7 @@ module. Its arrays have a leading layer axis, and the forward pass scans over th
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -15,12 +16,13 @@ from flax import nnx
 from jax import lax
 
 from jax_dora.bank import BankArray
+from jax_dora.layers.quantised_kernel import act_qtype_of
 from jax_dora.lm.models import activations, rope
 from jax_dora.lm.models.attention import Segments, find_segments
 from jax_dora.lm.models.cache import Cache, LayerCache
 from jax_dora.lm.models.config import DecoderConfig
 from jax_dora.lm.models.decoder_layer import INIT, DecoderLayer, MakeLinear, RMSNorm, linear_options
-from jax_dora.lm.models.layer_stack import scan, unrolled_scan, unstacked
+from jax_dora.lm.models.layer_stack import scan, scan_parts, unrolled_scan, unstacked
 from jax_dora.ops import is_quantised
 
 
@@ -74,14 +76,27 @@ class Decoder(nnx.Module):
             return layer(x, angles, mask)[0], nnx.state(layer, nnx.RngState)
 
         config = self.config
-        if config.remat:
-            batch = math.ceil(x.shape[0] / config.row_shards)
-            kept = activations.policy(activations.plan(config, batch, x.shape[1]))
+
+        def rematerialised(layer, kept):
             # Inside a scan, common-subexpression elimination cannot undo the rematerialisation.
-            one_layer = jax.checkpoint(one_layer, policy=kept, prevent_cse=config.unroll)
+            policy = activations.policy(kept)
+            return jax.checkpoint(layer, policy=policy, prevent_cse=config.unroll)
+
+        in_fp8 = act_qtype_of(self.layers.mlp.down_proj) is not None
+        plan = config, math.ceil(x.shape[0] / config.row_shards), x.shape[1], in_fp8
         if config.unroll:
+            if config.remat:
+                one_layer = rematerialised(one_layer, activations.plan(*plan))
             layers = unstacked((streams, arrays), config.num_hidden_layers)
             x, streams = unrolled_scan(one_layer, x, layers)
+        elif config.remat:
+            parts = [
+                (count, functools.partial(rematerialised, kept=kept))
+                for count, kept in activations.parts(*plan)
+            ]
+            if config.sharding is not None:
+                parts = parts[-1:]  # Others were not measured there.
+            x, streams = scan_parts(parts, one_layer, x, (streams, arrays))
         else:
             x, streams = lax.scan(one_layer, x, (streams, arrays))
         nnx.update(self.layers, streams)

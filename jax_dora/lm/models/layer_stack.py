@@ -6,11 +6,12 @@ inference, a layer's 4-bit arrays are therefore taken from the stack as bytes. I
 XLA would copy the whole stack for that.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_dora.ops.dispatch import mesh as meshes
@@ -20,6 +21,57 @@ def scan(function: Callable[..., tuple[Any, Any]], x: Any, layers: Any) -> tuple
     """Returns the result of `lax.scan(function, x, layers)`, for inference."""
     views, restore = _as_bytes(layers)
     return lax.scan(lambda x, layer: function(x, restore(layer)), x, views)
+
+
+def scan_parts(
+    parts: Sequence[tuple[int, Callable[[Callable[..., Any]], Callable[..., Any]]]],
+    function: Callable[..., tuple[Any, Any]],
+    x: Any,
+    layers: Any,
+) -> tuple[Any, Any]:
+    """Returns the result of `lax.scan(function, x, layers)`, by a scan for each of `parts`: pairs
+    of a number of layers and a transformation of `function` for them, such as `jax.checkpoint`.
+
+    Each scan slices codes out of the whole stack, because a part of a stack would be a copy. Unless
+    nearly all bytes are codes, one scan with the last transformation runs all layers.
+    """
+    leaves, structure = jax.tree.flatten(layers)
+    if len(parts) == 1 or not _has_little_but_codes(leaves):
+        return lax.scan(parts[-1][1](function), x, layers)
+    stacks = [leaf for leaf in leaves if _is_stack_of_codes(leaf)]
+    others = [leaf for leaf in leaves if not _is_stack_of_codes(leaf)]
+
+    def step(x: Any, layer: tuple[jax.Array, list[Any]]) -> tuple[Any, Any]:
+        number, sliced = layer[0], iter(layer[1])
+        codes = (lax.dynamic_index_in_dim(stack, number, keepdims=False) for stack in stacks)
+        own = [next(codes if _is_stack_of_codes(leaf) else sliced) for leaf in leaves]
+        return function(x, structure.unflatten(own))
+
+    start, results = 0, []
+    for count, transform in parts:
+        # An array, because JAX would stack numbers of NumPy again for the backward pass; and a
+        # constant, as XLA reads a slice in place only if it can compute the number itself.
+        numbers = jnp.asarray(np.arange(start, start + count, dtype=np.int32))
+        sliced = [lax.slice_in_dim(leaf, start, start + count) for leaf in others]
+        x, result = lax.scan(transform(step), x, (numbers, sliced))
+        results.append(result)
+        start += count
+    return x, jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *results)
+
+
+def _has_little_but_codes(leaves: Sequence[jax.Array]) -> bool:
+    sizes = {True: 0, False: 0}
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            sizes[_is_stack_of_codes(leaf)] += leaf.size * jax.dtypes.itemsize_bits(leaf.dtype)
+    return sizes[True] > 20 * sizes[False]
+
+
+def _is_stack_of_codes(leaf: jax.Array) -> bool:
+    """Returns whether a leaf is a stack of matrices of at most 8 bits a number."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return False
+    return leaf.ndim > 2 and jax.dtypes.itemsize_bits(leaf.dtype) <= 8
 
 
 def unrolled_scan(

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jax_dora
 import jax_dora.lm.models as decoder
-from jax_dora.lm.models import activations
+from jax_dora.lm.models import activations, layer_stack
 from jax_dora.lm.models.activations import GIB, Activation
 from tests.jax_dora.drawn import drawn
 from tests.jax_dora.lm.models.conftest import SMALL
@@ -161,3 +161,61 @@ def test_negative_budget():
 
 def test_a_device_that_does_not_tell_keeps_nothing():
     assert activations.plan(dataclasses.replace(CONFIG, memory="auto"), 1, 8) == ()
+
+
+LLAMA_70B = dataclasses.replace(
+    CONFIG,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    num_hidden_layers=80,
+    dtype=jnp.bfloat16,
+    attention="cudnn",
+)
+
+
+def test_the_first_layers_keep_more_in_what_is_left():
+    config = dataclasses.replace(LLAMA_70B, memory=44.0)
+    (first, more), (others, kept) = activations.parts(config, 1, 4096, in_fp8=True)
+    assert kept == activations.plan(config, 1, 4096, in_fp8=True)
+    assert {one.name for one in set(more) - set(kept)} == {activations.ATTENTION}
+    sizes = [sum(one.size for one in part) for part in (more, kept)]
+    used = 4096 * (first * sizes[0] + others * sizes[1])
+    assert first + others == 80
+    assert 0 <= 44 * GIB - used < 4096 * (sizes[0] - sizes[1])
+    # In 16 bits, a byte of a product's result saves more time than one of attention's.
+    (_, more), (_, kept) = activations.parts(config, 1, 4096)
+    assert {one.width for one in set(more) - set(kept)} == {8192}
+    whole = dataclasses.replace(LLAMA_70B, memory=58.0)
+    assert [count for count, _ in activations.parts(whole, 1, 4096, in_fp8=True)] == [80]
+
+
+def test_a_decoder_with_two_parts(monkeypatch):
+    """Its gradients are those of one, and only some layers compute their projections again."""
+    config = dataclasses.replace(SMALL, remat=True, num_hidden_layers=3, memory=0.0)
+    model = decoder.CausalLM(config, rngs=nnx.Rngs(0))
+    model = jax_dora.quantize(model, "float8_e4m3fn", path=".*_proj", act_qtype="float8_e4m3fn")
+    model = jax_dora.apply_dora(model, jax_dora.DoRARule(".*_proj", 1, 1.0), rngs=nnx.Rngs(1))
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+    monkeypatch.setattr(layer_stack, "_has_little_but_codes", lambda _: True)  # It is so small.
+
+    def gradient(trained):
+        def loss(trained):
+            logits = nnx.merge(graphdef, trained, frozen)(np.arange(18).reshape(2, 9) % 97)
+            return jax.nn.logsumexp(logits, axis=-1).mean()
+
+        return jax.grad(loss)(trained)
+
+    found, names = {}, {}
+    everything = tuple(activations.activations(config, 9, in_fp8=True))
+    for name, parts in {"one": [(3, ())], "two": [(1, everything), (2, ())]}.items():
+        monkeypatch.setattr(activations, "parts", lambda *_, parts=parts: parts)
+        found[name] = jax.tree.leaves(jax.jit(lambda x: gradient(x))(trained))
+        program = equations(lambda x: gradient(x), trained)
+        names[name] = [str(one.params.get("op")) for one in program].count("project")
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6 * float(abs(other).max()))
+    # Seven forward and seven or none again, in a loop each.
+    assert names == {"one": 14, "two": 7 + 14}

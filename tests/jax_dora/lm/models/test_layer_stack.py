@@ -18,6 +18,8 @@ from tests.jax_dora.lm.models.conftest import SMALL
 from tests.jax_dora.meshes import automatic, explicit
 from tests.jax_dora.programs import equations
 
+FP8 = "float8_e4m3fn"
+
 
 def layers_of(columns=6):
     """Returns a stack of three layers: quantised, random keys, and floats."""
@@ -117,3 +119,49 @@ def test_a_decoder_takes_layers_as_bytes_only_to_decode(unroll):
     assert casts(
         lambda state, tokens, cache: nnx.merge(graphdef, state).extend(tokens, cache), tokens, cache
     )
+
+
+def test_parts_of_a_scan_are_the_whole():
+    """With gradients, and each part with its own transformation."""
+    kernels = (quantised.draw(FP8, (256, 6), (1, 6), seed=seed) for seed in range(3))
+    layers = {"kernel": jax.tree.map(lambda *one: jnp.stack(one), *kernels), "x": jnp.ones((3, 2))}
+    counts = []
+
+    def call(total, one):
+        codes = one["kernel"].qvalue.astype(jnp.float32)
+        read = (one["kernel"].scale.sum() * one["x"] * codes.sum()).sum()
+        return jnp.tanh(1e-3 * total * read), total
+
+    def counted(count):
+        def transform(function):
+            counts.append(count)
+            return jax.checkpoint(function, prevent_cse=False)
+
+        return count, transform
+
+    def whole(x):
+        return lax.scan(call, 1.0, layers | {"x": x})
+
+    def parted(x):
+        return layer_stack.scan_parts([counted(1), counted(2)], call, 1.0, layers | {"x": x})
+
+    for function in (lambda f: f, lambda f: jax.jacobian(lambda x: f(x)[0])):
+        wanted, found = (jax.jit(function(one))(layers["x"]) for one in (whole, parted))
+        jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-6), found, wanted)
+    assert counts[:2] == [1, 2]
+    # The backward pass slices the whole stack as well, by numbers that it does not stack again.
+    program = list(equations(jax.jacobian(lambda x: parted(x)[0]), layers["x"]))
+    scans = [one for one in program if one.primitive.name == "scan"]
+    assert sorted(one.params["length"] for one in scans) == [1, 1, 2, 2]
+    stacks = [[v.aval.shape for v in one.invars if v.aval.dtype == FP8] for one in scans]
+    assert stacks == [[layers["kernel"].qvalue.shape]] * 4
+    assert not any(v.aval.dtype == jnp.int32 and v.aval.ndim for one in scans for v in one.outvars)
+
+
+def test_a_stack_of_floats_has_one_part():
+    layers = layers_of()
+    counts = []
+    parts = [(1, lambda f: counts.append(1) or f), (2, lambda f: counts.append(2) or f)]
+    found = layer_stack.scan_parts(parts, layer, 0.0, layers)
+    jax.tree.map(np.testing.assert_array_equal, found, lax.scan(layer, 0.0, layers))
+    assert counts == [2]
