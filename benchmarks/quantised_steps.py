@@ -80,7 +80,7 @@ CASES = (
     Case("70B", LLAMA_3_70B, "DoRA", "nf4", (1, 2048)),
     _IN_FP8._replace(kind="LoRA"),
     _IN_FP8,
-    _LARGE._replace(memory=44.0),
+    _LARGE._replace(memory=43.75),
     _LARGE._replace(memory=58.0),
     _LARGE._replace(memory=60.0, shape=(2, 4096), mesh=(("fsdp", 2),)),
     _LARGE._replace(memory=60.0, mesh=(("tp", 2),)),

@@ -338,7 +338,7 @@ def test_of_results_that_are_multiplied_by_g_already():
 
 
 def test_of_results_by_the_kernels(on_mosaic):
-    dh, (gate, up, *gs) = operands(6, (5, 2048), jnp.bfloat16)
+    dh, (gate, up, *gs) = operands(6, (5, 4096), jnp.bfloat16)
     wanted = of_results(dh, gate, up, *gs)
     settings = GatingSettings("mosaic", scaled=True)
     with on_mosaic():

@@ -36,10 +36,12 @@ class Config:
       stages: the number of pipeline stages.
       blocks_per_sm: the number of thread blocks per multiprocessor: one computes while another
         waits for memory.
+      chunk: the most features that are computed at a time.
     """
 
     stages: int = 2
     blocks_per_sm: int = 3
+    chunk: int = MAX_CHUNK
 
 
 def refuses(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> str | None:
@@ -56,11 +58,16 @@ def wins(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> bool
 
 def config(rows: int, out: int, dtype: jax.typing.DTypeLike, vectors: int) -> Config:
     """Returns the config for [rows, out] of `dtype` and 0, 2 or 4 vectors: as many thread blocks as
-    shared memory has room for, up to 6."""
-    stages = 2
-    buffers = stages * math.gcd(out, MAX_CHUNK) * (2 * 2 + 4 * vectors)
-    block = RESERVED + buffers + out * (2 + 1)
-    return Config(stages=stages, blocks_per_sm=min(6, SHARED_MEMORY // block))
+    shared memory has room for, up to 6. Without vectors, what is left is for larger chunks and for
+    more of them on their way."""
+    row, bytes_per_feature = RESERVED + out * (2 + 1), 2 * 2 + 4 * vectors
+    buffers = 2 * math.gcd(out, MAX_CHUNK) * bytes_per_feature
+    blocks = min(6, SHARED_MEMORY // (row + buffers))
+    if vectors:
+        return Config(blocks_per_sm=blocks)
+    room = SHARED_MEMORY // blocks - row
+    chunk = next(n for n in (2 * MAX_CHUNK, MAX_CHUNK) if room >= 2 * math.gcd(out, n) * 4)
+    return Config(min(6, room // (math.gcd(out, chunk) * 4)), blocks, chunk)
 
 
 @launcher()
@@ -79,7 +86,7 @@ def launch(
     *lead, out = gate.shape
     dtype, rows = gate.dtype, gate.size // out
     lane = math.gcd(out, MAX_SIDE)
-    width, chunk = out // lane, math.gcd(out, MAX_CHUNK) // lane
+    width, chunk = out // lane, math.gcd(out, config.chunk) // lane
     chunks = width // chunk
     blocks = min(rows, sm_count * config.blocks_per_sm)
     steps = pl.cdiv(rows, blocks)
@@ -98,51 +105,60 @@ def launch(
     def kernel(gate_gmem, up_gmem, *refs):
         *vectors_gmem, h_gmem, codes_gmem, scales_gmem, h_smem, codes_smem = refs
 
-        def row_step(index, carry):
+        zeros = jnp.zeros((chunk, lane), jnp.float32)
+
+        # gate_smem, up_smem [1, chunk, lane]; vectors_smem [vectors, chunk, lane], or nothing
+        def step(indices, gate_smem, up_smem, *rest):
+            (index, i), (*vectors_smem, largest) = indices, rest
             row = lax.axis_index("block") + index * blocks
 
-            # gate_smem, up_smem [1, chunk, lane]; vectors_smem [vectors, chunk, lane], or nothing
-            def chunk_step(indices, gate_smem, up_smem, *rest):
-                *vectors_smem, largest = rest
-                gs_and_biases = [one[i] for one in vectors_smem for i in range(len(vectors))]
-                (g1, g2), biases = gs_and_biases[:2] or (None, None), gs_and_biases[2:]
-                features = pl.ds(indices[0] * chunk, chunk)
-                y1 = gate_smem[0].astype(jnp.float32)
-                y2 = up_smem[0].astype(jnp.float32)
-                if g1 is not None:
-                    y1, y2 = g1 * y1, g2 * y2
-                if biases:
-                    y1, y2 = y1 + biases[0], y2 + biases[1]
-                root = lax.rsqrt(1.0 + jnp.exp(-y1))
-                h = (y1 * (root * root) * y2).astype(dtype)
-                h_smem[0, features] = h
-                largest = jnp.maximum(largest, jnp.abs(h.astype(jnp.float32)))
-                plgpu.commit_smem()  # TMA must not refill a buffer that is still being read.
-                return largest
+            @pl.when(i == 0)
+            def _wait_for_the_last_row():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            in_row = plgpu.BlockSpec((1, chunk, lane), lambda i: (row, i, 0))
-            in_vectors = plgpu.BlockSpec((len(vectors), chunk, lane), lambda i: (0, i, 0))
-            largest = plgpu.emit_pipeline(
-                chunk_step,
-                grid=(chunks,),
-                in_specs=[in_row, in_row, *[in_vectors] * len(vectors_gmem)],
-                max_concurrent_steps=config.stages,
-                init_carry=jnp.zeros((chunk, lane), jnp.float32),
-            )(gate_gmem, up_gmem, *vectors_gmem)
-            plgpu.copy_smem_to_gmem(h_smem, h_gmem.at[pl.ds(row, 1)])
-            scale = jnp.maximum(jnp.max(largest) * inverse_bound, LEAST)
-            inverse = 1 / scale  # once, as a quotient takes several instructions
-            for i in range(chunks):
-                features = pl.ds(i * chunk, chunk)
-                codes = h_smem[0, features].astype(jnp.float32) * inverse
-                codes_smem[0, features] = codes.astype(QTYPE)
-            scales_gmem[row] = scale
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(codes_smem, codes_gmem.at[pl.ds(row, 1)])
-            return carry
+            gs_and_biases = [one[i] for one in vectors_smem for i in range(len(vectors))]
+            (g1, g2), biases = gs_and_biases[:2] or (None, None), gs_and_biases[2:]
+            features = pl.ds(i * chunk, chunk)
+            y1 = gate_smem[0].astype(jnp.float32)
+            y2 = up_smem[0].astype(jnp.float32)
+            if g1 is not None:
+                y1, y2 = g1 * y1, g2 * y2
+            if biases:
+                y1, y2 = y1 + biases[0], y2 + biases[1]
+            root = lax.rsqrt(1.0 + jnp.exp(-y1))
+            h = (y1 * (root * root) * y2).astype(dtype)
+            h_smem[0, features] = h
+            largest = jnp.maximum(largest, jnp.abs(h.astype(jnp.float32)))
+            plgpu.commit_smem()  # TMA must not refill a buffer that is still being read.
 
-        lax.fori_loop(0, steps, row_step, None)
+            @pl.when(i == chunks - 1)
+            def _code():
+                plgpu.copy_smem_to_gmem(h_smem, h_gmem.at[pl.ds(row, 1)])
+                scale = jnp.maximum(jnp.max(largest) * inverse_bound, LEAST)
+                inverse = 1 / scale  # once, as a quotient takes several instructions
+                for start in range(0, width, chunk):
+                    at = pl.ds(start, chunk)
+                    codes = h_smem[0, at].astype(jnp.float32) * inverse
+                    codes_smem[0, at] = codes.astype(QTYPE)
+                scales_gmem[row] = scale
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(codes_smem, codes_gmem.at[pl.ds(row, 1)])
+
+            return lax.cond(i == chunks - 1, lambda: zeros, lambda: largest)
+
+        in_row = plgpu.BlockSpec(
+            (1, chunk, lane), lambda index, i: (lax.axis_index("block") + index * blocks, i, 0)
+        )
+        in_vectors = plgpu.BlockSpec((len(vectors), chunk, lane), lambda _, i: (0, i, 0))
+        # One pipeline for all rows of the thread block: the next row is on its way while codes are
+        # made of one.
+        plgpu.emit_pipeline(
+            step,
+            grid=(steps, chunks),
+            in_specs=[in_row, in_row, *[in_vectors] * len(vectors_gmem)],
+            max_concurrent_steps=config.stages,
+            init_carry=zeros,
+        )(gate_gmem, up_gmem, *vectors_gmem)
         plgpu.wait_smem_to_gmem(0)
 
     view, whole_row = (rows, width, lane), (1, width, lane)
