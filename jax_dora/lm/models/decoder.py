@@ -16,7 +16,6 @@ from flax import nnx
 from jax import lax
 
 from jax_dora.bank import BankArray
-from jax_dora.layers.quantised_kernel import act_qtype_of
 from jax_dora.lm.models import activations, rope
 from jax_dora.lm.models.attention import Segments, find_segments
 from jax_dora.lm.models.cache import Cache, LayerCache
@@ -82,7 +81,7 @@ class Decoder(nnx.Module):
             policy = activations.policy(kept)
             return jax.checkpoint(layer, policy=policy, prevent_cse=config.unroll)
 
-        in_fp8 = act_qtype_of(self.layers.mlp.down_proj) is not None
+        in_fp8 = getattr(self.layers.mlp.down_proj, "act_qtype", None) is not None
         plan = config, math.ceil(x.shape[0] / config.row_shards), x.shape[1], in_fp8
         if config.unroll:
             if config.remat:
