@@ -7,6 +7,7 @@ Plans are found by all facts about the operands that they depend on, so a call c
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +27,16 @@ if TYPE_CHECKING or choose.TRITON_MODE is not None:
         expand_compose,
         one_pass_norm,
     )
-    from torch_dora.ops.triton.jit import SameLaunch, capability
+    from torch_dora.ops.triton.jit import Launch, SameLaunch, capability
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
 _PLAIN_OR_NONE = PLAIN | {type(None)}
-_ALIGNMENT = 64  # elements; Triton assumes 16 bytes
+_ALIGNMENT = 64  # elements or bytes; Triton assumes 16 bytes
 
 
 def _aligned(size: int) -> int:
+    """Returns a size in elements or bytes, rounded up to one at which a tensor can begin."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -143,12 +145,12 @@ class Plan:
         casts: whether lora_a and lora_b have another dtype than the products.
         kept_size, z_start: the elements of the tensor that holds inner and then z for the backward
             pass, and where z begins.
-        partial: the shape of the norm's partial sums.
-        no_codes, no_codes_at: what the norm's kernel has for the codes of a weight, as tensors and
-            as addresses.
-        memory_size, starts: the fp32 numbers of the memory that only the norm's kernels see, and
-            the bytes at which its tensors begin: the partial sums, and those of an adapter in
-            pieces.
+        norm: the launches that compute max(norm, eps) and g, in their order, and which operands
+            each of them has: of weight, lora_a, lora_b and magnitude, lora_a and lora_b in
+            ``dtype``, the result, what is inside of the memory that only these launches see, and
+            nothing.
+        memory_size, starts: the fp32 numbers of that memory, and the bytes at which its tensors
+            begin: the partial sums, and an adapter's pieces.
         into_adapter: multiplies matrices into lora_a's dtype.
         corrects: whether dropout applies to the magnitude's correction.
         add_delta: adds ΔY to y; by whether inner is kept, where ``corrects``.
@@ -177,27 +179,45 @@ class Plan:
         self.kept_size = self.z_start + rows * rank
         card = capability(x.device)
         self.is_in_pieces = lora_a.dtype == torch.float32
-        pieces = adapter_pieces.prepared(rank, in_features, out_features)
-        self.pieces = SameLaunch(pieces)
         sizes = rank, out_features, in_features
-        call = card, *sizes, scale, 0, self.is_in_pieces
-        parts, self.no_codes, norm = one_pass_norm.prepared(*call)
-        self.partial, self.norm = (parts, out_features), SameLaunch(norm)
-        self.scales_of = SameLaunch(column_sums.prepared(parts, out_features, "scale", EPS_HALF))
-        self.no_codes_at = (0,) * len(self.no_codes)
-        # The partial sums, and then those of adapter_pieces.Pieces: its float16 takes two bytes of
-        # two numbers.
-        sizes = parts * out_features, rank * in_features, out_features * rank
-        starts = itertools.accumulate(map(_aligned, (*sizes, in_features, out_features)), initial=0)
-        *starts, self.memory_size = starts if self.is_in_pieces else (0, sizes[0])
-        self.starts = [4 * start for start in starts]
+        parts, no_codes, norm = one_pass_norm.prepared(card, *sizes, scale, 0, self.is_in_pieces)
+        total = column_sums.prepared(parts, out_features, "scale", EPS_HALF)
+        self._inside = [(torch.float32, (parts, out_features))]
+        if self.is_in_pieces:
+            self._inside += adapter_pieces.kinds(rank, in_features, out_features)
+        bytes_of = (_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in self._inside)
+        *self.starts, memory_bytes = itertools.accumulate(bytes_of, initial=0)
+        self.memory_size = memory_bytes // 4
+        names = "weight", "lora_a", "lora_b", "magnitude", "a", "b", "both", "partial"
+        names += ("high_a", "high_b", "unit_a", "unit_b") if self.is_in_pieces else ()
+        at = {name: number for number, name in enumerate((*names, "none"))}
+
+        def of(
+            launch: Launch, operands: str
+        ) -> tuple[SameLaunch, Callable[[Any], tuple[Any, ...]]]:
+            return SameLaunch(launch), operator.itemgetter(*map(at.get, operands.split()))
+
+        codes, adapter = "none " * len(no_codes), "lora_a lora_b none none"
+        self.norm = []
+        if self.is_in_pieces:
+            adapter = "high_a high_b unit_a unit_b"
+            pieces = adapter_pieces.prepared(rank, in_features, out_features)
+            self.norm.append(of(pieces, "lora_a lora_b high_a high_b a b unit_a unit_b"))
+        self.norm.append(of(norm, f"weight {codes}{adapter} partial"))
+        self.norm.append(of(total, "partial magnitude both"))
         kinds = card, rank, rows, out_features, self.later_scale, bias is not None
         self.expand, self.expand_with_inner = (
             SameLaunch(expand_compose.prepared(*kinds, with_inner)) for with_inner in (False, True)
         )
         self.into_adapter = _product_into(lora_a.dtype, dtype, x.device)
-
         self.compose_backward = _ComposeBackward(self)
+
+    def inside(self, memory: Tensor) -> list[Tensor]:
+        """Returns the tensors of the memory that only the norm's launches see."""
+        return [
+            memory[start // 4 :].view(dtype)[: math.prod(shape)].view(shape)
+            for start, (dtype, shape) in zip(self.starts, self._inside, strict=True)
+        ]
 
     @functools.cached_property
     def add_delta(self) -> tuple[SameLaunch, SameLaunch]:

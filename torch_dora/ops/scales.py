@@ -12,7 +12,6 @@ from torch_dora.ops.norm import EPS_HALF
 from torch_dora.ops.plan import Plan
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
-    from torch_dora.ops.triton import adapter_pieces
     from torch_dora.ops.triton.jit import is_profiled
 
 
@@ -110,29 +109,28 @@ def _computed(
     plan: Plan, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns lora_a and lora_b in the plan's dtype, and max(norm, eps) and g, f32[2, out]."""
-    a, b = (lora_a, lora_b) if plan.is_in_pieces else _cast(plan, lora_a, lora_b)
-    contiguous = [one.contiguous() for one in (weight, lora_a, lora_b, magnitude)]
-    weight, lora_a, lora_b, magnitude = contiguous
-    both = plan.fp32.new_empty((2, plan.out_features))
-    weight_at, *adapter_at, magnitude_at = found = [one.data_ptr() for one in contiguous]
-    # The pass that splits an fp32 adapter for the norm casts it, too.
-    is_known = plan.scales_of.run and (plan.pieces.run or not plan.is_in_pieces)
-    if is_known and plan.norm.takes(found) and not is_profiled():
-        # What only kernels see is one piece of memory: making tensors of it takes longer.
-        memory = plan.fp32.new_empty(plan.memory_size)
-        partial, *pieces = [memory.data_ptr() + start for start in plan.starts]
-        if plan.is_in_pieces:
-            a, b = (torch.empty_like(one, dtype=plan.dtype) for one in (lora_a, lora_b))
-            plan.pieces.at((*adapter_at, *pieces[:2], a.data_ptr(), b.data_ptr(), *pieces[2:]))
-        else:
-            pieces = *adapter_at, 0, 0
-        plan.norm.at((weight_at, *plan.no_codes_at, *pieces, partial))
-        plan.scales_of.at((partial, magnitude_at, both.data_ptr()))
+    parts = [one.contiguous() for one in (weight, lora_a, lora_b, magnitude)]
+    if plan.is_in_pieces:  # The pass that splits an fp32 adapter for the norm casts it, too.
+        a, b = (torch.empty_like(one, dtype=plan.dtype) for one in parts[1:3])
     else:
-        pieces = lora_a, lora_b, None, None
-        if plan.is_in_pieces:
-            pieces, a, b = adapter_pieces.launch(lora_a, lora_b, plan.dtype, plan.pieces)
-        partial = plan.fp32.new_empty(plan.partial)
-        plan.norm(weight, *plan.no_codes, *pieces, partial)
-        plan.scales_of(partial, magnitude, both)
+        a, b = _cast(plan, lora_a, lora_b)
+    both = plan.fp32.new_empty((2, plan.out_features))
+    # What only kernels see is one piece of memory.
+    memory = plan.fp32.new_empty(plan.memory_size)
+    tensors = *parts, a, b, both
+    found = [one.data_ptr() for one in tensors]
+    is_known = None not in [launch.run for launch, _ in plan.norm]
+    if is_known and plan.norm[0][0].takes(found) and not is_profiled():
+        # Making tensors of the memory takes longer.
+        first = memory.data_ptr()
+        found += [first + start for start in plan.starts]
+        found.append(0)
+        for launch, chosen in plan.norm:
+            launch.at(chosen(found))
+        return a, b, both
+    operands = *tensors, *plan.inside(memory), None
+    for launch, chosen in plan.norm:
+        launch(*chosen(operands))
+    if choose.TRITON_MODE == "interpreted" and plan.is_in_pieces:
+        a, b = _cast(plan, lora_a, lora_b)  # The interpreter truncates to bfloat16.
     return a, b, both

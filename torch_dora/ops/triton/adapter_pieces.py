@@ -4,8 +4,7 @@ fp32 adapters in pieces that tensor cores multiply: two float16 numbers and a po
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,22 +37,23 @@ def prepared(rank: int, in_features: int, out_features: int) -> Launch:
     return Launch(kernel, (programs,), (in_features, out_features), **constants, num_warps=WARPS)
 
 
-def launch(
-    lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype, run: Callable[..., Any] | None = None
-) -> tuple[Pieces, Tensor, Tensor]:
-    """Returns the pieces of an fp32 adapter, and lora_a and lora_b in ``dtype``; ``run`` is the
-    launch for their sizes, if there is one already."""
+def kinds(
+    rank: int, in_features: int, out_features: int
+) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns the dtypes and shapes of :class:`Pieces`."""
+    halves = (2, rank, in_features), (2, out_features, rank)
+    units = (in_features,), (out_features,)
+    return [(torch.float16, half) for half in halves] + [(torch.float32, unit) for unit in units]
+
+
+def launch(lora_a: Tensor, lora_b: Tensor, dtype: torch.dtype) -> tuple[Pieces, Tensor, Tensor]:
+    """Returns the pieces of an fp32 adapter, and lora_a and lora_b in ``dtype``."""
     (rank, in_features), out_features = lora_a.shape, lora_b.shape[0]
     lora_a, lora_b = lora_a.contiguous(), lora_b.contiguous()
-    # Named devices and dtypes take the host as long as a launch, in each of many calls.
-    pieces = Pieces(
-        lora_a.new_empty((2, rank, in_features), dtype=torch.float16),
-        lora_b.new_empty((2, out_features, rank), dtype=torch.float16),
-        lora_a.new_empty(in_features),
-        lora_b.new_empty(out_features),
-    )
+    found = kinds(rank, in_features, out_features)
+    pieces = Pieces(*(lora_a.new_empty(shape, dtype=dtype) for dtype, shape in found))
     cast_a, cast_b = (torch.empty_like(one, dtype=dtype) for one in (lora_a, lora_b))
-    run = run or prepared(rank, in_features, out_features)
+    run = prepared(rank, in_features, out_features)
     run(lora_a, lora_b, pieces.a, pieces.b, cast_a, cast_b, pieces.unit_a, pieces.unit_b)
     if TRITON_MODE == "interpreted":
         # The interpreter truncates to bfloat16 instead of rounding.
