@@ -388,16 +388,30 @@ def test_tensors_that_outlived_a_transform_go_the_long_way(device):
 
 @pytest.fixture
 def norms(monkeypatch):
-    """Counts the norms that are computed."""
-    found, call = [], SameLaunch.__call__
+    """Counts the norms that are computed, by tensors and by addresses."""
+    found = []
 
-    def counted(launch, *tensors):
-        if launch.launch.kernel is one_pass_norm.kernel:
-            found.append(None)
-        call(launch, *tensors)
+    def count(way):
+        launched = getattr(SameLaunch, way)
 
-    monkeypatch.setattr(SameLaunch, "__call__", counted)
+        def counted(launch, *arguments):
+            if launch.launch.kernel is one_pass_norm.kernel:
+                found.append(way)
+            launched(launch, *arguments)
+
+        monkeypatch.setattr(SameLaunch, way, counted)
+
+    count("at")
+    count("_ask")
     return found
+
+
+def test_norms_are_counted_in_both_ways(device, by_address, norms):
+    made = layer(device, adapter_dtype=torch.bfloat16)
+    for _ in range(3):
+        made(torch.ones(2, 24, device=device, dtype=torch.bfloat16))
+    assert norms == ["_ask", "at", "at"]
+    assert by_address
 
 
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
