@@ -6,7 +6,6 @@ The second stage of a reduction over rows: adds up partial sums, column by colum
 import functools
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from dora_common.triton.column_sums import ELEMENTS, MIN_COLUMNS, WARPS, kernel
@@ -40,7 +39,7 @@ def launch(
     """Returns the sums over the parts, or what ``then`` makes of them."""
     parts, features = partial.shape
     shape = (2, features) if then == "scale" else (features,)
-    result = torch.empty(shape, device=partial.device, dtype=torch.float32)
+    result = partial.new_empty(shape)
     factor = None if factor is None else factor.contiguous()
     prepared(parts, features, then, eps, ELEMENTS)(partial, factor, result)
     return result

@@ -57,7 +57,7 @@ def launch(
     features, rank = lora_b.shape
     inner = None
     if want_inner:
-        inner = torch.empty(base.shape, device=base.device, dtype=base.dtype)
+        inner = torch.empty_like(base)
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
         return y, inner

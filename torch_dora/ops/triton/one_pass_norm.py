@@ -163,7 +163,7 @@ def launch(
         first, codes = weight.packed, (weight.levels, weight.scales)
     else:
         first, codes = weight.contiguous(), no_codes
-    partial = torch.empty((parts, out_features), device=device, dtype=torch.float32)
+    partial = lora_b.new_empty((parts, out_features), dtype=torch.float32)
     run_kernel(first, *codes, *adapter_tensors, partial)
     if magnitude is None:
         return column_sums.launch(partial, "root")
