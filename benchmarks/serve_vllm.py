@@ -1,7 +1,8 @@
 """Level `serve --vllm`: the throughput of vLLM by the number of adapters, with torch_dora's plugin.
 
     check   tokens of a small random model with CUDA graphs, judged by transformers with PEFT; also
-            with vLLM's own kernels, and the same bits as an engine without the plugin has
+            with vLLM's own kernels, and the same bits as an engine without the plugin has, and with
+            weights that bitsandbytes rounds to 4 bits
     base    vLLM with LoRA switched off
     LoRA    vLLM's LoRA, without the plugin
     DoRA    the plugin, on adapters of the same sizes; also a batch of base, LoRA and DoRA
@@ -96,11 +97,13 @@ TINY = Settings(
 OWN = "jax-dora serve"
 WITHOUT = "check, without the plugin"
 PUNICA = "check, vLLM's kernels"
+QUANTISED = "check, bitsandbytes"
 # The checks' options of vLLM.
 CHECKS: dict[str, dict[str, Any]] = {
     WITHOUT: {},
     "check": {},
     PUNICA: {},
+    QUANTISED: {"quantization": "bitsandbytes"},
 }
 ONE_GPU = "check, one GPU"
 SHARDED_CHECKS: dict[str, dict[str, Any]] = {
@@ -196,7 +199,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             for kind in checks:
                 row = next(_rows(engines[kind], kind))
                 answers[kind] = row.pop("answers", {})
-                if WITHOUT in answers and kind != WITHOUT:
+                if WITHOUT in answers and kind not in (WITHOUT, QUANTISED):
                     _compare_bits(row, answers[kind], answers[WITHOUT])
                 elif ONE_GPU in answers and kind != ONE_GPU:
                     found, alone = (answers[one].get("all", []) for one in (kind, ONE_GPU))
@@ -226,7 +229,10 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
 
 def checks_of(settings: Settings) -> dict[str, dict[str, Any]]:
     """Returns the checks, with vLLM's options for each."""
-    return SHARDED_CHECKS if settings.gpus > 1 else CHECKS
+    if settings.gpus > 1:
+        return SHARDED_CHECKS
+    # vLLM's CPU build has no kernels for them.
+    return {kind: CHECKS[kind] for kind in CHECKS if kind != QUANTISED or settings.device == "cuda"}
 
 
 def _line(engines: dict[str, subprocess.Popen[str]], work: Work) -> Row:

@@ -56,7 +56,8 @@ def check(folder: Path, layout: dict[str, Any], *, lora_only: bool, sleeps: bool
     model, adapters = _write(folder)
     if lora_only:
         adapters = {name: path for name, path in adapters.items() if not _is_dora(name)}
-    yield from served(model, adapters, layout, sleeps=sleeps)
+    oracle = _rounded(model, folder) if "quantization" in layout else None
+    yield from served(model, adapters, layout, oracle, sleeps=sleeps)
 
 
 def served(
@@ -193,6 +194,20 @@ def _oracle(model: Path, adapter: Path | None) -> Any:
         found = peft.PeftModel.from_pretrained(base, str(adapter)) if adapter else base
         _ORACLES[model, adapter] = found.eval()
     return _ORACLES[model, adapter]
+
+
+def _rounded(model: Path, folder: Path) -> Path:
+    """Writes the model with its projections' weights as vLLM has bitsandbytes round them."""
+    from bitsandbytes import functional
+
+    found = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    for name, parameter in found.named_parameters():
+        if name.split(".")[-2] in PROJECTIONS:
+            options: Any = {"compress_statistics": True, "quant_type": "nf4"}
+            codes, state = functional.quantize_4bit(parameter.detach().cuda(), **options)
+            parameter.data = functional.dequantize_4bit(codes, state).to(parameter)
+    found.save_pretrained(folder / "rounded")
+    return folder / "rounded"
 
 
 def _write(folder: Path) -> tuple[Path, dict[str, Path]]:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.results import Row
-from benchmarks.serve_vllm import OWN, PUNICA, WITHOUT, Settings, Work, checks_of
+from benchmarks.serve_vllm import OWN, PUNICA, QUANTISED, WITHOUT, Settings, Work, checks_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FILES = 8  # different files of tensors; further adapters are links to them
@@ -31,7 +31,7 @@ def main(kind: str, folder: Path, settings: Settings) -> None:
     if kind in (checks := checks_of(settings)):
         from benchmarks import vllm_check
 
-        lora_only, sleeps = kind == WITHOUT, kind not in (WITHOUT, PUNICA)
+        lora_only, sleeps = kind == WITHOUT, kind not in (WITHOUT, PUNICA, QUANTISED)
         for row in vllm_check.check(folder, checks[kind], lora_only=lora_only, sleeps=sleeps):
             report({"kind": kind} | row)
         print("READY", flush=True)

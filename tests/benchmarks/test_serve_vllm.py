@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import serve_vllm
-from benchmarks.serve_vllm import ONE_GPU, OWN, PUNICA, WITHOUT, Settings
+from benchmarks.serve_vllm import ONE_GPU, OWN, PUNICA, QUANTISED, WITHOUT, Settings
 
 
 class Process:
@@ -53,7 +53,7 @@ def run(monkeypatch, gpus, **settings):
 
 def test_one_gpu_has_every_cell_and_its_checks(monkeypatch):
     rows, started = run(monkeypatch, 1)
-    assert list(started) == [WITHOUT, "check", PUNICA, "base", "DoRA", "LoRA", OWN]
+    assert list(started) == [WITHOUT, "check", PUNICA, QUANTISED, "base", "DoRA", "LoRA", OWN]
     assert not any(row.get("failed") for row in rows)
     usual = [64, 128]
     for kind in ("DoRA", "LoRA"):
