@@ -256,9 +256,10 @@ def makes_tables(
         mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kw: Any
     ) -> None:
         numbers = np.asarray(mapping.index_mapping, np.int64)
-        slot_of = {number: slot for slot, number in enumerate(lora_index_to_id)} | {0: -1}
-        used, places = np.unique(numbers, return_inverse=True)
-        tables.update(np.array([slot_of[number] for number in used.tolist()])[places], ranks)
+        if numbers.any() or tables.tokens.any():  # Empty tables are those of any batch of the base.
+            slot_of = {number: slot for slot, number in enumerate(lora_index_to_id)} | {0: -1}
+            used, places = np.unique(numbers, return_inverse=True)
+            tables.update(np.array([slot_of[number] for number in used.tolist()])[places], ranks)
         metas = [getattr(wrapper, f"{one}_mapping_meta", None) for one in ("token", "prompt")]
         has_base_only = not numbers.any() and not any(mapping.prompt_mapping) and all(metas)
         if not is_alone and not has_base_only:

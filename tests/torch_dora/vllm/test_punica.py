@@ -84,6 +84,28 @@ def test_some_of_a_batch_is_refused(layer):
         products(layer, layer.draw(4, INPUTS), layer.bias)
 
 
+def test_batches_of_the_base_alone_make_no_tables_again(layer, monkeypatch):
+    from torch_dora.vllm import punica
+
+    wrapper = SimpleNamespace(update_metadata=None, _token_lora_indices=torch.ones(9).long())
+    wrapper._sampler_indices, wrapper.indices_len = wrapper._token_lora_indices.clone(), [0] * 4
+    tables, made = layer.tables, []
+    update = punica.makes_tables(wrapper, tables, [RANK, 0, 5], is_alone=True)
+
+    def counted(slots, ranks, original=tables.update):
+        made.append(slots.tolist())
+        original(slots, ranks)
+
+    monkeypatch.setattr(tables, "update", counted)
+    for numbers in ((9, 0, 7), (0, 0, 0), (0, 0), (7, 0), (0,)):
+        mapping = SimpleNamespace(index_mapping=numbers, prompt_mapping=numbers, is_prefill=True)
+        update(mapping, [7, None, 9], 4, 100)
+        assert tables.tokens.item() == (len(numbers) if any(numbers) else 0)
+        assert tables.used[0, 0] == len({*numbers} - {0})
+        assert (wrapper._token_lora_indices[: len(numbers)] == -1).all()
+    assert made == [[2, -1, 0], [-1, -1, -1], [0, -1], [-1]]
+
+
 def test_both_operators_are_traced_whole(layer):
     """vLLM compiles the model in one graph, for any number of tokens."""
     for products in (layer.together, layer.apart):
