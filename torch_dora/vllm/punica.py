@@ -73,6 +73,7 @@ class SlotProducts(nn.Module):
         super().__init__()
         lora_a, lora_b = layer.lora_a_stacked, layer.lora_b_stacked
         sizes = [one.shape[2] for one in lora_b]
+        blocks = product.blocks_of(sizes, g.device)
         tensors = {
             "lora_a": torch.cat([one[:, 0] for one in lora_a], 1),
             "lora_b": torch.cat([one[:, 0] for one in lora_b], 1),
@@ -81,10 +82,10 @@ class SlotProducts(nn.Module):
             "large_blocks": expand.column_blocks(expand.LARGE, sizes, g.device),
             "small_tiles": tables.small,
             "large_tiles": tables.large,
-            "blocks": product.blocks_of(sizes, g.device),
+            "blocks": blocks,
             "slots": tables.slots,
             "used_slots": tables.used,
-            "counts": torch.zeros(2, dtype=torch.int32, device=g.device),
+            "counts": torch.zeros(2 + len(blocks), dtype=torch.int32, device=g.device),
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
