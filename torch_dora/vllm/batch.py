@@ -5,7 +5,9 @@ host, and lie at fixed addresses: a CUDA graph reads those of the batch with whi
 Tokens without an adapter are in no tile.
 """
 
+import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 SMALL, LARGE = 16, 64
 SMALL_BATCH = 256  # the most tokens that are tiled by SMALL
 HEAD = 4  # numbers before a tile's tokens: the slot, its rank, and two that align the tokens
+_ALIGNED = 32  # numbers between the begins of tables
+_AT: weakref.WeakValueDictionary[int, "Batch"] = weakref.WeakValueDictionary()
 
 
 class Batch:
@@ -26,28 +30,32 @@ class Batch:
         slots: number of slots.
 
     Attributes:
-        tokens: i64[1] on the CPU, the tokens of the batch; 0 if none has an adapter.
+        all: i32[numbers], the tables below.
+        tokens: of the batch; 0 if none has an adapter.
         small, large: i32[tiles, HEAD + rows], the tiles of SMALL and LARGE rows.
         slots: i32[tokens, 1], the slot of each token of a batch of few, or -1.
-        used: i32[1 + slots, 2], how many slots such a batch has; then those, and their ranks.
+        used: i32[1 + slots, 2], how many slots a batch of few has; then those, and their ranks.
     """
 
     def __init__(self, tokens: int, slots: int, device: torch.device | str) -> None:
-        self.tokens = torch.zeros(1, dtype=torch.int64)
+        self.tokens = 0
         few = min(tokens, SMALL_BATCH)
         shapes = [
+            (1 + min(few, slots), 2),
             *((most_tiles(count, slots, rows), HEAD + rows)
               for rows, count in ((SMALL, few), (LARGE, tokens))),
             (few, 1),
-            (1 + min(few, slots), 2),
         ]  # fmt: skip
-        sizes = [height * width for height, width in shapes]
-        self._table = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._host = np.zeros(sum(sizes), np.int32)
-        tables = map(Tensor.view, self._table.split(sizes), shapes)
-        self.small, self.large, self.slots, self.used = tables
-        self._parts = np.split(self._host, np.cumsum(sizes)[:-1])
-        self._parts = [one.reshape(shape) for one, shape in zip(self._parts, shapes, strict=True)]
+        ends = accumulate((-(-height * width // _ALIGNED) * _ALIGNED for height, width in shapes))
+        begins = [0, *ends]
+        self.all = torch.zeros(begins[-1], dtype=torch.int32, device=device)
+        self._host = np.zeros(begins[-1], np.int32)
+        parts = [slice(begin, begin + height * width)
+                 for begin, (height, width) in zip(begins[:-1], shapes, strict=True)]  # fmt: skip
+        tables = (self.all[part].view(shape) for part, shape in zip(parts, shapes, strict=True))
+        self.used, self.small, self.large, self.slots = tables
+        self._parts = [self._host[p].reshape(shape) for p, shape in zip(parts, shapes, strict=True)]
+        _AT[self.used.data_ptr()] = self
 
     def update(self, slots: np.ndarray, ranks: Sequence[int]) -> None:
         """Makes the tables of a batch, i32[tiles, HEAD + rows]: the slot, the rank and the tokens
@@ -60,8 +68,8 @@ class Batch:
         slots = np.where(np.append(ranks, 0)[slots] > 0, slots, -1)
         order = np.argsort(slots, kind="stable")
         order = order[np.count_nonzero(slots < 0) :]
-        self.tokens[0] = len(slots) if len(order) else 0
-        small, large, of_token, used = self._parts
+        self.tokens = len(slots) if len(order) else 0
+        used, small, large, of_token = self._parts
         few = slots[:SMALL_BATCH] if len(slots) <= SMALL_BATCH else slots[:0]
         _fill(small, order[: len(few)], slots, ranks)
         _fill(large, order, slots, ranks)
@@ -73,8 +81,14 @@ class Batch:
         used[1 : 1 + len(found), 1] = np.asarray(ranks, np.int32)[found]
         values = torch.from_numpy(self._host)
         # A copy, since the device may read it when the next batch's tables are made.
-        values = values.pin_memory() if self._table.is_cuda else values
-        self._table.copy_(values, non_blocking=True)
+        values = values.pin_memory() if self.all.is_cuda else values
+        self.all.copy_(values, non_blocking=True)
+
+
+def of(used: Tensor) -> Batch:
+    """Returns the batch whose table this is. Operators get a table alone: Inductor takes results of
+    an operator that is given numbers on the host for unaligned, and reads them one by one."""
+    return _AT[used.data_ptr()]
 
 
 def rows_of_tile(tokens: int) -> int:

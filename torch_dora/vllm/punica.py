@@ -80,17 +80,14 @@ class SlotProducts(nn.Module):
             "g": g,
             "small_blocks": expand.column_blocks(expand.SMALL, sizes, g.device),
             "large_blocks": expand.column_blocks(expand.LARGE, sizes, g.device),
-            "small_tiles": tables.small,
-            "large_tiles": tables.large,
             "blocks": blocks,
-            "slots": tables.slots,
-            "used_slots": tables.used,
             "counts": torch.zeros(2 + len(blocks), dtype=torch.int32, device=g.device),
+            "table": tables.used,
+            "all_tables": tables.all,
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
         self.unit = expand.unit_of(sizes)
-        self.tokens = tables.tokens
         self.multiplies_base = _is_plain(layer)
         layer.lora_a_stacked = self.lora_a[:, None].split(lora_a[0].shape[2], 2)
         layer.lora_b_stacked = self.lora_b[:, None].split(sizes, 2)
@@ -99,8 +96,7 @@ class SlotProducts(nn.Module):
         """Returns the result of the layer, [..., out], for x [..., in]."""
         adapters = (
             *(self.lora_a, self.lora_b, self.g, self.unit, self.small_blocks, self.large_blocks),
-            *(self.small_tiles, self.large_tiles, self.blocks, self.slots, self.used_slots),
-            *(self.counts, self.tokens),
+            *(self.blocks, self.counts, self.table),
         )
         if self.multiplies_base:
             weight = layer.base_layer.weight
@@ -132,13 +128,9 @@ class _Adapters(NamedTuple):
     unit: int
     small_blocks: Tensor
     large_blocks: Tensor
-    small_tiles: Tensor
-    large_tiles: Tensor
     blocks: Tensor
-    slots: Tensor
-    used_slots: Tensor
     counts: Tensor
-    tokens: Tensor
+    table: Tensor  # the slots of a batch, by which `batch.of` finds the others
 
     def are_in(self, x: Tensor) -> bool:
         """Returns whether a token of the batch has an adapter.
@@ -149,7 +141,7 @@ class _Adapters(NamedTuple):
         Raises:
             RuntimeError: there are fewer rows. Tokens are looked up by their places in the batch.
         """
-        tokens, rows = int(self.tokens.item()), len(x)
+        tokens, rows = batch.of(self.table).tokens, len(x)
         if 0 < rows < tokens:
             raise RuntimeError(
                 f"vLLM calls a layer for {rows} of a batch's {tokens} tokens; expected all, since "
@@ -162,19 +154,22 @@ class _Adapters(NamedTuple):
         """Returns the layer's result by one kernel, or None where that is not chosen."""
         if product.refuses(x, weight, self.blocks, self.lora_b.shape[2]) is not None:
             return None
+        tables = batch.of(self.table)
         adapters = product.Adapters(
-            *(self.lora_a, self.lora_b, self.g, self.blocks, self.counts, self.small_tiles),
-            *(self.slots, self.used_slots),
+            *(self.lora_a, self.lora_b, self.g, self.blocks, self.counts),
+            *(tables.small, tables.slots, tables.used),
         )
         segments = product.segments_of(x, weight, bias, adapters)
         return product.launch(x, weight, bias, segments, adapters) if segments else None
 
     def shrink(self, x: Tensor, beside: AbstractContextManager[Any] | None = None) -> Tensor:
-        tiles = self.small_tiles if _is_small(x) else self.large_tiles
+        tables = batch.of(self.table)
+        tiles = tables.small if _is_small(x) else tables.large
         return shrink.launch(x, self.lora_a, tiles, self.lora_b.shape[2], beside=beside)
 
     def expand(self, y: Tensor, parts: Tensor, bias: Tensor | None) -> None:
-        small, large = (self.small_blocks, self.small_tiles), (self.large_blocks, self.large_tiles)
+        tables = batch.of(self.table)
+        small, large = (self.small_blocks, tables.small), (self.large_blocks, tables.large)
         blocks, tiles = small if _is_small(y) else large
         expand.launch(y, parts, self.lora_b, self.g, bias, blocks, self.unit, tiles)
 
@@ -222,8 +217,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 _LIBRARY = torch.library.Library("torch_dora", "FRAGMENT")
 _ADAPTERS = (
     "Tensor lora_a, Tensor lora_b, Tensor g, int unit, Tensor small_blocks, Tensor large_blocks, "
-    "Tensor small_tiles, Tensor large_tiles, Tensor blocks, Tensor slots, Tensor used_slots, "
-    "Tensor counts, Tensor tokens"
+    "Tensor blocks, Tensor counts, Tensor table"
 )
 _LIBRARY.define(f"add_adapters(Tensor(a!) y, Tensor x, Tensor? bias, {_ADAPTERS}) -> ()")
 _LIBRARY.define(
@@ -257,7 +251,7 @@ def makes_tables(
         mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kw: Any
     ) -> None:
         numbers = np.asarray(mapping.index_mapping, np.int64)
-        if numbers.any() or tables.tokens.any():  # Empty tables are those of any batch of the base.
+        if numbers.any() or tables.tokens:  # Empty tables are those of any batch of the base.
             slot_of = {number: slot for slot, number in enumerate(lora_index_to_id)} | {0: -1}
             used, places = np.unique(numbers, return_inverse=True)
             tables.update(np.array([slot_of[number] for number in used.tolist()])[places], ranks)

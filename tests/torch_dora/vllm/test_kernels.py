@@ -39,7 +39,7 @@ def test_each_token_with_an_adapter_is_in_one_tile_of_its_slot(kind, tokens):
     for other in KINDS:  # What an earlier batch has left does not count.
         tables.update(slots_of(other, TOKENS // 2), RANKS)
     tables.update(slots, RANKS)
-    assert tables.tokens.item() == (tokens if (slots >= 0).any() else 0)
+    assert tables.tokens == (tokens if (slots >= 0).any() else 0)
     for table in (tables.small, tables.large):
         if len(slots) > batch.SMALL_BATCH and table is tables.small:
             continue  # Not read for so many tokens.
