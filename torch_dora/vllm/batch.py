@@ -17,6 +17,7 @@ from torch import Tensor
 # tiles.
 SMALL, LARGE = 16, 64
 SMALL_BATCH = 256  # the most tokens that are tiled by SMALL
+MANY = 128  # rows that are multiplied by the base weight at a time, of whichever slots
 HEAD = 4  # numbers before a tile's tokens: the slot, its rank, and two that align the tokens
 _ALIGNED = 32  # numbers between the begins of tables
 _AT: weakref.WeakValueDictionary[int, "Batch"] = weakref.WeakValueDictionary()
@@ -32,19 +33,24 @@ class Batch:
     Attributes:
         all: i32[numbers], the tables below.
         tokens: of the batch; 0 if none has an adapter.
+        has_base: whether some have none.
         small, large: i32[tiles, HEAD + rows], the tiles of SMALL and LARGE rows.
-        slots: i32[tokens, 1], the slot of each token of a batch of few, or -1.
+        slots: i32[tokens, 1], the slot of each token, or -1.
         used: i32[1 + slots, 2], how many slots a batch of few has; then those, and their ranks.
+        ranges: i32[1 + tiles, 1], where the members begin of each MANY tokens.
+        members: i32[members, 2], their slots, and the ranks.
     """
 
     def __init__(self, tokens: int, slots: int, device: torch.device | str) -> None:
-        self.tokens = 0
-        few = min(tokens, SMALL_BATCH)
+        self.tokens, self.has_base = 0, False
+        few, many = min(tokens, SMALL_BATCH), -(-tokens // MANY)
         shapes = [
             (1 + min(few, slots), 2),
             *((most_tiles(count, slots, rows), HEAD + rows)
               for rows, count in ((SMALL, few), (LARGE, tokens))),
-            (few, 1),
+            (tokens, 1),
+            (1 + many, 1),
+            (min(tokens, many * slots), 2),
         ]  # fmt: skip
         ends = accumulate((-(-height * width // _ALIGNED) * _ALIGNED for height, width in shapes))
         begins = [0, *ends]
@@ -53,7 +59,7 @@ class Batch:
         parts = [slice(begin, begin + height * width)
                  for begin, (height, width) in zip(begins[:-1], shapes, strict=True)]  # fmt: skip
         tables = (self.all[part].view(shape) for part, shape in zip(parts, shapes, strict=True))
-        self.used, self.small, self.large, self.slots = tables
+        self.used, self.small, self.large, self.slots, self.ranges, self.members = tables
         self._parts = [self._host[p].reshape(shape) for p, shape in zip(parts, shapes, strict=True)]
         _AT[self.used.data_ptr()] = self
 
@@ -68,17 +74,24 @@ class Batch:
         slots = np.where(np.append(ranks, 0)[slots] > 0, slots, -1)
         order = np.argsort(slots, kind="stable")
         order = order[np.count_nonzero(slots < 0) :]
-        self.tokens = len(slots) if len(order) else 0
-        used, small, large, of_token = self._parts
+        self.tokens, self.has_base = len(slots) if len(order) else 0, len(order) < len(slots)
+        used, small, large, of_token, ranges, members = self._parts
         few = slots[:SMALL_BATCH] if len(slots) <= SMALL_BATCH else slots[:0]
         _fill(small, order[: len(few)], slots, ranks)
         _fill(large, order, slots, ranks)
         of_token[:] = -1
-        of_token[: len(few), 0] = few
+        of_token[: len(slots), 0] = slots
         found = np.unique(few[few >= 0])
         used[0, 0] = len(found)
         used[1 : 1 + len(found), 0] = found
         used[1 : 1 + len(found), 1] = np.asarray(ranks, np.int32)[found]
+        pairs = np.unique(
+            np.arange(len(slots))[slots >= 0] // MANY * len(ranks) + slots[slots >= 0]
+        )
+        tiles, pairs = np.divmod(pairs, len(ranks))
+        ranges[:, 0] = np.searchsorted(tiles, np.arange(len(ranges)))
+        members[: len(pairs), 0] = pairs
+        members[: len(pairs), 1] = np.asarray(ranks, np.int32)[pairs]
         values = torch.from_numpy(self._host)
         # A copy, since the device may read it when the next batch's tables are made.
         values = values.pin_memory() if self.all.is_cuda else values

@@ -2,9 +2,10 @@
 
 Two kernels compute it for all projections of a packed layer (:mod:`torch_dora.vllm.shrink`,
 :mod:`torch_dora.vllm.expand`), or one with the base's part, for few tokens
-(:mod:`torch_dora.vllm.product`). Their work follows the adapters of the batch and their ranks, and
-g costs nothing, since they have the base's result at hand. They launch nothing for a batch without
-adapters.
+(:mod:`torch_dora.vllm.product`); for many, the second one may compute the base's part too
+(:mod:`torch_dora.vllm.large_product`). Their work follows the adapters of the batch and their
+ranks, and g costs nothing, since they have the base's result at hand. They launch nothing for a
+batch without adapters.
 
 Layers that they do not take, and all with TORCH_DORA_VLLM_PUNICA=1, stay with Punica; then
 :mod:`torch_dora.vllm.scaling` multiplies by g.
@@ -23,7 +24,7 @@ from vllm.lora import layers as vllm_layers  # pyright: ignore[reportMissingImpo
 from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
 
 from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.vllm import base_weight, batch, expand, product, shrink, slices
+from torch_dora.vllm import base_weight, batch, expand, large_product, product, shrink, slices
 from torch_dora.vllm.batch import Batch
 
 # One program multiplies all ranks of a packed layer.
@@ -81,6 +82,7 @@ class SlotProducts(nn.Module):
             "small_blocks": expand.column_blocks(expand.SMALL, sizes, g.device),
             "large_blocks": expand.column_blocks(expand.LARGE, sizes, g.device),
             "blocks": blocks,
+            "many_blocks": product.blocks_of(sizes, g.device, large_product.COLUMNS),
             "counts": torch.zeros(2 + len(blocks), dtype=torch.int32, device=g.device),
             "table": tables.used,
             "all_tables": tables.all,
@@ -96,7 +98,7 @@ class SlotProducts(nn.Module):
         """Returns the result of the layer, [..., out], for x [..., in]."""
         adapters = (
             *(self.lora_a, self.lora_b, self.g, self.unit, self.small_blocks, self.large_blocks),
-            *(self.blocks, self.counts, self.table),
+            *(self.blocks, self.many_blocks, self.counts, self.table),
         )
         if self.multiplies_base:
             weight = layer.base_layer.weight
@@ -129,6 +131,7 @@ class _Adapters(NamedTuple):
     small_blocks: Tensor
     large_blocks: Tensor
     blocks: Tensor
+    many_blocks: Tensor
     counts: Tensor
     table: Tensor  # the slots of a batch, by which `batch.of` finds the others
 
@@ -162,6 +165,22 @@ class _Adapters(NamedTuple):
         segments = product.segments_of(x, weight, bias, adapters)
         return product.launch(x, weight, bias, segments, adapters) if segments else None
 
+    def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Returns the layer's result for many tokens by a kernel that multiplies the weight too, or
+        None where that is not chosen.
+
+        It may sum in another order than cuBLAS, so it is not chosen if a row of the base is among
+        them, or may be when a graph is replayed."""
+        tables, max_rank = batch.of(self.table), self.lora_b.shape[2]
+        if tables.has_base or len(x) > tables.tokens:
+            return None
+        if large_product.refuses(x, weight, self.many_blocks, max_rank) is not None:
+            return None
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        operands = weight, bias, self.shrink(x), self.lora_b, self.g, self.many_blocks, tables
+        return large_product.launch(x, *operands)
+
     def shrink(self, x: Tensor, beside: AbstractContextManager[Any] | None = None) -> Tensor:
         tables = batch.of(self.table)
         tiles = tables.small if _is_small(x) else tables.large
@@ -181,13 +200,17 @@ def _is_small(x: Tensor) -> bool:
 def linear_with_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:
     """The operator ``torch_dora::linear_with_adapters``: x Wᵀ + bias with the adapters' part.
 
-    For few tokens one kernel computes it, or the shrinking kernel, which needs x only, runs on a
-    second stream beside the base product, which waits for memory then.
+    For few tokens one kernel computes it. For many, all of adapters, a second one does after the
+    shrinking kernel. Else, for few, the shrinking kernel, which needs x only, runs on a second
+    stream beside the base product, which waits for memory then.
     """
     adapters, rows = _Adapters(*tensors), x.reshape(-1, x.shape[-1]).contiguous()
     has_adapters = adapters.are_in(rows)
-    if has_adapters and (y := adapters.multiply_all(rows, weight, bias)) is not None:
-        return y.view(*x.shape[:-1], len(weight))
+    if has_adapters:
+        y = adapters.multiply_all(rows, weight, bias)
+        y = adapters.multiply_many(rows, weight, bias) if y is None else y
+        if y is not None:
+            return y.view(*x.shape[:-1], len(weight))
     if not has_adapters or len(rows) > MOST_BESIDE or x.device.type != "cuda":
         y = nn.functional.linear(x, weight, bias)
         add_adapters(y.view(-1, y.shape[-1]), rows, bias, *tensors)
@@ -217,7 +240,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 _LIBRARY = torch.library.Library("torch_dora", "FRAGMENT")
 _ADAPTERS = (
     "Tensor lora_a, Tensor lora_b, Tensor g, int unit, Tensor small_blocks, Tensor large_blocks, "
-    "Tensor blocks, Tensor counts, Tensor table"
+    "Tensor blocks, Tensor many_blocks, Tensor counts, Tensor table"
 )
 _LIBRARY.define(f"add_adapters(Tensor(a!) y, Tensor x, Tensor? bias, {_ADAPTERS}) -> ()")
 _LIBRARY.define(

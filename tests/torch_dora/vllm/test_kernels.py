@@ -40,6 +40,13 @@ def test_each_token_with_an_adapter_is_in_one_tile_of_its_slot(kind, tokens):
         tables.update(slots_of(other, TOKENS // 2), RANKS)
     tables.update(slots, RANKS)
     assert tables.tokens == (tokens if (slots >= 0).any() else 0)
+    assert tables.has_base == (slots < 0).any()
+    members = tables.members.tolist()
+    for tile in range(-(-TOKENS // batch.MANY)):
+        begin, end = tables.ranges[tile : tile + 2, 0].tolist()
+        of_tile = slots[tile * batch.MANY : (tile + 1) * batch.MANY]
+        expected = sorted({*of_tile[of_tile >= 0].tolist()})
+        assert members[begin:end] == [[slot, RANKS[slot]] for slot in expected]
     for table in (tables.small, tables.large):
         if len(slots) > batch.SMALL_BATCH and table is tables.small:
             continue  # Not read for so many tokens.
@@ -253,7 +260,7 @@ def test_a_kernel_is_compiled_once_for_all_numbers_of_tokens(monkeypatch):
 FOR_A_CARD = """
 from dora_common.triton.compilation import compiled
 from dora_common.triton.jit import next_power_of_2
-from torch_dora.vllm import batch, expand, product, shrink
+from torch_dora.vllm import batch, expand, large_product, product, shrink
 
 TABLES = {"tiles_ptr": "*i32:16", "tokens": "i32", "features": "i32:16", "tiles": "i32"}
 
@@ -295,6 +302,17 @@ for half, rank in (("bf16", 16), ("bf16", 64), ("fp16", 8)):
             build(kernel, half, config, 1, types, RANKS=3 * rank, MAX_RANK=rank,
                   PADDED_RANK=max(16, rank), HAS_BIAS=True, ROWS=rows, UNIT=16,
                   COLUMNS=config.columns, STEPS=width // config.columns, **own)
+    columns, depth = large_product.COLUMNS, large_product.CONFIG.depth
+    types = {"x": f"tensordesc<half[128, {depth}]>", "y": f"tensordesc<half[128, {columns}]>",
+             "weight": f"tensordesc<half[{columns}, {depth}]>", "parts_ptr": "*fp32:16",
+             "b_ptr": "*half:16", "g_ptr": "*fp32:16", "bias_ptr": "*half:16",
+             "slots_ptr": "*i32:16", "ranges_ptr": "*i32:16", "members_ptr": "*i32:16",
+             "blocks_ptr": "*i32:16", "inputs": "i32:16", "splits": "i32"}
+    own = min(rank, large_product.MOST_RANKS)
+    build(large_product._kernel, half, large_product.CONFIG, large_product.CONFIG.stages, types,
+          RANKS=3 * own, MAX_RANK=own, PADDED_RANK=max(16, own), HAS_BIAS=True,
+          ROWS=128, COLUMNS=columns, DEPTH=depth, STAGES=large_product.CONFIG.stages,
+          GROUP=large_product.GROUP)
     if half == "fp16":
         continue
     for configs in (product.ALONE, product.SHARED):

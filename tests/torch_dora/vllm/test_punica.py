@@ -53,7 +53,7 @@ def test_the_kernels_read_buffers_alone(layer):
     assert not any(isinstance(one, torch.Tensor) for one in vars(products).values())
     begin, tables = layer.tables.all.data_ptr(), vars(layer.tables).values()
     views = [one for one in tables if isinstance(one, torch.Tensor)]
-    assert len(views) == 5
+    assert len(views) == 7
     assert all(0 <= one.data_ptr() - begin < 4 * layer.tables.all.numel() for one in views)
     # Inductor reads results number by number, if an operand does not begin at 16 bytes.
     assert all(one.storage_offset() * 4 % 16 == 0 for one in views)
@@ -70,6 +70,30 @@ def test_a_plain_layer_is_multiplied_in_the_same_operator_to_the_same_bits(layer
     rows, plain = found.view(5, -1), base.view(5, -1)
     assert torch.equal(rows[1], plain[1])
     assert all(not torch.equal(rows[i], plain[i]) for i in (0, 2, 3, 4))
+
+
+def test_many_tokens_that_all_have_adapters_are_multiplied_by_one_kernel(layer, monkeypatch):
+    from torch_dora.vllm import large_product
+
+    config = large_product.Config(columns=8, depth=8, stages=1)
+    monkeypatch.setattr(large_product, "CONFIG", config)
+    monkeypatch.setattr(large_product, "refuses", lambda *operands: None)
+    layer.together.many_blocks = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32)
+    launched = []
+
+    def launch(*operands, original=large_product.launch):
+        launched.append(operands)
+        return original(*operands)
+
+    monkeypatch.setattr(large_product, "launch", launch)
+    x = layer.draw(5, INPUTS)
+    layer.together(layer, x, layer.bias)
+    assert not launched  # A row is of the base, whose bits are cuBLAS's.
+    layer.tables.update(np.array([2, 2, 0, 2, 2]), [RANK, 0, 5])
+    found, expected = layer.together(layer, x, layer.bias), layer.apart(layer, x, layer.bias)
+    assert len(launched) == 1
+    # They round to bf16 once, and twice.
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0.05)
 
 
 def test_a_batch_without_adapters_is_the_base_product(layer):
