@@ -25,8 +25,9 @@ folder into a slot, and the first's. A line of a check has the largest differenc
 token's log-probability, and how many tokens PEFT would not have chosen by more than that.
 `same_bits` is how many requests to the base and to the LoRA adapter, in one batch, have the tokens
 and the bits of the log-probabilities that they have without the plugin; `same_on_one`, how many
-have the tokens of one GPU. A check whose line has `after_sleep` has the same tokens before and
-after it has slept at that level.
+have the tokens of one GPU; `same_again`, how many have the same tokens in the same batch again:
+vLLM's own kernels add parts in any order. A line with `after_sleep` is of the same requests after
+the engine has slept at that level, and `same` is how many have the tokens of before.
 """
 
 import contextlib
