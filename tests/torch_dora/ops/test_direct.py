@@ -105,17 +105,18 @@ def test_computes_as_the_long_way(device, calls, monkeypatch, dtype, adapter_dty
 
 
 def exact_correction(made, x, dy):
-    """The result and gradients of PEFT's dropout in fp64, from the merged weight."""
-    wide = copy.deepcopy(made).double().requires_grad_(True)
+    """The result and gradients of PEFT's dropout in fp64, from the merged weight, on the CPU."""
+    wide = copy.deepcopy(made).cpu().double().requires_grad_(True)
     torch.manual_seed(3)
     dropped = F.dropout(x, made.dropout)
-    kept, x = (dropped != 0) / (1 - made.dropout), x.double().requires_grad_()
+    kept = (dropped != 0).cpu() / (1 - made.dropout)
+    x = x.cpu().double().requires_grad_()
     direction = wide.weight + wide.scale * wide.lora_b @ wide.lora_a
     g = wide.magnitude.double() / direction.detach().norm(dim=1)
     y = F.linear(x, wide.weight, wide.bias)
     y = y + F.linear(x * kept, g[:, None] * direction - wide.weight)
     named = {"x": x} | dict(wide.named_parameters())
-    found = torch.autograd.grad(y, [*named.values()], dy.double())
+    found = torch.autograd.grad(y, [*named.values()], dy.cpu().double())
     return {"y": y} | dict(zip(named, found, strict=True))
 
 
@@ -148,7 +149,7 @@ def test_dropout_of_the_correction(device, calls, monkeypatch, dtype, adapter_dt
         kinds = {"y": dtype, "x": wide.dtype}
         for name, one in found.items():
             assert one.dtype == kinds.get(name, getattr(made, name, one).dtype)
-        errors.append({n: (found[n] - exact[n]).norm() / exact[n].norm() for n in names})
+        errors.append({n: (found[n].cpu() - exact[n]).norm() / exact[n].norm() for n in names})
         monkeypatch.setattr(plan, "find", lambda *_: None)
     assert calls == [True]
     for name in names:
