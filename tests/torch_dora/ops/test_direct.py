@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from triton.knobs import runtime
 
@@ -170,6 +171,34 @@ def test_checkpointing_drops_the_same(device, calls, use_reentrant):
     trained = [parameter.grad for parameter in made.parameters() if parameter.requires_grad]
     for g, w in zip([y, x.grad, *trained], want, strict=True):
         assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_mode_sees_the_operator_of_a_backward_pass(device, calls, dropout):
+    made = layer(device, dropout=dropout, dropout_mode="input")
+    x = torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(3, 40, device=device, dtype=torch.bfloat16)
+    want = results(made, x, dy)
+    x.requires_grad_()
+    torch.manual_seed(3)
+    y = made(x)
+    with OperatorNames() as seen:
+        y.backward(dy)
+    assert calls == [True, True]
+    assert "torch_dora.compose_backward.default" in seen.names
+    trained = [parameter.grad for parameter in made.parameters() if parameter.requires_grad]
+    for g, w in zip([y, x.grad, *trained], want, strict=True):
+        assert torch.equal(g, w)
+
+
+class OperatorNames(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.add(str(operator))
+        return operator(*args, **(kwargs or {}))
 
 
 def test_a_layer_without_a_direct_call_drops_once(device, calls):
