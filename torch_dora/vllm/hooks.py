@@ -50,7 +50,7 @@ def keeps_punica() -> bool:
 
 def _compute_hash(original: Function) -> Function:
     # Stored graphs are looked up by this hash before anything is traced.
-    return lambda self: f"{original(self)}-torch_dora.vllm-7-{keeps_punica()}"
+    return lambda self: f"{original(self)}-torch_dora.vllm-8-{keeps_punica()}"
 
 
 def _from_dict(original: Function) -> Function:

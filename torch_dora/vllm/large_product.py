@@ -26,6 +26,7 @@ from torch_dora.vllm import batch, product
 
 LEAST_TOKENS = 1024
 MOST_RANKS = 32  # of a projection
+MOST_OUTPUTS = 16384  # of a layer
 COLUMNS = 256  # outputs of a program
 GROUP = 8  # tiles of tokens that are multiplied by one block of outputs after another
 
@@ -143,6 +144,8 @@ def refuses(x: Tensor, weight: Tensor, blocks: Tensor, max_rank: int) -> str | N
     """Returns why the kernel does not compute a layer, or None."""
     if len(x) < LEAST_TOKENS:
         return f"it was not measured for fewer than {LEAST_TOKENS} tokens"
+    if len(weight) > MOST_OUTPUTS:
+        return f"layers of more than {MOST_OUTPUTS} outputs gain nothing"
     if max_rank > MOST_RANKS:
         return f"for ranks above {MOST_RANKS}, z does not fit into registers"
     return product.refuses_operands(x, weight, blocks)

@@ -11,11 +11,10 @@ near the end. A GPU starts programs in the order of their numbers, so z is compu
 
 cuBLAS sums the products of a result in the order of the inputs, in fp32; for some shapes in a few
 segments, whose sums are added in turn. So does this kernel, and :func:`segments_of` finds out in
-how many, by comparing bits. A program sums one segment; the last of a block's adds the sums up.
+how many, by comparing bits.
 
 Traffic: W once; x once for every block of outputs; A once for every tile of its slot; B and g once
-for every slot of the batch, and the parts of z once, for every block of outputs and segment; the
-sums of segments once each way.
+for every slot of the batch; the parts of z once for every block of outputs.
 """
 
 import dataclasses
@@ -37,26 +36,18 @@ MOST_TOKENS = 64
 MOST_RANKS = 64  # of a projection
 COLUMNS = 64  # outputs of a program
 PROGRAMS = 64  # that compute z, if no multiprocessors are left over for them
-CHUNK = 4096  # inputs of a part of z, at least
 LOOK = 0.75  # of the inputs; z is read then
 SEGMENTS = range(1, 9)  # that are looked for
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A program computes ``columns`` outputs. It multiplies ``depth`` inputs at a time, and has
-    begun to read ``stages`` times as many."""
+    """A program multiplies ``depth`` inputs at a time, and has begun to read ``stages`` times as
+    many."""
 
     depth: int
     stages: int
-    columns: int = COLUMNS
     warps: int = 4
-
-    def dividing(self, segment: int) -> "Config":
-        """Returns the same with a depth that divides a segment, a multiple of 64."""
-        if segment % self.depth == 0:
-            return self
-        return dataclasses.replace(self, depth=64, stages=self.stages * self.depth // 64)
 
 
 # By the rows of x, what fills the shared memory of a multiprocessor; SHARED fills half of it, for
@@ -133,41 +124,16 @@ def _with_slots(y, total, z, slot, number, used, given, SLOTS: tl.constexpr):
 
 @jit
 def _load_z(
-    z_ptr, projection, slot, is_ready, tokens, SPLITS: tl.constexpr,
+    z_ptr, projection, slot, is_ready,
     RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PADDED_RANK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Returns z [PADDED_RANK, ROWS] of the tokens with an adapter."""
     r = tl.arange(0, PADDED_RANK)[:, None]
     source = z_ptr + projection * MAX_RANK + tl.arange(0, ROWS)[None, :] * RANKS + r
-    mask = (r < MAX_RANK) & (slot >= 0) & is_ready
-    z = tl.load(source, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
-        z += tl.load(source + split * tokens * RANKS, mask=mask, other=0.0)
-    return z
+    return tl.load(source, mask=(r < MAX_RANK) & (slot >= 0) & is_ready, other=0.0)
 
 
-@jit
-def _add_segments(
-    total, sums_ptr, counts_ptr, block, part, segments, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Keeps the sum of a segment. Returns the sum of all, in their order, if this was the last, and
-    how many are still to come."""
-    entry = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    target = sums_ptr + block.to(tl.int64) * segments * COLUMNS * ROWS + entry
-    tl.store(target + part * COLUMNS * ROWS, total)
-    tl.debug_barrier()
-    others = segments - 1 - tl.atomic_add(counts_ptr + 2 + block, 1, sem="acq_rel")
-    if others == 0:
-        tl.store(counts_ptr + 2 + block, 0)
-        total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for number in range(segments):
-            total += tl.load(target + number * COLUMNS * ROWS)
-    return total, others
-
-
-@triton.jit(
-    do_not_specialize=["tokens", "tiles", "shrinking", "segment", "segments", "chunk", "look"]
-)
+@triton.jit(do_not_specialize=["tokens", "tiles", "shrinking", "segment", "look"])
 def _kernel(
     weight,  # [out, in], in blocks [COLUMNS, DEPTH]
     x,  # [tokens, in], in blocks [ROWS, DEPTH]
@@ -177,22 +143,19 @@ def _kernel(
     g_ptr,  # f32[slots + 1, out]
     bias_ptr,  # [out], not read unless HAS_BIAS
     y_ptr,  # [tokens, out]
-    z_ptr,  # f32[SPLITS, tokens, RANKS]
+    z_ptr,  # f32[tokens, RANKS]
     tiles_ptr,  # i32[tiles, HEAD + TILE]
     slots_ptr,  # i32[tokens]
     used_ptr,  # i32[1 + slots, 2]: how many the batch has; then they and their ranks
     blocks_ptr,  # i32[out / COLUMNS], the projection of each block
-    counts_ptr,  # i32[2 + out / COLUMNS], zeros
-    sums_ptr,  # f32[out / COLUMNS, segments, COLUMNS, ROWS], if HAS_SEGMENTS
+    counts_ptr,  # i32[2], zeros
     tokens,
     inputs,
     features,
     tiles,
-    segment,  # inputs of a segment
-    segments,
+    segment,  # inputs whose sum is taken at once
     shrinking,  # programs that compute z
-    chunk,  # inputs of a part of z
-    look,  # after how many of a segment z is read
+    look,  # where z is read
     PROJECTIONS: tl.constexpr,
     RANKS: tl.constexpr,  # of all projections
     MAX_RANK: tl.constexpr,
@@ -207,29 +170,27 @@ def _kernel(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_SEGMENTS: tl.constexpr,
-    SPLITS: tl.constexpr,  # parts of z
     SLOTS: tl.constexpr,  # whose B is read at a time
 ):
     program = tl.program_id(0)
     if program < shrinking:
         shrink.multiply_tiles(
-            x_ptr, a_ptr, tiles_ptr, z_ptr, program, shrinking, tokens, inputs, tiles, SPLITS,
-            chunk, 0, PROJECTIONS, RANKS // PROJECTIONS, MAX_RANK, PADDED_RANK, TILE, LANES,
+            x_ptr, a_ptr, tiles_ptr, z_ptr, program, shrinking, tokens, inputs, tiles, 1,
+            inputs, 0, PROJECTIONS, RANKS // PROJECTIONS, MAX_RANK, PADDED_RANK, TILE, LANES,
             LANE_DEPTH, HEAD, False,
         )  # fmt: skip
         tl.debug_barrier()
         tl.atomic_add(counts_ptr, 1, sem="release")
     else:
-        block = (program - shrinking) // segments
-        part = (program - shrinking) % segments
-        blocks = (tl.num_programs(0) - shrinking) // segments
+        block = program - shrinking
+        blocks = tl.num_programs(0) - shrinking
         column = block * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
         token = tl.arange(0, ROWS)  # [ROWS]
         row_mask = token < tokens
-        begin = part * segment
-        end = tl.minimum(begin + segment, inputs)
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
+        sums = tl.zeros((COLUMNS, ROWS), tl.float32)
         z = tl.zeros((PADDED_RANK, ROWS), tl.float32)
+        end = segment
         # What the loop reads beside W and x. W's first blocks are on their way then.
         slot = tl.full((1, ROWS), -1, tl.int32)
         projection = 0
@@ -238,62 +199,58 @@ def _kernel(
             b_ptr, g_ptr, used_ptr, 0, 0, column, features, MAX_RANK, PADDED_RANK, SLOTS
         )
         ready = 0
-        for k in tl.range(begin, end, DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        for k in tl.range(0, inputs, DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             w = weight.load([block * COLUMNS, k])
             inner = x.load([0, k])
             if WIDEN:
                 w, inner = w.to(tl.float32), inner.to(tl.float32)
-            if k == begin:
+            if k == 0:
                 slot = tl.load(slots_ptr + token, mask=row_mask, other=-1)[None, :]
                 projection = tl.load(blocks_ptr + block)
                 used = tl.load(used_ptr)
                 given = _load_slots(
                     b_ptr, g_ptr, used_ptr, 0, used, column, features, MAX_RANK, PADDED_RANK, SLOTS
                 )
-            total = tl.dot(w, inner.T, total)
-            if k == begin + look:
+            sums = tl.dot(w, inner.T, sums)
+            if HAS_SEGMENTS:
+                if k + DEPTH == end:
+                    total += sums
+                    sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+                    end += segment
+            if k == look:
                 # Mostly z has been computed, and is read while the weight is.
                 ready = tl.atomic_add(counts_ptr, 0, sem="acquire")
                 z = _load_z(
-                    z_ptr, projection, slot, ready >= shrinking, tokens, SPLITS, RANKS, MAX_RANK,
-                    PADDED_RANK, ROWS,
-                )  # fmt: skip
-        others = 0  # segments of the block that are still to be summed
-        if HAS_SEGMENTS:
-            total, others = _add_segments(
-                total, sums_ptr, counts_ptr, block, part, segments, COLUMNS, ROWS
-            )
-        if others == 0:
-            if ready < shrinking:
-                while tl.atomic_add(counts_ptr, 0, sem="acquire") < shrinking:
-                    pass
-                z = _load_z(
-                    z_ptr, projection, slot, True, tokens, SPLITS, RANKS, MAX_RANK, PADDED_RANK,
-                    ROWS,
-                )  # fmt: skip
-            tl.atomic_add(counts_ptr + 1, 1, sem="relaxed")
-            z_of_b = z.to(b_ptr.dtype.element_ty)
-            y = total
-            for number in tl.range(0, bound(used), SLOTS, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-                more = _load_slots(
-                    b_ptr, g_ptr, used_ptr, number + SLOTS, used, column, features, MAX_RANK,
-                    PADDED_RANK, SLOTS,
-                )  # fmt: skip
-                y = _with_slots(y, total, z_of_b, slot, number, used, given, SLOTS)
-                given = more
-            if HAS_BIAS:
-                y += tl.load(bias_ptr + column).to(tl.float32)[:, None]
-            tl.store(
-                y_ptr + (token[None, :].to(tl.int64) * features + column[:, None]),
-                y.to(y_ptr.dtype.element_ty),
-                mask=row_mask[None, :],
-            )
-            if block == blocks - 1:
-                # This one leaves zeros for the next call, when all have read z.
-                while tl.atomic_add(counts_ptr + 1, 0, sem="acquire") < blocks:
-                    pass
-                tl.store(counts_ptr, 0)
-                tl.store(counts_ptr + 1, 0)
+                    z_ptr, projection, slot, ready >= shrinking, RANKS, MAX_RANK, PADDED_RANK, ROWS
+                )
+        total += sums
+        if ready < shrinking:
+            while tl.atomic_add(counts_ptr, 0, sem="acquire") < shrinking:
+                pass
+            z = _load_z(z_ptr, projection, slot, True, RANKS, MAX_RANK, PADDED_RANK, ROWS)
+        tl.atomic_add(counts_ptr + 1, 1, sem="relaxed")
+        z = z.to(b_ptr.dtype.element_ty)
+        y = total
+        for number in tl.range(0, bound(used), SLOTS, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+            more = _load_slots(
+                b_ptr, g_ptr, used_ptr, number + SLOTS, used, column, features, MAX_RANK,
+                PADDED_RANK, SLOTS,
+            )  # fmt: skip
+            y = _with_slots(y, total, z, slot, number, used, given, SLOTS)
+            given = more
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + column).to(tl.float32)[:, None]
+        tl.store(
+            y_ptr + (token[None, :].to(tl.int64) * features + column[:, None]),
+            y.to(y_ptr.dtype.element_ty),
+            mask=row_mask[None, :],
+        )
+        if block == blocks - 1:
+            # The last one leaves zeros for the next call, when all have read z.
+            while tl.atomic_add(counts_ptr + 1, 0, sem="acquire") < blocks:
+                pass
+            tl.store(counts_ptr, 0)
+            tl.store(counts_ptr + 1, 0)
 
 
 def blocks_of(sizes: Sequence[int], device: torch.device | str, columns: int = COLUMNS) -> Tensor:
@@ -330,7 +287,7 @@ class Adapters(NamedTuple):
 
     Attributes:
         blocks: of :func:`blocks_of`.
-        counts: i32[2 + blocks], zeros between calls.
+        counts: i32[2], zeros between calls.
     """
 
     lora_a: Tensor
@@ -367,7 +324,9 @@ def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapte
         slots=torch.full_like(adapters.slots, -1),
         used=torch.zeros_like(adapters.used),
     )
-    ways = dict.fromkeys(cdiv(x.shape[1], segment_of(x.shape[1], one)) for one in SEGMENTS)
+    # Of more tokens, sums in segments take longer than what the kernel saves.
+    ways = SEGMENTS if len(x) <= 16 else SEGMENTS[:1]
+    ways = (one for one in ways if one == 1 or segment_of(x.shape[1], one) % 128 == 0)
     same = (one for one in ways if torch.equal(launch(x, weight, bias, one, adapters), expected))
     _FOUND[key] = next(same, 0)
     return _FOUND[key]
@@ -379,27 +338,17 @@ def segment_of(inputs: int, segments: int) -> int:
 
 
 def launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    segments: int,
-    adapters: Adapters,
-    config: Config | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, adapters: Adapters
 ) -> Tensor:
     """Returns y, whose products are summed in so many segments."""
     tokens, inputs = x.shape
     features = len(weight)
     y = x.new_empty(tokens, features)
-    rows = 16 if tokens <= 16 else max(64, next_power_of_2(tokens))
+    blocks = features // COLUMNS
+    rows = 16 if tokens <= 16 else 64
     processors = _processors(x.device)
+    config = (SHARED if blocks > processors else ALONE)[rows]
     segment = segment_of(inputs, segments)
-    if config is None:
-        configs = SHARED if features // COLUMNS * segments > processors else ALONE
-        config = configs[16 if tokens <= 16 else 64]
-        config = config.dividing(segment) if segments > 1 else config
-    blocks = features // config.columns
-    programs = blocks * segments
-    sums = x.new_empty(programs * config.columns * rows if segments > 1 else 0, dtype=torch.float32)
     constants: dict[str, Any] = {
         "HAS_BIAS": bias is not None,
         "TILE": batch.SMALL,
@@ -407,38 +356,32 @@ def launch(
         "LANES": shrink.BESIDE.lanes,
         "LANE_DEPTH": shrink.BESIDE.depth,
         "ROWS": rows,
-        "COLUMNS": config.columns,
+        "COLUMNS": COLUMNS,
         "DEPTH": config.depth,
         "STAGES": config.stages,
         "HAS_SEGMENTS": segments > 1,
         "num_warps": config.warps,
     }
     descriptors = (
-        TensorDescriptor.from_tensor(weight, [config.columns, config.depth]),
+        TensorDescriptor.from_tensor(weight, [COLUMNS, config.depth]),
         TensorDescriptor.from_tensor(x, [rows, config.depth]),
     )
     slots, ranks, _ = adapters.lora_a.shape
     max_rank = adapters.lora_b.shape[2]
     tiles = min(len(adapters.tiles), batch.most_tiles(tokens, slots, batch.SMALL))
     projections = ranks // max_rank
-    free = max(PROGRAMS // 2, processors - programs) if programs <= processors else PROGRAMS
-    step = shrink.BESIDE.lanes * shrink.BESIDE.depth
-    # With larger ranks, registers are spilled if there are several parts.
-    parts = max(1, inputs // CHUNK) if max_rank <= 32 else 1
-    chunk = cdiv(cdiv(inputs, parts), step) * step
-    splits = cdiv(inputs, chunk)
-    shrinking = max(1, min(tiles * projections * splits, free))
-    z = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)
+    free = max(PROGRAMS // 2, processors - blocks) if blocks <= processors else PROGRAMS
+    shrinking = max(1, min(tiles * projections, free))
+    z = torch.empty(tokens, ranks, dtype=torch.float32, device=x.device)
     tensors = (
         *(x, adapters.lora_a, adapters.lora_b, adapters.g, y if bias is None else bias, y, z),
         *(adapters.tiles, adapters.slots, adapters.used, adapters.blocks, adapters.counts),
-        sums if segments > 1 else z,
     )
-    look = int(LOOK * segment) // config.depth * config.depth
-    numbers = (tokens, inputs, features, tiles, segment, segments, shrinking, chunk, look)
+    look = int(LOOK * inputs) // config.depth * config.depth
+    numbers = (tokens, inputs, features, tiles, segment, shrinking, look)
     launch_kernel(
         _kernel,
-        (shrinking + programs,),
+        (shrinking + blocks,),
         *descriptors,
         *tensors,
         *numbers,
@@ -446,7 +389,6 @@ def launch(
         RANKS=ranks,
         MAX_RANK=max_rank,
         PADDED_RANK=max(16, next_power_of_2(max_rank)),
-        SPLITS=splits,
         SLOTS=4 if max_rank <= 16 else 1,
         num_stages=shrink_stages(max_rank),
         **constants,

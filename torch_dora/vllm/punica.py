@@ -74,16 +74,15 @@ class SlotProducts(nn.Module):
         super().__init__()
         lora_a, lora_b = layer.lora_a_stacked, layer.lora_b_stacked
         sizes = [one.shape[2] for one in lora_b]
-        blocks = product.blocks_of(sizes, g.device)
         tensors = {
             "lora_a": torch.cat([one[:, 0] for one in lora_a], 1),
             "lora_b": torch.cat([one[:, 0] for one in lora_b], 1),
             "g": g,
             "small_blocks": expand.column_blocks(expand.SMALL, sizes, g.device),
             "large_blocks": expand.column_blocks(expand.LARGE, sizes, g.device),
-            "blocks": blocks,
+            "blocks": product.blocks_of(sizes, g.device),
             "many_blocks": product.blocks_of(sizes, g.device, large_product.COLUMNS),
-            "counts": torch.zeros(2 + len(blocks), dtype=torch.int32, device=g.device),
+            "counts": torch.zeros(2, dtype=torch.int32, device=g.device),
             "table": tables.used,
             "all_tables": tables.all,
         }

@@ -316,21 +316,19 @@ for half, rank in (("bf16", 16), ("bf16", 64), ("fp16", 8)):
     if half == "fp16":
         continue
     for configs in (product.ALONE, product.SHARED):
-        for rows, config, cut in ((r, c, cut) for r, c in configs.items() for cut in (False, True)):
-            config = config.dividing(4800) if cut else config
+        for rows, config in configs.items():
             types = {"weight": f"tensordesc<half[64, {config.depth}]>",
                      "x": f"tensordesc<half[{rows}, {config.depth}]>", "x_ptr": "*half:16",
                      "a_ptr": "*half:16", "b_ptr": "*half:16", "g_ptr": "*fp32:16",
                      "bias_ptr": "*half:16", "y_ptr": "*half:16", "z_ptr": "*fp32:16",
                      "slots_ptr": "*i32:16", "used_ptr": "*i32:16", "blocks_ptr": "*i32:16",
-                     "counts_ptr": "*i32:16", "sums_ptr": "*fp32:16", "inputs": "i32:16",
-                     "segment": "i32", "segments": "i32", "chunk": "i32",
+                     "counts_ptr": "*i32:16", "inputs": "i32:16", "segment": "i32",
                      "shrinking": "i32", "look": "i32"}
             build(product._kernel, half, config, product.shrink_stages(rank), types,
                   programs=2 if configs is product.SHARED else 1,
                   PROJECTIONS=3, RANKS=3 * rank, MAX_RANK=rank, PADDED_RANK=rank, HAS_BIAS=True,
                   TILE=16, LANES=4, LANE_DEPTH=128, ROWS=rows, COLUMNS=64, DEPTH=config.depth,
-                  STAGES=config.stages, HAS_SEGMENTS=cut, SPLITS=3 if cut and rank <= 32 else 1,
+                  STAGES=config.stages, HAS_SEGMENTS=rows == 16,
                   SLOTS=4 if rank == 16 else 1)
 """
 

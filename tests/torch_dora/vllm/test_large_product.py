@@ -62,7 +62,7 @@ def test_an_adapter_that_is_not_finite_harms_its_own_rows_only(number, device):
         assert not found[slots == 2].isfinite().any()
 
 
-def test_few_tokens_large_ranks_and_blocks_that_would_be_cut_are_refused(monkeypatch):
+def test_few_tokens_wide_layers_large_ranks_and_blocks_that_would_be_cut_are_refused(monkeypatch):
     weight, blocks = torch.zeros(512, 128), product.blocks_of([256, 256], "cpu", 256)
     assert blocks.tolist() == [0, 1]
     on_card, most = test_product.OnCard, large_product.LEAST_TOKENS
@@ -70,6 +70,8 @@ def test_few_tokens_large_ranks_and_blocks_that_would_be_cut_are_refused(monkeyp
     assert large_product.refuses(on_card(most, 128), weight, blocks, 32) is None
     assert large_product.refuses(on_card(most - 1, 128), weight, blocks, 32) is not None
     assert large_product.refuses(on_card(most, 128), weight, blocks, 64) is not None
+    wide = torch.zeros(32768, 128)
+    assert large_product.refuses(on_card(most, 128), wide, blocks, 32) is not None
     cut = product.blocks_of([384, 128], "cpu", 256)
     assert large_product.refuses(on_card(most, 128), weight, cut, 32) is not None
     assert large_product.refuses(on_card(most, 128, address=8), weight, blocks, 32) is not None

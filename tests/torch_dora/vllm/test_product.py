@@ -29,11 +29,10 @@ def adapters_of(given, sizes, slots):
     device = given["x"].device
     tables = batch.Batch(kernels.TOKENS, SLOTS, device)
     tables.update(slots, kernels.RANKS)
-    blocks = product.blocks_of(sizes, device)
     return product.Adapters(
         *(given[name] for name in ("lora_a", "lora_b", "g")),
-        blocks,
-        torch.zeros(2 + len(blocks), dtype=torch.int32, device=device),
+        product.blocks_of(sizes, device),
+        torch.zeros(2, dtype=torch.int32, device=device),
         *(tables.small, tables.slots, tables.used),
     )
 
@@ -123,8 +122,9 @@ def test_the_segments_are_those_with_the_bits_of_the_base_layer(monkeypatch, fou
     for _ in range(2):
         assert product.segments_of(given["x"], *operands, adapters) == found_in
     assert len(calls) == 1
-    more = layer(24, 1024, sizes, torch.float16, False, "cpu")
-    assert product.segments_of(more["x"], *operands, adapters) == found_in
+    if found_in > 1:  # Of more tokens, those are not looked for.
+        more = layer(24, 1024, sizes, torch.float16, False, "cpu")
+        assert product.segments_of(more["x"], *operands, adapters) == 0
     monkeypatch.setattr(product.nn.functional, "linear", lambda x, *_: base(x, *operands) + 1)
     product._FOUND.clear()
     assert product.segments_of(given["x"], *operands, adapters) == 0
@@ -188,7 +188,8 @@ def test_rows_of_the_base_have_the_bits_of_cublas(tokens, has_bias, inputs, outp
     adapters = adapters_of(given, [outputs], slots)
     operands = given["x"], given["weight"], given["bias"]
     segments = product.segments_of(*operands, adapters)
-    if tokens <= 16 or outputs == 6144:
+    # With a bias, cuBLAS may sum 14,336 inputs in segments that the kernel does not take.
+    if outputs == 6144 or (tokens <= 16 and not (has_bias and inputs > 4096)):
         assert segments > 0
     if segments:
         found, expected = product.launch(*operands, segments, adapters), linear(*operands)
