@@ -351,6 +351,12 @@ def _store_turned(loaded: Sequence[ir.Value], gmem: Any) -> None:
     Two rows of pairs are two bytes of each column. The xor of `in_order_of_codes` exchanges such
     halves of a word where t is odd, and words where t is 2 or 3.
     """
+    (stride, _), _ = ir.MemRefType(gmem.type).get_strides_and_offset()
+    _store_words_of_columns(loaded, mgpu.utils.memref_ptr(gmem), stride)
+
+
+def _store_words_of_columns(loaded: Sequence[ir.Value], start: ir.Value, stride: int) -> None:
+    """Stores what `_store_turned` says, with `stride` bytes between columns from `start` on."""
     t = arith.andi(ptx.lane(), ptx.i32(3))
     is_odd = arith.andi(t, ptx.i32(1))
     # The halves' bytes 0, 1, 4, 5 and 2, 3, 6, 7 of both operands, or the second operand's first.
@@ -362,7 +368,6 @@ def _store_turned(loaded: Sequence[ir.Value], gmem: Any) -> None:
     ]
     zero = ptx.i32(0)
     swaps = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(t, ptx.i32(2)), zero)
-    (stride, _), _ = ir.MemRefType(gmem.type).get_strides_and_offset()
     column = arith.muli(_first_column(COLUMNS), ptx.i32(stride))
     first = arith.addi(column, arith.shli(t, ptx.i32(4)))
     for number, half in enumerate(halves):
@@ -370,8 +375,7 @@ def _store_turned(loaded: Sequence[ir.Value], gmem: Any) -> None:
         turned = []
         for two in (words[:2], words[2:]):
             turned += [arith.select(swaps, *pair) for pair in (two[::-1], two)]
-        place = ptx.further(mgpu.utils.memref_ptr(gmem), first)
-        place = ptx.further(place, number * stride)
+        place = ptx.further(ptx.further(start, first), number * stride)
         ptx.store_words(place, turned)
 
 

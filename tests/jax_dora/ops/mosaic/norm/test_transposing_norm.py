@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dora.ops.mosaic.norm import transposing_norm
+from jax_dora.ops.mosaic.norm import stationary_tile, transposing_norm
 from jax_dora.ops.mosaic.norm.transposing_norm import refuses
 from jax_dora.ops.mosaic.projection.strip_tiling import Config
 from jax_dora.ops.quantised import Format, format_of
+from tests.jax_dora.ops.mosaic import lanes
 from tests.jax_dora.ops.mosaic.norm.test_one_pass_norm import SCALE
 from tests.jax_dora.ops.mosaic.norm.test_quantised_norm import check, draw
 from tests.jax_dora.programs import aval, for_cuda
@@ -101,3 +102,38 @@ def test_refuses_with_a_reason():
 def test_agrees_at_full_size(n_in, rank, out, dtype):
     arrays = draw(FP8, n_in, rank, out, (1, out), dtype)
     check_both(arrays, run(arrays, sm_count=132))
+
+
+@pytest.mark.parametrize("warp", [0, 3])
+def test_a_thread_has_16_adjacent_codes_of_its_columns(monkeypatch, warp):
+    """In the order of `in_order_of_codes`, whose lanes read different banks of shared memory."""
+    rng, columns = np.random.default_rng(0), 128
+    tile = rng.integers(0, 256, (64, columns)).astype(np.uint8)
+    swizzled = np.zeros(tile.size, np.uint8)
+    row, column = np.indices(tile.shape)
+    swizzled[row * columns + (column ^ (row & 7) << 4)] = tile
+    rows = jnp.broadcast_to(jnp.arange(64)[:, None], (64, 8))
+    order = np.asarray(stationary_tile.in_order_of_codes(rows))[:, 0]
+    assert sorted(order) == list(range(64))
+
+    stored = lanes.plant(monkeypatch, stationary_tile)
+    lane = lanes.LANE
+    first = 16 * warp + 2 * (lane >> 2)
+    monkeypatch.setattr(stationary_tile, "_first_column", lambda _: first)
+    pairs, loaded = stationary_tile._AdjacentPairs(np.int64(0), columns), []
+    for n in range(16):
+        place = pairs._rows[n % 8] + n // 8 * pairs._stride
+        # 32 lanes read 16 bits each: no two of them different words of the same bank.
+        assert len(set(place // 4 % 32)) == len(set(place // 4))
+        loaded.append(
+            swizzled[place].astype(np.uint64) | swizzled[place + 1].astype(np.uint64) << 8
+        )
+        of_product = order[8 * (n // 2) + 2 * (lane & 3) + n % 2]
+        np.testing.assert_array_equal(loaded[-1] & 255, tile[of_product, first])
+    stationary_tile._store_words_of_columns(loaded, np.int64(0), 64)
+    found = np.zeros((columns, 64), np.uint8)
+    for place, words in stored:
+        found.reshape(-1)[place : place + 16] = np.array(words, np.uint32).view(np.uint8)
+    np.testing.assert_array_equal(
+        found[16 * warp : 16 * warp + 16], tile.T[16 * warp : 16 * warp + 16]
+    )
