@@ -88,6 +88,16 @@ def test_refuses_with_a_reason():
     assert "in = 64" in refuses(64, 16, 8192, stored._replace(tile=(64, 1)), BF16)
 
 
+@pytest.mark.parametrize(
+    ("rank", "dtype", "consumers"), [(64, BF16, 4), (64, F32, 2), (128, BF16, 2), (65, F32, None)]
+)
+def test_is_used_with_small_adapters(rank, dtype, consumers):
+    call = (8192, rank, 8192, Format(FP8, (8192, 1), BF16, False), dtype)
+    assert transposing_norm.wins(*call) == (consumers is not None)
+    if consumers:
+        assert transposing_norm.config(*call).consumers == consumers
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("n_in", "rank", "out", "dtype"),
