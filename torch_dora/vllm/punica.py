@@ -171,14 +171,21 @@ class _Adapters(NamedTuple):
         It may sum in another order than cuBLAS, so it is not chosen if a row of the base is among
         them, or may be when a graph is replayed."""
         tables, max_rank = batch.of(self.table), self.lora_b.shape[2]
-        if tables.has_base or len(x) > tables.tokens:
-            return None
         if large_product.refuses(x, weight, self.many_blocks, max_rank) is not None:
             return None
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
+        has_base = tables.has_base or len(x) > tables.tokens
+        shapes = x.device, x.dtype, weight.shape, self.lora_a.shape, bias is None
+        is_first = shapes not in _SEEN
+        if has_base and not is_first:
+            return None
         operands = weight, bias, self.shrink(x), self.lora_b, self.g, self.many_blocks, tables
-        return large_product.launch(x, *operands)
+        y = large_product.launch(x, *operands)
+        # The first layer of a kind takes both ways, so that Triton compiles both while vLLM
+        # measures its memory, before a request waits for one.
+        _SEEN.add(shapes)
+        return None if is_first else y
 
     def shrink(self, x: Tensor, beside: AbstractContextManager[Any] | None = None) -> Tensor:
         tables = batch.of(self.table)
@@ -190,6 +197,9 @@ class _Adapters(NamedTuple):
         small, large = (self.small_blocks, tables.small), (self.large_blocks, tables.large)
         blocks, tiles = small if _is_small(y) else large
         expand.launch(y, parts, self.lora_b, self.g, bias, blocks, self.unit, tiles)
+
+
+_SEEN: set[Any] = set()
 
 
 def _is_small(x: Tensor) -> bool:

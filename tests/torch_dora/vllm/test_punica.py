@@ -73,8 +73,9 @@ def test_a_plain_layer_is_multiplied_in_the_same_operator_to_the_same_bits(layer
 
 
 def test_many_tokens_that_all_have_adapters_are_multiplied_by_one_kernel(layer, monkeypatch):
-    from torch_dora.vllm import large_product
+    from torch_dora.vllm import large_product, punica
 
+    monkeypatch.setattr(punica, "_SEEN", set())
     config = large_product.Config(columns=8, depth=8, stages=1)
     monkeypatch.setattr(large_product, "CONFIG", config)
     monkeypatch.setattr(large_product, "refuses", lambda *operands: None)
@@ -87,11 +88,13 @@ def test_many_tokens_that_all_have_adapters_are_multiplied_by_one_kernel(layer, 
 
     monkeypatch.setattr(large_product, "launch", launch)
     x = layer.draw(5, INPUTS)
-    layer.together(layer, x, layer.bias)
-    assert not launched  # A row is of the base, whose bits are cuBLAS's.
+    for _ in range(2):  # A row is of the base, whose bits are cuBLAS's.
+        found, expected = layer.together(layer, x, layer.bias), layer.apart(layer, x, layer.bias)
+        assert torch.equal(found, expected)
+    assert len(launched) == 1  # The first time, so that it is compiled.
     layer.tables.update(np.array([2, 2, 0, 2, 2]), [RANK, 0, 5])
     found, expected = layer.together(layer, x, layer.bias), layer.apart(layer, x, layer.bias)
-    assert len(launched) == 1
+    assert len(launched) == 2
     # They round to bf16 once, and twice.
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=0.05)
 
