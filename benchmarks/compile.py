@@ -10,11 +10,12 @@ One line is one program, compiled in a process of its own: the seconds of `jit(f
 the first call (`first_s`), in which the driver compiles Triton's kernels, the number of calls of
 Mosaic's and Triton's kernels, and of different ones (`distinct`), and `over_lora`, DoRA's seconds
 divided by LoRA's. With `cached` the program is compiled by a second process with
-`JAX_COMPILATION_CACHE_DIR`, after a first one has filled it. Python's garbage, most of it of the
-model's construction, is collected before the clock starts. While a process is measured, the next
-one imports its packages and waits. --model chooses between two lists of layers of the level
-`scale`; --only names the kinds to measure; "DoRA, triton" names an implementation for every layer,
-as do "mosaic" and "xla". --tasks names the programs, such as "cached step".
+`JAX_COMPILATION_CACHE_DIR`, after a first one has filled it; `found` says whether it was there.
+Python's garbage, most of it of the model's construction, is collected before the clock starts.
+While a process is measured, the next one imports its packages and waits. --model chooses between
+two lists of layers of the level `scale`; --only names the kinds to measure; "DoRA, triton" names an
+implementation for every layer, as do "mosaic" and "xla". --tasks names the programs, such as
+"cached step".
 """
 
 import dataclasses
@@ -182,12 +183,16 @@ def _compiled(request: Row) -> Row:
     gc.collect()
     if not sys.stdin.readline():
         sys.exit("the level has ended")
+    events: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     begin = time.perf_counter()
     program = lowered(request["task"], model, mesh, sizes.last)
     middle = time.perf_counter()
     run = program.compile()
     end = time.perf_counter()
     row = {"lower_s": middle - begin, "compile_s": end - middle, "seconds": end - begin}
+    if request.get("cached"):
+        row |= {"found": "/jax/compilation_cache/cache_hits" in events}
     row |= {"first_s": _first_call(run, operands_of(request["task"], model))}
     names = re.findall(r'kernel_(?:hash|data) ?= ?"((?:[^"\\]|\\.)*)"', run.as_text())
     return row | {"kernels": len(names), "distinct": len(set(names))}

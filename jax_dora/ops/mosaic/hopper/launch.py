@@ -5,7 +5,8 @@ a second each time, with bytes that differ in a counter, so that XLA would compi
 Here a process traces and lowers each kernel once, for its settings and the types of its operands,
 and every program contains the same bytes. XLA compiles them in a thread, while JAX lowers the next
 kernel and XLA compiles the program around it. With a compilation cache, a second process neither
-traces nor lowers a kernel of the first one (`kernel_files`), nor compiles it.
+traces nor lowers a kernel of the first one (`kernel_files`), nor compiles it if JAX finds the
+program in the cache.
 """
 
 import contextlib
@@ -181,9 +182,15 @@ _compiled: set[tuple[_Kernel, tuple[Any, ...]]] = set()
 
 def _compile_ahead(kernel: _Kernel, types: tuple[Any, ...]) -> None:
     """Starts to compile a Mosaic kernel, once, if there is a GPU. jaxlib keeps it, by its bytes,
-    for the programs that contain it. Triton's kernels are PTX, which XLA leaves to the driver."""
+    for the programs that contain it. Triton's kernels are PTX, which XLA leaves to the driver.
+
+    A kernel that another process has lowered for one device is not compiled: JAX most likely finds
+    its program in the cache, with the kernel's code. On several devices kernels are lowered only
+    when XLA partitions a program, so JAX has not found it."""
     is_mosaic = "sm_count" in dict(kernel.settings)
     if jax.default_backend() != "gpu" or not is_mosaic or (kernel, types) in _compiled:
+        return
+    if isinstance(_program(kernel, types), kernel_files.Stored) and jax.device_count() == 1:
         return
     _compiled.add((kernel, types))  # before the kernel's own program is lowered in the thread
 
@@ -195,10 +202,10 @@ def _compile_ahead(kernel: _Kernel, types: tuple[Any, ...]) -> None:
 
 
 def _compile_alone(lower: Callable[[], Any]) -> None:
-    """Compiles a program of one kernel, or loads it from JAX's compilation cache, which stores a
-    program with the code of its kernels, but by default none that compiles in less than a
-    second."""
-    with _config.persistent_cache_min_compile_time_secs(0.0):
+    """Compiles a program of one kernel, which JAX's compilation cache does not store: jaxlib would
+    not keep a kernel whose program comes from there, and the programs that contain it would compile
+    it again."""
+    with _config.persistent_cache_min_compile_time_secs(float("inf")):
         lower().compile()
 
 

@@ -70,36 +70,54 @@ def test_a_second_process_lowers_and_compiles_nothing(tmp_path):
     assert (first["hits"], second["hits"]) == (0, 1)
 
 
-def test_the_program_of_a_kernel_is_stored_though_it_compiles_quickly(tmp_path):
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_program_of_a_single_kernel_is_not_stored(tmp_path, alone):
     """XLA's own operation stands for the kernel, as only a GPU compiles one."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 1.0,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     before = {name: getattr(jax.config, name) for name in settings}
-    hits = []
-
-    def count(name, **_):
-        hits.extend([name] * name.endswith("/cache_hits"))
-
-    def compile_as_in_a_new_process():
-        jax.clear_caches()
-        launch._compile_alone(lambda: jax.jit(jnp.sin).lower(1.0))
-
-    jax.monitoring.register_event_listener(count)
     try:
         for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-        compile_as_in_a_new_process()
-        assert not hits
-        compile_as_in_a_new_process()
-        assert len(hits) == 1
+        jax.clear_caches()
+        program = jax.jit(jnp.sin).lower(1.0)
+        if alone:
+            launch._compile_alone(lambda: program)
+        else:
+            program.compile()
+        assert any(tmp_path.glob("jit_sin*")) is not alone
     finally:
-        jax.monitoring.unregister_event_listener(count)
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(("devices", "stored", "compiles"), [(1, 0, 1), (1, 1, 0), (2, 1, 1)])
+def test_a_stored_kernel_is_compiled_ahead_on_several_devices(
+    monkeypatch, devices, stored, compiles
+):
+    """On one device JAX finds the program, with the code of its kernels."""
+    started = []
+    monkeypatch.setattr(launch, "_compile_alone", started.append)
+    monkeypatch.setattr(launch.threading, "Thread", Now)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    monkeypatch.setattr(launch, "_program", lambda *_: KERNEL if stored else None)
+    monkeypatch.setattr(launch, "_compiled", set())
+    kernel = launch._Kernel(module_function, (("sm_count", 132),), None)
+    for _ in range(2):
+        launch._compile_ahead(kernel, ())
+    assert len(started) == compiles
+
+
+class Now:
+    """A thread that runs at once."""
+
+    def __init__(self, target, name):
+        self.start = target
 
 
 KERNEL = kernel_files.Stored(
