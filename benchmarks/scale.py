@@ -13,15 +13,18 @@ for every layer, as do "mosaic" and "xla".
 All programs of one layout, kind of axes and rank are compiled first, and then timed in turns, so
 that a disturbance affects all of them. One line is one program: its median wall time (`ms`) in a
 series of `calls`, the largest minus the smallest (`spread_ms`), `over_lora` (DoRA's time divided by
-LoRA's), XLA's account of its memory, its compile time, and the bytes (`sent_bytes`) and number
-(`sent`) of its collectives, counted once for the layers, which are a loop.
+LoRA's), on one GPU the median time of its kernels in a call (`device_ms`), XLA's account of its
+memory, its compile time, and the bytes (`sent_bytes`) and number (`sent`) of its collectives,
+counted once for the layers, which are a loop.
 """
 
 import collections
 import dataclasses
 import functools
+import gc
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -180,6 +183,8 @@ def _timed(
     """Yields the rows of programs that are timed in turns; `draws` are the models' `drawing`."""
     times: list[list[float]] = [[] for _ in programs]
     drawn: dict[str, tuple[Any, ...]] = {}
+    gc.collect()
+    gc.freeze()  # Otherwise a collection looks through the models and programs during a call.
     for turn in range(settings.rounds + 1):
         for one, seconds in zip(programs, times, strict=True):
             if one.run is None:
@@ -191,6 +196,7 @@ def _timed(
             jax.block_until_ready([one.run(*operands) for _ in range(settings.calls)])
             if turn:  # The first turn is warm-up.
                 seconds.append((time.perf_counter() - begin) / settings.calls)
+    gc.unfreeze()
     lora: dict[str, Row] = {}  # by task
     for (row, run), seconds in zip(programs, times, strict=True):
         if run is not None:
@@ -198,7 +204,18 @@ def _timed(
             row |= {"sent_bytes": sum(one.bytes for one in sent)}
             row |= {"sent": dict(collections.Counter(one.kind for one in sent))}
             row |= milliseconds(seconds)
+            if row["devices"] == 1 and jax.default_backend() == "gpu":
+                operands = operands_of(row["task"], drawn[row["kind"]])
+                row |= {"device_ms": _device_ms(functools.partial(run, *operands))}
         if row["kind"] == "LoRA":
             lora[row["task"]] = row
         baseline = lora.get(row["task"]) if row["kind"].startswith("DoRA") else None
         yield with_ratio(row, baseline, "over_lora")
+
+
+def _device_ms(call: Callable[[], Any]) -> float:
+    """Returns the median time of the kernels of a call, in ms."""
+    from benchmarks.clock import device_clock  # imports torch, as most uses of this file need not
+
+    calls = [device_clock().kernels(call) for _ in range(5)]
+    return 1e-3 * statistics.median(sum(us for _, us in kernels) for kernels in calls)
