@@ -35,7 +35,7 @@ def printed(code):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_works_without_triton_and_without_jax():
     assert "the triton package is not installed" in printed(WITHOUT_TRITON)
 

@@ -220,7 +220,7 @@ class Plan:
         ]
 
     @functools.cached_property
-    def add_delta(self) -> tuple[SameLaunch, SameLaunch]:
+    def add_delta(self) -> "tuple[SameLaunch, SameLaunch]":
         """Returns the launches without inner and with it."""
         sizes = self.rows, self.out_features, self.scale, False, True
         prepared = (compose_forward.prepared(*sizes, inner, adds=True) for inner in (False, True))
@@ -236,7 +236,7 @@ class _ComposeBackward(dict[tuple[bool, bool, bool], tuple[int, "SameLaunch", "S
         scale = plan.scale if plan.corrects else 1.0
         self.sizes = plan.rows, plan.out_features, scale, plan.corrects
 
-    def __missing__(self, wanted: tuple[bool, bool, bool]) -> tuple[int, SameLaunch, SameLaunch]:
+    def __missing__(self, wanted: tuple[bool, bool, bool]) -> "tuple[int, SameLaunch, SameLaunch]":
         strips, launch = compose_backward.prepared(*self.sizes, *wanted)
         total = column_sums.prepared(strips, self.sizes[1], "divide", 0.0)
         self[wanted] = found = strips, SameLaunch(launch), SameLaunch(total)
