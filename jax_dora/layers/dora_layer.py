@@ -16,7 +16,7 @@ from jax_dora.layers.adapter_arrays import (
 )
 from jax_dora.layers.base_layer import check_base, check_has_values, copy_attributes, new_instance
 from jax_dora.layers.contraction import Contraction
-from jax_dora.layers.magnitude import layer_norm
+from jax_dora.layers.magnitude import layer_norm, reads_codes
 from jax_dora.layers.quantised_kernel import LAYERS, compute_as_stored
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack, innermost
@@ -243,5 +243,5 @@ class DoRALayer(nnx.Module):
         """Computes ‖kernel + s·lora_a lora_b‖ of the stored parameters, even if `given_norm` is
         set. Returns it in the magnitude's shape, in fp32."""
         arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
-        settings = self.contraction, self.scale, self.implementation
+        settings = self.contraction, self.scale, self.implementation, reads_codes(self)
         return self.stack.map(layer_norm, arrays, *settings)

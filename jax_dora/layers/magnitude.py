@@ -56,21 +56,38 @@ def g_of_call(
 def norm_with_codes(layer: Any) -> tuple[Any, Any]:
     """Returns (the norm, the transposed codes) if a kernel computes both at once, for a layer whose
     call computes its norm and, with gradients in FP8, reads transposed codes; else (None, None)."""
-    computes = layer.given_g is None and layer.given_norm is None and layer.implementation is None
-    if not computes or not takes_codes(layer) or formats_of(layer)["bwd_qtype"] is None:
+    if layer.given_g is not None or layer.given_norm is not None or not reads_codes(layer):
         return None, None
-    kernel = layer.kernel_param[...]
+    arrays = layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...]
+    return _norm_with_codes(arrays, layer.scale)
+
+
+def reads_codes(layer: Any) -> bool:
+    """Returns whether calls of the layer read transposed codes, and so may take its norm from the
+    kernel that makes them."""
+    can_read = layer.implementation is None and takes_codes(layer)
+    return can_read and formats_of(layer)["bwd_qtype"] is not None
+
+
+def _norm_with_codes(arrays: Sequence[Any], scale: float) -> tuple[Any, Any]:
+    kernel, lora_a, lora_b = arrays
     if kernel.ndim != 2 or not quantised.is_quantised(kernel):
         return None, None
-    arrays = kernel, layer.lora_a[...], layer.lora_b[...]
-    return ops_norm.norm_with_codes(*arrays, layer.scale) or (None, None)
+    return ops_norm.norm_with_codes(kernel, lora_a, lora_b, scale) or (None, None)
 
 
 def layer_norm(
-    arrays: Sequence[jax.Array], contraction: Contraction, scale: float, implementation: Any
+    arrays: Sequence[jax.Array],
+    contraction: Contraction,
+    scale: float,
+    implementation: Any,
+    reads_codes: bool = False,
 ) -> jax.Array:
     """Returns ‖kernel + s·lora_a lora_b‖ of one layer's arrays, in its magnitude's shape.
-    `implementation` is the layer's."""
+    `implementation` is the layer's. With its `reads_codes`, the norm has the bits of its calls,
+    which another kernel may compute, with other sums."""
+    if reads_codes and (norm := _norm_with_codes(arrays, scale)[0]) is not None:
+        return norm
     implementation = norm_implementation(implementation)
     if contraction.is_one_matrix:
         return ops.factored_norm(*arrays, scale=scale, implementation=implementation)

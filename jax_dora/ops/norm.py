@@ -100,6 +100,8 @@ def norm_with_codes(
     adapter = _common_dtype(lora_a, lora_b)
     call = (*kernel.shape[:1], lora_a.shape[1], *kernel.shape[1:])
     call = (*call, quantised.format_of(kernel), adapter)
+    if not isinstance(scale, jax.Array) and scale == 0:  # The adapter's terms are skipped.
+        return None
     # On several devices, the products gather the codes as they are stored.
     if choose.target().partitioned or meshes.explicit(kernel.qvalue) is not None:
         return None

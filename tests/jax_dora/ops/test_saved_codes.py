@@ -11,6 +11,7 @@ from flax import nnx
 
 import jax_dora
 from jax_dora import DoRARule
+from jax_dora.layers.dora_projection import operands_of_call
 from jax_dora.ops import norm as norms
 from jax_dora.ops.mosaic.norm import transposing_norm
 from jax_dora.ops.saved_codes import save_codes
@@ -75,6 +76,37 @@ def test_they_are_read(by_norm, monkeypatch):
     found, _ = gradient_of(None)
     one, other = (jnp.concatenate([*map(jnp.ravel, jax.tree.leaves(x))]) for x in (found, wanted))
     assert jnp.linalg.norm(one - other) > 0.1 * jnp.linalg.norm(other)
+
+
+@pytest.mark.parametrize("in_stack", [False, True])
+def test_every_norm_of_a_layer_is_that_of_its_calls(by_norm, monkeypatch, request, in_stack):
+    """The kernel sums in another order than that of a norm alone, and a fresh layer's g is 1."""
+    options = {"act_qtype": "float8_e4m3fn", "bwd_qtype": E5M2}
+
+    def adapted():
+        model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+        model = jax_dora.quantize(model, "float8_e4m3fn", **options)
+        model = base(**options) if in_stack else model
+        return jax_dora.apply_dora(model, DoRARule("all-linear", 3, 4.0), rngs=nnx.Rngs(1))
+
+    def other_sums(*arrays):
+        made = both(*arrays)
+        return made and (3 * made[0], made[1])
+
+    alone, both = jax_dora.norms(adapted()), norms.norm_with_codes
+    monkeypatch.setattr(norms, "norm_with_codes", other_sums)
+    jax.clear_caches()  # of the programs of stacks
+    request.addfinalizer(jax.clear_caches)
+    model = adapted()
+    found = jax_dora.norms(model)
+    with_codes = [path for path in found if "lm_head" not in path]
+    assert len(with_codes) == (7 if in_stack else 1)
+    for path in with_codes:
+        np.testing.assert_array_equal(found[path], 3 * alone[path])
+    if not in_stack:
+        (layer,) = model.layers
+        g = operands_of_call(layer, jnp.ones((1, 64)))["g"]
+        np.testing.assert_array_equal(g, 1)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0)])
