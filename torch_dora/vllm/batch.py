@@ -100,8 +100,19 @@ class Batch:
 
 def of(used: Tensor) -> Batch:
     """Returns the batch whose table this is. Operators get a table alone: Inductor takes results of
-    an operator that is given numbers on the host for unaligned, and reads them one by one."""
-    return _AT[used.data_ptr()]
+    an operator that is given numbers on the host for unaligned, and reads them one by one.
+
+    Raises:
+        RuntimeError: the table is a copy.
+    """
+    found = _AT.get(used.data_ptr())
+    if found is None:
+        raise RuntimeError(
+            "a layer's buffer `table` is at another address than the batch's tables; expected the "
+            "buffer that the plugin has made, not a copy of it: move or replace the model before "
+            "its adapters' layers are made, or set TORCH_DORA_VLLM_PUNICA=1"
+        )
+    return found
 
 
 def rows_of_tile(tokens: int) -> int:
