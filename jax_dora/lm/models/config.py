@@ -48,9 +48,10 @@ class DecoderConfig:
         values that `jax_dora.remat_policy` names, and what fits into `memory`. False keeps all
         activations.
       memory: GiB of further activations to keep, for all layers together: the same ones of every
-        layer, those first that take longest to recompute. Over a quantised base on one device, the
-        first layers keep more in what is left. "auto" uses the device memory that is free while the
-        program is traced; None keeps no more.
+        layer, those first that take longest to recompute. On one device and in a loop, over a base
+        of eight bits whose codes are nearly all of its bytes, the first layers keep more in what is
+        left. "auto" uses the device memory that is free while the program is traced; None keeps no
+        more.
       unroll: whether the program contains each layer separately instead of a loop over the layers.
         A loop copies each layer's weights out of the stacked array. Without the loop training is a
         few percent faster and generation much faster, but compile time grows with the number of
