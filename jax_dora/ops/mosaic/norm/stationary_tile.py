@@ -128,9 +128,10 @@ def start_product(
         plgpu.commit_smem()  # This is an ordinary read, unlike that of a product.
         total = jnp.zeros((COLUMNS, TILE_ROWS), jnp.float32)
         for k, partners in enumerate(products):
+            width = STEP * steps[k % len(steps)]
             for p in partners:
-                columns = b[:, p * TILE_K : (p + 1) * TILE_K]
-                total = total + jnp.dot(columns, a[k].T, precision="highest")
+                columns = b[:, p * TILE_K : p * TILE_K + width]
+                total = total + jnp.dot(columns, a[k, :, :width].T, precision="highest")
         return total
     found = plgpu.ShapeDtypeStruct((COLUMNS, TILE_ROWS), jnp.dtype("float32"), layout=PRODUCT)
     half = "bf16" if b.dtype == jnp.bfloat16 else "f16"
