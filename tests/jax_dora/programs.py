@@ -3,11 +3,12 @@
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 
 def aval(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -72,3 +73,18 @@ def _of(jaxpr: Any) -> Iterator[Any]:
             part = getattr(part, "jaxpr", part)
             if hasattr(part, "eqns"):
                 yield from _of(part)
+
+
+def gradient_of_logits(model: nnx.Module, tokens: Any) -> tuple[Callable[[Any], Any], Any]:
+    """Returns a function of the adapters' parameters, the gradient of a mean over a decoder's
+    logits, and the parameters."""
+    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
+
+    def gradient(trained: Any) -> Any:
+        def loss(trained: Any) -> jax.Array:
+            logits = nnx.merge(graphdef, trained, frozen)(tokens)
+            return jax.nn.logsumexp(logits, axis=-1).mean()
+
+        return jax.grad(loss)(trained)
+
+    return gradient, trained

@@ -17,7 +17,7 @@ from jax_dora.ops.mosaic.norm import transposing_norm
 from jax_dora.ops.saved_codes import save_codes
 from tests.jax_dora.lm.models.conftest import SMALL
 from tests.jax_dora.lm.models.test_coded_rows import TOKENS, base
-from tests.jax_dora.programs import equations
+from tests.jax_dora.programs import equations, gradient_of_logits
 from tests.jax_dora.small_models import train
 from tests.tables import slow
 
@@ -45,15 +45,7 @@ def gradient_of(memory, remat=True):
     model = train(jax_dora.apply_dora(model, rule, rngs=nnx.Rngs(1)))
     config = dataclasses.replace(SMALL, memory=memory, remat=remat)
     model.model.config = model.config = config
-    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-
-    def gradient(trained):
-        def loss(trained):
-            logits = nnx.merge(graphdef, trained, frozen)(TOKENS)
-            return jax.nn.logsumexp(logits, axis=-1).mean()
-
-        return jax.grad(loss)(trained)
-
+    gradient, trained = gradient_of_logits(model, TOKENS)
     return jax.jit(gradient)(trained), list(equations(gradient, trained))
 
 

@@ -15,7 +15,7 @@ from jax_dora.lm.models import activations, layer_stack
 from jax_dora.lm.models.activations import GIB, Activation
 from tests.jax_dora.drawn import drawn
 from tests.jax_dora.lm.models.conftest import SMALL
-from tests.jax_dora.programs import equations
+from tests.jax_dora.programs import equations, gradient_of_logits
 from tests.tables import thinned
 
 CONFIG = dataclasses.replace(SMALL, hidden_size=24, intermediate_size=40)
@@ -198,15 +198,8 @@ def test_a_decoder_with_two_parts(monkeypatch):
     model = decoder.CausalLM(config, rngs=nnx.Rngs(0))
     model = jax_dora.quantize(model, "float8_e4m3fn", path=".*_proj", act_qtype="float8_e4m3fn")
     model = jax_dora.apply_dora(model, jax_dora.DoRARule(".*_proj", 1, 1.0), rngs=nnx.Rngs(1))
-    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
     monkeypatch.setattr(layer_stack, "_has_little_but_codes", lambda _: True)  # It is so small.
-
-    def gradient(trained):
-        def loss(trained):
-            logits = nnx.merge(graphdef, trained, frozen)(np.arange(18).reshape(2, 9) % 97)
-            return jax.nn.logsumexp(logits, axis=-1).mean()
-
-        return jax.grad(loss)(trained)
+    gradient, trained = gradient_of_logits(model, np.arange(18).reshape(2, 9) % 97)
 
     found, names = {}, {}
     everything = tuple(activations.activations(config, 9, in_fp8=True))

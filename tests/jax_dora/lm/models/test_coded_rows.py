@@ -23,7 +23,7 @@ from jax_dora.ops import row_scaled
 from tests.jax_dora.bank.adapters import drawn
 from tests.jax_dora.lm.models.conftest import SMALL
 from tests.jax_dora.meshes import automatic
-from tests.jax_dora.programs import equations
+from tests.jax_dora.programs import equations, gradient_of_logits
 from tests.jax_dora.small_models import train
 from tests.tables import ci, slow
 
@@ -124,15 +124,7 @@ def test_what_the_backward_pass_computes_again(memory, products, codes):
     model = jax_dora.apply_dora(model, DoRARule(".*_proj", 3, 4.0), rngs=nnx.Rngs(1))
     config = dataclasses.replace(SMALL, memory=memory, remat=True)
     model.model.config = model.config = config
-    graphdef, trained, frozen = nnx.split(model, nnx.LoRAParam, ...)
-
-    def gradient(trained):
-        def loss(trained):
-            logits = nnx.merge(graphdef, trained, frozen)(TOKENS)
-            return jax.nn.logsumexp(logits, axis=-1).mean()
-
-        return jax.grad(loss)(trained)
-
+    gradient, trained = gradient_of_logits(model, TOKENS)
     found = list(equations(gradient, trained))
     names = [one.params["op"].name for one in found if one.primitive.name == "dora"]
     assert names.count("project") == products
