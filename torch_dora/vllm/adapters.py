@@ -85,6 +85,7 @@ class Adapters:
             scales = layer.base_layer.row_scales
             layer.slot_products = punica.SlotProducts(layer, scales.g, tables)
             scales.is_left_to_kernels = True
+        punica.warm_up(ours, tables, self._ranks)
         is_alone = len(ours) == len(layers)
         wrapper.update_metadata = punica.makes_tables(wrapper, tables, self._ranks, is_alone)
 

@@ -31,6 +31,8 @@ from torch_dora.vllm.batch import Batch
 MAX_RANKS = 256
 # With more tokens, A's products are no faster beside the base product than after it.
 MOST_BESIDE = 128
+# Tokens for each way to compute a layer, and each configuration of its kernels.
+WARM_UP = 16, product.MOST_TOKENS, MOST_BESIDE, batch.SMALL_BATCH, large_product.LEAST_TOKENS
 
 
 def refuses(layer: Any) -> str | None:
@@ -95,18 +97,33 @@ class SlotProducts(nn.Module):
 
     def forward(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the result of the layer, [..., out], for x [..., in]."""
-        adapters = (
+        if self.multiplies_base:
+            return self._multiply(layer, x, bias)
+        y = layer._get_quant_method().apply(layer.base_layer, x, bias)
+        self._add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), bias)
+        return y
+
+    def warm_up(self, layer: Any, tokens: int) -> None:
+        """Launches the kernels for so many tokens, without vLLM's product of a quantised layer."""
+        x = self.lora_a.new_zeros(tokens, self.lora_a.shape[2])
+        bias = getattr(layer.base_layer, "bias", None)
+        if self.multiplies_base:
+            self._multiply(layer, x, bias)
+        else:
+            self._add(x.new_zeros(tokens, self.lora_b.shape[1]), x, bias)
+
+    def _multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = layer.base_layer.weight
+        return torch.ops.torch_dora.linear_with_adapters(x, weight, bias, *self._operands())
+
+    def _add(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        torch.ops.torch_dora.add_adapters(y, x, bias, *self._operands())
+
+    def _operands(self) -> tuple[Any, ...]:
+        return (
             *(self.lora_a, self.lora_b, self.g, self.unit, self.small_blocks, self.large_blocks),
             *(self.blocks, self.many_blocks, self.counts, self.table),
         )
-        if self.multiplies_base:
-            weight = layer.base_layer.weight
-            return torch.ops.torch_dora.linear_with_adapters(x, weight, bias, *adapters)
-        y = layer._get_quant_method().apply(layer.base_layer, x, bias)
-        torch.ops.torch_dora.add_adapters(
-            y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), bias, *adapters
-        )
-        return y
 
 
 def _is_plain(layer: Any) -> bool:
@@ -175,17 +192,10 @@ class _Adapters(NamedTuple):
             return None
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        has_base = tables.has_base or len(x) > tables.tokens
-        shapes = x.device, x.dtype, weight.shape, self.lora_a.shape, bias is None
-        is_first = shapes not in _SEEN
-        if has_base and not is_first:
+        if tables.has_base or len(x) > tables.tokens:
             return None
         operands = weight, bias, self.shrink(x), self.lora_b, self.g, self.many_blocks, tables
-        y = large_product.launch(x, *operands)
-        # The first layer of a kind takes both ways, so that Triton compiles both while vLLM
-        # measures its memory, before a request waits for one.
-        _SEEN.add(shapes)
-        return None if is_first else y
+        return large_product.launch(x, *operands)
 
     def shrink(self, x: Tensor, beside: AbstractContextManager[Any] | None = None) -> Tensor:
         tables = batch.of(self.table)
@@ -197,9 +207,6 @@ class _Adapters(NamedTuple):
         small, large = (self.small_blocks, tables.small), (self.large_blocks, tables.large)
         blocks, tiles = small if _is_small(y) else large
         expand.launch(y, parts, self.lora_b, self.g, bias, blocks, self.unit, tiles)
-
-
-_SEEN: set[Any] = set()
 
 
 def _is_small(x: Tensor) -> bool:
@@ -238,6 +245,27 @@ def add_adapters(y: Tensor, x: Tensor, bias: Tensor | None, *tensors: Any) -> No
     adapters = _Adapters(*tensors)
     if adapters.are_in(x):
         adapters.expand(y, adapters.shrink(x.contiguous()), bias)
+
+
+@torch.no_grad()
+def warm_up(layers: Sequence[Any], tables: Batch, ranks: Sequence[int]) -> None:
+    """Has Triton compile the kernels of layers with LoRA, before a request waits for it.
+
+    vLLM runs the model before, without adapters, or for the tokens of its graphs only.
+    """
+    shapes = set()
+    for layer in layers:
+        products: SlotProducts = layer.slot_products
+        bias = getattr(layer.base_layer, "bias", None)
+        key = products.multiplies_base, bias is None, *(one.shape for one in products.buffers())
+        if key in shapes:
+            continue
+        shapes.add(key)
+        for tokens in sorted({min(count, len(tables.slots)) for count in WARM_UP}):
+            for last in (-1, 0):  # Some kernels compute batches without rows of the base only.
+                tables.update(np.append(np.zeros(tokens - 1, np.int64), last), ranks)
+                products.warm_up(layer, tokens)
+    tables.update(np.full(1, -1), ranks)
 
 
 @functools.cache

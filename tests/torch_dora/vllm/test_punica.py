@@ -73,9 +73,8 @@ def test_a_plain_layer_is_multiplied_in_the_same_operator_to_the_same_bits(layer
 
 
 def test_many_tokens_that_all_have_adapters_are_multiplied_by_one_kernel(layer, monkeypatch):
-    from torch_dora.vllm import large_product, punica
+    from torch_dora.vllm import large_product
 
-    monkeypatch.setattr(punica, "_SEEN", set())
     config = large_product.Config(columns=8, depth=8, stages=1)
     monkeypatch.setattr(large_product, "CONFIG", config)
     monkeypatch.setattr(large_product, "refuses", lambda *operands: None)
@@ -88,15 +87,48 @@ def test_many_tokens_that_all_have_adapters_are_multiplied_by_one_kernel(layer, 
 
     monkeypatch.setattr(large_product, "launch", launch)
     x = layer.draw(5, INPUTS)
-    for _ in range(2):  # A row is of the base, whose bits are cuBLAS's.
-        found, expected = layer.together(layer, x, layer.bias), layer.apart(layer, x, layer.bias)
-        assert torch.equal(found, expected)
-    assert len(launched) == 1  # The first time, so that it is compiled.
+    # A row is of the base, whose bits are cuBLAS's.
+    found, expected = layer.together(layer, x, layer.bias), layer.apart(layer, x, layer.bias)
+    assert torch.equal(found, expected)
+    assert not launched
     layer.tables.update(np.array([2, 2, 0, 2, 2]), [RANK, 0, 5])
     found, expected = layer.together(layer, x, layer.bias), layer.apart(layer, x, layer.bias)
-    assert len(launched) == 2
+    assert len(launched) == 1
     # They round to bf16 once, and twice.
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=0.05)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch, is_plain):
+    """Triton compiles a kernel for its first launch."""
+    from torch_dora.vllm import batch, expand, large_product, product, punica, shrink
+
+    launched = []
+    monkeypatch.setattr(product, "refuses", lambda x, *_: "few" if len(x) > 64 else None)
+    monkeypatch.setattr(large_product, "refuses", lambda x, *_: "many" if len(x) < 1024 else None)
+    monkeypatch.setattr(product, "segments_of", lambda *operands: 1)
+    monkeypatch.setattr(shrink, "can_overlap", lambda device: False)
+    for module in (shrink, expand, product, large_product):
+
+        def launch(kernel, grid, *arguments, name=module.__name__, **constants):
+            rows = constants.get("ROWS"), constants.get("LANES")
+            launched.append((name.rpartition(".")[2], *rows))
+
+        monkeypatch.setattr(module, "launch_kernel", launch)
+    monkeypatch.setattr(product, "TensorDescriptor", SimpleNamespace(from_tensor=lambda *_: None))
+    monkeypatch.setattr(large_product, "TensorDescriptor", product.TensorDescriptor)
+    layer.base_layer.bias = layer.bias
+    tables = batch.Batch(2048, SLOTS, "cpu")
+    products = punica.SlotProducts(layer, layer.g, tables)
+    products.multiplies_base, layer.slot_products = is_plain, products
+    punica.warm_up([layer, layer], tables, [RANK] * SLOTS)
+    few = {("shrink", 16, shrink.SMALL.lanes), ("expand", 16, None)}
+    many = {("shrink", 64, shrink.LARGE.lanes), ("expand", 64, None)}
+    whole = {("product", 16, 4), ("product", 64, 4), ("large_product", 128, None)}
+    assert {*launched} == few | many | (whole if is_plain else set())
+    assert len(launched) == (16 if is_plain else 20)  # for one of the two
+    assert not tables.tokens
+    assert not tables.used[0, 0]
 
 
 def test_a_batch_without_adapters_is_the_base_product(layer):
