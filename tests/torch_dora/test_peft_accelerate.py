@@ -1,5 +1,6 @@
 """The layers of a live PeftModel compute by torch_dora; everything else about them stays PEFT's."""
 
+import contextlib
 import copy
 import io
 import itertools
@@ -38,6 +39,7 @@ from tests.torch_dora.peft_folders import (
 from tests.torch_dora.test_trainer import losses, trainer
 from torch_dora.ops import plan
 from torch_dora.peft import accelerate, restore
+from torch_dora.peft import variants as of_torch_dora
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT, transformers and bitsandbytes about their own.
@@ -323,7 +325,10 @@ def test_hooks_of_parts_run(part: str) -> None:
     module = getattr(layer, part)
     module = module if part == "base_layer" else module["default"]
     module.register_forward_hook(lambda *_: seen.append(part))
-    output(ours)
+    is_left = part != "base_layer"
+    warned = pytest.warns(UserWarning, match="has hooks") if is_left else contextlib.nullcontext()
+    with warned:
+        output(ours)
     assert seen
 
 
@@ -338,10 +343,11 @@ def test_hooks_of_all_modules_run() -> None:
 
     handle = register_module_forward_hook(hook)
     try:
-        found = []
-        for model in (theirs, ours):
-            seen.append([])
-            found.append(results(model))
+        seen.append([])
+        found = [results(theirs)]
+        seen.append([])
+        with pytest.warns(UserWarning, match="hooks of all modules"):
+            found.append(results(ours))
     finally:
         handle.remove()
     assert max(distance(*found).values()) < 2e-4
@@ -410,6 +416,38 @@ def test_wrong_inputs_raise_pefts_errors() -> None:
             layer(torch.ones(2, 24))
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             layer(torch.ones(2, 23, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, NotImplementedError])
+@pytest.mark.parametrize("name", ["llama", "dropout"])
+def test_errors_of_torch_dora_reach_the_caller(
+    name: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ours = both(peft_model(name))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("an error of torch_dora")
+
+    for function in ("dora_linear", "corrected_linear"):
+        monkeypatch.setattr(of_torch_dora, function, fail)
+    with pytest.raises(error, match="an error of torch_dora"):
+        results(ours)
+
+
+def test_layers_that_are_refused_later_are_warned_of_once() -> None:
+    _, ours = both(peft_model())
+    first, second, third = lora_layers(ours)[:3]
+    for layer in (first, second):
+        layer.lora_A["default"].register_forward_hook(lambda *_: None)
+    third.ephemeral_gpu_offload = True
+    with pytest.warns(UserWarning, match="PEFT computes the accelerated layer") as seen:
+        torch.stack([output(ours), output(ours)])
+    texts = [str(one.message) for one in seen]
+    assert len(texts) == 2
+    assert "q_proj, adapter 'default': its Linear is wrapped by itself or has hooks" in texts[0]
+    assert "v_proj, adapter 'default': ephemeral_gpu_offload moves its tensors" in texts[1]
+    assert len(accelerate(ours).left) == 3
+    output(ours)  # without a warning: the report names them
 
 
 def test_norms_are_cached_while_pefts_caching_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

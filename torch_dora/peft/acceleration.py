@@ -93,14 +93,15 @@ def accelerate_process(tell: Callable[[Report], object]) -> None:
 
 
 def _accelerate(model: nn.Module) -> Report:
-    accelerated, left = [], {}
+    accelerated, left, known = [], {}, set()
     for name, layer in _layers(model).items():
         for adapter, variant in layer.lora_variant.items():
             theirs = THEIRS.get(type(variant), type(variant))
             if theirs in OURS:
-                layer.lora_variant[adapter] = OURS[theirs]()
+                layer.lora_variant[adapter] = OURS[theirs](name, known)
                 if reason := refuses(layer, adapter):
                     left[name] = f"adapter {adapter!r}: {reason}"
+                    known.add(name)
             elif isinstance(variant, tuple(OURS)):
                 left[name] = f"adapter {adapter!r} has a variant of its own, {theirs.__name__}"
         if not any(type(variant) in THEIRS for variant in layer.lora_variant.values()):

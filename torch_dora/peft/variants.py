@@ -10,6 +10,7 @@ If a layer has one active adapter over a torch.nn.Linear or transformers' Conv1D
 forward is one call of ``dora_linear``. In all other cases PEFT's forward calls the variants.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ _CACHED = "torch_dora-norm"
 def refuses(layer: Any, adapter: str) -> str | None:
     """Returns the reason why PEFT must compute an adapter, or None. This is asked in each call: the
     model may have been wrapped since the last one."""
+    if any(_HOOKS_OF_ALL):
+        return "hooks of all modules must see its modules, too"
     for part in _parts(layer, adapter):
         if type(part) not in _PARTS or _is_hooked(part):
             return f"its {type(part).__name__} is wrapped by itself or has hooks"
@@ -57,13 +60,15 @@ def _parts(layer: Any, adapter: str) -> list[Any]:
     return parts
 
 
-def _is_refused(layer: Any, adapter: str, *tensors: Any) -> bool:
-    """Returns whether PEFT must compute a call: one of :func:`refuses`'s reasons, hooks that must
-    see every module, or DTensors."""
-    if refuses(layer, adapter) or any(_HOOKS_OF_ALL):
-        return True
-    tensors += tuple(part.weight for part in _parts(layer, adapter))
-    return any(type(tensor) not in PLAIN for tensor in tensors)
+def _refuses_call(layer: Any, adapter: str, result: Any) -> str | None:
+    """Returns the reason why PEFT must compute a call, or None: one of :func:`refuses`'s, or
+    tensors of classes of their own."""
+    if reason := refuses(layer, adapter):
+        return reason
+    for tensor in (result, *(part.weight for part in _parts(layer, adapter))):
+        if type(tensor) not in PLAIN:
+            return f"a {type(tensor).__name__} is among its tensors"
+    return None
 
 
 def _is_hooked(*modules: nn.Module) -> bool:
@@ -146,8 +151,10 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
             return dora_linear(x, weight, lora_a, lora_b, magnitude, scale, bias=bias, norm=norm)
         operands = x, dropped, weight, bias, lora_a, lora_b, magnitude, norm
         return corrected_linear(*operands, scale, None)
-    except (TypeError, ValueError):  # PEFT's forward computes the call, or raises its own error.
-        return None
+    except (TypeError, ValueError):
+        if x.is_floating_point() and x.shape[-1:] == weight.shape[1:]:
+            raise
+        return None  # PEFT's forward raises its own error about x.
 
 
 def _dropped(layer: Any, adapter: str, x: Tensor) -> Tensor | None:
@@ -192,17 +199,38 @@ def _matrix(base: Any) -> Any:
 
 class _Variant:
     """The base of torch_dora's variants. ``forward`` adds the adapter's part to ``result``, the
-    layer's result so far."""
+    layer's result so far.
+
+    Args:
+        name: of the layer.
+        known: the names and the reasons of layers that PEFT computes, as far as the user has heard
+            of them; all layers of a model share it.
+    """
+
+    def __init__(self, name: str, known: set[str]) -> None:
+        self.name, self.known = name, known
 
     def _forward(
         self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **named: Any
     ) -> Tensor:
-        if _is_refused(module, active_adapter, result):
+        if reason := _refuses_call(module, active_adapter, result):
+            self._warn(active_adapter, reason)
             theirs: Any = super()
             return theirs.forward(module, active_adapter, x, result, **named)
         return self.compute(module, active_adapter, x, result)
 
     forward: Any = _forward
+
+    def _warn(self, adapter: str, reason: str) -> None:
+        """Warns of the first layer that PEFT computes for a reason."""
+        if torch.compiler.is_compiling() or not self.known.isdisjoint((self.name, reason)):
+            return
+        self.known.add(reason)
+        warnings.warn(
+            f"PEFT computes the accelerated layer {self.name}, adapter {adapter!r}: {reason}. Of "
+            "other layers that it computes for this reason no warning follows",
+            stacklevel=2,
+        )
 
     def compute(self, layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
         raise NotImplementedError
