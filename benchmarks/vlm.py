@@ -110,7 +110,7 @@ def _measure(
     base = chosen.make(device)
     inputs = chosen.inputs(base, settings.tokens, device)
     models = {(side, side.wide): _adapted(side, base, rank, device) for side in sides}
-    cosines = _cosines(base, models, inputs, rank, settings.last, device) if sides is EAGER else {}
+    cosines = _cosines(base, models, inputs, rank, settings.last, device)
     for task, call in (("inference", _inference), ("gradient", _gradient)):
         calls = {
             key: functools.partial(call, model, inputs, settings.last)
@@ -219,7 +219,7 @@ def _cosines(
 ) -> dict[Any, Row]:
     """Returns the cosines of the logits of each side to PEFT's and to fp32; none for a model that
     does not fit the GPU in fp32."""
-    if device == "cuda" and 2 * _held(base) > torch.cuda.mem_get_info()[0]:
+    if device == "cuda" and 3 * _held(base) > torch.cuda.mem_get_info()[0]:
         return {}
     exact = copy.deepcopy(base).float()
     with torch.device(device):
@@ -227,8 +227,10 @@ def _cosines(
     set_adapters(exact)
     wide = {name: one.float() if one.is_floating_point() else one for name, one in inputs.items()}
     exact = _inference(exact.eval(), wide, last)[0]
+    default: Any = (DEFAULT, True)
+    others = {} if default in models else {default: _adapted(DEFAULT, base, rank, device)}
     found = {}
-    for key, model in models.items():
+    for key, model in (models | others).items():
         with torch.autocast(device, torch.bfloat16, enabled=key[1]):
             found[key] = _inference(model, inputs, last)[0].float()
 
@@ -238,11 +240,11 @@ def _cosines(
     floor = float((F.normalize(exact, dim=1) @ F.normalize(exact, dim=1).mT).min())
     return {
         key: {}
-        if key[0] == LORA
+        if key[0].method == "LoRA"
         else {
-            "cosine_to_peft": cosine(logits, found[DEFAULT, True]),
-            "cosine_to_fp32": cosine(logits, exact),
+            "cosine_to_peft": cosine(found[key], found[default]),
+            "cosine_to_fp32": cosine(found[key], exact),
             "floor_of_cosine": floor,
         }
-        for key, logits in found.items()
+        for key in models
     }
