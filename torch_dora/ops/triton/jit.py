@@ -76,13 +76,14 @@ class Launch:
         self, kernel: Any, grid: tuple[int, ...], scalars: tuple[Any, ...], **options: Any
     ) -> None:
         self.kernel, self.grid, self.scalars, self.options = kernel, grid, scalars, options
-        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.blocks = (*grid, 1, 1)[:3]
+        self.same: dict[tuple[Any, ...], SameLaunch] = {}
         constants = (options[name] for name in kernel.arg_names if name in options)
         self.passed = (*scalars, *constants)
 
-    def __call__(self, first: Tensor, *others: Tensor | None) -> Any:
-        """Launches with tensors of the current device, or None. Returns the compiled kernel if it
-        can be launched again with tensors of the same dtypes."""
+    def __call__(self, first: Tensor, *others: Tensor | None) -> "SameLaunch | None":
+        """Launches with tensors of the current device, or None. Returns the launch with others of
+        the same dtypes, if there may be one."""
         if TRITON_MODE != "compiled" or is_profiled():
             self._ask(first, *others)
             return None
@@ -100,17 +101,13 @@ class Launch:
         if bits % 16:  # Triton compiles another kernel, which has no place here.
             self._ask(first, *others)
             return None
-        found = self.compiled.get(key := tuple(key))
+        found = self.same.get(key := tuple(key))
         if found is None:
-            self.compiled[key] = found = self._ask(first, *others)
-            return found
-        x, y, z = (*self.grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        found.run(
-            *(x, y, z, stream, found.function, found.packed_metadata, None, None, None),
-            *addresses,
-            *self.passed,
-        )
+            found = SameLaunch(self)
+            found.keep(self._ask(first, *others), first)
+            self.same[key] = found
+        else:
+            _launch_again(found, addresses)
         return found
 
     def _ask(self, *tensors: Tensor | None) -> Any:
@@ -122,16 +119,24 @@ class DescribingLaunch(Launch):
     """A launch of a kernel that describes its tensors (TMA): it has memory for this in each launch,
     and copies of operands that do not begin at a multiple of 16 bytes."""
 
-    def __call__(self, first: Tensor, *others: Tensor | None) -> Any:
-        with _memory(first.device):
-            return super().__call__(first, *others)
-
-    def _ask(self, *tensors: Tensor | None) -> Any:
+    def _ask(self, *tensors: Any) -> Any:
         aligned = (
             tensor if tensor is None or tensor.data_ptr() % 16 == 0 else tensor.clone()
             for tensor in tensors
         )
-        return super()._ask(*aligned)
+        with _memory(tensors[0].device):
+            return super()._ask(*aligned)
+
+
+def _launch_again(same: "SameLaunch", addresses: Iterable[int]) -> None:
+    """Launches with addresses of the current device, or 0. ``takes`` holds for them, and
+    :func:`is_profiled` does not."""
+    stream, before = torch._C._cuda_getCurrentRawStream(same.device), same.before
+    if same.scratch:
+        memory = same.bytes.new_empty(same.scratch)
+        before = (*before[:3], memory.data_ptr(), *before[4:])
+    run: Any = same.run
+    run(*same.blocks, stream, *before, *addresses, *same.launch.passed)
 
 
 class SameLaunch:
@@ -141,7 +146,7 @@ class SameLaunch:
     __slots__ = "before", "blocks", "bytes", "device", "launch", "run", "scratch"
 
     def __init__(self, launch: Launch) -> None:
-        self.launch, self.blocks = launch, (*launch.grid, 1, 1)[:3]
+        self.launch, self.blocks = launch, launch.blocks
         self.device, self.run, self.before = 0, None, ()
         self.scratch, self.bytes = 0, torch.empty(0, dtype=torch.uint8)
 
@@ -153,37 +158,33 @@ class SameLaunch:
         else:
             self._ask(*tensors)
 
+    at = _launch_again
+
     def takes(self, addresses: Iterable[int]) -> bool:
         """Returns whether the kernel was launched before, with tensors that are aligned as those at
         these addresses: else it may be another kernel."""
         return self.run is not None and not functools.reduce(operator.or_, addresses) % 16
 
-    def at(self, addresses: Iterable[int]) -> None:
-        """Launches with addresses of the current device, or 0. :meth:`takes` holds for them, and
-        :func:`is_profiled` does not."""
-        stream, before = torch._C._cuda_getCurrentRawStream(self.device), self.before
-        if self.scratch:
-            memory = self.bytes.new_empty(self.scratch)
-            before = (*before[:3], memory.data_ptr(), *before[4:])
-        run: Any = self.run
-        run(*self.blocks, stream, *before, *addresses, *self.launch.passed)
+    def keep(self, compiled: Any, first: Tensor) -> None:
+        """Keeps the compiled kernel for tensors of the first one's device."""
+        self.device = first.get_device()
+        before, run, scratch = _run_of(compiled, first.device)
+        self.before, self.scratch = before, scratch * math.prod(self.blocks)
+        self.bytes = first.new_empty(0, dtype=torch.uint8)
+        self.run = run
 
-    def _ask(self, first: Any, *others: Tensor | None) -> None:
-        if (compiled := self.launch(first, *others)) is not None:
-            self.device = first.get_device()
-            before, run, scratch = _run_of(compiled)
-            if scratch is None:
-                return
+    def _ask(self, *tensors: Any) -> None:
+        if (same := self.launch(*tensors)) is not None:
             # Another thread must not see `run` without the others.
-            self.before, self.scratch = before, scratch * math.prod(self.blocks)
-            self.bytes = first.new_empty(0, dtype=torch.uint8)
-            self.run = run
+            self.device, self.before = same.device, same.before
+            self.scratch, self.bytes = same.scratch, same.bytes
+            self.run = same.run
 
 
-def _run_of(compiled: Any) -> tuple[tuple[Any, ...], Any, int | None]:
+def _run_of(compiled: Any, device: torch.device) -> tuple[tuple[Any, ...], Any, int]:
     """Returns the arguments between the stream and the kernel's, the function that launches a
     compiled kernel with them, and the bytes of memory that a program needs, whose address is the
-    fourth argument; None if that function would ask for the memory itself."""
+    fourth argument; 0 if that function asks for the memory itself."""
     run = compiled.run
     if triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher":
         launch, scratch = run.launch, run.global_scratch_size
@@ -192,9 +193,15 @@ def _run_of(compiled: Any) -> tuple[tuple[Any, ...], Any, int | None]:
             options = run.launch_cooperative_grid, run.launch_pdl, None, None
             before = (compiled.function, *options, compiled.packed_metadata, None, None, None)
             return before, launch, scratch
-    needs_memory = getattr(run, "global_scratch_size", 0)
     before = (compiled.function, compiled.packed_metadata, None, None, None)
-    return before, run, None if needs_memory else 0
+    if not getattr(run, "global_scratch_size", 0):
+        return before, run, 0
+
+    def run_with_memory(*arguments: Any) -> None:
+        with _memory(device):
+            run(*arguments)
+
+    return before, run_with_memory, 0
 
 
 @contextlib.contextmanager

@@ -89,17 +89,15 @@ def test_a_same_launch_passes_by_the_python_of_triton_3_6(kernel, monkeypatch):
     for version in ("3.6.0", "3.6.1"):
         monkeypatch.setattr(jit.triton, "__version__", version)
         options = "f", False, True, None, None, "m", None, None, None
-        assert jit._run_of(compiled) == (options, print, 0)
+        assert jit._run_of(compiled, torch.device("cpu")) == (options, print, 0)
         monkeypatch.setattr(CudaLauncher, "global_scratch_size", 384)
-        assert jit._run_of(compiled) == (options, print, 384)
+        assert jit._run_of(compiled, torch.device("cpu")) == (options, print, 384)
         monkeypatch.setattr(CudaLauncher, "global_scratch_size", 0)
     monkeypatch.setattr(CudaLauncher, "profile_scratch_size", 1)
-    assert jit._run_of(compiled) == as_run
+    assert jit._run_of(compiled, torch.device("cpu")) == as_run
     monkeypatch.setattr(CudaLauncher, "profile_scratch_size", 0)
     monkeypatch.setattr(jit.triton, "__version__", "3.7.0")
-    assert jit._run_of(compiled) == as_run
-    monkeypatch.setattr(CudaLauncher, "global_scratch_size", 384)
-    assert jit._run_of(compiled) == (*as_run[:2], None)
+    assert jit._run_of(compiled, torch.device("cpu")) == as_run
 
 
 class Bytes:
@@ -159,5 +157,5 @@ def test_a_kernel_that_describes_its_tensors_has_memory_in_each_launch(kernel, m
     same = jit.SameLaunch(jit.DescribingLaunch(kernel, (3, 2), (10,), SIZE=4, num_warps=2))
     same(x, y)
     same(x, y)
-    assert (same.run, kernel.launched[-1].nbytes) == (None, 96)
+    assert (same.scratch, kernel.launched[-1].nbytes) == (0, 96)
     assert jit._allocation._allocator.get() is before
