@@ -123,6 +123,31 @@ def test_only_the_product_keeps_a_kernel_in_training(monkeypatch, operands, devi
     assert "torch_dora" not in "".join(programs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_of_the_norm_computes_g_in_inference(device, dtype):
+    programs = []
+
+    def record(program, _):
+        programs.append(program.code)
+        return make_boxed_func(program)
+
+    layer = DoRALinear(24, 40, rank=4, alpha=8, dtype=dtype, device=device, implementation="triton")
+    torch.nn.init.normal_(layer.lora_b)
+    torch.nn.init.uniform_(layer.magnitude, 1, 2)
+    x = torch.randn(6, 24, device=device, dtype=dtype)
+    compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=record))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
+    is_half = dtype == torch.bfloat16  # The norm of an fp32 weight is not one kernel.
+    assert ("torch_dora.one_pass_scale" in programs[0]) == is_half
+    assert ("torch_dora.factored_norm" in programs[0]) == (not is_half)
+    compiled(x)
+    assert "torch_dora.factored_norm" in programs[1]
+    if is_half:
+        adapter = layer.lora_a.detach(), layer.lora_b.detach(), layer.magnitude.detach()
+        torch.library.opcheck(norm._one_pass_scale.op, (layer.weight, *adapter, 0.5, 1e-6))
+
+
 def test_a_compiled_program_is_not_an_exported_one():
     class Model(torch.nn.Module):
         def forward(self, x):

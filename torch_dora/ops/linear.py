@@ -29,7 +29,7 @@ from torch_dora.ops.compose import (
     forward,
 )
 from torch_dora.ops.dtypes import accumulation_dtype, cast, no_autocast
-from torch_dora.ops.norm import factored_norm, magnitude_scale
+from torch_dora.ops.norm import adapted_scale, magnitude_scale
 from torch_dora.ops.operator import is_compiled
 from torch_dora.ops.products import rounded_once, rows_of
 from torch_dora.ops.quantised import Bits4, as_matrix, dense, is_quantised
@@ -123,11 +123,12 @@ def dora_linear(
     if adapter_x is not None:
         check.is_float("adapter_x", adapter_x)
         check.has_shape("adapter_x", adapter_x, tuple(x.shape), "x's shape [..., in]")
-    if norm is None:
-        norm = factored_norm(weight, lora_a, lora_b, scale, implementation=implementation)
-
     dtype = result_dtype(x, weight)
-    g = magnitude_scale(magnitude, norm, dtype)
+    if norm is None:
+        adapter = lora_a, lora_b, magnitude
+        g = adapted_scale(weight, *adapter, scale, dtype, implementation)
+    else:
+        g = magnitude_scale(magnitude, norm, dtype)
     operands = Operands(x, adapter_x, weight, bias, lora_a, lora_b, g)
     return sharded.projection(
         functools.partial(_local_linear, float(scale), dtype, implementation, act_qtype, bwd_qtype),
@@ -207,9 +208,11 @@ def corrected_linear(
     if y is not None:
         return y
     weight = as_matrix(weight)
+    dtype = result_dtype(x, weight)
     if norm is None:
-        norm = factored_norm(weight, lora_a, lora_b, scale, implementation=implementation)
-    g = magnitude_scale(magnitude, norm, result_dtype(x, weight))
+        g = adapted_scale(weight, lora_a, lora_b, magnitude, scale, dtype, implementation)
+    else:
+        g = magnitude_scale(magnitude, norm, dtype)
 
     def compute_local(x, dropped, weight, bias, lora_a, lora_b, g) -> Tensor:
         y = _plain_linear(x, weight, bias)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_dora.ops import check, choose, kept_norms, quantised, sharded
+from torch_dora.ops import check, choose, kept_norms, quantised, sharded, shards
 from torch_dora.ops.choose import Call
 from torch_dora.ops.dtypes import accumulation_dtype, no_autocast
 from torch_dora.ops.operator import is_compiled, operator
@@ -117,6 +117,52 @@ def magnitude_scale(magnitude: Tensor, norm: Tensor, dtype: torch.dtype) -> Tens
     result = torch.float64 if dtype == torch.float64 else torch.float32
     norm = place_like(norm, magnitude)
     return magnitude.to(result) / norm.detach().to(result).clamp(min=eps_of(dtype))
+
+
+def adapted_scale(
+    weight: Any,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    magnitude: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    implementation: str | None,
+) -> Tensor:
+    """Returns :func:`magnitude_scale` for the norm that :func:`factored_norm` computes. In compiled
+    inference the norm's last kernel computes g, too."""
+    tensors = weight, lora_a, lora_b, magnitude
+    if _is_one_kernel(tensors, scale, implementation):
+        return _one_pass_scale(*tensors, float(scale), eps_of(dtype))
+    norm = factored_norm(weight, lora_a, lora_b, scale, implementation=implementation)
+    return magnitude_scale(magnitude, norm, dtype)
+
+
+def _is_one_kernel(tensors: tuple[Any, ...], scale: float, implementation: str | None) -> bool:
+    """Returns whether a compiled program without a gradient computes the norm in one pass."""
+    weight, lora_a, lora_b, magnitude = tensors
+    if not is_compiled() or quantised.is_quantised(weight) or shards.is_sharded(*tensors):
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    if scale == 0 or not weight.numel() or magnitude.dtype == torch.float64:
+        return False
+    call = _call(weight, weight.dtype, lora_a.dtype, lora_b.dtype)
+    chosen = choose.choose(call, implementation, None)
+    return chosen == "triton" and one_pass_norm.refuses(call) is None
+
+
+@operator("torch_dora::one_pass_scale")
+def _one_pass_scale(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor, scale: float, eps: float
+) -> Tensor:
+    with no_autocast(weight):
+        both = one_pass_norm.launch(weight, lora_a, lora_b, scale, magnitude=magnitude, eps=eps)
+    return both[1]
+
+
+@_one_pass_scale.fake
+def _(weight, lora_a, lora_b, magnitude, scale, eps):
+    return weight.new_empty((2, weight.shape[0]), dtype=torch.float32)[1]
 
 
 def eps_of(dtype: torch.dtype) -> float:
