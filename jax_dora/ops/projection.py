@@ -159,18 +159,24 @@ def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> d
     wide = accumulation_dtype(dy.dtype)
     dot = functools.partial(dot_general, settings.precision)
     rows = tuple(range(dy.ndim - 1))
-    d, gradients = dy, {}
+    d, gradients, folded = dy, {}, None
     if g is not None and not settings.of_inner:
-        back = ComposeBackwardSettings(settings.op, settings.implementation)
-        d, _, d_g = primitive.call(COMPOSE_BACKWARD, back, ComposeBackward(dy, inner, g, scale))
-        if d_g is not None:
-            if _result_holds_inner(operands, dy.dtype):
-                d_g = d_g / g
-            gradients["g"] = d_g.astype(g.dtype)
+        if settings.bwd_qtype is not None and operands.seed is None:
+            folded = g  # Nothing that reads d is large but its codes, so g can multiply later.
+        if folded is None or inner is not None:
+            back = ComposeBackwardSettings(settings.op, settings.implementation, folded is None)
+            operands_of_back = ComposeBackward(dy, inner, g, scale)
+            made, _, d_g = primitive.call(COMPOSE_BACKWARD, back, operands_of_back)
+            d = dy if made is None else made
+            if d_g is not None:
+                if _result_holds_inner(operands, dy.dtype):
+                    d_g = d_g / g
+                gradients["g"] = d_g.astype(g.dtype)
     if wanted.x or wanted.lora_a:
-        dz = dot(d, lora_b, (-1, 1))
+        b = lora_b if folded is None else _times(folded, lora_b).astype(dy.dtype)
+        dz = dot(d, b, (-1, 1))
         if wanted.x:
-            dx = _dx(settings, operands, scaled, d, dz)
+            dx = _dx(settings, operands, scaled, d, dz, folded)
             is_coded = settings.act_qtype is not None
             gradients["x"] = row_scaled.RowScaled(dx, None, None) if is_coded else dx
         if wanted.lora_a:
@@ -180,7 +186,9 @@ def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> d
     if wanted.kernel:
         gradients["kernel"] = dot(x, d, (rows, rows), kernel.dtype)
     if wanted.lora_b:
-        gradients["lora_b"] = dot(z, d, (rows, rows), lora_b.dtype)
+        d_lora_b = dot(z, d, (rows, rows), lora_b.dtype if folded is None else folded.dtype)
+        d_lora_b = d_lora_b if folded is None else _times(folded, d_lora_b)
+        gradients["lora_b"] = d_lora_b.astype(lora_b.dtype)
     if wanted.bias:
         gradients["bias"] = jnp.sum(dy.astype(wide), axis=rows).astype(bias.dtype)
     return gradients
@@ -190,18 +198,24 @@ projection = residuals.with_gradient(Projection, define, _projection_fwd, _proje
 """`define` with a custom gradient."""
 
 
+def _times(g: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns g∘b of g [out] and b [r, out], in g's dtype."""
+    return g[None] * b.astype(g.dtype)
+
+
 def _dx(
     settings: ProjectionSettings,
     operands: Projection,
     scaled: jax.Array,
     d: jax.Array,
     dz: jax.Array,
+    g: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns d Wᵀ + drop(dz (s·A)ᵀ), with x's dropout mask."""
+    """Returns (g∘d) Wᵀ + drop(dz (s·A)ᵀ), with x's dropout mask; with dropout, g is None."""
     kernel, seed = operands.kernel, operands.seed
     back = ProductSettings(settings.implementation, settings.precision, settings.bwd_qtype)
     if seed is None:
-        return primitive.call(BACK, back, Back(d, kernel, dz, scaled, operands.lora_b))[0]
+        return primitive.call(BACK, back, Back(d, kernel, dz, scaled, operands.lora_b, g))[0]
     through_adapter = drop(
         dot_general(settings.precision, dz, scaled, (-1, 1)), seed, settings.rate
     )

@@ -221,26 +221,28 @@ FORWARD = Op(
 class Back(NamedTuple):
     """The operands of `BACK`: d [..., out], kernel [in, out], dz = d lora_bᵀ [..., r], lora_a = s·A
     [in, r], and lora_b [r, out], from which each device computes its partial dz if the outputs are
-    sharded, so that no product waits for the sum of dz over devices."""
+    sharded, so that no product waits for the sum of dz over devices. For a product in FP8, d may
+    lack its factor g f32[out]."""
 
     d: Any
     kernel: Any
     dz: Any
     lora_a: Any
     lora_b: Any
+    g: Any = None
 
 
 def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.Array]:
-    """Returns dx = d Wᵀ + dz (s·A)ᵀ."""
-    d, kernel, dz, lora_a, lora_b = operands
+    """Returns dx = (g∘d) Wᵀ + dz (s·A)ᵀ."""
+    d, kernel, dz, lora_a, lora_b, g = operands
     dot = functools.partial(dot_general, settings.precision)
     if settings.bwd_qtype is not None:
         choice = _coded(settings, shard, d, dz, kernel.shape[0])
         if choice is not None:
-            rows = row_scaled.coded_gradient(settings, d, kernel, shard)
+            rows = row_scaled.coded_gradient(settings, d, kernel, shard, g)
             codes, lora_a = shard.as_copies(kernel.qvalue, lora_a)
             return tuple(choice.launch(rows.codes, rows.scales, codes, dz, lora_a))
-        base = row_scaled.transposed_sums(settings, d, kernel, shard)
+        base = row_scaled.transposed_sums(settings, d, kernel, shard, g)
         choice = _expand(settings, base, dz, optional=True)
         if choice is not None:
             return _expanded(choice, base, dz, lora_a.T, None, None, want_inner=False)[:1]
@@ -261,7 +263,7 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
 BACK = Op(
     "project_back",
     _back,
-    Back("t o", "i o", "t r", "i r", "r o"),
+    Back("t o", "i o", "t r", "i r", "r o", "o"),
     ("t i",),
     contracted="o",
     is_projection=True,

@@ -235,11 +235,15 @@ def transposed(qvalue: jax.Array, has_rows: bool = True) -> jax.Array:
 
 
 def transposed_sums(
-    settings: ProductSettings, d: jax.Array, kernel: Any, shard: Shard | None = None
+    settings: ProductSettings,
+    d: jax.Array,
+    kernel: Any,
+    shard: Shard | None = None,
+    g: jax.Array | None = None,
 ) -> Sums:
-    """Returns d Wᵀ [..., in] of d [..., out] before its scales are applied; see
+    """Returns (g∘d) Wᵀ [..., in] of d [..., out] before its scales are applied; see
     `coded_gradient`."""
-    rows = coded_gradient(settings, d, kernel, shard)
+    rows = coded_gradient(settings, d, kernel, shard, g)
     # In the rows of Ŵ, as stored, the summed features are contiguous already.
     total = _dot(rows.codes, kernel.qvalue, d.dtype)
     total = total if shard is None else shard.sum(total)
@@ -247,12 +251,17 @@ def transposed_sums(
 
 
 def coded_gradient(
-    settings: ProductSettings, d: jax.Array, kernel: Any, shard: Shard | None = None
+    settings: ProductSettings,
+    d: jax.Array,
+    kernel: Any,
+    shard: Shard | None = None,
+    g: jax.Array | None = None,
 ) -> RowScaled:
-    """Returns d [..., out] with its codes for d Wᵀ: its rows, multiplied by the kernel's scales,
-    rounded to `settings.bwd_qtype`, one of `BWD_QTYPES`. An operator gives the `shard` that it runs
-    on."""
-    rows = Rows(d, scales_of(kernel))
+    """Returns d [..., out] with its codes for (g∘d) Wᵀ: its rows, multiplied by the kernel's scales
+    and by g, unless that is None, rounded to `settings.bwd_qtype`, one of `BWD_QTYPES`. An operator
+    gives the `shard` that it runs on."""
+    columns = scales_of(kernel)
+    rows = Rows(d, columns if g is None else g * columns.astype(g.dtype))
     make = _codes if shard is None else functools.partial(_run_codes, shard=shard)
     return RowScaled(d, *make(settings, operands=rows))
 
