@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# A smaller |g| is replaced by this value: y = g∘inner would underflow and lose bits of inner.
+LEAST_G = 2.0**-40
+
 
 def accumulation_dtype(*dtypes: Any) -> jnp.dtype:
     """Returns the dtype for arithmetic on `dtypes`: fp64 if one of them is fp64, else fp32."""
@@ -15,6 +18,12 @@ def accumulation_dtype(*dtypes: Any) -> jnp.dtype:
 def per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
     """Returns a vector [out] as [1, ..., out], with the dtype and number of axes of `like`."""
     return lax.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - 1)))
+
+
+def divisible(g: jax.Array) -> jax.Array:
+    """Returns g, with `LEAST_G` in place of smaller numbers."""
+    least = lax.full_like(g, LEAST_G)
+    return lax.select(lax.abs(g) < least, least, g)
 
 
 def dot_general(precision, a, b, axes, dtype=None):

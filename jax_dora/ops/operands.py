@@ -96,12 +96,14 @@ class Gating(NamedTuple):
 
 
 class GatingSettings(NamedTuple):
-    """The settings of SwiGLU and its gradient; `want_bias` asks for the biases' gradients, and
-    `scaled` says that gate and up are multiplied by g already."""
+    """The settings of SwiGLU and its gradient; `want_bias` asks for the biases' gradients, `scaled`
+    says that gate and up are multiplied by g already, and `want_result` asks the gradient for the
+    result, too."""
 
     implementation: str | None
     want_bias: bool = False
     scaled: bool = False
+    want_result: bool = False
 
 
 class AdaptedKernel(NamedTuple):

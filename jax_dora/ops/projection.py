@@ -35,19 +35,18 @@ from jax_dora.ops.compose import (
 )
 from jax_dora.ops.dispatch import choose, primitive
 from jax_dora.ops.dropout import drop
-from jax_dora.ops.dtypes import accumulation_dtype, dot_general
-from jax_dora.ops.operands import ProductSettings, Projection, ProjectionSettings
+from jax_dora.ops.dtypes import accumulation_dtype, divisible, dot_general
+from jax_dora.ops.operands import Gating, ProductSettings, Projection, ProjectionSettings
 from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
 from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, ReductionSettings
 from jax_dora.ops.saved_inner import named_copy, save_inner
+from jax_dora.ops.swiglu import gradients_and_result
 
 INNER_NAME = "dora_inner"
 RESULT_NAME = "dora_result"
 """The checkpoint name of a DoRA layer's result, for policies of `jax.checkpoint`."""
 Z_NAME = "dora_z"
 """The checkpoint name of z = x (s·A) [..., rank], which lora_b's gradient reads."""
-# A smaller |g| is replaced by this value: y = g∘inner would underflow and lose bits of inner.
-LEAST_G = 2.0**-40
 
 
 def define(settings: ProjectionSettings, operands: Projection) -> jax.Array:
@@ -68,17 +67,11 @@ def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
 
 
 def _with_divisible_g(operands: Projection) -> Projection:
-    """Returns the operands with |g| at least `LEAST_G`, if the gradient divides by g."""
+    """Returns the operands with |g| at least `dtypes.LEAST_G`, if the gradient divides by g."""
     g = operands.g
     if g is None or not _result_holds_inner(operands, operands.x.dtype):
         return operands
     return operands._replace(g=divisible(g))
-
-
-def divisible(g: jax.Array) -> jax.Array:
-    """Returns g, with `LEAST_G` in place of smaller numbers."""
-    least = lax.full_like(g, LEAST_G)
-    return lax.select(lax.abs(g) < least, least, g)
 
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:
@@ -95,7 +88,7 @@ def _with_z(settings: ProjectionSettings, operands: Projection, scaled: jax.Arra
     # its own, nor that of an FP8 product, which sums its parts over devices itself.
     lora_a = operands.lora_a if seed is None and x is operands.x else None
     if isinstance(operands.x, row_scaled.RowScaled):
-        operands = operands._replace(x=operands.x._replace(again=None))
+        operands = operands._replace(x=operands.x._replace(again=None, gated=None))
     return operands._replace(lora_a=lora_a, seed=None, z=z)
 
 
@@ -147,6 +140,8 @@ def _projection_fwd(
         y, inner = save_inner(y, inner)
     # The bias stays, because it determines whether `inner` holds inner or y.
     x = row_scaled.for_gradients(operands.x) if wanted.lora_a or wanted.kernel else None
+    if wanted.x and wanted.lora_a and operands.seed is None and settings.bwd_qtype is not None:
+        x = x if operands.x.gated is None else operands.x.gated
     kept = operands._replace(x=x, codes=None)
     z = forward.z if wanted.lora_b else None
     inner = inner if wanted.g else None
@@ -177,8 +172,14 @@ def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> d
         dz = dot(d, b, (-1, 1))
         if wanted.x:
             dx = _dx(settings, operands, scaled, d, dz, folded)
-            is_coded = settings.act_qtype is not None
-            gradients["x"] = row_scaled.RowScaled(dx, None, None) if is_coded else dx
+            if isinstance(x, Gating):
+                # The pass that computes the gradients of gate and up computes x, too.
+                d_gated, x = gradients_and_result(dx, x)
+                operands = operands._replace(x=x)
+                gradients["x"] = row_scaled.RowScaled(None, None, None, gated=d_gated)
+            else:
+                is_coded = settings.act_qtype is not None
+                gradients["x"] = row_scaled.RowScaled(dx, None, None) if is_coded else dx
         if wanted.lora_a:
             d_lora_a = _d_scaled_lora_a(settings, operands, dz)
             d_lora_a = scale.astype(wide) * d_lora_a.astype(wide)

@@ -84,12 +84,14 @@ class RowScaled(NamedTuple):
     instead of x.
 
     `again` is None, or x computed from what is kept for the backward pass, without the codes: the
-    gradients of a rematerialised layer read it instead of x."""
+    gradients of a rematerialised layer read it instead of x. `gated` is None, or the `Gating` whose
+    `swiglu_of_results` x is: a projection may give the gradients of these arrays instead of x's."""
 
     x: Any
     codes: Any
     scales: Any
     again: Any = None
+    gated: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -26,11 +26,10 @@ from jax_dora.ops.dispatch import mesh as meshes
 from jax_dora.ops.dispatch.choose import Choice
 from jax_dora.ops.dispatch.op import Op
 from jax_dora.ops.dispatch.shard import Shard
-from jax_dora.ops.dtypes import accumulation_dtype, per_feature
+from jax_dora.ops.dtypes import accumulation_dtype, divisible, per_feature
 from jax_dora.ops.mosaic.rows import swiglu_backward as kernel_backward
 from jax_dora.ops.mosaic.rows import swiglu_codes as kernel_with_codes
 from jax_dora.ops.operands import Gating, GatingSettings
-from jax_dora.ops.projection import divisible
 from jax_dora.ops.triton import triton_swiglu
 
 
@@ -94,7 +93,17 @@ def swiglu_of_results(
     `scaled_linear` does with `of_inner`: it takes the gradients of gate and up, which are those of
     the products without g."""
     operands = Gating(gate, up, gate_g, None, up_g, None)
-    return _of(GatingSettings(None, scaled=True), operands, with_codes)
+    return _of(_OF_RESULTS, operands, with_codes)
+
+
+_OF_RESULTS = GatingSettings(None, scaled=True)
+
+
+def gradients_and_result(dh: jax.Array, operands: Gating) -> tuple[Gating, jax.Array]:
+    """Returns the gradient of every operand of `swiglu_of_results`, and its result, by one pass."""
+    settings = _OF_RESULTS._replace(want_result=True)
+    gradients, h = _gradients(settings, operands, dh)
+    return Gating(*map(gradients.get, Gating._fields)), h
 
 
 def _of(settings: GatingSettings, operands: Gating, with_codes: bool) -> Any:
@@ -122,7 +131,8 @@ def _with_codes(settings: GatingSettings, operands: Gating) -> row_scaled.RowSca
         operands = operands._replace(h=h)
     # A rematerialised layer computes no codes again, for which it would write h and read it.
     again = define(constants, settings.scaled)
-    return row_scaled.RowScaled(_swiglu(settings, operands), codes, scales, again)
+    gated = operands._replace(h=None) if settings == _OF_RESULTS else None
+    return row_scaled.RowScaled(_swiglu(settings, operands), codes, scales, again, gated)
 
 
 def define(operands: Gating, scaled: bool = False) -> jax.Array:
@@ -168,21 +178,26 @@ def _composed(operands: Gating, scaled: bool) -> tuple[tuple[Any, Any], tuple[An
 
 
 def _backward(settings: GatingSettings, shard: Shard, operands: Gating) -> tuple[Any, ...]:
-    """Returns the gradient of every operand; None for the biases unless `want_bias`."""
+    """Returns the gradient of every operand, None for the biases unless `want_bias`, and the result
+    or None."""
     gate, up, gate_g, gate_bias, up_g, up_bias, dh, _ = operands
-    choice = _choose(settings, gate)
+    choice, h = _choose(settings, gate), None
     if choice is None:
         gradients = define_backward(dh, operands, settings.scaled)
+        h = define(operands, settings.scaled) if settings.want_result else None
     else:
         options = {"want_bias": settings.want_bias} | ({"scaled": True} if settings.scaled else {})
-        d_gate, d_up, d_gate_g, d_up_g, *d_biases = choice.launch(
+        options |= {"want_result": True} if settings.want_result else {}
+        d_gate, d_up, *found = choice.launch(
             dh, gate, up, gate_g, up_g, gate_bias, up_bias, **options
         )
+        h = found.pop(0) if settings.want_result else None
+        d_gate_g, d_up_g, *d_biases = found
         d_gate_bias, d_up_bias = d_biases or (None, None)
         gradients = Gating(d_gate, d_up, d_gate_g, d_gate_bias, d_up_g, d_up_bias)
     if not settings.want_bias:
         gradients = gradients._replace(gate_bias=None, up_bias=None)
-    return *gradients[:2], *map(shard.sum, gradients[2:6])
+    return *gradients[:2], *map(shard.sum, gradients[2:6]), h
 
 
 def _choose(settings: GatingSettings, gate: jax.Array) -> Choice | None:
@@ -195,7 +210,7 @@ def _choose(settings: GatingSettings, gate: jax.Array) -> Choice | None:
 
 _RESULTS = ("t o", "t o", "o", "o", "o", "o")
 SWIGLU_BACKWARD = Op(
-    "swiglu_backward", _backward, Gating(*_RESULTS, "t o"), _RESULTS, contracted="t"
+    "swiglu_backward", _backward, Gating(*_RESULTS, "t o"), (*_RESULTS, "t o"), contracted="t"
 )
 
 
@@ -230,13 +245,24 @@ def _swiglu_fwd(
 def _swiglu_bwd(settings: GatingSettings, kept: Any, dh: jax.Array) -> dict[str, Any]:
     operands, wanted = kept
     settings = settings._replace(want_bias=bool(wanted.gate_bias or wanted.up_bias))
-    gradients = primitive.call(SWIGLU_BACKWARD, settings, operands._replace(dh=dh))
+    gradients, _ = _gradients(settings, operands, dh)
+    return {name: d for name, d in gradients.items() if getattr(wanted, name)}
+
+
+def _gradients(
+    settings: GatingSettings, operands: Gating, dh: jax.Array
+) -> tuple[dict[str, Any], Any]:
+    """Returns the gradients of the operands that have one, by name, and the result or None."""
+    *gradients, h = primitive.call(SWIGLU_BACKWARD, settings, operands._replace(dh=dh))
     if settings.scaled:
         d_gate, d_up, of_gate, of_bias, of_up, *others = gradients
         of_gate, of_up = of_gate / divisible(operands.gate_g), of_up / divisible(operands.up_g)
         gradients = d_gate, d_up, of_gate, of_bias, of_up, *others
-    fields = zip(Gating._fields, gradients, operands, wanted, strict=False)
-    return {name: d.astype(operand.dtype) for name, d, operand, want in fields if want}
+    found = {}
+    for name, d, operand in zip(Gating._fields, gradients, operands, strict=False):
+        if d is not None and operand is not None:
+            found[name] = d.astype(operand.dtype)
+    return found, h
 
 
 _with_gradient = residuals.with_gradient(

@@ -6,12 +6,13 @@
     d_gate = g₁∘d₁    d_up = g₂∘d₂          [rows, out]  dh's dtype
     d_g₁ = Σ_rows d₁∘gate    d_g₂ = Σ_rows d₂∘up    f32[out]
     d_b₁ = Σ_rows d₁         d_b₂ = Σ_rows d₂       f32[out], if wanted
+    h = y₁∘σ∘y₂                             [rows, out]  dh's dtype, if wanted
 
 σ is computed as rsqrt(1 + exp(-y₁))², with rsqrt and exp of the special function unit. Its relative
 error is a few u32 (2⁻²⁴), plus u32·|y₁| from exp's argument. This is accurate enough for 16-bit
 results; fp32 is not supported for this reason.
 
-Elements: 3 · rows · out read, 2 · rows · out written. The floor is bytes / copy rate.
+Elements: 3 · rows · out read, 2 · rows · out written, and 1 with h. The floor is bytes / copy rate.
 """
 
 import jax
@@ -40,7 +41,7 @@ def config(rows: int, out: int, dtype: jax.typing.DTypeLike) -> Config:
     return Config(tile_bytes=4096, stages=2, blocks_per_sm=3)
 
 
-@launcher("want_bias", "scaled")
+@launcher("want_bias", "scaled", "want_result")
 def launch(
     dh: jax.Array,
     gate: jax.Array,
@@ -52,12 +53,13 @@ def launch(
     *,
     want_bias: bool = False,
     scaled: bool = False,
+    want_result: bool = False,
     config: Config,
     sm_count: int,
 ) -> tuple[jax.Array, ...]:
     """Returns (d_gate, d_up, d_gate_g, d_up_g), followed by (d_gate_bias, d_up_bias) if
-    `want_bias`, for dh, gate, up [..., out]. If `scaled`, gate and up are y₁ and y₂ above, without
-    biases, and d_g₁ and d_g₂ are multiplied by g₁ and g₂."""
+    `want_bias`, for dh, gate, up [..., out]; with `want_result`, h comes third. If `scaled`, gate
+    and up are y₁ and y₂ above, without biases, and d_g₁ and d_g₂ are multiplied by g₁ and g₂."""
 
     def row_function(operands, vectors, _):
         (dh, gate, up), (g1, b1, g2, b2) = operands, vectors
@@ -67,7 +69,8 @@ def launch(
         weighted = dh * sigma
         d1 = weighted * y2 * (1.0 + y1 * (1.0 - sigma))
         d2 = weighted * y1
-        return [g1 * d1, g2 * d2], [d1 * gate, d2 * up, d1, d2][: 4 if want_bias else 2]
+        results = [g1 * d1, g2 * d2] + [y1 * sigma * y2] * want_result
+        return results, [d1 * gate, d2 * up, d1, d2][: 4 if want_bias else 2]
 
     zeros = jnp.zeros_like(gate_g, jnp.float32)
     vectors = [zeros if v is None else v for v in (gate_g, gate_bias, up_g, up_bias)]
@@ -76,7 +79,7 @@ def launch(
         [dh, gate, up],
         vectors,
         jnp.float32(1),
-        outputs=2,
+        outputs=3 if want_result else 2,
         sums=4 if want_bias else 2,
         config=config,
         sm_count=sm_count,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import re
 
 import jax
@@ -138,6 +139,31 @@ def test_what_the_backward_pass_computes_again(memory, products, codes):
     named = [one for one in found if one.params.get("name") == "dora_z"]
     assert named
     assert all(id(one.invars[0]) in behind for one in named)
+
+
+def test_the_gradient_of_swiglu_computes_its_result_again(monkeypatch):
+    """Once for all gradients, which are those of a program with a pass of its own for the result,
+    such as one for a projection that is not adapted."""
+    model = base(FP8, "float8_e5m2")
+    model = train(jax_dora.apply_dora(model, DoRARule(".*_proj", 3, 4.0), rngs=nnx.Rngs(1)))
+
+    def gradients_and_settings():
+        gradient, trained = gradient_of_logits(model, TOKENS)
+        found = equations(gradient, trained)
+        calls = [one.params for one in found if one.primitive.name == "dora"]
+        settings = [one["settings"] for one in calls if one["op"].name == "swiglu_backward"]
+        return jax.tree.leaves(jax.jit(gradient)(trained)), settings
+
+    found, [settings] = gradients_and_settings()
+    assert settings.want_result
+    ops = importlib.import_module("jax_dora.ops.swiglu")  # also the name of a function
+    with_codes = ops._with_codes
+    monkeypatch.setattr(ops, "_with_codes", lambda *call: with_codes(*call)._replace(gated=None))
+    wanted, [settings] = gradients_and_settings()
+    assert not settings.want_result
+    for one, other in zip(found, wanted, strict=True):
+        one, other = (np.asarray(x, np.float64) for x in (one, other))
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 
 
 def coded(norm, layers, x):
