@@ -122,11 +122,13 @@ def _parts(layer: DoRALinear, inputs: Any, deterministic, rngs, scaled: bool):
     operands = operands_of_call(layer, inputs)
     dropout = dropout_of_call(layer, deterministic, rngs)
     arrays = {name: operands[name] for name in ("x", "kernel", "lora_a", "lora_b")}
+    formats = formats_of(layer)
     options = {"precision": layer.precision, "dropout": dropout, "keep_inner": layer.keep_inner}
-    options |= {"scale": layer.scale, **formats_of(layer)}
-    if scaled:
-        codes = operands.get("codes")
-        inner = scaled_linear(**arrays, g=operands["g"], codes=codes, of_inner=True, **options)
-    else:
+    options |= {"scale": layer.scale, **formats}
+    if formats["bwd_qtype"] is None:
         inner = ops.lora_linear(**arrays, **options)
+    else:
+        g = operands["g"] if scaled else None
+        codes = operands.get("codes")
+        inner = scaled_linear(**arrays, g=g, codes=codes, of_inner=scaled, **options)
     return inner, operands["g"], operands["bias"]
