@@ -102,8 +102,7 @@ def norm_with_codes(
     call = (*call, quantised.format_of(kernel), adapter)
     if not isinstance(scale, jax.Array) and scale == 0:  # The adapter's terms are skipped.
         return None
-    # On several devices, the products gather the codes as they are stored.
-    if choose.target().partitioned or meshes.explicit(kernel.qvalue) is not None:
+    if meshes.explicit(kernel.qvalue) is not None:
         return None
     if choose.choose("factored_norm", None, (transposing_norm, call), optional=True) is None:
         return None

@@ -134,19 +134,21 @@ def _forward_with_quantised_rows(
     of x; all else has the same dtypes as without quantised activations."""
     rows, kernel, _, lora_b, g, _, bias, _, z, turned = operands
     x = rows.x
+    turned = None if turned is None else shard.gather("o i", turned)
     unscaled, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
     if bias is None and not settings.want_inner:
-        choice = _coded(settings, shard, x, z, kernel.shape[1])
+        choice = _coded(settings, shard, x, z, lora_b.shape[1])
         if choice is not None:
             codes = turned
             if codes is None:
                 codes = row_scaled.transposed_codes(kernel, settings.bwd_qtype)
             codes, lora_b, g = shard.as_copies(codes, lora_b, g)
-            columns = row_scaled.scales_of(kernel)
+            columns = row_scaled.scales_of(kernel, lora_b.shape[1])
             arrays = rows.codes, rows.scales, codes, z, lora_b.T, columns, g
             y, *copy = choice.launch(*arrays, want_copy=settings.want_copy)
             return y, copy[0] if copy else None
+    turned = None if turned is None else row_scaled.in_one_piece(turned)
     base = row_scaled.sums(rows, kernel, shard, settings.bwd_qtype, turned)
     choice = _expand(settings, base, z)
     if choice is not None:
@@ -215,6 +217,7 @@ FORWARD = Op(
     ("t o", "t o"),
     contracted="i",
     is_projection=True,
+    gathers="o i",
 )
 
 
@@ -237,12 +240,13 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
     d, kernel, dz, lora_a, lora_b, g = operands
     dot = functools.partial(dot_general, settings.precision)
     if settings.bwd_qtype is not None:
-        choice = _coded(settings, shard, d, dz, kernel.shape[0])
+        codes = shard.gather("i o", kernel.qvalue)
+        rows = row_scaled.coded_gradient(settings, d, kernel, shard, g)
+        choice = _coded(settings, shard, d, dz, lora_a.shape[0])
         if choice is not None:
-            rows = row_scaled.coded_gradient(settings, d, kernel, shard, g)
-            codes, lora_a = shard.as_copies(kernel.qvalue, lora_a)
+            codes, lora_a = shard.as_copies(codes, lora_a)
             return tuple(choice.launch(rows.codes, rows.scales, codes, dz, lora_a))
-        base = row_scaled.transposed_sums(settings, d, kernel, shard, g)
+        base = row_scaled.transposed_sums(rows, row_scaled.in_one_piece(codes), shard)
         choice = _expand(settings, base, dz, optional=True)
         if choice is not None:
             return _expanded(choice, base, dz, lora_a.T, None, None, want_inner=False)[:1]
@@ -267,4 +271,5 @@ BACK = Op(
     ("t i",),
     contracted="o",
     is_projection=True,
+    gathers="i o",
 )

@@ -213,7 +213,7 @@ def sums(
     `transposed_codes`, if they exist."""
     codes = transposed_codes(kernel, bwd_qtype) if codes is None else codes
     total = shard.sum(_dot(rows.codes, codes, rows.dtype))
-    return Sums(total, rows.scales, scales_of(kernel))
+    return Sums(total, rows.scales, scales_of(kernel, total.shape[-1]))
 
 
 def transposed_codes(kernel: Any, bwd_qtype: str | None = None) -> jax.Array:
@@ -236,20 +236,18 @@ def transposed(qvalue: jax.Array, has_rows: bool = True) -> jax.Array:
     return lax.bitcast_convert_type(rows, QTYPE)
 
 
-def transposed_sums(
-    settings: ProductSettings,
-    d: jax.Array,
-    kernel: Any,
-    shard: Shard | None = None,
-    g: jax.Array | None = None,
-) -> Sums:
-    """Returns (g∘d) Wᵀ [..., in] of d [..., out] before its scales are applied; see
-    `coded_gradient`."""
-    rows = coded_gradient(settings, d, kernel, shard, g)
+def in_one_piece(codes: jax.Array) -> jax.Array:
+    """Returns codes [n, k] that may be in parts, [parts, n, k / parts]."""
+    return codes if codes.ndim == 2 else jnp.concatenate([*codes], axis=1)
+
+
+def transposed_sums(rows: RowScaled, codes: jax.Array, shard: Shard | None = None) -> Sums:
+    """Returns d Wᵀ [..., in] of `coded_gradient` and a kernel's codes [in, out] before its scales
+    are applied."""
     # In the rows of Ŵ, as stored, the summed features are contiguous already.
-    total = _dot(rows.codes, kernel.qvalue, d.dtype)
+    total = _dot(rows.codes, codes, rows.dtype)
     total = total if shard is None else shard.sum(total)
-    return Sums(total, rows.scales, jnp.ones(kernel.shape[0], jnp.float32))
+    return Sums(total, rows.scales, jnp.ones(codes.shape[0], jnp.float32))
 
 
 def coded_gradient(
@@ -262,15 +260,15 @@ def coded_gradient(
     """Returns d [..., out] with its codes for (g∘d) Wᵀ: its rows, multiplied by the kernel's scales
     and by g, unless that is None, rounded to `settings.bwd_qtype`, one of `BWD_QTYPES`. An operator
     gives the `shard` that it runs on."""
-    columns = scales_of(kernel)
+    columns = scales_of(kernel, d.shape[-1])
     rows = Rows(d, columns if g is None else g * columns.astype(g.dtype))
     make = _codes if shard is None else functools.partial(_run_codes, shard=shard)
     return RowScaled(d, *make(settings, operands=rows))
 
 
-def scales_of(kernel: Any) -> jax.Array:
-    """Returns the scale of each column of a kernel [in, out]."""
-    return quantised.repeated(kernel.scale, 1, kernel.shape[1])[0]
+def scales_of(kernel: Any, out: int) -> jax.Array:
+    """Returns the scale of each column of a kernel [in, out], of which a device may have a part."""
+    return quantised.repeated(kernel.scale, 1, out)[0]
 
 
 def _dot(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -300,7 +298,8 @@ def times_transposed(settings: ProductSettings, d: jax.Array, kernel: Any) -> ja
     """Returns d Wᵀ in d's dtype, with rows of d that are quantised as `settings` say."""
     if settings.bwd_qtype is None:
         return dot_general(settings.precision, d, quantised.dense(kernel, d.dtype), (-1, 1))
-    return transposed_sums(settings, d, kernel).scaled.astype(d.dtype)
+    rows = coded_gradient(settings, d, kernel)
+    return transposed_sums(rows, kernel.qvalue).scaled.astype(d.dtype)
 
 
 def _define(settings: ProductSettings, operands: Factors) -> jax.Array:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jax_dora.ops.dispatch import mesh as meshes
-from jax_dora.ops.dispatch.shard import Shard, mesh_axes
+from jax_dora.ops.dispatch.shard import Shard, mesh_axes, spec
 from jax_dora.ops.quantised import is_quantised, stored
 
 # The names of axes that are never sharded: the rank, a seed, and single scales.
@@ -45,6 +45,8 @@ class Op(NamedTuple):
       results: the axis names of each result.
       contracted: the axis that is summed over in results without it.
       is_projection: whether it multiplies rows by a whole kernel [in, out].
+      gathers: the axis names of the matrices that it gathers itself (`Shard.gather`) if gradients
+        are in FP8. Others are gathered before, along either axis, which moves them once more.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Op(NamedTuple):
     results: tuple[str, ...]
     contracted: str = ""
     is_projection: bool = False
+    gathers: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -96,12 +99,14 @@ class Names(NamedTuple):
       contracted: the axes that are summed over.
       tile_counts: for axes of quantised operands, the number of blocks that a device must hold
         whole: the number of tiles, or with a single scale the number of elements.
+      gathered: the index and the shape of the operand that the operator gathers itself, or None.
     """
 
     operands: list[tuple[str, ...]]
     results: list[tuple[str, ...]]
     contracted: tuple[str, ...]
     tile_counts: dict[str, int]
+    gathered: tuple[int, tuple[int, ...]] | None = None
 
     @classmethod
     def of(cls, op: Op, operands: Sequence[Any], results: Sequence[Any]) -> "Names":
@@ -113,12 +118,15 @@ class Names(NamedTuple):
         """
         tile_counts: dict[str, int] = {}
         named: list[list[tuple[str, ...]]] = []
+        gathered = None
         for pairs in (op.named(operands), zip(op.results, results, strict=True)):
             named.append([])
             for text, array in pairs:
                 if array is None:
                     continue
                 names = _names(text, stored(array).ndim)
+                if text == op.gathers and len(named) == 1:
+                    gathered = len(named[-1]), array.shape
                 named[-1].append(names)
                 if is_quantised(array):
                     axes = list(zip(names, array.scale.shape, array.shape, strict=True))
@@ -129,7 +137,7 @@ class Names(NamedTuple):
                     named[-1] += [scales] * (len(jax.tree.leaves(array)) - 1)
         all_names = dict.fromkeys(itertools.chain(*named[0], *named[1]))
         contracted = (name for name in all_names if name.rstrip("0123456789") == op.contracted)
-        return cls(named[0], named[1], tuple(contracted), tile_counts)
+        return cls(named[0], named[1], tuple(contracted), tile_counts, gathered)
 
     def shard(self, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Shard:
         """Returns how a call is sharded over a mesh.
@@ -147,15 +155,15 @@ class Names(NamedTuple):
         proposals: list[tuple[str, tuple[str, ...]]] = []
         for name in reversed(self.contracted):
             proposed = [
-                dict(zip(names, map(mesh_axes, spec), strict=False)).get(name, ())
-                for names, spec in operand_specs
+                dict(zip(names, map(mesh_axes, entries), strict=False)).get(name, ())
+                for names, entries in operand_specs
                 if name in names
             ]
             agreed = (axis for axis in proposed[0] if all(axis in axes for axes in proposed))
             proposals.append((name, tuple(agreed)))
         others: list[tuple[str, tuple[str, ...]]] = []
-        for names, spec in (*zip(self.results, results, strict=True), *operand_specs):
-            others += zip(names, map(mesh_axes, spec), strict=False)
+        for names, entries in (*zip(self.results, results, strict=True), *operand_specs):
+            others += zip(names, map(mesh_axes, entries), strict=False)
         others.sort(key=lambda proposal: not proposal[0].startswith("t"))
         assigned: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
@@ -168,12 +176,45 @@ class Names(NamedTuple):
         assigned |= {name.upper(): assigned[name] for name in self.tile_counts if name in assigned}
         gathered = any(
             set(mesh_axes(entry)) - set(assigned.get(name, ()))
-            for names, spec in operand_specs
-            for name, entry in zip(names, spec, strict=False)
+            for names, entries in operand_specs
+            for name, entry in zip(names, entries, strict=False)
             if len(names) > 1
         )
         summed = tuple(axis for name in self.contracted for axis in assigned.get(name, ()))
-        return Shard(tuple(assigned.items()), summed, gathered)
+        apart = self._apart(mesh, assigned, operands)
+        return Shard(tuple(assigned.items()), summed, gathered, apart)
+
+    def _apart(
+        self, mesh: Mesh, assigned: dict[str, tuple[str, ...]], operands: Sequence[Any]
+    ) -> tuple[tuple[str, tuple[int, tuple[str, ...]]], ...]:
+        """Returns `Shard.apart`: along which axis a device has a part of the matrix that the
+        operator gathers, if there is one such axis, in equal parts."""
+        if self.gathered is None:
+            return ()
+        index, shape = self.gathered
+        names, found = self.operands[index], []
+        for axis, (name, entry) in enumerate(zip(names, operands[index], strict=False)):
+            over = tuple(one for one in mesh_axes(entry) if one not in assigned.get(name, ()))
+            if over:
+                found.append((axis, over))
+        if len(found) != 1:
+            return ()
+        [(axis, over)] = found
+        parts = math.prod(mesh.shape[one] for one in over)
+        if names[axis] in assigned or shape[axis] % parts:
+            return ()
+        return ((" ".join(names), (axis, over)),)
+
+    def operand_specs(self, shard: Shard) -> list[jax.sharding.PartitionSpec]:
+        """Returns how a device's operands are sharded."""
+        specs = [spec(names, shard) for names in self.operands]
+        for names, (axis, over) in shard.apart:
+            assert self.gathered is not None
+            index = self.gathered[0]
+            entries = [shard.mesh_axes(name) for name in names.split()]
+            entries[axis] = over
+            specs[index] = jax.P(*(axes or None for axes in entries))
+        return specs
 
     def _divides(self, mesh: Mesh, axes: Sequence[str], name: str) -> bool:
         """Returns whether the devices along mesh axes divide the tiles of a named axis evenly."""

@@ -270,6 +270,8 @@ def _partitioned(op: Op, settings: Any, tree: Any, avals: Sequence[Any]) -> Any:
     """Returns the operator as a function of arrays that are sharded over a mesh."""
     shapes = _shapes(avals, op=op, settings=settings, tree=tree)
     names = Names.of(op, tree.unflatten(avals), shapes)
+    if getattr(settings, "bwd_qtype", None) is None:
+        names = names._replace(gathered=None)
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         """Returns the function that each device runs, and the shardings of its arrays."""
@@ -282,10 +284,11 @@ def _partitioned(op: Op, settings: Any, tree: Any, avals: Sequence[Any]) -> Any:
                 parts = names.zero_padding(shard, [aval.shape for aval in avals], leaves)
                 return jax.tree.leaves(op.run(settings, shard, tree.unflatten(list(parts))))
 
-        def shardings(arrays: Sequence[tuple[str, ...]]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, spec(axes, shard)) for axes in arrays)
+        def shardings(specs: Iterable[jax.sharding.PartitionSpec]) -> list[NamedSharding]:
+            return [NamedSharding(mesh, one) for one in specs]
 
-        return mesh, run, list(shardings(names.results)), shardings(names.operands)
+        of_results = shardings(spec(axes, shard) for axes in names.results)
+        return mesh, run, of_results, tuple(shardings(names.operand_specs(shard)))
 
     all_names = dict.fromkeys(itertools.chain(*names.operands, *names.results))
     function = custom_partitioning(

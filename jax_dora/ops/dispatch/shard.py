@@ -12,12 +12,14 @@ from jax import lax
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """How a call is sharded; by default not at all: pairs of a named axis and the mesh axes that it
-    is sharded over; the mesh axes that a contracted axis is sharded over, `summed`; and whether a
-    matrix is gathered for the call, like kernels under FSDP, while a product runs."""
+    is sharded over; the mesh axes that a contracted axis is sharded over, `summed`; whether a
+    matrix is gathered for the call, like kernels under FSDP, while a product runs; and, for those
+    that the operator gathers itself, pairs of their axis names and (an axis, its mesh axes)."""
 
     axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     summed: tuple[str, ...] = ()
     gathered: bool = False
+    apart: tuple[tuple[str, tuple[int, tuple[str, ...]]], ...] = ()
 
     @property
     def shares_rows(self) -> bool:
@@ -43,6 +45,14 @@ class Shard:
     def sum(self, array: Any) -> Any:
         """Returns the sum of the partial sums of the devices."""
         return lax.psum(array, self.summed) if self.summed and array is not None else array
+
+    def gather(self, names: str, matrix: jax.Array) -> jax.Array:
+        """Returns a whole matrix, of which a device may have a part; or, if its last axis is in
+        parts, [parts, first axis, last axis / parts], which is how they arrive."""
+        if (found := dict(self.apart).get(names)) is None:
+            return matrix
+        axis, over = found
+        return lax.all_gather(matrix, over, tiled=axis == 0)
 
     def as_copies(self, *arrays: Any) -> tuple[Any, ...]:
         """Returns `arrays` for a kernel; during collectives behind a barrier, before which XLA

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import collectives
 from jax_dora.ops import Dropout, dora_linear, draw_seed, lora_linear, row_scaled
+from jax_dora.ops.linear import scaled_linear
 from jax_dora.ops.mosaic.projection import coded_matmul
 from jax_dora.ops.operands import ProductSettings
 from parity import oracle, tolerances
@@ -162,6 +163,50 @@ def test_on_automatic_axes(of_x, spec, with_bias):
     compiled = jax.jit(call).lower(*arguments).compile()
     near(compiled(*arguments), wanted)
     assert max([one.bytes for one in collectives(compiled.as_text(), 4)]) < kernel.qvalue.size
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes"),
+    [
+        # (the transposed codes, the codes) as they are gathered, in parts of their last axis.
+        (("x", None), {(2, 32, 64), (128, 32)}),
+        (("x", "y"), {(2, 16, 64), (128, 16)}),
+        slow((None, "x"), {(32, 128), (2, 128, 16)}),
+    ],
+)
+@pytest.mark.ci
+def test_rows_and_kernels_on_one_axis(spec, shapes):
+    """As under FSDP: codes travel as they are stored, and no device moves them again."""
+    mesh, kernel = automatic(x=2, y=2), kernel_of((128, 32))
+    (x, a, b, magnitude, _), dy = operands(kernel, rows=(2, 8))
+    names = (("x",), (spec[0], None), (None, spec[1]), (spec[1],))
+    codes = kernel.qvalue.T
+
+    def call(x, a, b, g, kernel, codes, dy):
+        def of(x, a, b, g):
+            options = {"act_qtype": QTYPE, "bwd_qtype": E5M2, "codes": codes}
+            return scaled_linear(x, kernel, a, b, g, SCALE, **options)
+
+        y, pull = jax.vjp(of, x, a, b, g)
+        return y, pull(dy)
+
+    def put(one, names):
+        return jax.device_put(one, NamedSharding(mesh, P(*names)))
+
+    arrays = (x, a, b, magnitude)
+    wanted = jax.jit(call)(*arrays, kernel, codes, dy)
+    placed = kernel.replace(
+        qvalue=put(kernel.qvalue, spec), scale=put(kernel.scale, (None, spec[1]))
+    )
+    of_dy = ("x", None, spec[1] if spec[1] == "y" else None)
+    arrays = (*map(put, arrays, names), placed, put(codes, spec[::-1]), put(dy, of_dy))
+    compiled = jax.jit(call).lower(*arrays).compile()
+    for one, other in zip(*map(jax.tree.leaves, (compiled(*arrays), wanted)), strict=True):
+        one, other = (np.asarray(array, np.float64) for array in (one, other))
+        assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(other)
+    of_codes = r"= (?:f8e4m3fn|f16|s8|u8)\[([\d,]+)\]\S* all-gather"
+    found = re.findall(of_codes, compiled.as_text())
+    assert sorted(tuple(map(int, one.split(","))) for one in found) == sorted(shapes)
 
 
 @pytest.mark.ci

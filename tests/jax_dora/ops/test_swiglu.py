@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from jax_dora.ops import swiglu
 from jax_dora.ops.dispatch.shard import Shard
+from jax_dora.ops.dtypes import divisible
 from jax_dora.ops.mosaic.rows import swiglu_codes
 from jax_dora.ops.mosaic.rows.swiglu_backward import config, launch
 from jax_dora.ops.operands import Gating, GatingSettings
-from jax_dora.ops.dtypes import divisible
 from jax_dora.ops.row_scaled import RowScaled
 from jax_dora.ops.swiglu import SWIGLU_BACKWARD, SWIGLU_CODES, swiglu_of_results
 from parity import oracle, tolerances

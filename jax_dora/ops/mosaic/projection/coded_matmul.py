@@ -2,7 +2,8 @@
 
     result = g∘((rows ⊗ columns)∘(codes kernelᵀ) + z adapterᵀ)
 
-    codes  [rows, k]   kernel   [cols, k]    FP8, of the same or of different formats
+    codes  [rows, k]   kernel   [cols, k]    FP8, of the same or of different formats; kernel also
+                                             [parts, cols, k / parts], as devices gather it
     z  [rows, r]       adapter  [cols, r]    bf16 or fp16, the dtype of the result [rows, cols]
     rows  f32[rows]    columns, g  f32[cols] (each optional)
 
@@ -93,15 +94,17 @@ def launch(
 
     Args:
       codes, scales: [..., k] and the scale of each row, f32[...].
-      kernel, z, adapter, columns, g: see the module.
+      kernel, z, adapter, columns, g: see the module. Each part of a kernel has a multiple of
+        `CODES` summed features.
       want_copy: whether to write the result twice, which saves a pass that copies it.
       config, sm_count: see `choose.Choice`.
     """
     c, dtype = config, z.dtype
-    shape = (*codes.shape[:-1], kernel.shape[0])
+    *_, cols, summed_in_part = kernel.shape
+    shape, kernel = (*codes.shape[:-1], cols), kernel.reshape(-1, summed_in_part)
     codes, z = codes.reshape(-1, codes.shape[-1]), z.reshape(-1, z.shape[-1])
-    (rows, summed), cols = codes.shape, kernel.shape[0]
-    outputs = 2 if want_copy else 1
+    rows, summed = codes.shape
+    outputs, steps_in_part = 2 if want_copy else 1, summed_in_part // CODES
     steps, tiles = pl.cdiv(summed, CODES), Tiles.of(c, rows, cols, sm_count)
     consumer_rows, consumer_cols = c.consumer_tile
     part_cols = min(PART_COLS, consumer_cols)
@@ -123,7 +126,7 @@ def launch(
 
     def body(
         codes_gmem,  # [rows, k]
-        kernel_gmem,  # [cols, k]
+        kernel_gmem,  # [parts · cols, k / parts]
         z_gmem,  # [rows, r]
         adapter_gmem,  # [cols, r]
         scales_gmem,  # f32[rows]
@@ -180,11 +183,14 @@ def launch(
                 def fetch_slice(k, _):
                     stage = lax.rem(index * steps + k, c.stages)
                     plgpu.barrier_wait(free.at[stage])
-                    for gmem, smem, at in (
-                        (codes_gmem, codes_smem, at_rows),
-                        (kernel_gmem, kernel_smem, at_cols),
+                    # Past the columns of a part are those of the next, whose sums are not stored.
+                    part, k_in_part = lax.div(k, steps_in_part), lax.rem(k, steps_in_part)
+                    of_part = pl.ds(part * cols + col, c.tile_cols)
+                    for gmem, smem, at, start in (
+                        (codes_gmem, codes_smem, at_rows, k),
+                        (kernel_gmem, kernel_smem, of_part, k_in_part),
                     ):
-                        slice_gmem = gmem.at[at, pl.ds(k * CODES, CODES)]
+                        slice_gmem = gmem.at[at, pl.ds(start * CODES, CODES)]
                         plgpu.copy_gmem_to_smem(slice_gmem, smem.at[stage], ready.at[stage])
 
                 lax.fori_loop(0, steps, fetch_slice, None)

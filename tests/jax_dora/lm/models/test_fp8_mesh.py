@@ -12,19 +12,36 @@ from flax import nnx
 
 import jax_dora
 from jax_dora.lm.models import CausalLM, DecoderSharding, next_token_loss
+from jax_dora.ops import norm as norms
+from jax_dora.ops.mosaic.norm import transposing_norm
 from tests.jax_dora.lm.models.conftest import SMALL
 from tests.jax_dora.small_models import train
 
 FP8 = "float8_e4m3fn"
 ROWS, TIME, VOCABULARY = 2, 67, 96
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, TIME + 1)).astype(np.int32)
+CHOOSE = norms.choose.choose
 RANK, TOKEN_AXES = 3, {TIME, ROWS * TIME}
 
 
 @functools.cache
-def step(axis):
+def step(axis, codes_by_norm=False):
     """Returns the loss and gradients of adapters on two devices by an axis of the mesh, or on one,
-    and the compiled program."""
+    and the compiled program. `codes_by_norm` is whether norms make transposed codes, as by their
+    kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        if codes_by_norm:
+            patch.setattr(norms.choose, "choose", chosen)
+        return made_step(axis)
+
+
+def chosen(op, implementation, *candidates, optional=False):
+    if optional and candidates[0][0] is transposing_norm:
+        return True
+    return CHOOSE(op, implementation, *candidates, optional=optional)
+
+
+def made_step(axis):
     sharding = axis and DecoderSharding.over(**{axis: 2}, devices=jax.devices()[:2])
     config = dataclasses.replace(SMALL, vocab_size=VOCABULARY, sharding=sharding)
     model = CausalLM(config, rngs=nnx.Rngs(0))
@@ -67,10 +84,11 @@ def moved(text):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("codes_by_norm", [False, True])
 @pytest.mark.parametrize("axis", ["fsdp", "tp"])
-def test_the_step_of_one_device(axis):
+def test_the_step_of_one_device(axis, codes_by_norm):
     """A row that devices share has one scale, so its codes are those of one device."""
-    (value, found, _), (wanted_value, wanted, _) = step(axis), step(None)
+    (value, found, _), (wanted_value, wanted, _) = step(axis, codes_by_norm), step(None)
     np.testing.assert_allclose(value, wanted_value, rtol=1e-4)
     for one, other in zip(found, wanted, strict=True):
         one, other = np.asarray(one), np.asarray(other)
@@ -78,9 +96,10 @@ def test_the_step_of_one_device(axis):
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_gathers_nothing():
+@pytest.mark.parametrize("codes_by_norm", [False, True])
+def test_tensor_parallelism_gathers_nothing(codes_by_norm):
     """What LoRA moves travels: sums over features of activations and of their gradients."""
-    arrays = list(moved(step("tp")[2]))
+    arrays = list(moved(step("tp", codes_by_norm)[2]))
     assert {kind for kind, _, _ in arrays} == {"all-reduce"}
     with_tokens = [shape for _, _, shape in arrays if TOKEN_AXES & set(shape)]
     widths = {shape[-1] for shape in with_tokens} - TOKEN_AXES - {1}
@@ -88,8 +107,13 @@ def test_tensor_parallelism_gathers_nothing():
 
 
 @pytest.mark.slow
-def test_fsdp_gathers_weights_only():
+@pytest.mark.parametrize("codes_by_norm", [False, True])
+def test_fsdp_gathers_weights_only(codes_by_norm):
     """And no activation: each device computes whole rows."""
-    arrays = list(moved(step("fsdp")[2]))
-    assert "all-gather" in {kind for kind, _, _ in arrays}
+    arrays = list(moved(step("fsdp", codes_by_norm)[2]))
+    gathered = [shape for kind, _, shape in arrays if kind == "all-gather"]
+    assert gathered
+    # Those of down's codes and, transposed, of gate's and up's: features that a product sums over.
+    in_parts = (2, SMALL.intermediate_size, SMALL.hidden_size // 2)
+    assert gathered.count(in_parts) == (3 if codes_by_norm else 1)
     assert not [one for one in arrays if TOKEN_AXES & set(one[2])]

@@ -91,6 +91,17 @@ def test_a_row_that_is_not_finite_harms_itself_only_in_each_layer_of_a_scan(on_m
     assert not np.isfinite(fp64(found[:, 17])).any()
 
 
+@pytest.mark.parametrize(("cols", "parts"), [(192, 2), ci(320, 3)])
+def test_a_kernel_in_parts_gives_the_same_bits(on_mosaic, cols, parts):
+    given = operands(4, 24, 128 * parts, cols, 16, E4M3, jnp.bfloat16, 2)
+    apart = jnp.stack(jnp.split(given["kernel"], parts, axis=1))
+    with on_mosaic():
+        whole = run(given, SMALL)
+        found = jax.block_until_ready(run(given | {"kernel": apart}, SMALL))
+    check(given, found)
+    np.testing.assert_array_equal(found, whole)
+
+
 @pytest.mark.ci
 def test_keeps_leading_axes_and_copies(on_mosaic):
     given = operands(1, 48, 128, 128, 8, E4M3, jnp.bfloat16, 2)
@@ -154,4 +165,5 @@ def test_agrees_at_full_size(rows, contracted, cols, rank, qtype, vectors):
     given = operands(2, rows, contracted, cols, rank, qtype, jnp.bfloat16, vectors)
     first = run(given, sm_count=132)
     check(given, first)
+    given["kernel"] = jnp.stack(jnp.split(given["kernel"], 2, axis=1))  # as two devices gather it
     np.testing.assert_array_equal(run(given, sm_count=UNLIMITED_BLOCKS), first)
