@@ -41,10 +41,16 @@ class Adapters:
         self._layers: dict[str, Any] = {}
         self._reasons: dict[str, str] = {}  # why the others cannot have DoRA
         direct = slices.called_without_adapters(manager.model)
+        language, *encoders = dict.fromkeys(manager.punica_wrapper_mapping.values())
         for name, layer in manager.modules.items():
             reason = slices.refuses(layer)
             if reason is None and id(layer.base_layer) in direct:
                 reason = "vLLM computes with the base layer alone; leave it out of the adapter"
+            if reason is None and layer.punica_wrapper in encoders:
+                reason = (
+                    "it is in an encoder, which vLLM calls for some of a batch's images and videos "
+                    "at a time, with the adapters of others; leave it out of the adapter"
+                )
             if reason is not None:
                 self._reasons[name] = reason
             else:
@@ -53,10 +59,10 @@ class Adapters:
                 scaling.attach(layer.base_layer, manager.lora_slots, features, rows)
                 self._layers[name] = layer
         self._ranks = [manager.lora_config.max_lora_rank] * manager.lora_slots
-        for wrapper in set(manager.punica_wrapper_mapping.values()):
+        for wrapper in (language, *encoders):
             wrapper._token_lora_indices.fill_(-1)  # vLLM leaves it uninitialized
-            if not keeps_punica:
-                self._replace_punica(wrapper)
+        if not keeps_punica:
+            self._replace_punica(language)
         self._compile_norms()
 
     def _compile_norms(self) -> None:

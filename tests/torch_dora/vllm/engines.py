@@ -89,14 +89,15 @@ Answer = tuple[list[int], list[float]]  # tokens and their log-probabilities
 class Zoo:
     """A model and its adapters, in a folder and in PEFT."""
 
-    def __init__(self, kind: str, root: Path, seed: int = 1) -> None:
+    def __init__(self, kind: str, root: Path, seed: int = 1, base: Any = None) -> None:
         self.root = root
         self.folder = root / "model"
         config, sizes = MODELS[kind]
         torch.manual_seed(0)
-        self.base = transformers.AutoModelForCausalLM.from_config(
+        self.base = base or transformers.AutoModelForCausalLM.from_config(
             getattr(transformers, config)(**sizes), dtype=torch.float32
-        ).eval()
+        )
+        self.base.eval()
         randomize(self.base, seed)
         if self.base.config.tie_word_embeddings:  # Otherwise every token answers itself.
             self.base.get_input_embeddings().weight.data.mul_(0.2)

@@ -26,6 +26,7 @@ from tests.torch_dora.vllm.engines import (
     greedy,
     request,
 )
+from tests.torch_dora.vllm.test_slices import linear, wrapped
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -296,3 +297,42 @@ def test_models_with_an_encoder_are_refused():
     adapters.manager = SimpleNamespace(model=SimpleNamespace(config=transformers.WhisperConfig()))
     with pytest.raises(Exception, match="the model has an encoder"):
         adapters._find_magnitudes(SimpleNamespace(dora_layers={}))
+
+
+def test_layers_of_encoders_are_left_to_vllm(monkeypatch):
+    """It calls them for groups of a batch's images, and looks up adapters by their places."""
+    from vllm.lora import layers  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers.linear import (  # pyright: ignore[reportMissingImports]
+        ReplicatedLinear,
+    )
+
+    from torch_dora.vllm import adapters, punica
+
+    class Wrapper:
+        def __init__(self):
+            self._token_lora_indices = torch.zeros(9, dtype=torch.int64)
+
+    language, tower = Wrapper(), Wrapper()
+    modules = {}
+    for name, wrapper in {"model.q": language, "visual.q": tower, "visual.k": tower}.items():
+        base = linear(ReplicatedLinear)
+        base.output_size = 4
+        modules[name] = wrapped(layers.ReplicatedLinearWithLoRA, base)
+        modules[name].punica_wrapper = wrapper
+    manager = SimpleNamespace(
+        model=torch.nn.Module(),
+        modules=modules,
+        lora_slots=1,
+        lora_config=SimpleNamespace(max_lora_rank=8),
+        punica_wrapper_mapping={"model": language, "visual": tower, "merger": tower},
+    )
+    asked = []
+    monkeypatch.setattr(adapters.Adapters, "_compile_norms", lambda self: None)
+    monkeypatch.setattr(punica, "refuses", lambda layer: asked.append(layer) or "not here")
+    made = adapters.Adapters(manager, keeps_punica=False)
+    assert made._layers == {"model.q": modules["model.q"]}
+    assert asked == [modules["model.q"]]
+    assert {"visual.q", "visual.k"} == {*made._reasons}
+    assert made._reasons["visual.q"].startswith("it is in an encoder")
+    assert not hasattr(modules["visual.q"].base_layer, "row_scales")
+    assert all((one._token_lora_indices == -1).all() for one in (language, tower))

@@ -1,6 +1,7 @@
 """Answers of vLLM with the plugin, compared with transformers and PEFT in fp32."""
 
 import pytest
+import transformers
 
 from parity import serving
 from parity.report import Report
@@ -41,6 +42,22 @@ def test_every_adapter_alone_and_in_mixed_batches_answers_as_with_peft(kind, tmp
         check(mixed, expected)
         alone = [generate(made, [prompt], [requests[name]])[0] for name, prompt in pairs[:7]]
         check(alone, expected[:7])
+
+
+def test_the_language_model_of_a_multimodal_model_answers_as_with_peft(tmp_path):
+    """In vLLM its layers have other names than in PEFT."""
+    text = engines._WIDE | {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6]}}
+    vision = {"depth": 1, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
+    zoo = Zoo("Qwen2", tmp_path, base=transformers.Qwen2VLForConditionalGeneration(config))
+    layers = r".*language_model\.layers.*_proj"
+    for name in ("dora", "lora"):
+        zoo.add(name, ADAPTERS[name] | {"target_modules": layers}, 70)
+    names = [None, "dora", "lora"]
+    requests = [request(name, name and zoo.path(name), number) for number, name in enumerate(names)]
+    with engine(zoo.folder, limit_mm_per_prompt={"image": 0, "video": 0}) as made:
+        found = generate(made, [PROMPTS[0]] * 3, requests)
+    check(found, [zoo.expected(name, tuple(PROMPTS[0])) for name in names])
 
 
 def test_the_kernels_answer_as_peft(tmp_path, monkeypatch):
