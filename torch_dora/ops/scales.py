@@ -16,8 +16,8 @@ if TYPE_CHECKING or choose.TRITON_MODE is not None:
 
 
 class Scales:
-    """max(norm, eps) and g of a call, what they were computed from, and lora_a and lora_b cast by a
-    repeated call, whose gradient follows at once."""
+    """max(norm, eps) and g of a call, what they were computed from, and lora_a and lora_b as the
+    call cast them, for its gradient."""
 
     __slots__ = "__weakref__", "casts", "source", "tensors"
 
@@ -62,6 +62,7 @@ class _Last:
 
 
 _LAST = _Last()
+_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
 
 
 def for_gradient(
@@ -81,9 +82,11 @@ def for_gradient(
         scales = Scales(tensors, source)
     else:
         a, b = _cast(plan, parts[1], lora_b)
-    if repeats:
-        scales.casts = (a, b) if plan.casts else None
-    else:
+    # Where hooks drop or move what is saved, as checkpointing does, only a repeated call keeps its
+    # casts: its gradient follows at once.
+    if plan.casts and (repeats or _saved_tensors_hooks(True) is None):
+        scales.casts = a, b
+    if not repeats:
         _LAST.set(lora_b, scales)
     return scales, a, b
 

@@ -1,5 +1,6 @@
 """The direct call computes what the long way does, and leaves everything else to it."""
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -8,6 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -496,22 +498,45 @@ def test_a_call_within_a_backward_pass_sees_changes(device, norms, name, in_plac
     assert not torch.equal(seen[0], y)
 
 
-def test_a_repeated_call_casts_for_its_gradient(device, calls, monkeypatch):
-    made = layer(device, bias=False)
-    x = torch.randn(3, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
-    casts, to = [], torch.Tensor.to
+@pytest.fixture
+def casts(monkeypatch):
+    """The tensors that `to` is called for."""
+    found, to = [], torch.Tensor.to
 
     def counted(tensor, *arguments, **named):
-        if tensor is made.lora_a or tensor is made.lora_b:
-            casts.append(tensor)
+        found.append(tensor)
         return to(tensor, *arguments, **named)
 
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    return found
+
+
+def test_a_repeated_call_casts_for_its_gradient(device, calls, casts):
+    made = layer(device, bias=False)
+    x = torch.randn(3, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
     made(x)
     y = checkpoint(made, x, use_reentrant=False)
-    monkeypatch.setattr(torch.Tensor, "to", counted)
+    casts.clear()
     y.sum().backward()
     assert calls == [True] * 3
-    assert [one is made.lora_a for one in casts] == [True, False]
+    found = [one for one in casts if one is made.lora_a or one is made.lora_b]
+    assert [one is made.lora_a for one in found] == [True, False]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_call_keeps_its_casts_unless_hooks_would_drop_them(device, calls, casts, dropout):
+    made = layer(device, bias=False, dropout=dropout, dropout_mode="input")
+    x = torch.randn(3, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for hooks in (contextlib.nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)):
+        with hooks:
+            y = made(x)
+        for _ in range(2):
+            casts.clear()
+            y.sum().backward(retain_graph=True)
+            found.append(sum(one is made.lora_a or one is made.lora_b for one in casts))
+    assert calls == [True] * 2
+    assert found == [0, 2, 2, 2]
 
 
 def test_scales_are_forgotten_with_their_node():
