@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     scale.add_argument("--ranks", nargs="+", type=int, help="of the adapters; default: 64 384")
     scale.add_argument("--layouts", nargs="+", choices=("tp", "fsdp", "dp", "alone", "fsdp-tp"))
     scale.add_argument("--axes", nargs="+", choices=("auto", "explicit"))
-    add("--tasks", nargs="+", help="levels compile and method_comparison; default: all")
+    add("--tasks", nargs="+", help="levels compile, method_comparison and vlm; default: all")
     add("--commit", help="commit to record, if this is not a git checkout")
     return parser
 

@@ -52,12 +52,14 @@ class Settings(NamedTuple):
       layers: of the language models; 0 for those of `LAYERS`.
       ranks: of the adapters, one after the other.
       sides: "eager", "compiled" or both. Compiled ones are divided by eager ones of the same run.
+      tasks: "inference", "gradient" or both.
     """
 
     only: tuple[str, ...] = tuple(model.name for model in MODELS)
     layers: int = 0
     ranks: tuple[int, ...] = (384,)
     sides: tuple[str, ...] = ("eager", "compiled")
+    tasks: tuple[str, ...] = ("inference", "gradient")
     rounds: int = 5
     tokens: int = 4096
     last: int = 1024
@@ -76,6 +78,8 @@ def refuses(settings: Settings) -> str | None:
         return f"--only is {unknown[0]}; expected one of {', '.join(names)}"
     if unknown := [name for name in settings.sides if name not in SIDES]:
         return f"--sides is {unknown[0]}; expected eager, compiled or both"
+    if unknown := [name for name in settings.tasks if name not in CALLS]:
+        return f"--tasks is {unknown[0]}; expected inference, gradient or both"
     return None
 
 
@@ -111,9 +115,9 @@ def _measure(
     inputs = chosen.inputs(base, settings.tokens, device)
     models = {(side, side.wide): _adapted(side, base, rank, device) for side in sides}
     cosines = _cosines(base, models, inputs, rank, settings.last, device)
-    for task, call in (("inference", _inference), ("gradient", _gradient)):
+    for task in settings.tasks:
         calls = {
-            key: functools.partial(call, model, inputs, settings.last)
+            key: functools.partial(CALLS[task], model, inputs, settings.last)
             for key, model in models.items()
             if task == "inference" or not key[0].frozen
         }
@@ -200,6 +204,9 @@ def _gradient(model: Any, inputs: dict[str, Tensor], last: int) -> None:
     logits = model(**inputs, logits_to_keep=last, use_cache=False).logits
     targets = inputs["input_ids"][0, -last:]
     F.cross_entropy(logits.flatten(0, 1).float(), targets).backward()
+
+
+CALLS = {"inference": _inference, "gradient": _gradient}
 
 
 def _held(model: Any) -> int:
