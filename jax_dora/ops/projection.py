@@ -40,6 +40,7 @@ from jax_dora.ops.operands import Gating, ProductSettings, Projection, Projectio
 from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
 from jax_dora.ops.reduction import REDUCE, REDUCE_BACK, Reduction, ReductionSettings
 from jax_dora.ops.saved_inner import named_copy, save_inner
+from jax_dora.ops.saved_norm import save_g
 from jax_dora.ops.swiglu import gradients_and_result
 
 INNER_NAME = "dora_inner"
@@ -66,12 +67,15 @@ def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
     return operands.bias is None and dtype != jnp.float16
 
 
-def _with_divisible_g(operands: Projection) -> Projection:
-    """Returns the operands with |g| at least `dtypes.LEAST_G`, if the gradient divides by g."""
+def _with_g_of_gradient(operands: Projection) -> Projection:
+    """Returns the operands with a g that `jax.checkpoint` keeps, with |g| at least `dtypes.LEAST_G` if the
+    gradient divides by it."""
     g = operands.g
-    if g is None or not _result_holds_inner(operands, operands.x.dtype):
+    if g is None:
         return operands
-    return operands._replace(g=divisible(g))
+    if _result_holds_inner(operands, operands.x.dtype):
+        g = divisible(g)
+    return operands._replace(g=save_g(g))
 
 
 def _scaled_lora_a(operands: Projection) -> jax.Array:
@@ -111,7 +115,7 @@ def _projection_fwd(
     refuse_scale_gradient(wanted.scale)
     if wanted.kernel and quantised.is_quantised(operands.kernel):
         check.refuse_kernel_gradient(operands.kernel)
-    operands = _with_divisible_g(operands)
+    operands = _with_g_of_gradient(operands)
     from_y, scaled = _result_holds_inner(operands, operands.x.dtype), _scaled_lora_a(operands)
     forward = _with_z(settings, operands, scaled)
     z = forward.z

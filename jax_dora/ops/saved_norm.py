@@ -1,12 +1,13 @@
-"""Norms that rematerialisation never computes twice.
+"""Norms, and g = magnitude / norm, that rematerialisation never computes twice.
 
 The norm of a layer is f32[out] and depends on no activation. `jax.checkpoint` without a policy
-would nevertheless compute it again in the backward pass, which reads the whole kernel once more.
-`save_norm` marks a norm by a primitive whose rule for `jax.checkpoint` keeps its value, whatever
-the policy; so this also holds in `nnx.remat` and `nn.remat` that the user's code or a trainer
-calls, and inside scans. Everywhere else the primitive is the identity.
+would nevertheless compute it again in the backward pass, which reads the whole kernel once more;
+and g, which takes a launch for a few numbers. `save_norm` and `save_g` mark them by a primitive
+whose rule for `jax.checkpoint` keeps its value, whatever the policy; so this also holds in
+`nnx.remat` and `nn.remat` that the user's code or a trainer calls, and inside scans. Everywhere
+else the primitive is the identity.
 
-With JAX's option `jax_remat3` the norm is kept only by a policy that keeps its name.
+With JAX's option `jax_remat3` the norm is kept only by a policy that keeps its name, and g not.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +26,23 @@ def save_norm(norm: jax.Array) -> jax.Array:
     return _save_p.bind(checkpoint_name(norm, NORM_NAME))
 
 
+def save_g(g: jax.Array) -> jax.Array:
+    """Returns `g`, which `jax.checkpoint` keeps."""
+    return _save_p.bind(g)
+
+
 _save_p = Primitive("save_dora_norm")
-_save_p.def_impl(lambda norm: norm)
-_save_p.def_abstract_eval(lambda norm: norm)
-mlir.register_lowering(_save_p, lambda _, norm: [norm])
+_save_p.def_impl(lambda array: array)
+_save_p.def_abstract_eval(lambda array: array)
+mlir.register_lowering(_save_p, lambda _, array: [array])
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     return _save_p.bind(*primals), tangents[0]
 
 
-def _batch(norms: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
-    return _save_p.bind(*norms), axes[0]
+def _batch(arrays: Sequence[Any], axes: Sequence[Any]) -> tuple[Any, Any]:
+    return _save_p.bind(*arrays), axes[0]
 
 
 def _partial_eval(
@@ -50,7 +56,7 @@ def _partial_eval(
       the forward pass computes is kept if the backward pass needs it.
     """
     del is_saveable  # the policy
-    if unknown[0]:  # an outer differentiation has not computed the norm yet
+    if unknown[0]:  # an outer differentiation has not computed the array yet
         return None, equation, [True], [True], []
     return equation, None, [False], [False], []
 

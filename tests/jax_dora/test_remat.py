@@ -171,8 +171,8 @@ class TestRematerialisedNorms:
 
         print_saved_residuals(run, adapter, rest, x)
         lines = [one for one in capsys.readouterr().out.splitlines() if "argument" not in one]
-        norms = ["f32[16]", "f32[16]", "f32[32]"]
-        assert sorted(one.split()[0] for one in lines) == sorted(norms + inner)
+        norms_and_gs = 2 * ["f32[16]", "f32[16]", "f32[32]"]
+        assert sorted(one.split()[0] for one in lines) == sorted(norms_and_gs + inner)
 
     @pytest.mark.parametrize(
         ("remat", "options", "twice"),
