@@ -50,7 +50,7 @@ def g_of_call(
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
     wide = accumulation_dtype(dtype)
-    return magnitude.astype(wide) / norm.astype(wide)
+    return lax.div(magnitude.astype(wide), norm.astype(wide))
 
 
 def norm_with_codes(layer: Any) -> tuple[Any, Any]:

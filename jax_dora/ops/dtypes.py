@@ -23,7 +23,7 @@ def per_feature(vector: jax.Array, like: jax.Array) -> jax.Array:
 def divisible(g: jax.Array) -> jax.Array:
     """Returns g, with `LEAST_G` in place of smaller numbers."""
     least = lax.full_like(g, LEAST_G)
-    return lax.select(lax.abs(g) < least, least, g)
+    return lax.select(lax.lt(lax.abs(g), least), least, g)
 
 
 def dot_general(precision, a, b, axes, dtype=None):

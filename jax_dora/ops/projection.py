@@ -68,8 +68,8 @@ def _result_holds_inner(operands: Projection, dtype: Any) -> bool:
 
 
 def _with_g_of_gradient(operands: Projection) -> Projection:
-    """Returns the operands with a g that `jax.checkpoint` keeps, with |g| at least `dtypes.LEAST_G` if the
-    gradient divides by it."""
+    """Returns the operands with a g that `jax.checkpoint` keeps, with |g| at least
+    `dtypes.LEAST_G` if the gradient divides by it."""
     g = operands.g
     if g is None:
         return operands

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import config
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
@@ -56,8 +57,7 @@ def call(op: Op, settings: Any, operands: Any) -> tuple[Any, ...]:
         results = op.run(settings, Shard(), operands)
         return jax.tree.map(lambda result: vary(result, axes), results)
     leaves, tree = jax.tree.flatten(operands)
-    avals = tree.unflatten([_unvarying(jax.typeof(leaf)) for leaf in leaves])
-    shapes = _traced(op).eval_shape(_for_types(settings), Shard(), avals)
+    shapes = _shapes(*_call_key(map(jax.typeof, leaves), op, settings, tree))
     results = _op_p.bind(*leaves, op=op, settings=settings, tree=tree)
     return jax.tree.structure(shapes).unflatten(results)
 
@@ -102,9 +102,20 @@ def _for_types(settings: Any) -> Any:
     return settings
 
 
-def _shapes(avals: Iterable[Any], *, op: Op, settings: Any, tree: Any) -> Any:
-    operands = tree.unflatten(list(map(_unvarying, avals)))
-    return _traced(op).eval_shape(_for_types(settings), Shard(), operands)
+def _call_key(avals: Iterable[Any], op: Op, settings: Any, tree: Any) -> tuple[Any, ...]:
+    """Returns what the types of the results depend on, the arguments of `_shapes`."""
+    avals = tuple(map(_unvarying, avals))
+    return config.trace_context(), choose.target(), op, _for_types(settings), tree, avals
+
+
+@functools.lru_cache(4096)
+def _shapes(
+    context: Any, target: Any, op: Op, settings: Any, tree: Any, avals: tuple[Any, ...]
+) -> Any:
+    """Returns the types of the results. They are kept, as JAX would look its trace up for half a
+    millisecond each time."""
+    del context, target  # on which the operator's trace depends
+    return _traced(op).eval_shape(settings, Shard(), tree.unflatten(avals))
 
 
 def _with_xla(settings: Any) -> Any:
@@ -141,7 +152,7 @@ def _types(*avals: Any, **params: Any) -> list[Any]:
             sharding=shape.sharding or NamedSharding(first.sharding.mesh, jax.P()),
             manual_axis_type=first.manual_axis_type.update(varying=axes),
         )
-        for shape in jax.tree.leaves(_shapes(avals, **params))
+        for shape in jax.tree.leaves(_shapes(*_call_key(avals, **params)))
     ]
 
 
@@ -268,7 +279,7 @@ def _devices(module: Any) -> tuple[Mesh | None, bool]:
 
 def _partitioned(op: Op, settings: Any, tree: Any, avals: Sequence[Any]) -> Any:
     """Returns the operator as a function of arrays that are sharded over a mesh."""
-    shapes = _shapes(avals, op=op, settings=settings, tree=tree)
+    shapes = _shapes(*_call_key(avals, op, settings, tree))
     names = Names.of(op, tree.unflatten(avals), shapes)
     if getattr(settings, "bwd_qtype", None) is None:
         names = names._replace(gathered=None)

@@ -183,7 +183,7 @@ def test_some_sizes_have_their_own_config(found, usual):
     assert found != usual
 
 
-@pytest.mark.parametrize(("is_lowered", "most"), [(False, 7), (True, 9)])
+@pytest.mark.parametrize(("is_lowered", "most"), [(False, 7), (True, 10)])
 def test_a_layer_reaches_its_kernel_in_few_frames(monkeypatch, is_lowered, most):
     """Without the two of the thread in which a kernel is traced for a program for a GPU."""
     real, depths = plgpu.kernel, []

@@ -98,7 +98,7 @@ def of_device(op, settings, operands, mesh, specs, results):
             for a, spec in zip(arrays, specs, strict=True)
         ]
 
-    made = jax.tree.leaves(primitive._shapes(avals, op=op, settings=settings, tree=tree))
+    made = jax.tree.leaves(primitive._shapes(*primitive._call_key(avals, op, settings, tree)))
     _, run, _, shardings = whole.partition(mesh, placed(leaves, specs), placed(made, results))
     parts = [
         jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype)
