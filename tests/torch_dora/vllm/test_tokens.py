@@ -1,6 +1,7 @@
 """Answers of vLLM with the plugin, compared with transformers and PEFT in fp32."""
 
 import pytest
+import torch
 import transformers
 
 from parity import serving
@@ -42,6 +43,21 @@ def test_every_adapter_alone_and_in_mixed_batches_answers_as_with_peft(kind, tmp
         check(mixed, expected)
         alone = [generate(made, [prompt], [requests[name]])[0] for name, prompt in pairs[:7]]
         check(alone, expected[:7])
+
+
+def test_embeddings_are_those_of_peft(tmp_path):
+    zoo, prompt = Zoo("Llama", tmp_path), PROMPTS[2]
+    names = [None, "dora", "lora"]
+    requests = [request(name, name and zoo.path(name), number) for number, name in enumerate(names)]
+    with engine(zoo.folder, max_loras=3, runner="pooling") as made:
+        prompts = [{"prompt_token_ids": prompt}] * len(names)
+        answers = made.embed(prompts, lora_request=requests, use_tqdm=False)
+    for name, answer in zip(names, answers, strict=True):
+        with torch.no_grad():
+            model = zoo.model(name).get_base_model() if name else zoo.base
+            expected = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        found = torch.tensor(answer.outputs.embedding)
+        torch.testing.assert_close(found, expected / expected.norm(), rtol=0, atol=1e-5)
 
 
 def test_the_language_model_of_a_multimodal_model_answers_as_with_peft(tmp_path):
