@@ -14,6 +14,7 @@ from jax_dora.ops.mosaic.rows import compose_forward as mosaic_compose
 from jax_dora.ops.mosaic.rows.elementwise import Config
 from parity import oracle, tolerances
 from tests.jax_dora.ops.interpreter import slack
+from tests.jax_dora.programs import aval, equations
 from tests.tables import slow, thinned
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -127,6 +128,35 @@ def test_mosaic_adds_many_rows_without_drift(on_mosaic):
     np.testing.assert_allclose(
         np.asarray(d_g, np.float64), rows * float(np.float32(0.1)), rtol=3e-7
     )
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("features", "out"), [(128, 136), (512, 1024)])
+def test_mosaic_adds_the_rows_that_threads_compute_at_a_time(on_mosaic, features, out):
+    rows = 37
+    base, _, g, dy = operands(7, (rows, out), jnp.bfloat16)
+    with on_mosaic():
+        options = {"delta": False, "want_base": True, "want_lora": False, "sm_count": 4}
+        options |= {"config": Config(2048, stages=2, features=features, most_sums=2)}
+        d_base, _, d_g = compose_backward.launch(dy, base, g, jnp.float32(1), **options)
+    np.testing.assert_array_equal(d_base, (g[None] * dy.astype(jnp.float32)).astype(jnp.bfloat16))
+    want = (np.asarray(dy, np.float64) * np.asarray(base, np.float64)).sum(0)
+    np.testing.assert_allclose(d_g, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("out", [768, 1024, 2048, 3072, 4096, 12288])
+@pytest.mark.parametrize("rows", [1024, 8192])
+def test_partial_sums_are_few_enough_for_xla_to_add_them_where_it_reads_them(rows, out):
+    """XLA adds 32 or more in a kernel of their own."""
+    arrays = 2 * [aval(rows, out)]
+    vectors = [aval(out, dtype=jnp.float32), aval(dtype=jnp.float32)]
+    options = {"delta": False, "want_base": True, "want_lora": False, "sm_count": 132}
+    options |= {"config": compose_backward.config(rows, out, jnp.bfloat16)}
+    found = equations(
+        lambda *operands: compose_backward.launch(*operands, **options), *arrays, *vectors
+    )
+    [sums] = [one for one in found if one.primitive.name == "reduce_sum"]
+    assert 8 <= sums.invars[0].aval.shape[1] < 32
 
 
 @pytest.mark.ci

@@ -5,20 +5,22 @@ pass the sums over rows, stay in its registers.
 
 - [rows, out] is viewed as [rows, out/lane, lane], where lane is the largest power of two up to 256
   that divides out, because a TMA box has at most 256 elements per axis.
-- A block of features has `FEATURES` features, [FEATURES/lane, lane]. Each of the 128 threads holds
-  8 adjacent features, 16 bytes of bf16: shared memory is accessed at full width without bank
-  conflicts, and threads do not exchange data.
+- A block of features has at most `THREADS` * 8 features, [features/lane, lane]. Each of the 128
+  threads holds 8 adjacent features, 16 bytes of bf16, so that shared memory is accessed at full
+  width without bank conflicts. With fewer features the threads compute several rows at a time.
 - A tile has `tile_rows` rows of a block of features. The thread blocks with the same features take
   tiles in turn, so that they read neighbouring memory at the same time.
 - Beyond the last row or feature, TMA reads zeros and writes nothing.
 
-Sums over rows take two steps: each thread block sums its rows in registers and writes one row of
-partial sums, and XLA adds the partial sums. There are no atomics, so the order of additions is
-fixed. A thread may add a few thousand rows, so tiles are added with Kahan's compensation. The error
-is then that of the few additions within a tile, for any number of rows.
+Sums over rows take two steps: each thread block sums its rows, in registers and at last over its
+threads, and writes one row of partial sums, and XLA adds the partial sums. There are no atomics, so
+the order of additions is fixed. A thread may add a few thousand rows, so tiles are added with
+Kahan's compensation. The error is then that of the few additions within a tile and of threads, for
+any number of rows.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +33,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_dora.ops.mosaic.hopper import limits
 
-FEATURES = 1024
 THREADS = 128
+THREAD_FEATURES = 8
 MAX_LANE = 256
 
 
@@ -46,11 +48,15 @@ class Config:
       stages: the number of pipeline stages.
       blocks_per_sm: the number of thread blocks per multiprocessor: one computes while another
         waits for memory.
+      features: the number of features of a thread block, 1024 or less by a power of two.
+      most_sums: the largest number of partial sums of a feature.
     """
 
     tile_bytes: int = 8192
     stages: int = 4
     blocks_per_sm: int = 2
+    features: int = THREADS * THREAD_FEATURES
+    most_sums: int = 2**31 - 1
 
 
 def lane(out: int) -> int:
@@ -95,13 +101,17 @@ def row_kernel(
       approx_math: compute functions such as exp with the special function unit.
     """
     shape, dtype, count = inputs[0].shape, inputs[0].dtype, len(inputs)
-    out, width = shape[-1], lane(shape[-1])
-    rows, block = inputs[0].size // out, (FEATURES // width, width)
-    layout = plgpu.Layout.WG_STRIDED(block, vec_size=FEATURES // THREADS)
+    out, width = shape[-1], min(lane(shape[-1]), config.features)
+    rows, block = inputs[0].size // out, (config.features // width, width)
+    # The rows that the threads compute at a time.
+    at_once = THREADS * THREAD_FEATURES // config.features
+    held = at_once, *block
+    layout = plgpu.Layout.WG_STRIDED(held, vec_size=THREAD_FEATURES)
     view = rows, out // width, width
-    tile_rows = max(1, config.tile_bytes // (FEATURES * dtype.itemsize))
-    column_blocks, row_tiles = pl.cdiv(out, FEATURES), pl.cdiv(rows, tile_rows)
-    row_blocks = min(row_tiles, max(1, sm_count * config.blocks_per_sm // column_blocks))
+    tile_rows = max(at_once, config.tile_bytes // (config.features * dtype.itemsize))
+    column_blocks, row_tiles = pl.cdiv(out, config.features), pl.cdiv(rows, tile_rows)
+    row_blocks = max(1, sm_count * config.blocks_per_sm // column_blocks)
+    row_blocks = min(row_tiles, row_blocks, config.most_sums if sums else row_blocks)
 
     def kernel(*refs):
         # [rows, out/lane, lane] each; [vectors, out/lane, lane], [1]
@@ -111,27 +121,32 @@ def row_kernel(
         outputs_gmem, sums_gmem = results_gmem[:outputs], results_gmem[outputs:]
         row_block, column = lax.axis_index("row"), lax.axis_index("column")
         columns = pl.ds(column * block[0], block[0])
-        plgpu.copy_gmem_to_smem(vectors_gmem.at[:, columns], vectors_smem, barrier)
+        for i in range(len(vectors)):
+            for row in range(at_once):
+                plgpu.copy_gmem_to_smem(
+                    vectors_gmem.at[i, columns], vectors_smem.at[i, row], barrier
+                )
         plgpu.barrier_wait(barrier)
-        # [FEATURES/lane, lane] each
+        # [at_once, features/lane, lane] each
         block_vectors = [plgpu.load(vectors_smem.at[i], layout=layout) for i in range(len(vectors))]
-        s, zero = scale_gmem[0], plgpu.layout_cast(jnp.zeros(block, jnp.float32), layout)
+        s, zero = scale_gmem[0], plgpu.layout_cast(jnp.zeros(held, jnp.float32), layout)
 
         def step(indices, *refs):
-            # Each tile is [tile_rows, FEATURES/lane, lane].
+            # Each tile is [tile_rows, features/lane, lane].
             (index,), (*tiles_smem, totals) = indices, refs
             buffer, tile_sums = lax.rem(index, 2), [zero] * sums
             if outputs:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            for row in range(tile_rows):
+            for first in range(0, tile_rows, at_once):
+                of_threads = pl.ds(first, at_once)
                 inputs = [
-                    plgpu.load(tile_smem.at[row], layout=layout).astype(jnp.float32)
+                    plgpu.load(tile_smem.at[of_threads], layout=layout).astype(jnp.float32)
                     for tile_smem in tiles_smem
                 ]
                 row_outputs, terms = row_function(inputs, block_vectors, s)
                 tile_sums = [total + term for total, term in zip(tile_sums, terms, strict=True)]
                 for i, value in enumerate(row_outputs):
-                    out_smem[buffer, i, row] = value.astype(dtype)
+                    out_smem[buffer, i, of_threads] = value.astype(dtype)
             # Needed without outputs too: TMA must not refill a buffer that is still being read.
             plgpu.commit_smem()
             if outputs:
@@ -156,9 +171,17 @@ def row_kernel(
         for i, (total, _) in enumerate(run_pipeline(*inputs_gmem)):
             vectors_smem[i] = total
             plgpu.commit_smem()
+            if at_once > 1:
+                whole = plgpu.Layout.WG_STRIDED(block, vec_size=config.features // THREADS)
+                parts = [
+                    plgpu.load(vectors_smem.at[i, row], layout=whole) for row in range(at_once)
+                ]
+                plgpu.commit_smem()  # Nobody writes before all have read.
+                vectors_smem[i, 0] = functools.reduce(jnp.add, parts)
+                plgpu.commit_smem()
             # The output is padded to whole blocks of features: with integer indices TMA sees a
             # single merged axis, and would write past this row instead of clipping.
-            plgpu.copy_smem_to_gmem(vectors_smem.at[i], sums_gmem[0].at[i, row_block, columns])
+            plgpu.copy_smem_to_gmem(vectors_smem.at[i, 0], sums_gmem[0].at[i, row_block, columns])
         plgpu.wait_smem_to_gmem(0)
 
     partials = (sums, row_blocks, column_blocks * block[0], width)
@@ -169,9 +192,9 @@ def row_kernel(
         grid=(row_blocks, column_blocks),
         grid_names=("row", "column"),
         scratch_types=[
-            plgpu.SMEM((max(len(vectors), sums), *block), jnp.float32),  # vectors, then sums
+            plgpu.SMEM((max(len(vectors), sums), *held), jnp.float32),  # vectors, then sums
             plgpu.SMEM((2, max(outputs, 1), tile_rows, *block), dtype),  # outputs
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=len(vectors) * at_once),
         ],
         compiler_params=dataclasses.replace(limits.STATED_LAYOUTS, approx_math=approx_math),
         kernel_name=kernel_name,

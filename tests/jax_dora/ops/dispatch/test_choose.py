@@ -310,6 +310,6 @@ def test_every_kernel_is_launched_with_its_config(monkeypatch):
     assert used == [
         (one_pass_norm, one_pass_norm.config(64, 16, 128, BF16, BF16)),
         (project, projection),
-        (compose_backward, elementwise.Config()),
+        (compose_backward, compose_backward.config(128, 128, BF16)),
         (project_back, projection),
     ]
