@@ -345,3 +345,27 @@ def test_donated_operands():
     step = jax.jit(lambda x, *others: x + layer(x, *others)[:, :1], donate_argnums=0)
     np.testing.assert_allclose(step(placed, *others), x + wanted[:, :1], rtol=1e-5, atol=1e-5)
     assert placed.is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("of_kernel", "kept", "gathered"),
+    [
+        (ROWS_CUT, ROWS_CUT, "4096x4096"),
+        (COLUMNS_CUT, COLUMNS_CUT, "2x4096x2048"),  # in parts of the features that are summed
+        (("data", "other"), WHOLE, None),  # XLA gathers along both axes
+    ],
+)
+def test_a_product_in_fp8_gathers_the_codes_of_its_kernel(on_hopper, of_kernel, kept, gathered):
+    """The kernel takes them as they arrive: no other operation has their bytes."""
+    codes = aval(IN, OUT, dtype="float8_e4m3fn")
+    kernel = qwix.QArray(codes, aval(1, OUT, dtype=F32), None, jnp.dtype(codes.dtype))
+    g, rank = aval(OUT, dtype=F32), 16
+    operands = Back(aval(ROWS, OUT), kernel, aval(ROWS, rank), aval(IN, rank), aval(rank, OUT), g)
+    specs = [(("data", "other"), N), of_kernel, WHOLE, WHOLE, WHOLE, WHOLE, (N,)]
+    settings = ProductSettings("mosaic", None, "float8_e5m2")
+    mesh = automatic(data=2, other=2)
+    text, used = of_device(BACK, settings, operands, mesh, specs, [(("data", "other"), N)])
+    assert used[1] == kept
+    assert "dora_coded_matmul" in text
+    found = re.findall(r"all_gather.*-> tensor<([\dx]+)xf8E4M3FN>", text)
+    assert found == ([gathered] if gathered else [])
