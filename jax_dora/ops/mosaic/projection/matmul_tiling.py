@@ -72,6 +72,14 @@ class Tiles(NamedTuple):
         counts = pl.cdiv(rows, config.tile_rows), pl.cdiv(cols, config.tile_cols)
         return cls(config, *counts, min(sm_count, counts[0] * counts[1]))
 
+    def in_pairs(self) -> "Tiles":
+        """Returns the tiles with two for each thread block, if every tile has its own block and a
+        Hopper GPU takes no more rounds."""
+        count, sms = self.rows * self.cols, choose.HOPPER_SM_COUNT
+        pairs = pl.cdiv(count, 2)
+        is_as_fast = 2 * pl.cdiv(pairs, sms) <= pl.cdiv(count, sms)
+        return self._replace(blocks=pairs) if self.blocks == count and is_as_fast else self
+
     def of_block(self, block: jax.Array) -> jax.Array:
         """Returns how many tiles a thread block computes."""
         return lax.div(self.rows * self.cols - block + self.blocks - 1, self.blocks)

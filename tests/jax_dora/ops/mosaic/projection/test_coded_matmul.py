@@ -8,7 +8,7 @@ import pytest
 from jax_dora.ops.dispatch.choose import UNLIMITED_BLOCKS
 from jax_dora.ops.mosaic.projection import coded_matmul
 from jax_dora.ops.mosaic.projection.coded_matmul import refuses
-from jax_dora.ops.mosaic.projection.matmul_tiling import Config
+from jax_dora.ops.mosaic.projection.matmul_tiling import Config, Tiles
 from parity import tolerances
 from parity.oracle import fp64
 from tests.jax_dora.drawn import normals
@@ -137,6 +137,22 @@ def test_lowers_for_hopper_at_full_size(qtype, vectors):
     assert "dora_coded_matmul" in program
     # Without the barrier, XLA launches a kernel again for each result that a scan stacks and reads.
     assert program.count("stablehlo.optimization_barrier") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "sm_count", "blocks"),
+    [
+        (4096, 28672, 132, 132),
+        (4096, 28672, UNLIMITED_BLOCKS, 1792),
+        (4096, 8192, UNLIMITED_BLOCKS, 512),
+        (4096, 1024, UNLIMITED_BLOCKS, 128),  # a round for all tiles
+        (4096, 1024, 132, 128),
+        (4096, 2304, UNLIMITED_BLOCKS, 288),  # 3 rounds, or 2 of two
+    ],
+)
+def test_during_collectives_a_block_has_two_tiles(rows, cols, sm_count, blocks):
+    """Unless that takes another round."""
+    assert Tiles.of(Config(), rows, cols, sm_count).in_pairs().blocks == blocks
 
 
 def test_refuses_with_a_reason():
