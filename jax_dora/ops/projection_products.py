@@ -145,7 +145,10 @@ def _forward_with_quantised_rows(
                 codes = row_scaled.transposed_codes(kernel, settings.bwd_qtype)
             codes, lora_b, g = shard.as_copies(codes, lora_b, g)
             columns = row_scaled.scales_of(kernel, lora_b.shape[1])
-            arrays = rows.codes, rows.scales, codes, z, lora_b.T, columns, g
+            arrays = rows.codes, rows.scales, codes, shard.on_first_device(z), lora_b.T, columns, g
+            if shard.summed:
+                y = shard.sum(choice.launch(*arrays)[0])
+                return y, y if settings.want_copy else None
             y, *copy = choice.launch(*arrays, want_copy=settings.want_copy)
             return y, copy[0] if copy else None
     turned = None if turned is None else row_scaled.in_one_piece(turned)
@@ -170,9 +173,8 @@ def _coded(
     settings: Any, shard: Shard, x: jax.Array, z: jax.Array, cols: int
 ) -> choose.Choice | None:
     """Returns the kernel of an FP8 product of x [..., in], with `cols` results, that multiplies by
-    its scales and adds z B itself, if the device has all summed features."""
-    if shard.summed:
-        return None
+    its scales and adds z B itself. Of a part of the summed features it gives a partial sum, in the
+    dtype in which devices add theirs."""
     summed = x.shape[-1]
     call = (x.size // max(summed, 1), summed, cols, z.shape[-1], z.dtype)
     candidate = coded_matmul, call
@@ -241,11 +243,13 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
     dot = functools.partial(dot_general, settings.precision)
     if settings.bwd_qtype is not None:
         codes = shard.gather("i o", kernel.qvalue)
-        rows = row_scaled.coded_gradient(settings, d, kernel, shard, g)
         choice = _coded(settings, shard, d, dz, lora_a.shape[0])
+        # Partial sums are scaled before devices add them, so that each may have its own scales.
+        rows = row_scaled.coded_gradient(settings, d, kernel, Shard() if choice else shard, g)
         if choice is not None:
             codes, lora_a = shard.as_copies(codes, lora_a)
-            return tuple(choice.launch(rows.codes, rows.scales, codes, dz, lora_a))
+            arrays = rows.codes, rows.scales, codes, shard.on_first_device(dz), lora_a
+            return (shard.sum(choice.launch(*arrays)[0]),)
         base = row_scaled.transposed_sums(rows, row_scaled.in_one_piece(codes), shard)
         choice = _expand(settings, base, dz, optional=True)
         if choice is not None:

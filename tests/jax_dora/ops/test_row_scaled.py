@@ -1,6 +1,7 @@
 """Products of FP8 activations and kernels, against fp64 products of the rounded and of the
 original operands."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -15,11 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import collectives
 from jax_dora.ops import Dropout, dora_linear, draw_seed, lora_linear, row_scaled
+from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.linear import scaled_linear
 from jax_dora.ops.mosaic.projection import coded_matmul
-from jax_dora.ops.operands import ProductSettings
+from jax_dora.ops.operands import ProductSettings, Projection
+from jax_dora.ops.projection_products import BACK, FORWARD, Back, ForwardSettings
 from parity import oracle, tolerances
 from tests import quantised as kernels
+from tests.jax_dora.drawn import normals
 from tests.jax_dora.meshes import automatic, explicit
 from tests.quantised import NAMES, SCALE, both, near, operands
 from tests.tables import slow, thinned
@@ -207,6 +211,53 @@ def test_rows_and_kernels_on_one_axis(spec, shapes):
     of_codes = r"= (?:f8e4m3fn|f16|s8|u8)\[([\d,]+)\]\S* all-gather"
     found = re.findall(of_codes, compiled.as_text())
     assert sorted(tuple(map(int, one.split(","))) for one in found) == sorted(shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(Shard):
+    """One of two devices that have half of the features each; the test adds their sums."""
+
+    summed: tuple[str, ...] = ("y",)
+    is_first: bool = False
+
+    def on_first_device(self, array):
+        return array if self.is_first else jnp.zeros_like(array)
+
+    def sum(self, array):
+        return array
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_devices_add_partial_sums_of_the_kernel(on_mosaic, watched, backward):
+    """As under tensor parallelism: each of two has half of the features that are summed."""
+    summed, cols, rank, formats = 256, 128, 4, ("mosaic", None, E5M2)
+    kernel, normal = kernel_of((cols, summed) if backward else (summed, cols)), normals(3)
+    x, z, b = (
+        normal(*shape).astype(jnp.bfloat16) for shape in ((16, summed), (16, rank), (cols, rank))
+    )
+    rows = row_scaled.coded(x, "xla")
+
+    def on_device(part):
+        if backward:
+            own = kernel.replace(qvalue=kernel.qvalue[:, part], scale=kernel.scale[:, part])
+            return Back(x[:, part], own, z, b, None)
+        own = kernel.replace(qvalue=kernel.qvalue[part])
+        own_rows = row_scaled.RowScaled(x[:, part], rows.codes[:, part], rows.scales)
+        return Projection(own_rows, own, None, b.T, None, None, z=z)
+
+    halves = on_device(slice(cols)), on_device(slice(cols, summed))
+    op, settings = FORWARD, ForwardSettings("dora_linear", *formats)
+    if backward:
+        op, settings = BACK, ProductSettings(*formats)
+    found = watched(coded_matmul)
+    with on_mosaic():
+        partial = [op.run(settings, Part(is_first=n == 0), halves[n])[0] for n in range(2)]
+        partial = jax.block_until_ready(partial)
+    assert found
+    w = kernels.meant(kernel)
+    want = oracle.fp64(x) @ (w.T if backward else w) + oracle.fp64(z) @ oracle.fp64(b).T
+    error = np.linalg.norm(sum(map(oracle.fp64, partial)) - want) / np.linalg.norm(want)
+    assert error < (0.06 if backward else 0.03)  # roundings to 3 and to 4 bits
 
 
 @pytest.mark.ci

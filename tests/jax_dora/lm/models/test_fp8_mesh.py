@@ -113,7 +113,8 @@ def test_fsdp_gathers_weights_only(codes_by_norm):
     arrays = list(moved(step("fsdp", codes_by_norm)[2]))
     gathered = [shape for kind, _, shape in arrays if kind == "all-gather"]
     assert gathered
-    # Those of down's codes and, transposed, of gate's and up's: features that a product sums over.
+    # Those of down's codes and, transposed, of gate's and up's, both of whose products are computed
+    # twice: features that a product sums over.
     in_parts = (2, SMALL.intermediate_size, SMALL.hidden_size // 2)
-    assert gathered.count(in_parts) == (3 if codes_by_norm else 1)
+    assert gathered.count(in_parts) == (5 if codes_by_norm else 1)
     assert not [one for one in arrays if TOKEN_AXES & set(one[2])]
