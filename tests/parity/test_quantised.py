@@ -101,13 +101,12 @@ def test_exchanged_codes_are_caught(report, number):
     assert {side for side, _ in failed(report)} == {"torch"}
 
 
-def wrong_axis(transposed_sums):
-    """The scales of W multiply the result's features, in turn, and not the gradient's."""
+def wrong_features(coded_gradient):
+    """The scales of W multiply other features of the gradient."""
 
-    def faulty(settings, d, kernel, *shard):
-        one = dataclasses.replace(kernel, scale=jnp.ones_like(kernel.scale))
-        found = transposed_sums(settings, d, one, *shard)
-        return found._replace(columns=jnp.resize(kernel.scale[0], found.columns.shape))
+    def faulty(settings, d, kernel, *rest):
+        turned = dataclasses.replace(kernel, scale=jnp.roll(kernel.scale, 1, axis=1))
+        return coded_gradient(settings, d, turned, *rest)
 
     return faulty
 
@@ -143,7 +142,7 @@ def one_for_all_in_torch(coded):
 @pytest.mark.parametrize(
     ("point", "fault", "caught"),
     [
-        ("jax_dora.ops.row_scaled.transposed_sums", wrong_axis, {"d_x"}),
+        ("jax_dora.ops.row_scaled.coded_gradient", wrong_features, {"d_x"}),
         ("jax_dora.ops.row_scaled.coded_by", one_for_all, {"y", "d_x"}),
         ("torch_dora.ops.row_scaled.transposed_product", wrong_axis_in_torch, {"d_x"}),
         ("torch_dora.ops.row_scaled.coded", one_for_all_in_torch, {"y", "d_x"}),
