@@ -85,7 +85,7 @@ def _on_its_device[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:
         tensor = next(argument for argument in arguments if isinstance(argument, Tensor))
-        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
             return function(*arguments, **named)
         with torch.cuda.device(tensor.device):
             return function(*arguments, **named)

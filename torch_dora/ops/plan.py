@@ -5,9 +5,7 @@ Plans are found by all facts about the operands that they depend on, so a call c
 """
 
 import functools
-import itertools
 import math
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +18,13 @@ from torch_dora.ops.operator import PLAIN, is_observed
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import (
-        adapter_pieces,
         column_sums,
         compose_backward,
         compose_forward,
         expand_compose,
         one_pass_norm,
     )
-    from torch_dora.ops.triton.jit import Launch, SameLaunch, capability
+    from torch_dora.ops.triton.jit import SameLaunch, capability
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
@@ -141,16 +138,10 @@ class Plan:
         z_scale, later_scale: the factors of z and of what is computed from it: s·z may exceed
             float16's largest number where s·z lora_bᵀ does not.
         unread: the first argument of an addmm that ignores it.
-        fp32: a tensor of that dtype; it makes others in half the time of naming dtype and device.
         casts: whether lora_a and lora_b have another dtype than the products.
         kept_size, z_start: the elements of the tensor that holds inner and then z for the backward
             pass, and where z begins.
-        norm: the launches that compute max(norm, eps) and g, in their order, and which operands
-            each of them has: of weight, lora_a, lora_b and magnitude, lora_a and lora_b in
-            ``dtype``, the result, what is inside of the memory that only these launches see, and
-            nothing.
-        memory_size, starts: the fp32 numbers of that memory, and the bytes at which its tensors
-            begin: the partial sums, and an adapter's pieces.
+        norm: computes max(norm, eps) and g.
         into_adapter: multiplies matrices into lora_a's dtype.
         corrects: whether dropout applies to the magnitude's correction.
         add_delta: adds ΔY to y; by whether inner is kept, where ``corrects``.
@@ -173,51 +164,18 @@ class Plan:
         is_half = dtype == torch.float16
         self.z_scale, self.later_scale = (1.0, scale) if is_half else (scale, 1.0)
         self.unread = torch.empty((), dtype=dtype, device=x.device)
-        self.fp32 = torch.empty((), dtype=torch.float32, device=x.device)
         self.casts, self.casts_weight = lora_a.dtype != dtype, weight.dtype != dtype
         self.z_start = _aligned(rows * out_features)
         self.kept_size = self.z_start + rows * rank
         card = capability(x.device)
-        self.is_in_pieces = lora_a.dtype == torch.float32
         sizes = rank, out_features, in_features
-        parts, no_codes, norm = one_pass_norm.prepared(card, *sizes, scale, 0, self.is_in_pieces)
-        total = column_sums.prepared(parts, out_features, "scale", EPS_HALF)
-        self._inside = [(torch.float32, (parts, out_features))]
-        if self.is_in_pieces:
-            self._inside += adapter_pieces.kinds(rank, in_features, out_features)
-        bytes_of = (_aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in self._inside)
-        *self.starts, memory_bytes = itertools.accumulate(bytes_of, initial=0)
-        self.memory_size = memory_bytes // 4
-        names = "weight", "lora_a", "lora_b", "magnitude", "a", "b", "both", "partial"
-        names += ("high_a", "high_b", "unit_a", "unit_b") if self.is_in_pieces else ()
-        at = {name: number for number, name in enumerate((*names, "none"))}
-
-        def of(
-            launch: Launch, operands: str
-        ) -> tuple[SameLaunch, Callable[[Any], tuple[Any, ...]]]:
-            return SameLaunch(launch), operator.itemgetter(*map(at.get, operands.split()))
-
-        codes, adapter = "none " * len(no_codes), "lora_a lora_b none none"
-        self.norm = []
-        if self.is_in_pieces:
-            adapter = "high_a high_b unit_a unit_b"
-            pieces = adapter_pieces.prepared(rank, in_features, out_features)
-            self.norm.append(of(pieces, "lora_a lora_b high_a high_b a b unit_a unit_b"))
-        self.norm.append(of(norm, f"weight {codes}{adapter} partial"))
-        self.norm.append(of(total, "partial magnitude both"))
+        self.norm = one_pass_norm.Passes(x.device, lora_a.dtype, sizes, scale, EPS_HALF, dtype)
         kinds = card, rank, rows, out_features, self.later_scale, bias is not None
         self.expand, self.expand_with_inner = (
             SameLaunch(expand_compose.prepared(*kinds, with_inner)) for with_inner in (False, True)
         )
         self.into_adapter = _product_into(lora_a.dtype, dtype, x.device)
         self.compose_backward = _ComposeBackward(self)
-
-    def inside(self, memory: Tensor) -> list[Tensor]:
-        """Returns the tensors of the memory that only the norm's launches see."""
-        return [
-            memory[start // 4 :].view(dtype)[: math.prod(shape)].view(shape)
-            for start, (dtype, shape) in zip(self.starts, self._inside, strict=True)
-        ]
 
     @functools.cached_property
     def add_delta(self) -> "tuple[SameLaunch, SameLaunch]":

@@ -1,18 +1,14 @@
 """max(norm, eps) and g of the direct calls: how they are computed, and where the repeated call of
 gradient checkpointing finds those of the first one."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from torch_dora.ops import choose
 from torch_dora.ops.norm import EPS_HALF
 from torch_dora.ops.plan import Plan
-
-if TYPE_CHECKING or choose.TRITON_MODE is not None:
-    from torch_dora.ops.triton.jit import is_profiled
 
 
 class Scales:
@@ -98,7 +94,9 @@ def compute(
     lora_a and lora_b in the plan's dtype. Without a norm it is computed."""
     weight, lora_a, lora_b, magnitude = parts
     if norm is None:
-        a, b, both = _computed(plan, weight, lora_a, lora_b, magnitude)
+        a, b, both = plan.norm(weight, lora_a, lora_b, magnitude)
+        if not plan.norm.is_in_pieces:
+            a, b = _cast(plan, a, b)
         return (both, both[1]), a, b
     floor = norm.clamp(min=EPS_HALF)
     return (floor, magnitude / floor), *_cast(plan, lora_a, lora_b)
@@ -106,34 +104,3 @@ def compute(
 
 def _cast(plan: Plan, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
     return (lora_a.to(plan.dtype), lora_b.to(plan.dtype)) if plan.casts else (lora_a, lora_b)
-
-
-def _computed(
-    plan: Plan, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns lora_a and lora_b in the plan's dtype, and max(norm, eps) and g, f32[2, out]."""
-    parts = [one.contiguous() for one in (weight, lora_a, lora_b, magnitude)]
-    if plan.is_in_pieces:  # The pass that splits an fp32 adapter for the norm casts it, too.
-        a, b = (torch.empty_like(one, dtype=plan.dtype) for one in parts[1:3])
-    else:
-        a, b = _cast(plan, lora_a, lora_b)
-    both = plan.fp32.new_empty((2, plan.out_features))
-    # What only kernels see is one piece of memory.
-    memory = plan.fp32.new_empty(plan.memory_size)
-    tensors = *parts, a, b, both
-    found = [one.data_ptr() for one in tensors]
-    is_known = None not in [launch.run for launch, _ in plan.norm]
-    if is_known and plan.norm[0][0].takes(found) and not is_profiled():
-        # Making tensors of the memory takes longer.
-        first = memory.data_ptr()
-        found += [first + start for start in plan.starts]
-        found.append(0)
-        for launch, chosen in plan.norm:
-            launch.at(chosen(found))
-        return a, b, both
-    operands = *tensors, *plan.inside(memory), None
-    for launch, chosen in plan.norm:
-        launch(*chosen(operands))
-    if choose.TRITON_MODE == "interpreted" and plan.is_in_pieces:
-        a, b = _cast(plan, lora_a, lora_b)  # The interpreter truncates to bfloat16.
-    return a, b, both

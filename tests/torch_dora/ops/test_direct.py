@@ -18,7 +18,7 @@ from triton.knobs import runtime
 from parity import tolerances
 from torch_dora import DoRALinear, freeze
 from torch_dora.ops import dora_linear, plan, scales
-from torch_dora.ops.triton import one_pass_norm
+from torch_dora.ops.triton import expand_compose, one_pass_norm
 from torch_dora.ops.triton.jit import SameLaunch
 
 DTYPES = [
@@ -366,11 +366,15 @@ def by_address(monkeypatch):
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     monkeypatch.setattr(plan, "_PLANS", {})
+    for launches in (one_pass_norm._passes, expand_compose._same):
+        launches.cache_clear()
     monkeypatch.setattr(SameLaunch, "at", note)
     monkeypatch.setattr(SameLaunch, "_ask", ask_and_keep)
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
-    return noted
+    yield noted
+    for launches in (one_pass_norm._passes, expand_compose._same):
+        launches.cache_clear()
 
 
 # In float16: where it casts an adapter to bfloat16, the interpreter truncates.
@@ -440,6 +444,7 @@ def norms(monkeypatch):
 
 def test_norms_are_counted_in_both_ways(device, by_address, norms):
     made = layer(device, adapter_dtype=torch.bfloat16)
+    norms.clear()
     for _ in range(3):
         made(torch.ones(2, 24, device=device, dtype=torch.bfloat16))
     assert norms == ["_ask", "at", "at"]

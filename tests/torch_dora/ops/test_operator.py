@@ -97,7 +97,7 @@ def test_kernels_are_launched_on_the_tensors_gpu(x, monkeypatch, current, entere
         return contextlib.nullcontext()
 
     found: list[str] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
     monkeypatch.setattr(torch.cuda, "device", enter)
     double.function(x.as_subclass(OnSecondGpu))
     assert found == entered

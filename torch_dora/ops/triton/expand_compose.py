@@ -4,6 +4,7 @@ Expand and compose in one kernel: the adapter's second product, z Bᵀ, with com
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from dora_common.triton import strip_expand
 from dora_common.triton.expand_compose import config, kernel
 from dora_common.triton.jit import cdiv
 from torch_dora.ops.operator import operator
-from torch_dora.ops.triton.jit import DescribingLaunch, Launch, capability
+from torch_dora.ops.triton.jit import DescribingLaunch, Launch, SameLaunch, capability
 from torch_dora.ops.triton.one_pass_norm import has_rings
 
 # Strips were measured on an H200 at 4096 × 8192 and rank 64: 38 µs, and the other kernel 54.
@@ -61,17 +62,18 @@ def launch(
     rows = base.numel() // max(1, features)
     if rows == 0 or features == 0:
         return y, inner
-    g, card = g.contiguous(), capability(base.device)
-    prepared(card, rank, rows, features, scale, bias is not None, want_inner)(
-        base,
-        z.contiguous(),
-        lora_b.contiguous(),
-        g,
-        g if bias is None else bias.contiguous(),
-        y,
-        y if inner is None else inner,
-    )
+    z, lora_b, g = z.contiguous(), lora_b.contiguous(), g.contiguous()
+    tensors = base, z, lora_b, g, g if bias is None else bias.contiguous()
+    dtypes = base.dtype, z.dtype, lora_b.dtype, g.dtype, tensors[4].dtype
+    call = rank, rows, features, scale, bias is not None, want_inner
+    _same(base.device, dtypes, *call)(*tensors, y, y if inner is None else inner)
     return y, inner
+
+
+@functools.lru_cache(1024)
+def _same(device: torch.device, dtypes: tuple[torch.dtype, ...], *call: Any) -> SameLaunch:
+    """Returns the launch for tensors of these dtypes and sizes on a device."""
+    return SameLaunch(prepared(capability(device), *call))
 
 
 @functools.lru_cache(1024)

@@ -4,7 +4,11 @@ The norm in one pass over the weight: computes tiles of W + s·BA in registers a
 """
 
 import functools
+import itertools
 import math
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +19,13 @@ from dora_common.triton.one_pass_norm import config, kernel
 from torch_dora.ops.choose import TRITON_MODE, Call
 from torch_dora.ops.quantised import Codes
 from torch_dora.ops.triton import adapter_pieces, column_sums
-from torch_dora.ops.triton.adapter_pieces import Pieces
-from torch_dora.ops.triton.jit import DescribingLaunch, Launch, capability
+from torch_dora.ops.triton.jit import (
+    DescribingLaunch,
+    Launch,
+    SameLaunch,
+    capability,
+    is_profiled,
+)
 
 _HALVES = (torch.float16, torch.bfloat16)
 # Strips were measured on an H200 at 8192 × 8192 and rank 64: 37 µs, and the other kernel 60.
@@ -128,43 +137,152 @@ def _by_rings(
     return parts, (), launch
 
 
+class Passes:
+    """The launches that compute norms of plain weights of the same dtypes and sizes on one device,
+    in their order, with little work on the host.
+
+    Args:
+        adapter_dtype: of lora_a and lora_b.
+        sizes: rank, out and in.
+        eps: of max(norm, eps), by which a magnitude is divided; None if there is no magnitude.
+        dtype: to which the pass that splits an fp32 adapter casts it, too.
+
+    Attributes:
+        is_in_pieces: whether there is such a pass.
+        launches: which operands each of them has: of weight, lora_a, lora_b, magnitude, lora_a and
+            lora_b in ``dtype``, the result, what is inside of the memory that only these launches
+            see, and nothing.
+        memory_size, starts: the fp32 numbers of that memory, and the bytes at which its tensors
+            begin: the partial sums, and an adapter's pieces.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        adapter_dtype: torch.dtype,
+        sizes: tuple[int, int, int],
+        scale: float,
+        eps: float | None,
+        dtype: torch.dtype,
+    ) -> None:
+        (rank, out_features, in_features), self.dtype = sizes, dtype
+        # A tensor of fp32 makes others in half the time of naming dtype and device.
+        self._fp32 = torch.empty((), dtype=torch.float32, device=device)
+        self.is_in_pieces = adapter_dtype == torch.float32
+        card = capability(device)
+        parts, no_codes, norm = prepared(card, *sizes, scale, 0, self.is_in_pieces)
+        then = "root" if eps is None else "scale"
+        total = column_sums.prepared(parts, out_features, then, eps or 0.0)
+        self._shape = (out_features,) if eps is None else (2, out_features)
+        self._inside = [(torch.float32, (parts, out_features))]
+        if self.is_in_pieces:
+            self._inside += adapter_pieces.kinds(rank, in_features, out_features)
+        bytes_of = (_aligned(math.prod(shape) * kind.itemsize) for kind, shape in self._inside)
+        *self.starts, memory_bytes = itertools.accumulate(bytes_of, initial=0)
+        self.memory_size = memory_bytes // 4
+        names = "weight", "lora_a", "lora_b", "magnitude", "a", "b", "result", "partial"
+        names += ("high_a", "high_b", "unit_a", "unit_b") if self.is_in_pieces else ()
+        at = {name: number for number, name in enumerate((*names, "none"))}
+
+        def of(launch: Launch, operands: str) -> tuple[SameLaunch, Callable[[Any], tuple]]:
+            return SameLaunch(launch), operator.itemgetter(*map(at.get, operands.split()))
+
+        codes, adapter = "none " * len(no_codes), "lora_a lora_b none none"
+        self.launches = []
+        if self.is_in_pieces:
+            adapter = "high_a high_b unit_a unit_b"
+            pieces = adapter_pieces.prepared(rank, in_features, out_features)
+            self.launches.append(of(pieces, "lora_a lora_b high_a high_b a b unit_a unit_b"))
+        self.launches.append(of(norm, f"weight {codes}{adapter} partial"))
+        factor = "none" if eps is None else "magnitude"
+        self.launches.append(of(total, f"partial {factor} result"))
+
+    def __call__(
+        self, weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns lora_a and lora_b, in the dtype if they are in pieces, and the norm, f32[out], or
+        max(norm, eps) and the magnitude divided by it, f32[2, out]."""
+        parts = [one.contiguous() for one in (weight, lora_a, lora_b)]
+        # Nothing reads what stands for no magnitude.
+        parts.append(parts[0] if magnitude is None else magnitude.contiguous())
+        a, b = lora_a, lora_b
+        if self.is_in_pieces:
+            a, b = (torch.empty_like(one, dtype=self.dtype) for one in parts[1:3])
+        result = self._fp32.new_empty(self._shape)
+        # What only kernels see is one piece of memory.
+        memory = self._fp32.new_empty(self.memory_size)
+        tensors = *parts, a, b, result
+        found = [one.data_ptr() for one in tensors]
+        is_known = None not in [launch.run for launch, _ in self.launches]
+        if is_known and self.launches[0][0].takes(found) and not is_profiled():
+            # Making tensors of the memory takes longer.
+            first = memory.data_ptr()
+            found += [first + start for start in self.starts]
+            found.append(0)
+            for launch, chosen in self.launches:
+                launch.at(chosen(found))
+            return a, b, result
+        operands = *tensors, *self._tensors(memory), None
+        for launch, chosen in self.launches:
+            launch(*chosen(operands))
+        if TRITON_MODE == "interpreted" and self.is_in_pieces:
+            # The interpreter truncates to bfloat16.
+            return lora_a.to(self.dtype), lora_b.to(self.dtype), result
+        return a, b, result
+
+    def _tensors(self, memory: Tensor) -> list[Tensor]:
+        """Returns the tensors of the memory that only the launches see."""
+        return [
+            memory[start // 4 :].view(dtype)[: math.prod(shape)].view(shape)
+            for start, (dtype, shape) in zip(self.starts, self._inside, strict=True)
+        ]
+
+
+def _aligned(size: int) -> int:
+    """Returns a number of bytes, rounded up to one at which a tensor can begin: Triton assumes
+    16."""
+    return -(-size // 64) * 64
+
+
+@functools.lru_cache(1024)
+def _passes(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    sizes: tuple[int, int, int],
+    scale: float,
+    eps: float | None,
+) -> Passes:
+    return Passes(device, dtypes[1], sizes, scale, eps, torch.float16)  # pyright: ignore
+
+
 def launch(
     weight: Tensor | Codes,
     lora_a: Tensor,
     lora_b: Tensor,
     scale: float,
     *,
-    pieces: Pieces | None = None,
     magnitude: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
     """Returns ‖weight + scale·lora_b lora_a‖ per row, f32[out].
 
     Args:
-        pieces: those of an fp32 adapter, if there are any already.
         magnitude: [out]; the result is then f32[2, out], max(norm, eps) and magnitude divided by
-            it.
+            it. Not for codes.
     """
     out_features, in_features = lora_b.shape[0], lora_a.shape[1]
     if out_features == 0 or in_features == 0:
         return torch.zeros(out_features, device=lora_a.device, dtype=torch.float32)
-    is_coded = isinstance(weight, Codes)
-    if pieces is None and lora_a.dtype == torch.float32:
-        pieces, *_ = adapter_pieces.launch(lora_a, lora_b, torch.float16)
-    if pieces is None:
-        adapter_tensors = lora_a.contiguous(), lora_b.contiguous(), None, None
-    else:
-        adapter_tensors = pieces
     device, sizes = lora_a.device, (lora_a.shape[0], out_features, in_features)
-    run = weight.run if is_coded else 0
-    call = capability(device), *sizes, scale, run, pieces is not None
-    parts, no_codes, run_kernel = prepared(*call)
-    if is_coded:
-        first, codes = weight.packed, (weight.levels, weight.scales)
-    else:
-        first, codes = weight.contiguous(), no_codes
+    if not isinstance(weight, Codes):
+        dtypes = weight.dtype, lora_a.dtype, None if magnitude is None else magnitude.dtype
+        passes = _passes(device, dtypes, sizes, scale, None if magnitude is None else eps)
+        return passes(weight, lora_a, lora_b, magnitude)[2]
+    adapter = lora_a.contiguous(), lora_b.contiguous(), None, None
+    is_in_pieces = lora_a.dtype == torch.float32
+    if is_in_pieces:
+        adapter, *_ = adapter_pieces.launch(lora_a, lora_b, torch.float16)
+    parts, _, run_kernel = prepared(capability(device), *sizes, scale, weight.run, is_in_pieces)
     partial = lora_b.new_empty((parts, out_features), dtype=torch.float32)
-    run_kernel(first, *codes, *adapter_tensors, partial)
-    if magnitude is None:
-        return column_sums.launch(partial, "root")
-    return column_sums.launch(partial, "scale", magnitude, eps)
+    run_kernel(weight.packed, weight.levels, weight.scales, *adapter, partial)
+    return column_sums.launch(partial, "root")
