@@ -17,7 +17,8 @@ from torch_dora.ops.triton.jit import Launch
 def prepared(parts: int, features: int, then: str, eps: float, elements: int = ELEMENTS) -> Launch:
     """Returns the launch for tensors of these sizes."""
     padded = next_power_of_2(parts)
-    columns = max(MIN_COLUMNS, elements // padded)
+    # Of few parts a thread adds up one column, so that more programs share them.
+    columns = max(MIN_COLUMNS, min(elements // padded, 32 * WARPS))
     return Launch(
         kernel,
         (cdiv(features, columns),),

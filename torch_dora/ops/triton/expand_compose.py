@@ -16,8 +16,9 @@ from torch_dora.ops.operator import operator
 from torch_dora.ops.triton.jit import DescribingLaunch, Launch, SameLaunch, capability
 from torch_dora.ops.triton.one_pass_norm import has_rings
 
-# Strips were measured on an H200 at 4096 × 8192 and rank 64: 38 µs, and the other kernel 54.
-STRIPS_FROM = 2**24
+# Measured on an H200: strips at 4096 × 8192 and rank 64 take 38 µs, and the other kernel 54; rings
+# at 4096 × 1024 and rank 384 10.3 µs, and the other kernel 14.7.
+STRIPS_FROM, RINGS_FROM = 2**24, 2**22
 
 
 def refuses(dtype: torch.dtype) -> str | None:
@@ -87,8 +88,8 @@ def prepared(
     want_inner: bool,
 ) -> Launch:
     """Returns the launch for tensors of these sizes."""
-    is_large, kind = rows * features >= STRIPS_FROM, Launch
-    if card == 90 and is_large and has_rings(rank, features):
+    size, kind = rows * features, Launch
+    if card == 90 and size >= RINGS_FROM and has_rings(rank, features):
         from dora_common.triton import ring_expand
 
         chosen, kind = ring_expand.config(rank), DescribingLaunch
@@ -96,7 +97,7 @@ def prepared(
         run, sizes = ring_expand.kernel, (rows, features, *walk)
         tiles = {"RANK": rank, "SLICES": cdiv(rank, chosen.depth)}
         tiles |= {"STAGES": chosen.stages, "SLOTS": chosen.slots}
-    elif card == 90 and 32 < rank <= 64 and is_large:
+    elif card == 90 and 32 < rank <= 64 and size >= STRIPS_FROM:
         chosen = strip_expand.config(rank)
         programs, *walk = chosen.walk(features, rows, card)
         run, sizes, tiles = strip_expand.kernel, (rows, features, *walk), chosen.slices(rank)

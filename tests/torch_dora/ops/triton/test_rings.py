@@ -24,6 +24,7 @@ def small_ones(monkeypatch):
     kept += (expand_compose._same,)
     for module in (one_pass_norm, expand_compose):
         monkeypatch.setattr(module, "STRIPS_FROM", 0)
+    monkeypatch.setattr(expand_compose, "RINGS_FROM", 0)
     for launches in kept:
         launches.cache_clear()
     monkeypatch.setattr(plan, "_PLANS", {})
