@@ -5,6 +5,8 @@ epilogue.
     unbiased = base - bias                  (base if there is no bias)
     y        = base + ((g-1)·unbiased + g·(s·lora))       inner = unbiased + s·lora
 
+With ``ADDS`` the change is added to what is in y already, as PEFT's dropout needs it.
+
 z: [rows, r], lora_b B: [out, r], base, y, inner: [rows, out], all fp16 or all bf16; g: f32[out];
 bias: [out]. lora stays in the fp32 accumulator and is never written to memory.
 
@@ -55,7 +57,7 @@ def kernel(
     lora_b_ptr,  # [out, r], or [r, out] if OUT_LAST
     g_ptr,  # [out]
     bias_ptr,  # [out], not read unless HAS_BIAS
-    y_ptr,  # [rows, out]
+    y_ptr,  # [rows, out], read if ADDS
     inner_ptr,  # [rows, out], not written unless WITH_INNER
     rows,
     features,
@@ -64,6 +66,7 @@ def kernel(
     OUT_LAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDS_BIAS: tl.constexpr,  # whether base is still without its bias
+    ADDS: tl.constexpr,  # whether the change is added to what is in y, and not to base
     WITH_INNER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -106,7 +109,11 @@ def kernel(
         else:
             unbiased -= bias
     scaled = number(scale) * lora
-    y = base + ((g - 1.0) * unbiased + g * scaled)
+    y = (g - 1.0) * unbiased + g * scaled
+    if ADDS:
+        y += tl.load(y_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    else:
+        y += base
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
     if WITH_INNER:
         inner = unbiased + scaled

@@ -41,7 +41,10 @@ def forward(
     base = F.linear(dropped, weight.to(plan.dtype) if plan.casts_weight else weight)
     z = F.linear(dropped, a)
     # inner takes base's memory.
-    plan.add_delta[keep_inner](base, F.linear(z, b), g, g, y, base)
+    if plan.expand_delta is None:
+        plan.add_delta[keep_inner](base, F.linear(z, b), g, g, y, base)
+    else:
+        plan.expand_delta[keep_inner](base, z, b.contiguous(), g, g, y, base)
     return y, x, dropped, base if keep_inner else None, z if keep_z else None
 
 

@@ -144,7 +144,8 @@ class Plan:
         norm: computes max(norm, eps) and g.
         into_adapter: multiplies matrices into lora_a's dtype.
         corrects: whether dropout applies to the magnitude's correction.
-        add_delta: adds ΔY to y; by whether inner is kept, where ``corrects``.
+        expand_delta, add_delta: add ΔY to y, from z or from lora; by whether inner is kept, where
+            ``corrects``.
         compose_backward: by whether d or d_base, d_lora and the magnitude's gradient are wanted.
     """
 
@@ -176,6 +177,17 @@ class Plan:
         )
         self.into_adapter = _product_into(lora_a.dtype, dtype, x.device)
         self.compose_backward = _ComposeBackward(self)
+
+    @functools.cached_property
+    def expand_delta(self) -> "tuple[SameLaunch, SameLaunch] | None":
+        """Returns the launches without inner and with it, or None if another kernel than the one
+        that adds ΔY to y is faster for these sizes."""
+        sizes = capability(self.device), self.rank, self.rows, self.out_features, self.scale, False
+        if expand_compose.prepared(*sizes, False).kernel is not expand_compose.kernel:
+            return None
+        prepared = (expand_compose.prepared(*sizes, inner, True) for inner in (False, True))
+        without, with_inner = map(SameLaunch, prepared)
+        return without, with_inner
 
     @functools.cached_property
     def add_delta(self) -> "tuple[SameLaunch, SameLaunch]":

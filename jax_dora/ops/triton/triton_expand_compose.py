@@ -81,7 +81,7 @@ def launch(
         kernel = expand_compose.kernel
         programs = cdiv(rows, config.rows) * cdiv(features, config.columns)
         tiles = {"ROWS": config.rows, "COLUMNS": config.columns, "DEPTH": config.depth}
-        tiles["RANK"] = rank
+        tiles |= {"RANK": rank, "ADDS": False}
     result = jax.ShapeDtypeStruct(base.shape, base.dtype)
     y, *inner = kernel_call(
         kernel,

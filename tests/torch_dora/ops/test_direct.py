@@ -127,7 +127,7 @@ def exact_correction(made, x, dy):
 @pytest.mark.parametrize(("dtype", "adapter_dtype"), DTYPES)
 @pytest.mark.parametrize(
     "option",
-    [{}, {"bias": False}, {"matrix"}, {"autocast"}, {"frozen"}, {"trains weight"}],
+    [{}, {"bias": False}, {"matrix"}, {"autocast"}, {"frozen"}, {"trains weight"}, {"rings"}],
     ids=str,
 )
 def test_dropout_of_the_correction(device, calls, monkeypatch, dtype, adapter_dtype, option):
@@ -139,6 +139,8 @@ def test_dropout_of_the_correction(device, calls, monkeypatch, dtype, adapter_dt
         made.magnitude.requires_grad_(False)
     if changes == {"trains weight"}:
         made.requires_grad_(True)
+    if changes == {"rings"}:  # These do not add ΔY to y.
+        monkeypatch.setattr(plan.Plan, "expand_delta", None)
     x = torch.randn(2, 5, 24, device=device, dtype=dtype)
     x = x.flatten(0, 1) if changes == {"matrix"} else x
     dy = torch.randn(*x.shape[:-1], 40, device=device, dtype=dtype)

@@ -86,10 +86,15 @@ def prepared(
     scale: float,
     has_bias: bool,
     want_inner: bool,
+    adds: bool = False,
 ) -> Launch:
-    """Returns the launch for tensors of these sizes."""
+    """Returns the launch for tensors of these sizes.
+
+    Args:
+        adds: whether the change is added to what is in y, and not to base; one kernel of three can.
+    """
     size, kind = rows * features, Launch
-    if card == 90 and size >= RINGS_FROM and has_rings(rank, features):
+    if card == 90 and size >= RINGS_FROM and not adds and has_rings(rank, features):
         from dora_common.triton import ring_expand
 
         chosen, kind = ring_expand.config(rank), DescribingLaunch
@@ -97,7 +102,7 @@ def prepared(
         run, sizes = ring_expand.kernel, (rows, features, *walk)
         tiles = {"RANK": rank, "SLICES": cdiv(rank, chosen.depth)}
         tiles |= {"STAGES": chosen.stages, "SLOTS": chosen.slots}
-    elif card == 90 and 32 < rank <= 64 and size >= STRIPS_FROM:
+    elif card == 90 and size >= STRIPS_FROM and not adds and 32 < rank <= 64:
         chosen = strip_expand.config(rank)
         programs, *walk = chosen.walk(features, rows, card)
         run, sizes, tiles = strip_expand.kernel, (rows, features, *walk), chosen.slices(rank)
@@ -105,7 +110,7 @@ def prepared(
         chosen = config(rank, card)
         programs = cdiv(rows, chosen.rows) * cdiv(features, chosen.columns)
         run, sizes, tiles = kernel, (rows, features), {"RANK": rank, "ROWS": chosen.rows}
-        tiles |= {"COLUMNS": chosen.columns, "DEPTH": chosen.depth}
+        tiles |= {"COLUMNS": chosen.columns, "DEPTH": chosen.depth, "ADDS": adds}
     return kind(
         run,
         (programs,),
