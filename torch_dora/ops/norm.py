@@ -155,9 +155,7 @@ def _is_one_kernel(tensors: tuple[Any, ...], scale: float, implementation: str |
 def _one_pass_scale(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor, scale: float, eps: float
 ) -> Tensor:
-    with no_autocast(weight):
-        both = one_pass_norm.launch(weight, lora_a, lora_b, scale, magnitude=magnitude, eps=eps)
-    return both[1]
+    return one_pass_norm.launch(weight, lora_a, lora_b, scale, magnitude=magnitude, eps=eps)[1]
 
 
 @_one_pass_scale.fake
@@ -238,12 +236,12 @@ def _factored_norm(
         operands, constants = (weight, lora_a, lora_b), (scale, implementation)
         compute = functools.partial(_factored_norm.function, *operands, *constants)
         return kept_norms.kept(compute, operands, constants)
+    if implementation == "one_pass" and scale != 0:
+        return one_pass_norm.launch(weight, lora_a, lora_b, scale)
     dtype = accumulation_dtype(weight, lora_a, lora_b)
     if not weight.numel():  # for example, this process has no rows of a sharded weight
         return weight.new_zeros(weight.shape[0], dtype=dtype)
     with no_autocast(weight):
-        if implementation == "one_pass" and scale != 0:
-            return one_pass_norm.launch(weight, lora_a, lora_b, scale)
         base_sq = _squared_norm(weight, dtype)
         cross = ba_sq = torch.zeros_like(base_sq)
         if scale != 0:
