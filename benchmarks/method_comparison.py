@@ -15,13 +15,16 @@ norm clipped to 1, and AdamW. The variants take turns, round by round. One line 
 one task: the median wall time of a call and of the host in it, in ms, the largest minus the
 smallest, the fastest call, the peak of allocated memory without the other models and the time of a
 step's kernels and copies (on a GPU), and times and peaks divided by those of PEFT's LoRA;
-`of_first` is the median of the times divided by LoRA's in the same round.
+`of_first` is the median of the times divided by LoRA's in the same round. `forward_ms`,
+`backward_ms` and `update_ms` are the host's, medians too, of the parts of a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -96,6 +99,8 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             weights = sum(p.nbytes for p in models[kind.removesuffix(CACHED)].parameters())
             row = {"task": task, "kind": kind, **row}
             row["peak_bytes"] = weights + row.pop("call_bytes")
+            if isinstance(step := calls[kind, False], _Step):
+                row |= step.parts()
             if device == "cuda" and prepare is not _generate:
                 row["device_ms"] = device_ms(calls[kind, False], False)
             first = first or row
@@ -124,28 +129,38 @@ def _model(kind: str, base: Any, dropout: float) -> Any:
     return model
 
 
-def _stepping(model: Any, loss: Callable[[], Tensor]) -> Callable[[], None]:
-    """Returns a function that makes one optimizer step."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1)
+class _Step:
+    """Makes one optimizer step in each call, and notes how long the host takes for its parts."""
 
-    model.train()
+    def __init__(self, model: Any, loss: Callable[[], Tensor]) -> None:
+        model.train()
+        self.trained = [one for one in model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4, weight_decay=0.1)
+        self.loss, self.times = loss, list[tuple[float, float, float]]()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        loss().backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
+    def __call__(self) -> None:
+        begin = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        end = time.perf_counter()
+        self.times.append((forward - begin, backward - forward, end - backward))
 
-    return step
+    def parts(self) -> Row:
+        """Returns the medians of the parts, in ms."""
+        names = "forward_ms", "backward_ms", "update_ms"
+        medians = map(statistics.median, zip(*self.times, strict=True))
+        return {name: 1e3 * median for name, median in zip(names, medians, strict=True)}
 
 
 def _text_step(model: Any, settings: Settings, device: str) -> Callable[[], None]:
     tokens = torch.randint(settings.sizes.vocabulary, settings.shape, device=device)
     mask = torch.ones_like(tokens)
-    return _stepping(
-        model, lambda: model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
-    )
+    return _Step(model, lambda: model(input_ids=tokens, attention_mask=mask, labels=tokens).loss)
 
 
 def _generate(model: Any, settings: Settings, device: str) -> Callable[[], Any]:
@@ -178,7 +193,7 @@ def _image_step(model: Any, settings: Settings, device: str) -> Callable[[], Non
         torch.randn(batch, length, settings.sizes.hidden, **options) for length in lengths
     )
     target = torch.randn_like(image)
-    return _stepping(model, lambda: F.mse_loss(model(image, text).float(), target.float()))
+    return _Step(model, lambda: F.mse_loss(model(image, text).float(), target.float()))
 
 
 def _llama(settings: Settings, device: str) -> Any:
