@@ -134,7 +134,7 @@ def _forward_with_quantised_rows(
     of x; all else has the same dtypes as without quantised activations."""
     rows, kernel, _, lora_b, g, _, bias, _, z, turned = operands
     x = rows.x
-    turned = None if turned is None else shard.gather("o i", turned)
+    turned = None if turned is None else _gathered(shard, "o i", turned)
     unscaled, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
     if bias is None and not settings.want_inner:
@@ -169,11 +169,18 @@ def _forward_with_quantised_rows(
     return y, None if inner is None else inner.astype(x.dtype)
 
 
+def _gathered(shard: Shard, names: str, codes: jax.Array) -> jax.Array:
+    """Returns whole codes, in parts (`Shard.gather`) only if `coded_matmul` can read each."""
+    codes = shard.gather(names, codes)
+    is_readable = codes.ndim == 2 or codes.shape[-1] % coded_matmul.CODES == 0
+    return codes if is_readable else row_scaled.in_one_piece(codes)
+
+
 def _coded(
     settings: Any, shard: Shard, x: jax.Array, z: jax.Array, cols: int
 ) -> choose.Choice | None:
     """Returns the kernel of an FP8 product of x [..., in], with `cols` results, that multiplies by
-    its scales and adds z B itself. Of a part of the summed features it gives a partial sum, in the
+    its scales and adds z B itself. Of a part of the summed features it gives a partial sum in the
     dtype in which devices add theirs."""
     summed = x.shape[-1]
     call = (x.size // max(summed, 1), summed, cols, z.shape[-1], z.dtype)
@@ -242,7 +249,7 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
     d, kernel, dz, lora_a, lora_b, g = operands
     dot = functools.partial(dot_general, settings.precision)
     if settings.bwd_qtype is not None:
-        codes = shard.gather("i o", kernel.qvalue)
+        codes = _gathered(shard, "i o", kernel.qvalue)
         choice = _coded(settings, shard, d, dz, lora_a.shape[0])
         # Partial sums are scaled before devices add them, so that each may have its own scales.
         rows = row_scaled.coded_gradient(settings, d, kernel, Shard() if choice else shard, g)

@@ -227,37 +227,64 @@ class Part(Shard):
         return array
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_devices_add_partial_sums_of_the_kernel(on_mosaic, watched, backward):
-    """As under tensor parallelism: each of two has half of the features that are summed."""
-    summed, cols, rank, formats = 256, 128, 4, ("mosaic", None, E5M2)
+def product(backward, summed, cols, dtype=jnp.bfloat16):
+    """Returns a product in FP8 with an adapter, forward or backward: (its operator, the settings,
+    a function of a slice of the summed features to their operands, and the product in fp64)."""
+    rank, formats = 4, ("mosaic", None, E5M2)
     kernel, normal = kernel_of((cols, summed) if backward else (summed, cols)), normals(3)
-    x, z, b = (
-        normal(*shape).astype(jnp.bfloat16) for shape in ((16, summed), (16, rank), (cols, rank))
-    )
-    rows = row_scaled.coded(x, "xla")
+    x, z, b = (normal(*shape).astype(dtype) for shape in ((16, summed), (16, rank), (cols, rank)))
+    rows, turned = row_scaled.coded(x, "xla"), kernel.qvalue.T
 
-    def on_device(part):
+    def operands(part=slice(None)):
         if backward:
             own = kernel.replace(qvalue=kernel.qvalue[:, part], scale=kernel.scale[:, part])
             return Back(x[:, part], own, z, b, None)
         own = kernel.replace(qvalue=kernel.qvalue[part])
         own_rows = row_scaled.RowScaled(x[:, part], rows.codes[:, part], rows.scales)
-        return Projection(own_rows, own, None, b.T, None, None, z=z)
+        return Projection(own_rows, own, None, b.T, None, None, None, None, z, turned[:, part])
 
-    halves = on_device(slice(cols)), on_device(slice(cols, summed))
-    op, settings = FORWARD, ForwardSettings("dora_linear", *formats)
+    w = kernels.meant(kernel)
+    want = oracle.fp64(x) @ (w.T if backward else w) + oracle.fp64(z) @ oracle.fp64(b).T
     if backward:
-        op, settings = BACK, ProductSettings(*formats)
+        return BACK, ProductSettings(*formats), operands, want
+    return FORWARD, ForwardSettings("dora_linear", *formats), operands, want
+
+
+def check_product(found, want, backward):
+    error = np.linalg.norm(found - want) / np.linalg.norm(want)
+    assert error < (0.06 if backward else 0.03)  # roundings to 3 and to 4 bits
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_devices_add_partial_sums_of_the_kernel(on_mosaic, watched, backward):
+    """As under tensor parallelism: each of two has half of the features that are summed."""
+    op, settings, operands, want = product(backward, 256, 128)
+    halves = operands(slice(128)), operands(slice(128, 256))
     found = watched(coded_matmul)
     with on_mosaic():
         partial = [op.run(settings, Part(is_first=n == 0), halves[n])[0] for n in range(2)]
         partial = jax.block_until_ready(partial)
     assert found
-    w = kernels.meant(kernel)
-    want = oracle.fp64(x) @ (w.T if backward else w) + oracle.fp64(z) @ oracle.fp64(b).T
-    error = np.linalg.norm(sum(map(oracle.fp64, partial)) - want) / np.linalg.norm(want)
-    assert error < (0.06 if backward else 0.03)  # roundings to 3 and to 4 bits
+    check_product(sum(map(oracle.fp64, partial)), want, backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered(Shard):
+    """A device that gathers codes in a number of equal parts of the summed features."""
+
+    parts: int = 2
+
+    def gather(self, names, matrix):
+        return jnp.stack(jnp.split(matrix, self.parts, axis=1))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("summed", "parts"), [(256, 4), (384, 2), (256, 2)])
+def test_a_kernel_that_is_gathered_in_parts_of_any_size(on_mosaic, summed, parts, backward):
+    op, settings, operands, want = product(backward, summed, 128)
+    with on_mosaic():
+        found, *_ = op.run(settings, Gathered(parts=parts), operands())
+        check_product(oracle.fp64(jax.block_until_ready(found)), want, backward)
 
 
 @pytest.mark.ci

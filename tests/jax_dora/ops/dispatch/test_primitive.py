@@ -347,6 +347,18 @@ def test_donated_operands():
     assert placed.is_deleted()
 
 
+def gradient_in_fp8(mesh, shape, of_kernel):
+    """Returns `of_device` of the gradient with respect to x of a kernel [in, out] in FP8."""
+    n_in, out = shape
+    codes = aval(*shape, dtype="float8_e4m3fn")
+    kernel = qwix.QArray(codes, aval(1, out, dtype=F32), None, jnp.dtype(codes.dtype))
+    g, rank, rows = aval(out, dtype=F32), 16, (mesh.axis_names, N)
+    operands = Back(aval(ROWS, out), kernel, aval(ROWS, rank), aval(n_in, rank), aval(rank, out), g)
+    specs = [rows, of_kernel, WHOLE, WHOLE, WHOLE, WHOLE, (N,)]
+    settings = ProductSettings("mosaic", None, "float8_e5m2")
+    return of_device(BACK, settings, operands, mesh, specs, [rows])
+
+
 @pytest.mark.parametrize(
     ("of_kernel", "kept", "gathered"),
     [
@@ -357,15 +369,14 @@ def test_donated_operands():
 )
 def test_a_product_in_fp8_gathers_the_codes_of_its_kernel(on_hopper, of_kernel, kept, gathered):
     """The kernel takes them as they arrive: no other operation has their bytes."""
-    codes = aval(IN, OUT, dtype="float8_e4m3fn")
-    kernel = qwix.QArray(codes, aval(1, OUT, dtype=F32), None, jnp.dtype(codes.dtype))
-    g, rank = aval(OUT, dtype=F32), 16
-    operands = Back(aval(ROWS, OUT), kernel, aval(ROWS, rank), aval(IN, rank), aval(rank, OUT), g)
-    specs = [(("data", "other"), N), of_kernel, WHOLE, WHOLE, WHOLE, WHOLE, (N,)]
-    settings = ProductSettings("mosaic", None, "float8_e5m2")
-    mesh = automatic(data=2, other=2)
-    text, used = of_device(BACK, settings, operands, mesh, specs, [(("data", "other"), N)])
+    text, used = gradient_in_fp8(automatic(data=2, other=2), (IN, OUT), of_kernel)
     assert used[1] == kept
     assert "dora_coded_matmul" in text
     found = re.findall(r"all_gather.*-> tensor<([\dx]+)xf8E4M3FN>", text)
     assert found == ([gathered] if gathered else [])
+
+
+def test_a_product_in_fp8_joins_parts_that_the_kernel_cannot_read(on_hopper):
+    text, _ = gradient_in_fp8(automatic(data=4), (4096, 6912), COLUMNS_CUT)
+    assert "dora_coded_matmul" in text
+    assert re.findall(r"concatenate .*-> tensor<([\dx]+)xf8E4M3FN>", text) == ["4096x6912"]
