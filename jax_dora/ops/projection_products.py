@@ -180,8 +180,10 @@ def _coded(
     settings: Any, shard: Shard, x: jax.Array, z: jax.Array, cols: int
 ) -> choose.Choice | None:
     """Returns the kernel of an FP8 product of x [..., in], with `cols` results, that multiplies by
-    its scales and adds z B itself. Of a part of the summed features it gives a partial sum in the
-    dtype in which devices add theirs."""
+    its scales and adds z B itself. Of a part of the summed features it gives a partial sum in z's
+    dtype, in which devices add theirs: in fp16 a partial sum could overflow."""
+    if shard.summed and z.dtype == jnp.float16:
+        return None
     summed = x.shape[-1]
     call = (x.size // max(summed, 1), summed, cols, z.shape[-1], z.dtype)
     candidate = coded_matmul, call

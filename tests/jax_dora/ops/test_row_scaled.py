@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.collectives import collectives
 from jax_dora.ops import Dropout, dora_linear, draw_seed, lora_linear, row_scaled
+from jax_dora.ops.dispatch import choose
 from jax_dora.ops.dispatch.shard import Shard
 from jax_dora.ops.linear import scaled_linear
 from jax_dora.ops.mosaic.projection import coded_matmul
@@ -266,6 +267,19 @@ def test_devices_add_partial_sums_of_the_kernel(on_mosaic, watched, backward):
         partial = jax.block_until_ready(partial)
     assert found
     check_product(sum(map(oracle.fp64, partial)), want, backward)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_devices_add_partial_sums_of_fp16_in_fp32(backward):
+    """In fp16 they could overflow, and each would be rounded."""
+    op, settings, operands, _ = product(backward, 256, 128, jnp.float16)
+    run = functools.partial(op.run, settings._replace(implementation=None), Shard(summed=("y",)))
+    on_two = jax.shard_map(run, mesh=automatic(y=2), in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "target", lambda: choose.Target("gpu", "9.0"))
+        patch.setattr(coded_matmul, "wins", lambda *_: True)
+        text = str(jax.make_jaxpr(on_two)(operands(slice(128))))
+    assert re.findall(r":(\w+)\[16,128\]\S* = psum", text) == ["f32"]
 
 
 @dataclasses.dataclass(frozen=True)
