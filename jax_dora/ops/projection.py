@@ -191,7 +191,8 @@ def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> d
     if wanted.kernel:
         gradients["kernel"] = dot(x, d, (rows, rows), kernel.dtype)
     if wanted.lora_b:
-        d_lora_b = dot(z, d, (rows, rows), lora_b.dtype if folded is None else folded.dtype)
+        dtype = lora_b.dtype if folded is None else _dtype_of_sums(d, lora_b)
+        d_lora_b = dot(z, d, (rows, rows), dtype)
         d_lora_b = d_lora_b if folded is None else _times(folded, d_lora_b)
         gradients["lora_b"] = d_lora_b.astype(lora_b.dtype)
     if wanted.bias:
@@ -230,14 +231,20 @@ def _dx(
 def _d_scaled_lora_a(
     settings: ProjectionSettings, operands: Projection, dz: jax.Array
 ) -> jax.Array:
-    """Returns drop(x)ᵀ dz in the accumulator's dtype; in bf16 if several devices may sum it and x
-    and lora_a are bf16, so that as many bytes are sent as for LoRA."""
+    """Returns drop(x)ᵀ dz in the dtype of `_dtype_of_sums`."""
     x, seed = operands.x, operands.seed
-    dtype = jnp.dtype(accumulation_dtype(x.dtype))
-    if choose.target().partitioned and x.dtype == operands.lora_a.dtype == jnp.bfloat16:
-        dtype = x.dtype
+    dtype = _dtype_of_sums(x, operands.lora_a)
     if seed is None:
         rows = tuple(range(x.ndim - 1))
         return dot_general(settings.precision, x, dz, (rows, rows), dtype)
     back = _reduction_settings(settings, x, dtype)
     return primitive.call(REDUCE_BACK, back, Reduction(x, dz, seed))[0]
+
+
+def _dtype_of_sums(rows: jax.Array, adapter: jax.Array) -> Any:
+    """Returns the dtype of an adapter's gradient before it is multiplied by s or g: the
+    accumulator's; bf16 if several devices may sum it and the rows and the adapter are bf16, so that
+    as many bytes are sent as for LoRA."""
+    if choose.target().partitioned and rows.dtype == adapter.dtype == jnp.bfloat16:
+        return rows.dtype
+    return jnp.dtype(accumulation_dtype(rows.dtype))

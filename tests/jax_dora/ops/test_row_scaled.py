@@ -214,6 +214,27 @@ def test_rows_and_kernels_on_one_axis(spec, shapes):
     assert sorted(tuple(map(int, one.split(","))) for one in found) == sorted(shapes)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_of_adapters_are_summed_over_devices_in_their_dtype(dtype):
+    """So that as many bytes are sent as for LoRA."""
+    kernel = kernel_of((128, 32))
+    arrays, dy = operands(kernel, dtype=jnp.bfloat16, rows=(4, 8))
+    x, a, b, magnitude, _ = (one.astype(dtype) if one.ndim == 2 else one for one in arrays)
+
+    def call(x, a, b, dy):
+        options = {"act_qtype": QTYPE, "bwd_qtype": E5M2}
+        pull = jax.vjp(lambda a, b: dora_linear(x, kernel, a, b, magnitude, SCALE, **options), a, b)
+        return pull[1](dy)
+
+    x, dy = jax.device_put((x, dy), NamedSharding(automatic(x=4), P("x")))
+    text = jax.jit(call).lower(x, a, b, dy).as_text()
+    a_or_b = f"{a.shape[0]}x{a.shape[1]}|{b.shape[0]}x{b.shape[1]}"
+    found = re.findall(
+        rf"dot_general.*contracting_dims = \[0, 1\].*-> tensor<(?:{a_or_b})x(\w+)>", text
+    )
+    assert found == 2 * [{"bfloat16": "bf16", "float32": "f32"}[jnp.dtype(dtype).name]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Part(Shard):
     """One of two devices that have half of the features each; the test adds their sums."""
