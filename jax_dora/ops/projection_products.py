@@ -134,7 +134,7 @@ def _forward_with_quantised_rows(
     of x; all else has the same dtypes as without quantised activations."""
     rows, kernel, _, lora_b, g, _, bias, _, z, turned = operands
     x = rows.x
-    turned = None if turned is None else _gathered(shard, "o i", turned)
+    turned = None if turned is None else _gathered(shard, turned)
     unscaled, options = jnp.float32(1), {"want_inner": settings.want_inner}
     lora_b = lora_b.astype(x.dtype)
     if bias is None and not settings.want_inner:
@@ -169,9 +169,9 @@ def _forward_with_quantised_rows(
     return y, None if inner is None else inner.astype(x.dtype)
 
 
-def _gathered(shard: Shard, names: str, codes: jax.Array) -> jax.Array:
+def _gathered(shard: Shard, codes: jax.Array) -> jax.Array:
     """Returns whole codes, in parts (`Shard.gather`) only if `coded_matmul` can read each."""
-    codes = shard.gather(names, codes)
+    codes = shard.gather(codes)
     is_readable = codes.ndim == 2 or codes.shape[-1] % coded_matmul.CODES == 0
     return codes if is_readable else row_scaled.in_one_piece(codes)
 
@@ -210,6 +210,11 @@ def _expanded(
     return choice.launch(base.total, z, lora_b, g, jnp.float32(1), bias, scales, **options)
 
 
+def _codes_of_forward(settings: ForwardSettings) -> str | None:
+    """Returns the axis names of the codes that `FORWARD` gathers itself."""
+    return None if settings.bwd_qtype is None else "o i"
+
+
 FORWARD = Op(
     "project",
     _forward,
@@ -228,7 +233,7 @@ FORWARD = Op(
     ("t o", "t o"),
     contracted="i",
     is_projection=True,
-    gathers="o i",
+    gathers=_codes_of_forward,
 )
 
 
@@ -251,7 +256,7 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
     d, kernel, dz, lora_a, lora_b, g = operands
     dot = functools.partial(dot_general, settings.precision)
     if settings.bwd_qtype is not None:
-        codes = _gathered(shard, "i o", kernel.qvalue)
+        codes = _gathered(shard, kernel.qvalue)
         choice = _coded(settings, shard, d, dz, lora_a.shape[0])
         # Partial sums are scaled before devices add them, so that each may have its own scales.
         rows = row_scaled.coded_gradient(settings, d, kernel, Shard() if choice else shard, g)
@@ -277,6 +282,11 @@ def _back(settings: ProductSettings, shard: Shard, operands: Back) -> tuple[jax.
     return (shard.sum(dot(d, kernel, (-1, 1)) + dot(dz, lora_a, (-1, 1))),)
 
 
+def _codes_of_back(settings: ProductSettings) -> str | None:
+    """Returns the axis names of the codes that `BACK` gathers itself."""
+    return None if settings.bwd_qtype is None else "i o"
+
+
 BACK = Op(
     "project_back",
     _back,
@@ -284,5 +294,5 @@ BACK = Op(
     ("t i",),
     contracted="o",
     is_projection=True,
-    gathers="i o",
+    gathers=_codes_of_back,
 )

@@ -45,8 +45,9 @@ class Op(NamedTuple):
       results: the axis names of each result.
       contracted: the axis that is summed over in results without it.
       is_projection: whether it multiplies rows by a whole kernel [in, out].
-      gathers: the axis names of the matrices that it gathers itself (`Shard.gather`) if gradients
-        are in FP8. Others are gathered before, along either axis, which moves them once more.
+      gathers: `(settings) -> the axis names of the matrix that it gathers itself`, by
+        `Shard.gather`, or None. Others are gathered before, along either axis, which moves them
+        once more.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Op(NamedTuple):
     results: tuple[str, ...]
     contracted: str = ""
     is_projection: bool = False
-    gathers: str = ""
+    gathers: Callable[[Any], str | None] | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -99,34 +100,34 @@ class Names(NamedTuple):
       contracted: the axes that are summed over.
       tile_counts: for axes of quantised operands, the number of blocks that a device must hold
         whole: the number of tiles, or with a single scale the number of elements.
-      gathered: the index and the shape of the operand that the operator gathers itself, or None.
+      apart: the index and the shape of the operand that the operator gathers itself, or None.
     """
 
     operands: list[tuple[str, ...]]
     results: list[tuple[str, ...]]
     contracted: tuple[str, ...]
     tile_counts: dict[str, int]
-    gathered: tuple[int, tuple[int, ...]] | None = None
+    apart: tuple[int, tuple[int, ...]] | None = None
 
     @classmethod
-    def of(cls, op: Op, operands: Sequence[Any], results: Sequence[Any]) -> "Names":
+    def of(cls, op: Op, settings: Any, operands: Sequence[Any], results: Sequence[Any]) -> "Names":
         """Returns the axis names of a call.
 
         Args:
-          op: the operator.
+          op, settings: the operator and the settings of the call.
           operands, results: arrays or their types, or None.
         """
         tile_counts: dict[str, int] = {}
         named: list[list[tuple[str, ...]]] = []
-        gathered = None
+        gathers, apart = op.gathers and op.gathers(settings), None
         for pairs in (op.named(operands), zip(op.results, results, strict=True)):
             named.append([])
             for text, array in pairs:
                 if array is None:
                     continue
                 names = _names(text, stored(array).ndim)
-                if text == op.gathers and len(named) == 1:
-                    gathered = len(named[-1]), array.shape
+                if gathers and text == gathers and len(named) == 1:
+                    apart = len(named[-1]), array.shape
                 named[-1].append(names)
                 if is_quantised(array):
                     axes = list(zip(names, array.scale.shape, array.shape, strict=True))
@@ -137,7 +138,7 @@ class Names(NamedTuple):
                     named[-1] += [scales] * (len(jax.tree.leaves(array)) - 1)
         all_names = dict.fromkeys(itertools.chain(*named[0], *named[1]))
         contracted = (name for name in all_names if name.rstrip("0123456789") == op.contracted)
-        return cls(named[0], named[1], tuple(contracted), tile_counts, gathered)
+        return cls(named[0], named[1], tuple(contracted), tile_counts, apart)
 
     def shard(self, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Shard:
         """Returns how a call is sharded over a mesh.
@@ -186,32 +187,31 @@ class Names(NamedTuple):
 
     def _apart(
         self, mesh: Mesh, assigned: dict[str, tuple[str, ...]], operands: Sequence[Any]
-    ) -> tuple[tuple[str, tuple[int, tuple[str, ...]]], ...]:
+    ) -> tuple[int, tuple[str, ...]] | None:
         """Returns `Shard.apart`: along which axis a device has a part of the matrix that the
         operator gathers, if there is one such axis, in equal parts."""
-        if self.gathered is None:
-            return ()
-        index, shape = self.gathered
+        if self.apart is None:
+            return None
+        index, shape = self.apart
         names, found = self.operands[index], []
         for axis, (name, entry) in enumerate(zip(names, operands[index], strict=False)):
             over = tuple(one for one in mesh_axes(entry) if one not in assigned.get(name, ()))
             if over:
                 found.append((axis, over))
         if len(found) != 1:
-            return ()
+            return None
         [(axis, over)] = found
         parts = math.prod(mesh.shape[one] for one in over)
         if names[axis] in assigned or shape[axis] % parts:
-            return ()
-        return ((" ".join(names), (axis, over)),)
+            return None
+        return axis, over
 
     def operand_specs(self, shard: Shard) -> list[jax.sharding.PartitionSpec]:
         """Returns how a device's operands are sharded."""
         specs = [spec(names, shard) for names in self.operands]
-        for names, (axis, over) in shard.apart:
-            assert self.gathered is not None
-            index = self.gathered[0]
-            entries = [shard.mesh_axes(name) for name in names.split()]
+        if self.apart is not None and shard.apart is not None:
+            (index, _), (axis, over) = self.apart, shard.apart
+            entries = [shard.mesh_axes(name) for name in self.operands[index]]
             entries[axis] = over
             specs[index] = jax.P(*(axes or None for axes in entries))
         return specs

@@ -280,9 +280,7 @@ def _devices(module: Any) -> tuple[Mesh | None, bool]:
 def _partitioned(op: Op, settings: Any, tree: Any, avals: Sequence[Any]) -> Any:
     """Returns the operator as a function of arrays that are sharded over a mesh."""
     shapes = _shapes(*_call_key(avals, op, settings, tree))
-    names = Names.of(op, tree.unflatten(avals), shapes)
-    if getattr(settings, "bwd_qtype", None) is None:
-        names = names._replace(gathered=None)
+    names = Names.of(op, settings, tree.unflatten(avals), shapes)
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> Any:
         """Returns the function that each device runs, and the shardings of its arrays."""

@@ -13,13 +13,13 @@ from jax import lax
 class Shard:
     """How a call is sharded; by default not at all: pairs of a named axis and the mesh axes that it
     is sharded over; the mesh axes that a contracted axis is sharded over, `summed`; whether a
-    matrix is gathered for the call, like kernels under FSDP, while a product runs; and, for those
-    that the operator gathers itself, pairs of their axis names and (an axis, its mesh axes)."""
+    matrix is gathered for the call, like kernels under FSDP, while a product runs; and, if the
+    operator gathers one itself, the axis of which a device has a part, and its mesh axes."""
 
     axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     summed: tuple[str, ...] = ()
     gathered: bool = False
-    apart: tuple[tuple[str, tuple[int, tuple[str, ...]]], ...] = ()
+    apart: tuple[int, tuple[str, ...]] | None = None
 
     @property
     def shares_rows(self) -> bool:
@@ -46,12 +46,12 @@ class Shard:
         """Returns the sum of the partial sums of the devices."""
         return lax.psum(array, self.summed) if self.summed and array is not None else array
 
-    def gather(self, names: str, matrix: jax.Array) -> jax.Array:
-        """Returns a whole matrix, of which a device may have a part; or, if its last axis is in
-        parts, [parts, first axis, last axis / parts], which is how they arrive."""
-        if (found := dict(self.apart).get(names)) is None:
+    def gather(self, matrix: jax.Array) -> jax.Array:
+        """Returns the matrix that the operator gathers itself, whole; or, if devices have parts of
+        its last axis, [parts, first axis, last axis / parts], which is how they arrive."""
+        if self.apart is None:
             return matrix
-        axis, over = found
+        axis, over = self.apart
         return lax.all_gather(matrix, over, tiled=axis == 0)
 
     def as_copies(self, *arrays: Any) -> tuple[Any, ...]:

@@ -309,7 +309,7 @@ class Gathered(Shard):
 
     parts: int = 2
 
-    def gather(self, names, matrix):
+    def gather(self, matrix):
         return jnp.stack(jnp.split(matrix, self.parts, axis=1))
 
 

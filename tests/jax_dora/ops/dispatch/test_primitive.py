@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dora import ops
 from jax_dora.ops.dispatch import choose, partitions, primitive
 from jax_dora.ops.dispatch.choose import Target
+from jax_dora.ops.dispatch.op import Names
 from jax_dora.ops.mosaic.projection import project, project_back
 from jax_dora.ops.norm import NORM
 from jax_dora.ops.operands import AdaptedKernel, NormSettings, ProductSettings, Projection
@@ -380,3 +381,12 @@ def test_a_product_in_fp8_joins_parts_that_the_kernel_cannot_read(on_hopper):
     text, _ = gradient_in_fp8(automatic(data=4), (4096, 6912), COLUMNS_CUT)
     assert "dora_coded_matmul" in text
     assert re.findall(r"concatenate .*-> tensor<([\dx]+)xf8E4M3FN>", text) == ["4096x6912"]
+
+
+@pytest.mark.parametrize("bwd_qtype", [None, "float8_e5m2"])
+def test_only_products_with_gradients_in_fp8_gather_themselves(bwd_qtype):
+    norm = AdaptedKernel(aval(IN, OUT), aval(IN, RANK), aval(RANK, OUT), aval(dtype=F32))
+    assert Names.of(NORM, NormSettings(None), norm, [None, None]).apart is None
+    back = Back(aval(ROWS, OUT), aval(IN, OUT), aval(ROWS, RANK), aval(IN, RANK), None)
+    names = Names.of(BACK, ProductSettings(None, None, bwd_qtype), back, [None])
+    assert names.apart == (bwd_qtype and (1, (IN, OUT)))
