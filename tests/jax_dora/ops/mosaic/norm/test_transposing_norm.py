@@ -89,7 +89,7 @@ def test_refuses_with_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("rank", "dtype", "consumers"), [(64, BF16, 4), (64, F32, 2), (72, F32, None)]
+    ("rank", "dtype", "consumers"), [(64, BF16, 4), (64, F32, 2), (72, BF16, None), (72, F32, None)]
 )
 def test_is_used_with_small_adapters(rank, dtype, consumers):
     call = (8192, rank, 8192, Format(FP8, (8192, 1), BF16, False), dtype)
