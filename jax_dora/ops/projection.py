@@ -15,7 +15,10 @@ The products are ordered such that none is [in, out], except the kernel's own gr
 is computed only if the kernel is differentiated.
 
 A quantised kernel is kept for the backward pass in its quantised form. Quantised activations do not
-change the gradients above; quantised gradients change d Wᵀ alone, into a product in FP8.
+change the gradients above. Quantised gradients make d Wᵀ a product in FP8, and g multiplies in its
+codes. Unless x is dropped, d is then not written, and the other gradients are computed as
+
+    dz = dy (g∘B)ᵀ     dB = g∘(zᵀ dy)
 """
 
 import functools

@@ -6,10 +6,10 @@ x̂ and Ŵ are float8_e4m3fn. Their products accumulate in fp32, and both scales
 DoRA's g also scales columns, so it is applied at the same time, at no extra cost. The gradient with
 respect to x ignores the rounding: it is the gradient of x W in x's dtype, or a product in FP8 too:
 
-    dy Wᵀ ≈ (d̂ Ŵᵀ) ∘ s_d      d̂ = round(d / s_d)      d = dy∘s_w
+    (g∘dy) Wᵀ ≈ (d̂ Ŵᵀ) ∘ s_d      d̂ = round(d / s_d)      d = g∘dy∘s_w
 
-s_w scales the features that this product sums over, so it multiplies dy before rounding. d̂ is
-float8_e4m3fn or float8_e5m2. Ŵ is the same array in both products.
+s_w, and DoRA's g, scale the features that this product sums over, so they multiply dy before
+rounding. d̂ is float8_e4m3fn or float8_e5m2. Ŵ is the same array in both products.
 """
 
 import functools

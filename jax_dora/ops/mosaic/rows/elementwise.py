@@ -3,8 +3,9 @@
 A thread block processes one block of output features and loops over rows. g, and in the backward
 pass the sums over rows, stay in its registers.
 
-- [rows, out] is viewed as [rows, out/lane, lane], where lane is the largest power of two up to 256
-  that divides out, because a TMA box has at most 256 elements per axis.
+- [rows, out] is viewed as [rows, out/lane, lane], where lane is the largest power of two that
+  divides out, at most 256, because a TMA box has at most 256 elements per axis, and at most
+  `config.features`.
 - A block of features has at most `THREADS` * 8 features, [features/lane, lane]. Each of the 128
   threads holds 8 adjacent features, 16 bytes of bf16, so that shared memory is accessed at full
   width without bank conflicts. With fewer features the threads compute several rows at a time.
@@ -91,7 +92,8 @@ def row_kernel(
     """Returns (outputs, sums): arrays like the inputs, and sums over rows f32[out].
 
     Args:
-      row_function: `(inputs, vectors, scale) -> (outputs, terms of the sums)` for one row, in fp32.
+      row_function: `(inputs, vectors, scale) -> (outputs, terms of the sums)` for the rows that the
+        threads compute at once, [rows, features/lane, lane] each, in fp32.
       inputs: arrays [..., out] of the same shape and dtype.
       vectors: arrays [out].
       scale: f32[].
