@@ -332,6 +332,33 @@ def test_hooks_of_parts_run(part: str) -> None:
     assert seen
 
 
+@pytest.mark.parametrize("how", ["autocast", "hooks"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_bases_that_are_stored_in_fp8(how: str, dropout: float) -> None:
+    """By hooks as those of diffusers' layerwise casting."""
+
+    def cast(dtype: torch.dtype) -> Any:
+        return lambda module, *_: setattr(module.weight, "data", module.weight.data.to(dtype))
+
+    dtype = torch.float32 if how == "autocast" else torch.bfloat16
+    options = config(target_modules=["0", "1"], lora_dropout=dropout)
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), options)
+    model = perturbed(model.to(dtype))
+    x = torch.randn(2, 6, dtype=dtype)
+    for layer in lora_layers(model):
+        cast(torch.float8_e4m3fn)(layer.base_layer)
+        if how == "hooks":
+            layer.base_layer.register_forward_pre_hook(cast(torch.bfloat16))
+            layer.base_layer.register_forward_hook(cast(torch.float8_e4m3fn))
+    found = []
+    for one in both(model):
+        for is_training in (True, False):
+            torch.manual_seed(3)
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                found.append(one.train(is_training)(x))
+    torch.testing.assert_close(found[2:], found[:2], rtol=2**-6, atol=2**-6)
+
+
 def test_hooks_of_all_modules_run() -> None:
     """As profilers and other tools register them; here one that changes the adapters' results."""
     theirs, ours = both(peft_model())

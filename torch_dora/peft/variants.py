@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import (
+    check,
     compose,
     compose_delta,
     dora_linear,
@@ -127,7 +128,7 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
     lora_b = b._parameters.get("weight")
     if not PLAIN.issuperset(map(type, (x, weight, magnitude, lora_a, lora_b))):
         return None
-    if not weight.is_floating_point():
+    if weight.dtype not in check.FLOATS:
         return None
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         return None
@@ -181,6 +182,8 @@ def _g(
     layer: Any, adapter: str, weight: Any, lora_a: Tensor, lora_b: Tensor, result: Tensor
 ) -> Tensor:
     """Returns g, f32[out], for the matrices of one adapter."""
+    if type(weight) in PLAIN and weight.dtype not in check.FLOATS:  # stored in FP8
+        weight = weight.to(result.dtype)
     magnitude = layer.lora_magnitude_vector[adapter]
     norm = _norm(magnitude, weight, lora_a, lora_b, layer.scaling[adapter])
     return magnitude_scale(magnitude.weight.flatten(), norm, result.dtype)
