@@ -355,7 +355,7 @@ def by_address(monkeypatch):
             launch.run = functools.partial(run, launch, kinds)
 
     def run(launch, kinds, *passed):
-        assert passed[:4] == (*launch.blocks, 77)
+        assert passed[:4] == (*launch.launch.blocks, 77)
         addresses = passed[4 : 4 + len(kinds)]
         assert passed[4 + len(kinds) :] == launch.launch.passed
         ask(launch, *map(tensor_at, addresses, kinds))

@@ -136,17 +136,17 @@ def _launch_again(same: "SameLaunch", addresses: Iterable[int]) -> None:
         memory = same.bytes.new_empty(same.scratch)
         before = (*before[:3], memory.data_ptr(), *before[4:])
     run: Any = same.run
-    run(*same.blocks, stream, *before, *addresses, *same.launch.passed)
+    run(*same.launch.blocks, stream, *before, *addresses, *same.launch.passed)
 
 
 class SameLaunch:
     """A :class:`Launch` whose every call has tensors of the same device and dtypes, and None in the
     same places: nothing is looked up."""
 
-    __slots__ = "before", "blocks", "bytes", "device", "launch", "run", "scratch"
+    __slots__ = "before", "bytes", "compiled", "device", "launch", "run", "scratch"
 
     def __init__(self, launch: Launch) -> None:
-        self.launch, self.blocks = launch, launch.blocks
+        self.launch, self.compiled = launch, None
         self.device, self.run, self.before = 0, None, ()
         self.scratch, self.bytes = 0, torch.empty(0, dtype=torch.uint8)
 
@@ -167,16 +167,17 @@ class SameLaunch:
 
     def keep(self, compiled: Any, first: Tensor) -> None:
         """Keeps the compiled kernel for tensors of the first one's device."""
-        self.device = first.get_device()
+        # Triton unloads a kernel that nothing refers to.
+        self.compiled, self.device = compiled, first.get_device()
         before, run, scratch = _run_of(compiled, first.device)
-        self.before, self.scratch = before, scratch * math.prod(self.blocks)
+        self.before, self.scratch = before, scratch * math.prod(self.launch.blocks)
         self.bytes = first.new_empty(0, dtype=torch.uint8)
         self.run = run
 
     def _ask(self, *tensors: Any) -> None:
         if (same := self.launch(*tensors)) is not None:
             # Another thread must not see `run` without the others.
-            self.device, self.before = same.device, same.before
+            self.compiled, self.device, self.before = same.compiled, same.device, same.before
             self.scratch, self.bytes = same.scratch, same.bytes
             self.run = same.run
 

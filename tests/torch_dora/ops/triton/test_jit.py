@@ -1,5 +1,7 @@
 """A kept launch passes what Triton would, and asks Triton whenever another kernel may be needed."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +64,35 @@ def test_a_profilers_hooks_see_each_launch(kernel, monkeypatch):
     monkeypatch.setattr(runtime, "launch_enter_hook", None)
     launch(x, x)
     assert (kernel.asked, len(kernel.launched)) == (2, 1)
+
+
+class Compiled:
+    """Stands for a compiled kernel, which Triton 3.8 unloads when it is freed."""
+
+    function, packed_metadata = "f", ()
+
+    @staticmethod
+    def run(*arguments):
+        pass
+
+
+def test_kept_launches_keep_the_compiled_kernel(monkeypatch):
+    monkeypatch.setattr(jit, "TRITON_MODE", "compiled")
+    compiled = Compiled()
+    kept, kernel = weakref.ref(compiled), SimpleNamespace(arg_names=())
+    launch = jit.Launch(kernel, (1,), ())
+    monkeypatch.setattr(launch, "_ask", lambda *_, once=[compiled]: once.pop())
+    same = jit.SameLaunch(launch)
+    same(torch.zeros(16))
+    del compiled
+    gc.collect()
+    assert kept() is not None
+    launch.same.clear()
+    gc.collect()
+    assert kept() is not None
+    del same
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_same_launch_looks_nothing_up(kernel, monkeypatch):
