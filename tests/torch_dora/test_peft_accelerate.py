@@ -477,6 +477,36 @@ def test_layers_that_are_refused_later_are_warned_of_once() -> None:
     output(ours)  # without a warning: the report names them
 
 
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(6, 6), nn.Conv1d(6, 6, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.conv(x.unsqueeze(2)).squeeze(2))
+
+
+def test_what_no_report_told_is_warned_of() -> None:
+    model: Any = peft.get_peft_model(Grouped(), config(target_modules=["linear"]))
+    accelerate(model)
+    model.add_adapter("more", config(target_modules=["linear", "conv"]))
+    x = torch.randn(2, 6)
+    model.set_adapter("more")
+    with pytest.warns(UserWarning, match=r"layer conv, adapter 'more': .*grouped convolution"):
+        model(x)
+    layer = model.base_model.model.linear
+    layer.lora_A["default"].register_forward_hook(lambda *_: None)
+    assert len(accelerate(model).left) == 2
+    for adapter in ("more", "default"):  # without a warning
+        model.add_adapter(f"with {adapter}", config(target_modules=["linear"]))
+        model.set_adapter(adapter)
+        model(x)
+    layer.ephemeral_gpu_offload = True
+    model.set_adapter("more")
+    with pytest.warns(UserWarning, match=r"layer .*linear, adapter 'more': ephemeral_gpu_offload"):
+        layer.lora_variant["more"].forward(layer, "more", x, layer.base_layer(x))
+
+
 def test_norms_are_cached_while_pefts_caching_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = both(peft_model("embedding"))
     caches = [m._dora_cache for m in ours.modules() if hasattr(m, "_dora_cache")]

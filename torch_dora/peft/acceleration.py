@@ -51,7 +51,7 @@ def accelerate(peft_model: nn.Module) -> Report:
         TypeError: ``peft_model`` is not a module.
         ValueError: it has no DoRA adapter of PEFT.
     """
-    report = _accelerate(peft_model)
+    report = _accelerate(peft_model, is_told=True)
     if not any(report):
         raise ValueError(
             f"{type(peft_model).__name__} has {len(_layers(peft_model))} LoRA layers of PEFT, none "
@@ -86,22 +86,28 @@ def accelerate_process(tell: Callable[[Report], object]) -> None:
     @functools.wraps(original)
     def inject_adapter(tuner: Any, *arguments: Any, **named: Any) -> None:
         original(tuner, *arguments, **named)
-        if any(report := _accelerate(tuner.model)):
+        if any(report := _accelerate(tuner.model, is_told=True)):
             tell(report)
 
     tuners.inject_adapter = inject_adapter
 
 
-def _accelerate(model: nn.Module) -> Report:
-    accelerated, left, known = [], {}, set()
-    for name, layer in _layers(model).items():
+def _accelerate(model: nn.Module, is_told: bool) -> Report:
+    """Accelerates a model. If its user is not told of the report, the layers that PEFT computes
+    warn."""
+    accelerated, left, layers = [], {}, _layers(model)
+    ours = (one for layer in layers.values() for one in layer.lora_variant.values())
+    warned = next((one.warned for one in ours if type(one) in THEIRS), set())
+    for name, layer in layers.items():
         for adapter, variant in layer.lora_variant.items():
             theirs = THEIRS.get(type(variant), type(variant))
             if theirs in OURS:
-                layer.lora_variant[adapter] = OURS[theirs](name, known)
+                if type(variant) not in THEIRS:
+                    variant = layer.lora_variant[adapter] = OURS[theirs](name, warned)
                 if reason := refuses(layer, adapter):
                     left[name] = f"adapter {adapter!r}: {reason}"
-                    known.add(name)
+                    if is_told:
+                        variant.reported = reason
             elif isinstance(variant, tuple(OURS)):
                 left[name] = f"adapter {adapter!r} has a variant of its own, {theirs.__name__}"
         if not any(type(variant) in THEIRS for variant in layer.lora_variant.values()):
@@ -140,4 +146,4 @@ def _layers(model: Any) -> dict[str, Any]:
 def _inject(tuner: Any, *arguments: Any, **named: Any) -> None:
     """Replaces the ``inject_adapter`` of an accelerated model's tuner."""
     type(tuner).inject_adapter(tuner, *arguments, **named)
-    _accelerate(tuner.model)
+    _accelerate(tuner.model, is_told=False)

@@ -206,12 +206,15 @@ class _Variant:
 
     Args:
         name: of the layer.
-        known: the names and the reasons of layers that PEFT computes, as far as the user has heard
-            of them; all layers of a model share it.
+        warned: the reasons of warnings so far; all layers of a model share it.
+
+    Attributes:
+        reported: the reason why PEFT computes this adapter, as far as a report has told the user.
     """
 
-    def __init__(self, name: str, known: set[str]) -> None:
-        self.name, self.known = name, known
+    def __init__(self, name: str, warned: set[str]) -> None:
+        self.name, self.warned = name, warned
+        self.reported: str | None = None
 
     def _forward(
         self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **named: Any
@@ -226,12 +229,12 @@ class _Variant:
 
     def _warn(self, adapter: str, reason: str) -> None:
         """Warns of the first layer that PEFT computes for a reason."""
-        if torch.compiler.is_compiling() or not self.known.isdisjoint((self.name, reason)):
+        if torch.compiler.is_compiling() or reason in (self.reported, *self.warned):
             return
-        self.known.add(reason)
+        self.warned.add(reason)
         warnings.warn(
-            f"PEFT computes the accelerated layer {self.name}, adapter {adapter!r}: {reason}. Of "
-            "other layers that it computes for this reason no warning follows",
+            f"PEFT computes the accelerated layer {self.name}, adapter {adapter!r}: {reason}. "
+            "This warning is not repeated for other layers",
             stacklevel=2,
         )
 
