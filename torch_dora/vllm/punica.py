@@ -105,8 +105,7 @@ class SlotProducts(nn.Module):
 
     def warm_up(self, layer: Any, tokens: int) -> None:
         """Launches the kernels for so many tokens, without vLLM's product of a quantised layer."""
-        x = self.lora_a.new_zeros(tokens, self.lora_a.shape[2])
-        bias = getattr(layer.base_layer, "bias", None)
+        x, bias = self.lora_a.new_zeros(tokens, self.lora_a.shape[2]), _added_bias(layer)
         if self.multiplies_base:
             self._multiply(layer, x, bias)
         else:
@@ -124,6 +123,15 @@ class SlotProducts(nn.Module):
             *(self.lora_a, self.lora_b, self.g, self.unit, self.small_blocks, self.large_blocks),
             *(self.blocks, self.many_blocks, self.counts, self.table),
         )
+
+
+def _added_bias(layer: Any) -> Tensor | None:
+    """Returns the bias that vLLM adds in a layer's product: of row-parallel layers, one process
+    does."""
+    is_row_parallel = isinstance(layer, vllm_layers.RowParallelLinearWithLoRA)
+    if layer.base_layer.skip_bias_add or (is_row_parallel and layer.tp_rank > 0):
+        return None
+    return getattr(layer.base_layer, "bias", None)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -256,8 +264,8 @@ def warm_up(layers: Sequence[Any], tables: Batch, ranks: Sequence[int]) -> None:
     shapes = set()
     for layer in layers:
         products: SlotProducts = layer.slot_products
-        bias = getattr(layer.base_layer, "bias", None)
-        key = products.multiplies_base, bias is None, *(one.shape for one in products.buffers())
+        has_bias = _added_bias(layer) is not None
+        key = products.multiplies_base, has_bias, *(one.shape for one in products.buffers())
         if key in shapes:
             continue
         shapes.add(key)

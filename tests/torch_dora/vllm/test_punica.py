@@ -27,6 +27,7 @@ def layer(request, monkeypatch):
         quant_method=SimpleNamespace(
             apply=lambda base, x, bias: torch.nn.functional.linear(x, base.weight, bias)
         ),
+        skip_bias_add=False,
     )
     made = SimpleNamespace(
         base_layer=base,
@@ -129,6 +130,24 @@ def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch,
     assert len(launched) == (16 if is_plain else 20)  # for one of the two
     assert not tables.tokens
     assert not tables.used[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "skips", "is_added"), [(0, False, True), (1, False, False), (0, True, False)]
+)
+def test_kernels_are_launched_before_requests_with_the_bias_of_vllm(
+    layer, monkeypatch, rank, skips, is_added
+):
+    """It adds a row-parallel layer's in one process, and none to what returns it."""
+    from torch_dora.vllm import batch, expand, punica
+
+    monkeypatch.setattr(punica.vllm_layers, "RowParallelLinearWithLoRA", SimpleNamespace)
+    biases = set()
+    monkeypatch.setattr(expand, "launch_kernel", lambda *_, HAS_BIAS, **__: biases.add(HAS_BIAS))
+    layer.base_layer.bias, layer.base_layer.skip_bias_add = layer.bias, skips
+    layer.tp_rank, layer.slot_products = rank, layer.apart
+    punica.warm_up([layer], batch.Batch(64, SLOTS, "cpu"), [RANK] * SLOTS)
+    assert biases == {layer.bias is not None and is_added}
 
 
 def test_a_batch_without_adapters_is_the_base_product(layer):
