@@ -148,6 +148,19 @@ def test_the_kernel_of_the_norm_computes_g_in_inference(device, dtype):
         torch.library.opcheck(norm._one_pass_scale.op, (layer.weight, *adapter, 0.5, 1e-6))
 
 
+def test_g_is_fp64_for_x_in_fp64_in_compiled_inference():
+    weight, lora_a, lora_b = (torch.randn(n).bfloat16() for n in ((40, 24), (4, 24), (40, 4)))
+
+    def call(magnitude):
+        operands = weight, lora_a, lora_b, magnitude, 0.5, torch.float64, "triton"
+        return norm.adapted_scale(*operands)
+
+    magnitude = torch.rand(40)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(magnitude), call(magnitude))
+
+
 def test_a_compiled_program_is_not_an_exported_one():
     class Model(torch.nn.Module):
         def forward(self, x):

@@ -131,20 +131,22 @@ def adapted_scale(
     """Returns :func:`magnitude_scale` for the norm that :func:`factored_norm` computes. In compiled
     inference the norm's last kernel computes g, too."""
     tensors = weight, lora_a, lora_b, magnitude
-    if _is_one_kernel(tensors, scale, implementation):
+    if _is_one_kernel(tensors, scale, dtype, implementation):
         return _one_pass_scale(*tensors, float(scale), eps_of(dtype))
     norm = factored_norm(weight, lora_a, lora_b, scale, implementation=implementation)
     return magnitude_scale(magnitude, norm, dtype)
 
 
-def _is_one_kernel(tensors: tuple[Any, ...], scale: float, implementation: str | None) -> bool:
+def _is_one_kernel(
+    tensors: tuple[Any, ...], scale: float, dtype: torch.dtype, implementation: str | None
+) -> bool:
     """Returns whether a compiled program without a gradient computes the norm in one pass."""
     weight, lora_a, lora_b, magnitude = tensors
     if not is_compiled() or quantised.is_quantised(weight) or shards.is_sharded(*tensors):
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    if scale == 0 or not weight.numel() or magnitude.dtype == torch.float64:
+    if scale == 0 or not weight.numel() or torch.float64 in (magnitude.dtype, dtype):
         return False
     call = _call(weight, weight.dtype, lora_a.dtype, lora_b.dtype)
     chosen = choose.choose(call, implementation, None)
