@@ -332,6 +332,17 @@ def test_hooks_of_parts_run(part: str) -> None:
     assert seen
 
 
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_biases_of_adapters_are_left_to_peft(part: str) -> None:
+    theirs, ours = both(peft_model())
+    for model in (theirs, ours):
+        linear = getattr(lora_layers(model)[0], part)["default"]
+        linear.bias = nn.Parameter(torch.linspace(1, 2, linear.out_features))
+    with pytest.warns(UserWarning, match="its Linear has a bias"):
+        found = output(ours)
+    torch.testing.assert_close(found, output(theirs))
+
+
 @pytest.mark.parametrize("how", ["autocast", "hooks"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_bases_that_are_stored_in_fp8(how: str, dropout: float) -> None:

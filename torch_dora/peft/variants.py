@@ -46,6 +46,8 @@ def refuses(layer: Any, adapter: str) -> str | None:
     for part in _parts(layer, adapter):
         if type(part) not in _PARTS or _is_hooked(part):
             return f"its {type(part).__name__} is wrapped by itself or has hooks"
+        if getattr(part, "bias", None) is not None:
+            return f"its {type(part).__name__} has a bias"
     if getattr(layer.get_base_layer(), "groups", 1) > 1:
         return "PEFT's DoRA of a grouped convolution is not that of its weight"
     if layer.ephemeral_gpu_offload:
@@ -127,6 +129,8 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
     magnitude, lora_a = vector._parameters.get("weight"), a._parameters.get("weight")
     lora_b = b._parameters.get("weight")
     if not PLAIN.issuperset(map(type, (x, weight, magnitude, lora_a, lora_b))):
+        return None
+    if a._parameters.get("bias") is not None or b._parameters.get("bias") is not None:
         return None
     if weight.dtype not in check.FLOATS:
         return None
