@@ -17,7 +17,8 @@ from torch_dora.ops.triton.jit import DescribingLaunch, Launch, SameLaunch, capa
 from torch_dora.ops.triton.one_pass_norm import has_rings
 
 # Measured on an H200: strips at 4096 × 8192 and rank 64 take 38 µs, and the other kernel 54; rings
-# at 4096 × 1024 and rank 384 10.3 µs, and the other kernel 14.7.
+# at 4096 × 1024 and rank 384 10.3 µs, and the other kernel 14.7. Lower
+# ranks and fewer features were not measured at that size.
 STRIPS_FROM, RINGS_FROM = 2**24, 2**22
 
 
@@ -94,7 +95,8 @@ def prepared(
         adds: whether the change is added to what is in y, and not to base; one kernel of three can.
     """
     size, kind = rows * features, Launch
-    if card == 90 and size >= RINGS_FROM and not adds and has_rings(rank, features):
+    takes_rings = size >= STRIPS_FROM or (size >= RINGS_FROM and features >= 1024 and rank >= 384)
+    if card == 90 and takes_rings and not adds and has_rings(rank, features):
         from dora_common.triton import ring_expand
 
         chosen, kind = ring_expand.config(rank), DescribingLaunch

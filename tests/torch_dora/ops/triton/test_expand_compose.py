@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from dora_common.triton import ring_expand
 from dora_common.triton.expand_compose import Config
 from tests.torch_dora.ops.triton.expansion import assert_agrees
 from torch_dora.ops import compose, dora_linear
@@ -10,7 +11,7 @@ from torch_dora.ops.triton.jit import SameLaunch
 HALVES = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("poisoned", "fresh_launches")
 @pytest.mark.parametrize(
     ("dtype", "biased"), [(torch.bfloat16, True), (torch.float16, False)], ids=str
 )
@@ -45,6 +46,22 @@ def test_a_projection_uses_it_and_loses_less_than_two_kernels(adapted, monkeypat
     exact = magnitude.double() * (base.double() + 0.7 * (z.double() @ lora_b.double().T))
     floor = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype] * exact.abs().max()
     assert (y.double() - exact).abs().max() <= (two.double() - exact).abs().max() + floor
+
+
+@pytest.mark.usefixtures("fresh_launches")
+@pytest.mark.parametrize(
+    ("rank", "rows", "features", "has_rings"),
+    [
+        (384, 4096, 1024, True),
+        (384, 2**16, 64, False),
+        (136, 4096, 1024, False),
+        (136, 4096, 4096, True),
+    ],
+)
+def test_rings_are_chosen_where_they_were_measured(monkeypatch, rank, rows, features, has_rings):
+    monkeypatch.setattr(expand_compose, "has_rings", lambda *_: True)
+    launch = expand_compose.prepared(90, rank, rows, features, 0.7, False, False)
+    assert (launch.kernel is ring_expand.kernel) == has_rings
 
 
 def test_fp32_is_refused():

@@ -14,7 +14,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
+def small_tiles(monkeypatch, fresh_launches):
     small = Config(rows=16, columns=32, depth=16, warps=4, stages=1)
     monkeypatch.setattr(one_pass_norm, "config", lambda rank, **call: small)
     monkeypatch.setattr(column_sums, "ELEMENTS", 32)

@@ -18,19 +18,10 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def small_ones(monkeypatch):
+def small_ones(monkeypatch, fresh_launches):
     """Rings also take small operands."""
-    kept = one_pass_norm.prepared, one_pass_norm._passes, expand_compose.prepared
-    kept += (expand_compose._same,)
     for module in (one_pass_norm, expand_compose):
         monkeypatch.setattr(module, "STRIPS_FROM", 0)
-    monkeypatch.setattr(expand_compose, "RINGS_FROM", 0)
-    for launches in kept:
-        launches.cache_clear()
-    monkeypatch.setattr(plan, "_PLANS", {})
-    yield
-    for launches in kept:
-        launches.cache_clear()
 
 
 @NATIVE
