@@ -24,19 +24,11 @@ if TYPE_CHECKING or choose.TRITON_MODE is not None:
         expand_compose,
         one_pass_norm,
     )
-    from torch_dora.ops.triton.jit import SameLaunch, capability
+    from torch_dora.ops.triton.jit import SameLaunch, aligned, capability
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
 _PLAIN_OR_NONE = PLAIN | {type(None)}
-_ALIGNMENT = 64  # elements or bytes; Triton assumes 16 bytes
-
-
-def _aligned(size: int) -> int:
-    """Returns a size in elements or bytes, rounded up to one at which a tensor can begin."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 _PLANS: dict[tuple[Any, ...], "Plan | None"] = {}
 _MOST_PLANS = 4096
 
@@ -166,7 +158,7 @@ class Plan:
         self.z_scale, self.later_scale = (1.0, scale) if is_half else (scale, 1.0)
         self.unread = torch.empty((), dtype=dtype, device=x.device)
         self.casts, self.casts_weight = lora_a.dtype != dtype, weight.dtype != dtype
-        self.z_start = _aligned(rows * out_features)
+        self.z_start = aligned(rows * out_features)
         self.kept_size = self.z_start + rows * rank
         card = capability(x.device)
         sizes = rank, out_features, in_features

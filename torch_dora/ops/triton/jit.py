@@ -26,6 +26,12 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def aligned(size: int) -> int:
+    """Returns a size in elements or bytes, rounded up to one at which a tensor can begin: Triton
+    assumes 16 bytes."""
+    return -(-size // 64) * 64
+
+
 _COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 

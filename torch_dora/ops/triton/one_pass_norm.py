@@ -23,6 +23,7 @@ from torch_dora.ops.triton.jit import (
     DescribingLaunch,
     Launch,
     SameLaunch,
+    aligned,
     capability,
     is_profiled,
 )
@@ -149,9 +150,9 @@ class Passes:
 
     Attributes:
         is_in_pieces: whether there is such a pass.
-        launches: which operands each of them has: of weight, lora_a, lora_b, magnitude, lora_a and
-            lora_b in ``dtype``, the result, what is inside of the memory that only these launches
-            see, and nothing.
+        launches: each launch with the function that chooses its operands from all: weight, lora_a,
+            lora_b, magnitude, lora_a and lora_b in ``dtype``, the result, the tensors in the memory
+            that only these launches see, and None.
         memory_size, starts: the fp32 numbers of that memory, and the bytes at which its tensors
             begin: the partial sums, and an adapter's pieces.
     """
@@ -177,7 +178,7 @@ class Passes:
         self._inside = [(torch.float32, (parts, out_features))]
         if self.is_in_pieces:
             self._inside += adapter_pieces.kinds(rank, in_features, out_features)
-        bytes_of = (_aligned(math.prod(shape) * kind.itemsize) for kind, shape in self._inside)
+        bytes_of = (aligned(math.prod(shape) * kind.itemsize) for kind, shape in self._inside)
         *self.starts, memory_bytes = itertools.accumulate(bytes_of, initial=0)
         self.memory_size = memory_bytes // 4
         names = "weight", "lora_a", "lora_b", "magnitude", "a", "b", "result", "partial"
@@ -236,12 +237,6 @@ class Passes:
             memory[start // 4 :].view(dtype)[: math.prod(shape)].view(shape)
             for start, (dtype, shape) in zip(self.starts, self._inside, strict=True)
         ]
-
-
-def _aligned(size: int) -> int:
-    """Returns a number of bytes, rounded up to one at which a tensor can begin: Triton assumes
-    16."""
-    return -(-size // 64) * 64
 
 
 @functools.lru_cache(1024)
