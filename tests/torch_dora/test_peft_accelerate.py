@@ -503,8 +503,11 @@ def test_what_no_report_told_is_warned_of() -> None:
     model.add_adapter("more", config(target_modules=["linear", "conv"]))
     x = torch.randn(2, 6)
     model.set_adapter("more")
-    with pytest.warns(UserWarning, match=r"layer conv, adapter 'more': .*grouped convolution"):
+    with pytest.warns(
+        UserWarning, match=r"layer conv, adapter 'more': .*grouped convolution"
+    ) as seen:
         model(x)
+    assert seen[0].filename == __file__
     layer = model.base_model.model.linear
     layer.lora_A["default"].register_forward_hook(lambda *_: None)
     assert len(accelerate(model).left) == 2

@@ -11,8 +11,10 @@ forward is one call of ``dora_linear``. In all other cases PEFT's forward calls 
 """
 
 import warnings
+from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import torch.nn.functional as F
 from peft.tuners.lora import dora, variants
@@ -36,6 +38,8 @@ from torch_dora.ops.operator import PLAIN
 
 # The key in PEFT's cache of a DoRA layer. PEFT's own norms there have another dtype or shape.
 _CACHED = "torch_dora-norm"
+# Files between the user's line that calls a model and a warning here.
+_BETWEEN = tuple(str(Path(file).parent) for file in (torch.__file__, peft.__file__, __file__))
 
 
 def refuses(layer: Any, adapter: str) -> str | None:
@@ -239,7 +243,7 @@ class _Variant:
         warnings.warn(
             f"PEFT computes the accelerated layer {self.name}, adapter {adapter!r}: {reason}. "
             "This warning is not repeated for other layers",
-            stacklevel=2,
+            skip_file_prefixes=_BETWEEN,
         )
 
     def compute(self, layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
