@@ -17,8 +17,8 @@ from torch_dora.ops.triton.jit import DescribingLaunch, Launch, SameLaunch, capa
 from torch_dora.ops.triton.one_pass_norm import has_rings
 
 # Measured on an H200: strips at 4096 × 8192 and rank 64 take 38 µs, and the other kernel 54; rings
-# at 4096 × 1024 and rank 384 10.3 µs, and the other kernel 14.7. Lower ranks and fewer features were
-# not measured at that size.
+# at 4096 × 1024 and rank 384 10.3 µs, and the other kernel 14.7. Lower ranks and fewer features
+# were not measured at that size.
 STRIPS_FROM, RINGS_FROM = 2**24, 2**22
 
 
