@@ -164,6 +164,8 @@ def test_a_kernel_that_describes_its_tensors_has_memory_in_each_launch(kernel, m
     kernel.launcher = CudaLauncher()
     before = jit._allocation._allocator.get()
     x, y = torch.zeros(16), torch.zeros(16)
+    # Triton 3.6's launcher is called without its Python, which is tested below.
+    monkeypatch.setattr(jit.triton, "__version__", "3.8.0")
     launch = jit.DescribingLaunch(kernel, (3, 2), (10,), SIZE=4, num_warps=2)
     launch(x, y)
     assert kernel.launched.pop()[1].nbytes == 96
