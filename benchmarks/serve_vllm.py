@@ -150,7 +150,7 @@ def plan(settings: Settings) -> list[Work]:
     works += [Work("DoRA", one, *sizes) for sizes in (long, wide)]
     works += [Work("DoRA", count, *usual) for count in (more, most, 0)]
     works += [Work("DoRA", count, *wide) for count in (most, more)]
-    works += [Work("DoRA", most, *long)]
+    works += [Work("DoRA", count, *long) for count in (most, more)]
     works += [Work("LoRA", count, *usual[:2], 1) for count in (more, one, most, 0)]
     works += [Work("DoRA", 3, *usual, is_mixed=True)]
     if settings.gpus > 1:

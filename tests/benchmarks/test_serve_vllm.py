@@ -63,6 +63,7 @@ def test_one_gpu_has_every_cell_and_its_checks(monkeypatch):
         assert not any(work[1] for work in works[:loads])  # Nothing has been loaded before.
     wide = [work[1] for work in started["DoRA"][0].works if work[2] == 256]
     assert set(wide) == {1, 8, 64}
+    assert {work[1] for work in started["DoRA"][0].works if work[3] == 1024} == {1, 8, 64}
     assert {tuple(work[2:4]) for work in started["base"][0].works} == {
         (64, 128),
         (256, 128),
