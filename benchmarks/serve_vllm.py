@@ -24,10 +24,11 @@ the quotient of the best. A line with `load_ms` is the median time to load an ad
 folder into a slot, and the first's. A line of a check has the largest difference of a chosen
 token's log-probability, and how many tokens PEFT would not have chosen by more than that.
 `same_bits` is how many requests to the base and to the LoRA adapter, in one batch, have the tokens
-and the bits of the log-probabilities that they have without the plugin; `same_on_one`, how many
-have the tokens of one GPU; `same_again`, how many have the same tokens in the same batch again:
-vLLM's own kernels add parts in any order. A line with `after_sleep` is of the same requests after
-the engine has slept at that level, and `same` is how many have the tokens of before.
+and the bits of the log-probabilities that they have without the plugin; `bits_again`, those that
+they have in the same batch of the same engine again: vLLM's own kernels add parts in any order.
+`same_again` is how many of all requests have the same tokens in the same batch again;
+`same_on_one`, how many have the tokens of one GPU. A line with `after_sleep` is of the same
+requests after the engine has slept at that level, and `same` is how many have the tokens of before.
 """
 
 import contextlib
@@ -188,6 +189,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
     """Yields the rows of all kinds. The engines start at the same time, which takes longest."""
     settings, bases = settings._replace(device=device), {}
     answers: dict[str, dict[str, Any]] = {}
+    again: dict[str, int] = {}
     if device == "cuda":
         settings = settings._replace(gpus=min(2, torch.cuda.device_count()))
     checks = [one for one in checks_of(settings) if {one, "check"} & {*settings.only}]
@@ -200,8 +202,10 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
             for kind in checks:
                 row = next(_rows(engines[kind], kind))
                 answers[kind] = row.pop("answers", {})
-                if WITHOUT in answers and kind not in (WITHOUT, QUANTISED):
-                    _compare_bits(row, answers[kind], answers[WITHOUT])
+                if kind == WITHOUT:
+                    again = row.get("bits_again", {})
+                elif WITHOUT in answers and kind != QUANTISED:
+                    _compare_bits(row, answers[kind], answers[WITHOUT], again)
                 elif ONE_GPU in answers and kind != ONE_GPU:
                     found, alone = (answers[one].get("all", []) for one in (kind, ONE_GPU))
                     row["same_on_one"] = sum(a == b for a, b in zip(found, alone, strict=False))
@@ -260,15 +264,22 @@ def _line(engines: dict[str, subprocess.Popen[str]], work: Work) -> Row:
     return with_ratio(row, of, "of_base", "tokens_per_s") if "base" in engines else row
 
 
-def _compare_bits(row: Row, found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _compare_bits(
+    row: Row, found: dict[str, Any], expected: dict[str, Any], again: dict[str, int]
+) -> None:
     """Adds how many answers are the same without the plugin, and judges those of the base. Those of
     LoRA adapters have other bits with this package's kernels; with vLLM's they are judged too if
-    all requests had the same tokens again: on a GPU, vLLM's kernels add parts in any order."""
+    they had the same bits again, here and without the plugin, where it was so for `again`: on a
+    GPU, vLLM's kernels add parts in any order."""
     names = [name for name in found if name != "all"]
     pairs = {name: list(zip(found[name], expected.get(name, []), strict=False)) for name in names}
     row["same_bits"] = {name: sum(a == b for a, b in pairs[name]) for name in names}
-    is_repeated = row.get("same_again") == row.get("requests")
-    kept = names if row["kind"] != "check" and is_repeated else ["base"]
+    repeats = [
+        name
+        for name in names
+        if again.get(name) == row.get("bits_again", {}).get(name) == len(found[name])
+    ]
+    kept = {"base", *(repeats if row["kind"] != "check" else ())}
     is_same = all(row["same_bits"][name] == len(found[name]) for name in kept if name in found)
     if "check" in row:
         row["check"]["passed"] &= is_same

@@ -139,11 +139,12 @@ def served(
     row |= {"error_without_adapter": min(without)} if without else {}
     plain = [(name, prompt) for name, prompt in pairs if not _is_dora(name)]
     answers: dict[str, list[Any]] = {"all": _tokens(mixed)}
-    for (name, _), answer in zip(plain, generate(plain), strict=True):
-        answers.setdefault(name or "base", []).append(
-            [*_tokens([answer]), _numbers(answer.outputs[0])]
-        )
-    yield row | {"answers": answers}
+    again: dict[str, int] = {}
+    for (name, _), *pair in zip(plain, generate(plain), generate(plain), strict=True):
+        bits, others = ([*_tokens([one]), _numbers(one.outputs[0])] for one in pair)
+        answers.setdefault(name or "base", []).append(bits)
+        again[name or "base"] = again.get(name or "base", 0) + (bits == others)
+    yield row | {"bits_again": again, "answers": answers}
     if not sleeps or not memory:
         return
     sys.stdin.readline()  # vLLM's sleep fails while other engines take memory.

@@ -123,16 +123,17 @@ def test_two_gpus_have_tensor_parallel_engines_and_checks(monkeypatch, gpus):
 
 def test_other_bits_of_the_base_fail_the_check(monkeypatch):
     row = {"kind": "check", "check": {"passed": True}}
-    serve_vllm._compare_bits(row, {"base": [[1, 0.5]]}, {"base": [[1, 0.25]]})
+    serve_vllm._compare_bits(row, {"base": [[1, 0.5]]}, {"base": [[1, 0.25]]}, {})
     assert row["same_bits"] == {"base": 0}
     assert not row["check"]["passed"]
 
 
-@pytest.mark.parametrize(("again", "passes"), [(2, True), (3, False)])
-def test_other_bits_of_a_lora_adapter_fail_if_vllm_repeats_its_answers(again, passes):
+@pytest.mark.parametrize(("here", "without", "passes"), [(1, 2, True), (2, 1, True), (2, 2, False)])
+def test_other_bits_of_a_lora_adapter_fail_if_vllm_repeats_its_own(here, without, passes):
     """On a GPU, vLLM's kernels themselves may have others from run to run."""
-    row = {"kind": PUNICA, "check": {"passed": True}, "requests": 3, "same_again": again}
+    row = {"kind": PUNICA, "check": {"passed": True}, "bits_again": {"base": 1, "LoRA": here}}
     found = {"base": [[1, 0.5]], "LoRA": [[1, 0.5], [2, 0.5]], "all": [[1], [2]]}
-    serve_vllm._compare_bits(row, found, found | {"LoRA": [[1, 0.5], [2, 0.25]]})
+    expected = found | {"LoRA": [[1, 0.5], [2, 0.25]]}
+    serve_vllm._compare_bits(row, found, expected, {"base": 1, "LoRA": without})
     assert row["same_bits"] == {"base": 1, "LoRA": 1}
     assert row["check"]["passed"] == passes
