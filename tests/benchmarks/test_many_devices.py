@@ -99,7 +99,8 @@ def test_many_devices():
     vectors = 4 * sum(n_out for _, n_out in SIZES.projections().values())
     first, *others = map(in_a_process, COUNTS)
     for layout, (lora, dora) in ((name, kinds.values()) for name, kinds in first.items()):
-        assert dora[0] <= lora[0] + 2 * vectors, layout
+        # Each is summed in parts, which are then gathered.
+        assert dora[0] <= lora[0] + 2 * 2 * vectors, layout
         assert dora[1] <= lora[1] + vectors, layout
         assert dora[2] > 5, layout
         for kind, (sent, _, shards) in first[layout].items():

@@ -43,8 +43,19 @@ class Shard:
         return jnp.where(lax.axis_index(self.summed) == 0, array, jnp.zeros((), array.dtype))
 
     def sum(self, array: Any) -> Any:
-        """Returns the sum of the partial sums of the devices."""
-        return lax.psum(array, self.summed) if self.summed and array is not None else array
+        """Returns the sum of the partial sums of the devices.
+
+        Of a vector, each device sums a part, which is then gathered, as an all-reduce does it, too.
+        But XLA joins the all-reduces of all layers' vectors to one, and writes a kernel for each
+        vector that it cuts out of the result, which takes longer to compile than all else that a
+        further layer adds.
+        """
+        if not self.summed or array is None:
+            return array
+        if array.ndim == 1 and array.size % lax.axis_size(self.summed) == 0:
+            part = lax.psum_scatter(array, self.summed, tiled=True)
+            return lax.all_gather(part, self.summed, tiled=True)
+        return lax.psum(array, self.summed)
 
     def gather(self, matrix: jax.Array) -> jax.Array:
         """Returns the matrix that the operator gathers itself, whole; or, if devices have parts of

@@ -152,8 +152,8 @@ def test_the_gradient_of_a_column_parallel_layer_sums_only_its_result(optimized)
 def test_a_row_parallel_layer_sums_only_its_result(optimized):
     """Each device multiplies its partial z by lora_b before the sum over devices; LoRA sums z."""
     specs = [P(None, "x"), P("x"), P("x"), P(), P()]
-    # The norm's squares and the result.
-    assert sizes_sent(dora, OPERANDS, specs) == [4 * WIDE, 4 * TOKENS * WIDE]
+    # The norm's squares, summed in parts that are then gathered, and the result.
+    assert sizes_sent(dora, OPERANDS, specs) == [4 * WIDE, 4 * WIDE, 4 * TOKENS * WIDE]
 
 
 def max_matrix(found: list[Collective]) -> int:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dora import ops
+from jax_dora.ops.compose import COMPOSE_BACKWARD, ComposeBackward, ComposeBackwardSettings
 from jax_dora.ops.dispatch import choose, partitions, primitive
 from jax_dora.ops.dispatch.choose import Target
 from jax_dora.ops.dispatch.op import Names
@@ -228,8 +229,26 @@ def test_the_norm_sums_only_vectors(on_hopper):
     specs = [("data", "model"), ("data",), (N, "model"), ()]
     text, _ = of_device(NORM, NormSettings(None), operands, mesh, specs, [("model",)])
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
-    (summed,) = re.findall(r"all_reduce.*?-> (tensor<[^>]*>)", text, re.DOTALL)
-    assert summed == f"tensor<{OUT // 2}xf32>"
+    # Each of the two devices sums half of the features.
+    (summed,) = re.findall(r"reduce_scatter.*?-> (tensor<[^>]*>)", text, re.DOTALL)
+    assert summed == f"tensor<{OUT // 4}xf32>"
+    (gathered,) = re.findall(r"all_gather.*?-> (tensor<[^>]*>)", text, re.DOTALL)
+    assert gathered == f"tensor<{OUT // 2}xf32>"
+    assert "all_reduce" not in text
+
+
+@pytest.mark.parametrize(("features", "in_parts"), [(OUT, True), (OUT + 1, False)])
+def test_the_magnitudes_gradient_is_summed_in_parts(on_hopper, features, in_parts):
+    """XLA joins all-reduces of vectors, and compiles a kernel to cut each out of the result."""
+    rows = aval(ROWS, features)
+    operands = ComposeBackward(rows, rows, aval(features, dtype=F32), aval(dtype=F32))
+    settings = ComposeBackwardSettings("dora_linear", None)
+    specs = [ROWS_CUT, ROWS_CUT, (N,), ()]
+    results = [ROWS_CUT, (N,)]
+    text, _ = of_device(COMPOSE_BACKWARD, settings, operands, automatic(data=2), specs, results)
+    assert text.count('"stablehlo.reduce_scatter"') == in_parts
+    assert text.count('"stablehlo.all_gather"') == in_parts
+    assert text.count('"stablehlo.all_reduce"') == (not in_parts)
 
 
 def test_a_shard_at_which_the_kernel_loses_uses_xla(on_hopper):
