@@ -179,6 +179,11 @@ def _projection_bwd(settings: ProjectionSettings, kept: Any, dy: jax.Array) -> d
         dz = dot(d, b, (-1, 1))
         if wanted.x:
             dx = _dx(settings, operands, scaled, d, dz, folded)
+            if choose.target().partitioned and settings.bwd_qtype is None:
+                # Under tensor parallelism devices sum dz and z for the adapters' gradients alone.
+                # Without this XLA would join the sums of all layers, and write a kernel for each
+                # array that it cuts out of the result.
+                dx, dz, z = lax.optimization_barrier((dx, dz, z))
             if isinstance(x, Gating):
                 # The pass that computes the gradients of gate and up computes x, too.
                 d_gated, x = gradients_and_result(dx, x)

@@ -1,5 +1,7 @@
 """The collectives in the compiled program of a partitioned model, compared with LoRA's."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,6 +156,23 @@ def test_a_row_parallel_layer_sums_only_its_result(optimized):
     specs = [P(None, "x"), P("x"), P("x"), P(), P()]
     # The norm's squares, summed in parts that are then gathered, and the result.
     assert sizes_sent(dora, OPERANDS, specs) == [4 * WIDE, 4 * WIDE, 4 * TOKENS * WIDE]
+
+
+def test_each_layer_sums_its_own_dz():
+    """XLA would otherwise join the sums of all layers, which only the optimizer waits for."""
+    mesh = automatic(x=4)
+
+    def d(x, w, a, b, m, dy):
+        return jax.vjp(lambda *trained: dora(trained[0], w, *trained[1:], m), x, a, b)[1](dy)
+
+    specs = [P(), P(None, "x"), P(), P(None, "x"), P("x"), P(None, "x")]
+    operands = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([*OPERANDS, (TOKENS, WIDE)], specs, strict=True)
+    ]
+    text = jax.jit(d).lower(*operands).as_text()
+    sums = [f"tensor<{TOKENS}x{size}xf32>" for size in (HIDDEN, RANK, RANK)]
+    assert re.findall(rf"optimization_barrier .* : {', '.join(sums)}", text)
 
 
 def max_matrix(found: list[Collective]) -> int:
