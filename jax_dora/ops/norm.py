@@ -168,7 +168,18 @@ def candidates(
     return [(kernel, call) for kernel in kernels]
 
 
-NORM = Op("norm", _run, AdaptedKernel("i o", "i r", "r o", ""), ("o", "o i"), contracted="i")
+def _for_types(settings: NormSettings) -> NormSettings:
+    return settings._replace(scale_is_zero=True)
+
+
+NORM = Op(
+    "norm",
+    _run,
+    AdaptedKernel("i o", "i r", "r o", ""),
+    ("o", "o i"),
+    contracted="i",
+    for_types=_for_types,
+)
 
 
 # The norm must have the same bits when computed alone, to initialise a magnitude, and inside a

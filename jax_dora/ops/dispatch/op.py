@@ -48,6 +48,8 @@ class Op(NamedTuple):
       gathers: `(settings) -> the axis names of the matrix that it gathers itself`, by
         `Shard.gather`, or None. Others are gathered before, along either axis, which moves them
         once more.
+      for_types: `(settings) -> settings` with which it has results of the same types and is traced
+        in less time, or None.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Op(NamedTuple):
     contracted: str = ""
     is_projection: bool = False
     gathers: Callable[[Any], str | None] | None = None
+    for_types: Callable[[Any], Any] | None = None
 
     def __repr__(self) -> str:
         return self.name
