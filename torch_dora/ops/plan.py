@@ -6,6 +6,7 @@ Plans are found by all facts about the operands that they depend on, so a call c
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +55,32 @@ def find(
     # Triton launches kernels on the current device.
     if x.is_cuda and device != torch._C._cuda_getDevice():
         return None
-    kind = "cuda" if x.is_cuda else "cpu"
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    autocast = None
+    if torch._C._is_any_autocast_enabled():
+        kind = "cuda" if x.is_cuda else "cpu"
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # One flat tuple is made in the least time.
     key = (
-        *(corrects, device, x.is_cpu, autocast, implementation, scale, x.dtype, x.shape),
-        *(weight.dtype, weight.shape, weight.get_device()),
-        *(lora_a.dtype, lora_a.shape, lora_a.get_device()),
-        *(lora_b.dtype, lora_b.shape, lora_b.get_device()),
-        *(magnitude.dtype, magnitude.shape, magnitude.get_device()),
+        corrects,
+        device,
+        x.is_cpu,
+        autocast,
+        implementation,
+        scale,
+        x.dtype,
+        x.shape,
+        weight.dtype,
+        weight.shape,
+        weight.get_device(),
+        lora_a.dtype,
+        lora_a.shape,
+        lora_a.get_device(),
+        lora_b.dtype,
+        lora_b.shape,
+        lora_b.get_device(),
+        magnitude.dtype,
+        magnitude.shape,
+        magnitude.get_device(),
         None if adapter_x is None else _facts(adapter_x),
         None if bias is None else _facts(bias),
         None if norm is None else _facts(norm),
@@ -126,6 +145,7 @@ class Plan:
     """The sizes and launches of a direct call.
 
     Attributes:
+        present: chooses the tensors of a call that are not None.
         dtype: of the products with activations, and of the result.
         z_scale, later_scale: the factors of z and of what is computed from it: s·z may exceed
             float16's largest number where s·z lora_bᵀ does not.
@@ -147,8 +167,13 @@ class Plan:
         x, adapter_x, weight, bias, lora_a, _, magnitude, _ = tensors
         (out_features, in_features), rank = weight.shape, lora_a.shape[0]
         rows = x.numel() // in_features
+        self.present = operator.itemgetter(
+            *[at for at, one in enumerate(tensors) if one is not None]
+        )
         self.dtype, self.device, self.scale, self.corrects = dtype, x.device, scale, corrects
-        self.x_shape, self.y_shape = x.shape, (*x.shape[:-1], out_features)
+        # torch reads numbers faster than a tuple of them, and a tuple faster than a torch.Size.
+        self.x_shape, self.y_shape = tuple(x.shape), (*x.shape[:-1], out_features)
+        self.x_rows, self.y_rows = (rows, in_features), (rows, out_features)
         self.is_matrix = x.ndim == 2
         self.x_dtype, self.magnitude_dtype = x.dtype, magnitude.dtype
         self.adapter_x_dtype = None if adapter_x is None else adapter_x.dtype

@@ -111,8 +111,9 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
         return None
     if any(_HOOKS_OF_ALL):
         return None
-    adapters = layer.active_adapters
-    adapter: Any = adapters[0] if len(adapters) == 1 else None
+    adapter: Any = layer.active_adapter
+    if type(adapter) is not str:
+        adapter = adapter[0] if len(adapter) == 1 else None
     if type(layer.lora_variant.get(adapter)) is not _LinearVariant:
         return None
     modules = layer._modules

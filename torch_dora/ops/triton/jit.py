@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-import operator
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType
 from typing import Any
@@ -142,17 +141,28 @@ def _launch_again(same: "SameLaunch", addresses: Iterable[int]) -> None:
         memory = same.bytes.new_empty(same.scratch)
         before = (*before[:3], memory.data_ptr(), *before[4:])
     run: Any = same.run
-    run(*same.launch.blocks, stream, *before, *addresses, *same.launch.passed)
+    run(*same.blocks, stream, *before, *addresses, *same.passed)
 
 
 class SameLaunch:
     """A :class:`Launch` whose every call has tensors of the same device and dtypes, and None in the
     same places: nothing is looked up."""
 
-    __slots__ = "before", "bytes", "compiled", "device", "launch", "run", "scratch"
+    __slots__ = (
+        "before",
+        "blocks",
+        "bytes",
+        "compiled",
+        "device",
+        "launch",
+        "passed",
+        "run",
+        "scratch",
+    )
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.compiled = launch, None
+        self.blocks, self.passed = launch.blocks, launch.passed
         self.device, self.run, self.before = 0, None, ()
         self.scratch, self.bytes = 0, torch.empty(0, dtype=torch.uint8)
 
@@ -169,7 +179,10 @@ class SameLaunch:
     def takes(self, addresses: Iterable[int]) -> bool:
         """Returns whether the kernel was launched before, with tensors that are aligned as those at
         these addresses: else it may be another kernel."""
-        return self.run is not None and not functools.reduce(operator.or_, addresses) % 16
+        bits = 0
+        for address in addresses:
+            bits |= address
+        return self.run is not None and not bits % 16
 
     def keep(self, compiled: Any, first: Tensor) -> None:
         """Keeps the compiled kernel for tensors of the first one's device."""

@@ -169,12 +169,15 @@ class Passes:
         (rank, out_features, in_features), self.dtype = sizes, dtype
         # A tensor of fp32 makes others in half the time of naming dtype and device.
         self._fp32 = torch.empty((), dtype=torch.float32, device=device)
+        self._cast = torch.empty((), dtype=dtype, device=device)
         self.is_in_pieces = adapter_dtype == torch.float32
         card = capability(device)
         parts, no_codes, norm = prepared(card, *sizes, scale, 0, self.is_in_pieces)
         then = "root" if eps is None else "scale"
         total = column_sums.prepared(parts, out_features, then, eps or 0.0)
         self._shape = (out_features,) if eps is None else (2, out_features)
+        # torch reads numbers faster than a tuple of them.
+        self._a_shape, self._b_shape = (rank, in_features), (out_features, rank)
         self._inside = [(torch.float32, (parts, out_features))]
         if self.is_in_pieces:
             self._inside += adapter_pieces.kinds(rank, in_features, out_features)
@@ -189,7 +192,7 @@ class Passes:
             return SameLaunch(launch), operator.itemgetter(*map(at.get, operands.split()))
 
         codes, adapter = "none " * len(no_codes), "lora_a lora_b none none"
-        self.launches = []
+        self.launches, self._is_known = [], False
         if self.is_in_pieces:
             adapter = "high_a high_b unit_a unit_b"
             pieces = adapter_pieces.prepared(rank, in_features, out_features)
@@ -203,29 +206,30 @@ class Passes:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns lora_a and lora_b, in the dtype if they are in pieces, and the norm, f32[out], or
         max(norm, eps) and the magnitude divided by it, f32[2, out]."""
-        parts = [one.contiguous() for one in (weight, lora_a, lora_b)]
+        weight, lora_a, lora_b = weight.contiguous(), lora_a.contiguous(), lora_b.contiguous()
         # Nothing reads what stands for no magnitude.
-        parts.append(parts[0] if magnitude is None else magnitude.contiguous())
+        magnitude = weight if magnitude is None else magnitude.contiguous()
         a, b = lora_a, lora_b
         if self.is_in_pieces:
-            a, b = (torch.empty_like(one, dtype=self.dtype) for one in parts[1:3])
-        result = self._fp32.new_empty(self._shape)
+            a, b = self._cast.new_empty(*self._a_shape), self._cast.new_empty(*self._b_shape)
+        result = self._fp32.new_empty(*self._shape)
         # What only kernels see is one piece of memory.
         memory = self._fp32.new_empty(self.memory_size)
-        tensors = *parts, a, b, result
-        found = [one.data_ptr() for one in tensors]
-        is_known = None not in [launch.run for launch, _ in self.launches]
-        if is_known and self.launches[0][0].takes(found) and not is_profiled():
-            # Making tensors of the memory takes longer.
-            first = memory.data_ptr()
-            found += [first + start for start in self.starts]
-            found.append(0)
-            for launch, chosen in self.launches:
-                launch.at(chosen(found))
-            return a, b, result
+        tensors = weight, lora_a, lora_b, magnitude, a, b, result
+        if self._is_known:
+            found = [one.data_ptr() for one in tensors]
+            if self.launches[0][0].takes(found) and not is_profiled():
+                # Making tensors of the memory takes longer.
+                first = memory.data_ptr()
+                found += [first + start for start in self.starts]
+                found.append(0)
+                for launch, chosen in self.launches:
+                    launch.at(chosen(found))
+                return a, b, result
         operands = *tensors, *self._tensors(memory), None
         for launch, chosen in self.launches:
             launch(*chosen(operands))
+        self._is_known = None not in [launch.run for launch, _ in self.launches]
         if TRITON_MODE == "interpreted" and self.is_in_pieces:
             # The interpreter truncates to bfloat16.
             return lora_a.to(self.dtype), lora_b.to(self.dtype), result
