@@ -28,15 +28,15 @@ def linear(
     found = plan.find(tensors, scale, implementation, corrects)
     if found is None:
         return None
+    present = found.present(tensors)
     try:
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.data_ptr()
+        for tensor in present:
+            tensor.data_ptr()
     except RuntimeError:  # It outlived a transform of torch.func, and has no memory.
         return None
     if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
+        for tensor in present:
+            if tensor.requires_grad:
                 return _apply(found, *tensors)
     (_, g), a, b = scales.compute(found, (tensors[2], *tensors[4:7]), tensors[7])
     compute = direct_correction if corrects else direct_projection
@@ -44,8 +44,8 @@ def linear(
 
 
 class _Direct(torch.autograd.Function):
-    """The parameters and scales are kept by the function, and few tensors are saved: checkpointing
-    calls Python thirty times for each saved one."""
+    """The parameters and scales are kept by the function, and few tensors are saved: checkpointing,
+    which has hooks for saved tensors, calls Python thirty times for each of them."""
 
     @staticmethod
     def forward(ctx, plan, *tensors):
@@ -53,10 +53,11 @@ class _Direct(torch.autograd.Function):
         _, adapter_x, weight, _, lora_a, lora_b, magnitude, norm = tensors
         # The magnitude is not read, but gradients depend on it, which differentiable_once checks.
         ctx.parameters = parts = weight, lora_a, lora_b, magnitude
-        found, a, b = scales.for_gradient(plan, parts, norm)
+        joins = scales.has_saved_tensors_hooks()
+        found, a, b = scales.for_gradient(plan, parts, norm, joins)
         compute = direct_correction if plan.corrects else direct_projection
         y, rows, adapter_rows, *kept = compute.forward(
-            plan, tensors[:4], found.tensors[1], a, b, want_b, want_g
+            plan, tensors[:4], found.tensors[1], a, b, want_b, want_g, joins
         )
         is_shared = adapter_x is None
         ctx.save_for_backward(
@@ -64,20 +65,21 @@ class _Direct(torch.autograd.Function):
             adapter_rows if not is_shared and (want_a or (want_weight and plan.corrects)) else None,
             *kept,
         )
-        ctx.call = plan, found, want_g
+        ctx.call = plan, found
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, found, _ = ctx.call
+        plan, found = ctx.call
         found.check(*ctx.parameters[:3])
         gradients = (direct_correction if plan.corrects else direct_projection).gradients
         # Autocast to the dtype that all operands have does nothing, and takes long to turn off.
-        kind = plan.device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != plan.dtype:
-            with no_autocast(dy):
-                return gradients(ctx, dy)
+        if torch._C._is_any_autocast_enabled():
+            kind = plan.device.type
+            if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != plan.dtype:
+                with no_autocast(dy):
+                    return gradients(ctx, dy)
         return gradients(ctx, dy)
 
 

@@ -32,12 +32,13 @@ def forward(
     b: Tensor,
     keep_z: bool,
     keep_inner: bool,
+    joins: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns y [..., out], and what the gradient may need: x and dropout(x) [rows, in] in the
     plan's dtype, inner and z = dropout(x) lora_aᵀ, each if it is to be kept."""
     x, dropped, weight, bias = operands
     y, x = base_of(plan, x, weight, bias)
-    dropped = cast(rows_of(dropped), plan.dtype)
+    dropped = cast(dropped if plan.is_matrix else dropped.reshape(*plan.x_rows), plan.dtype)
     base = F.linear(dropped, weight.to(plan.dtype) if plan.casts_weight else weight)
     z = F.linear(dropped, a)
     # inner takes base's memory.
@@ -52,13 +53,13 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the plan, which has none, and of the eight tensors of a call."""
     x, dropped, inner, z = ctx.saved_tensors
     weight, lora_a, lora_b, _ = ctx.parameters
-    plan, scales, _ = ctx.call
+    plan, scales = ctx.call
     floor, g = scales.tensors
     _, want_x, want_dropped, want_weight, want_bias, want_a, want_b, want_g, _ = (
         ctx.needs_input_grad
     )
     dx = d_dropped = d_weight = d_bias = d_a = d_b = d_g = None
-    dy = rows_of(dy).contiguous()
+    dy = (dy if plan.is_matrix else dy.reshape(*plan.y_rows)).contiguous()
     want_base = want_dropped or want_weight
     want_lora = want_dropped or want_a or want_b
     if is_observed():
@@ -68,35 +69,35 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         d_lora = found.pop() if want_lora else None
         d_base = found.pop() if want_base else None
     else:
-        d_base = torch.empty_like(dy) if want_base else None
-        d_lora = torch.empty_like(dy) if want_lora else None
+        d_base = dy.new_empty(*plan.y_rows) if want_base else None
+        d_lora = dy.new_empty(*plan.y_rows) if want_lora else None
         outputs = dy if d_base is None else d_base, dy if d_lora is None else d_lora
         strips, launch, total = plan.compose_backward[want_base, want_lora, want_g]
         if want_g:
             partial = g.new_empty(strips * plan.out_features)
             launch(dy, inner, g, *outputs, partial)
-            total(partial, floor, d_g := torch.empty_like(g))
+            total(partial, floor, d_g := g.new_empty(plan.out_features))
         elif want_base or want_lora:
             launch(dy, dy, g, *outputs, g)
     w = weight.to(plan.dtype) if plan.casts_weight else weight
     if want_x:
         dx = cast(torch.mm(dy, w), plan.x_dtype)
-        dx = dx if plan.is_matrix else dx.view(plan.x_shape)
+        dx = dx if plan.is_matrix else dx.view(*plan.x_shape)
     if want_weight and d_base is not None:
-        d_weight = rounded_once(dy.t(), rows_of(x), torch.float32)
-        d_weight = (d_weight + rounded_once(d_base.t(), dropped, torch.float32)).to(weight.dtype)
+        d_weight = rounded_once(dy.mT, rows_of(x), torch.float32)
+        d_weight = (d_weight + rounded_once(d_base.mT, dropped, torch.float32)).to(weight.dtype)
     if d_lora is not None:
         a, b = scales.adapter(plan, lora_a, lora_b)
         if want_b:
-            d_b = plan.into_adapter(d_lora.t(), z)
+            d_b = plan.into_adapter(d_lora.mT, z)
         if want_a or want_dropped:
             dz = torch.mm(d_lora, b)
             if want_a:
-                d_a = plan.into_adapter(dz.t(), dropped)
+                d_a = plan.into_adapter(dz.mT, dropped)
             if d_base is not None and want_dropped:
                 d_dropped = torch.mm(d_base, w).addmm_(dz, a)
                 d_dropped = cast(d_dropped, plan.adapter_x_dtype)
-                d_dropped = d_dropped if plan.is_matrix else d_dropped.view(plan.x_shape)
+                d_dropped = d_dropped if plan.is_matrix else d_dropped.view(*plan.x_shape)
     if want_bias:
         d_bias = dy.sum(0, dtype=torch.float32).to(plan.bias_dtype)
     if d_g is not None:

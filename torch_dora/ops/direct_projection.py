@@ -26,32 +26,35 @@ def forward(
     b: Tensor,
     keep_z: bool,
     keep_inner: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    joins: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns y [..., out], and what the gradient may need: x and adapter_x [rows, in] in the
-    plan's dtype, and the tensor that holds inner and then z = adapter_x lora_aᵀ, scaled unless in
-    fp16, each if it is to be kept.
+    plan's dtype, inner and z = adapter_x lora_aᵀ, scaled unless in fp16, each if it is to be kept.
 
     Args:
         operands: x, adapter_x or None, weight, and bias or None.
         a, b: lora_a and lora_b in the plan's dtype.
+        joins: whether inner and then z are one tensor, instead of inner, if both are kept.
     """
     x, adapter_x, weight, bias = operands
     base, x = base_of(plan, x, weight, bias)
-    rows = x if plan.is_matrix else x.flatten(0, -2)
+    rows = x if plan.is_matrix else x.reshape(*plan.x_rows)
     adapter_rows = rows if adapter_x is None else cast(rows_of(adapter_x), plan.dtype)
-    kept = z = None
-    if keep_inner:
-        kept = base.new_empty(plan.kept_size)
-        z = part(kept, (plan.rows, plan.rank), plan.z_start)
+    inner = z = None
+    if keep_inner and joins:
+        inner = base.new_empty(plan.kept_size)
+        z = part(inner, (plan.rows, plan.rank), plan.z_start)
+    elif keep_inner:
+        inner = base.new_empty(*plan.y_shape)
     if plan.z_scale == 1:
-        z = torch.mm(adapter_rows, a.t(), out=z)
+        z = torch.mm(adapter_rows, a.mT, out=z)
     else:
-        z = torch.addmm(plan.unread, adapter_rows, a.t(), beta=0, alpha=plan.z_scale, out=z)
+        z = torch.addmm(plan.unread, adapter_rows, a.mT, beta=0, alpha=plan.z_scale, out=z)
     # y takes base's memory.
     expand = plan.expand_with_inner if keep_inner else plan.expand
     bias = g if bias is None else cast(bias, plan.dtype).contiguous()
-    expand(base, z, b.contiguous(), g, bias, base, kept if keep_inner else g)
-    return base, rows, adapter_rows, z if keep_z and not keep_inner else kept
+    expand(base, z, b.contiguous(), g, bias, base, inner if keep_inner else g)
+    return base, rows, adapter_rows, inner, z if keep_z and not (keep_inner and joins) else None
 
 
 def base_of(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -75,9 +78,9 @@ def part(kept: Tensor, shape: tuple[int, int], start: int) -> Tensor:
 
 def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the plan, which has none, and of the eight tensors of a call."""
-    rows, adapter_rows, kept = ctx.saved_tensors
+    rows, adapter_rows, inner, z = ctx.saved_tensors
     weight, lora_a, lora_b, _ = ctx.parameters
-    plan, scales, has_inner = ctx.call
+    plan, scales = ctx.call
     floor, g = scales.tensors
     _, want_x, want_adapter_x, want_weight, want_bias, want_a, want_b, want_g, _ = (
         ctx.needs_input_grad
@@ -86,20 +89,20 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     want_dz = want_a or want_adapter_x or (want_x and shared)
     want_d = want_dz or want_x or want_weight or want_b
     dx = d_adapter_x = d_weight = d_bias = d_a = d_b = d_g = None
-    dy = rows_of(dy).contiguous()
+    dy = (dy if plan.is_matrix else dy.reshape(*plan.y_rows)).contiguous()
     d = None
     if is_observed():
-        inner = part(kept, (plan.rows, plan.out_features), 0) if want_g else None
-        found = compose_backward.compose_backward(dy, inner, g, 1.0, False, want_d, False, floor)
+        read = part(inner, plan.y_rows, 0) if want_g else None
+        found = compose_backward.compose_backward(dy, read, g, 1.0, False, want_d, False, floor)
         d_g = found.pop() if want_g else None
         d = found[0] if want_d else None
     elif want_d or want_g:
-        d = torch.empty_like(dy) if want_d else None
+        d = dy.new_empty(*plan.y_rows) if want_d else None
         strips, launch, total = plan.compose_backward[want_d, False, want_g]
         if want_g:
             partial = g.new_empty(strips * plan.out_features)
-            launch(dy, kept, g, dy if d is None else d, dy, partial)
-            total(partial, floor, d_g := torch.empty_like(g))
+            launch(dy, inner, g, dy if d is None else d, dy, partial)
+            total(partial, floor, d_g := g.new_empty(plan.out_features))
         else:
             launch(dy, dy, g, d, dy, g)
     if d is not None:
@@ -107,28 +110,29 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if want_x:
             dx = torch.mm(d, weight.to(dtype) if plan.casts_weight else weight)
         if want_weight:
-            d_weight = rounded_once(d.t(), rows, weight.dtype)
+            d_weight = rounded_once(d.mT, rows, weight.dtype)
         if want_b:
-            z = part(kept, (plan.rows, plan.rank), plan.z_start if has_inner else 0)
+            if z is None:
+                z = part(inner, (plan.rows, plan.rank), plan.z_start)
             later = plan.later_scale
             if later == 1 or plan.casts:
-                d_b = plan.into_adapter(d.t(), z)
+                d_b = plan.into_adapter(d.mT, z)
                 d_b = d_b if later == 1 else d_b.mul_(later)
             else:
-                d_b = torch.addmm(plan.unread, d.t(), z, beta=0, alpha=later)
+                d_b = torch.addmm(plan.unread, d.mT, z, beta=0, alpha=later)
         if want_dz:
             dz = torch.addmm(plan.unread, d, b, beta=0, alpha=plan.scale)
             if want_a:
-                d_a = plan.into_adapter(dz.t(), rows if shared else adapter_rows)
+                d_a = plan.into_adapter(dz.mT, rows if shared else adapter_rows)
             if dx is not None and shared:
                 dx.addmm_(dz, a)
             if want_adapter_x:
-                d_adapter_x = cast(torch.mm(dz, a), plan.adapter_x_dtype).view(plan.x_shape)
+                d_adapter_x = cast(torch.mm(dz, a), plan.adapter_x_dtype).view(*plan.x_shape)
     if want_bias:
         d_bias = dy.sum(0, dtype=torch.float32).to(plan.bias_dtype)
     if d_g is not None:
         d_g = cast(d_g, plan.magnitude_dtype)
     if dx is not None:
         dx = cast(dx, plan.x_dtype)
-        dx = dx if plan.is_matrix else dx.view(plan.x_shape)
+        dx = dx if plan.is_matrix else dx.view(*plan.x_shape)
     return None, dx, d_adapter_x, d_weight, d_bias, d_a, d_b, d_g, None

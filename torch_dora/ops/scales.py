@@ -13,17 +13,25 @@ from torch_dora.ops.plan import Plan
 
 class Scales:
     """max(norm, eps) and g of a call, what they were computed from, and lora_a and lora_b as the
-    call cast them, for its gradient."""
+    call cast them, for its gradient, or None.
+
+    ``source`` begins with the versions of weight, lora_a and lora_b. More of it is only needed to
+    find the scales again.
+    """
 
     __slots__ = "__weakref__", "casts", "source", "tensors"
 
-    def __init__(self, tensors: tuple[Tensor, Tensor], source: list[Any]) -> None:
-        self.tensors, self.source = tensors, source
-        self.casts: tuple[Tensor, Tensor] | None = None
+    def __init__(
+        self,
+        tensors: tuple[Tensor, Tensor],
+        source: tuple[Any, ...],
+        casts: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self.tensors, self.source, self.casts = tensors, source, casts
 
     def check(self, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> None:
         """Raises RuntimeError if one of the tensors was changed in place since the call."""
-        if self.source[:3] != [weight._version, lora_a._version, lora_b._version]:
+        if self.source[:3] != (weight._version, lora_a._version, lora_b._version):
             raise RuntimeError(
                 "the weight, lora_a or lora_b of a DoRA layer was changed in place between the "
                 "forward and the backward pass, so its gradient cannot be computed any more: call "
@@ -44,7 +52,7 @@ class _Last:
         self.references: dict[int, ref[Scales]] = {}
         self.most = 1024
 
-    def get(self, lora_b: Tensor, source: list[Any]) -> Scales | None:
+    def get(self, lora_b: Tensor, source: tuple[Any, ...]) -> Scales | None:
         """Returns the scales if they were computed from the same source."""
         reference = self.references.get(id(lora_b))
         scales = None if reference is None else reference()
@@ -61,26 +69,44 @@ _LAST = _Last()
 _saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
 
 
+def has_saved_tensors_hooks() -> bool:
+    """Returns whether hooks drop or move what is saved for the backward pass, as those of
+    checkpointing do."""
+    return _saved_tensors_hooks(True) is not None
+
+
 def for_gradient(
-    plan: Plan, parts: tuple[Tensor, Tensor, Tensor, Tensor], norm: Tensor | None
+    plan: Plan,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor],
+    norm: Tensor | None,
+    is_hooked: bool,
 ) -> tuple[Scales, Tensor, Tensor]:
     """Returns the scales of a call that has a gradient, and lora_a and lora_b in the plan's dtype.
     A call within a backward pass is a repeated one: it uses the scales of the first. ``parts`` are
     weight, lora_a, lora_b and magnitude. ``_LAST`` finds the scales as long as the call's node
-    keeps them."""
-    lora_b = parts[2]
-    source = [part._version for part in parts]
-    source += [plan.scale, norm is None, *[part.data_ptr() for part in parts]]
+    keeps them.
+
+    Args:
+        is_hooked: the result of `has_saved_tensors_hooks`.
+    """
+    weight, lora_a, lora_b, magnitude = parts
+    source: tuple[Any, ...] = weight._version, lora_a._version, lora_b._version
     repeats = torch._C._current_graph_task_id() != -1
+    if not repeats and not is_hooked:
+        # Checkpointing has hooks, so it is not what calls, and there is no second call.
+        _LAST.references.pop(id(lora_b), None)
+        tensors, a, b = compute(plan, parts, norm)
+        return Scales(tensors, source, (a, b) if plan.casts else None), a, b
+    source += magnitude._version, plan.scale, norm is None, *[part.data_ptr() for part in parts]
     scales = _LAST.get(lora_b, source) if repeats else None
     if scales is None:
         tensors, a, b = compute(plan, parts, norm)
-        scales = Scales(tensors, source)
+        scales = Scales(tensors, source, None)
     else:
-        a, b = _cast(plan, parts[1], lora_b)
-    # Where hooks drop or move what is saved, as checkpointing does, only a repeated call keeps its
-    # casts: its gradient follows at once.
-    if plan.casts and (repeats or _saved_tensors_hooks(True) is None):
+        a, b = _cast(plan, lora_a, lora_b)
+    # Where hooks drop or move what is saved, only a repeated call keeps its casts: its gradient
+    # follows at once.
+    if plan.casts and repeats:
         scales.casts = a, b
     if not repeats:
         _LAST.set(lora_b, scales)

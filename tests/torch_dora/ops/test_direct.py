@@ -549,11 +549,11 @@ def test_a_call_keeps_its_casts_unless_hooks_would_drop_them(device, calls, cast
 def test_scales_are_forgotten_with_their_node():
     last, ones = scales._Last(), [torch.ones(1) for _ in range(4)]
     last.most = 3
-    kept = scales.Scales((ones[0], ones[0]), [1])
+    kept = scales.Scales((ones[0], ones[0]), (1,), None)
     last.set(ones[0], kept)
     for lora_b in ones[1:]:
-        last.set(lora_b, scales.Scales((lora_b, lora_b), [1]))
+        last.set(lora_b, scales.Scales((lora_b, lora_b), (1,), None))
     assert set(last.references) == {id(ones[0]), id(ones[3])}
-    assert last.get(ones[0], [1]) is kept
-    assert last.get(ones[0], [2]) is None
-    assert last.get(ones[1], [1]) is None
+    assert last.get(ones[0], (1,)) is kept
+    assert last.get(ones[0], (2,)) is None
+    assert last.get(ones[1], (1,)) is None
