@@ -9,9 +9,8 @@ bias.
 The first programs compute z as `shrink` does. The others multiply W, which takes longer, and read z
 near the end. A GPU starts programs in the order of their numbers, so z is computed meanwhile.
 
-cuBLAS sums the products of a result in the order of the inputs, in fp32; for some shapes in a few
-segments, whose sums are added in turn. So does this kernel, and :func:`segments_of` finds out in
-how many, by comparing bits.
+cuBLAS sums the products of a result in the order of the inputs, in fp32, and so does this kernel;
+for up to 16 tokens in segments, too, where cuBLAS does (:mod:`torch_dora.vllm.segments`).
 
 Traffic: W once; x once for every block of outputs; A once for every tile of its slot; B and g once
 for every slot of the batch; the parts of z once for every block of outputs.
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dora_common.triton.jit import WIDEN, bound, cdiv, jit, next_power_of_2
@@ -37,7 +36,6 @@ MOST_RANKS = 64  # of a projection
 COLUMNS = 64  # outputs of a program
 PROGRAMS = 64  # that compute z, if no multiprocessors are left over for them
 LOOK = 0.75  # of the inputs; z is read then
-SEGMENTS = range(1, 9)  # that are looked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +78,7 @@ def _of_slot(
 
 
 @jit
-def _load_slots(
+def load_slots(
     b_ptr, g_ptr, used_ptr, number, used, column, features,
     MAX_RANK: tl.constexpr, PADDED_RANK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +109,7 @@ def _with_slot(y, total, z, slot, given):
 
 
 @jit
-def _with_slots(y, total, z, slot, number, used, given, SLOTS: tl.constexpr):
+def with_slots(y, total, z, slot, number, used, given, SLOTS: tl.constexpr):
     first, second, third, fourth = given
     y = _with_slot(y, total, z, slot, first)
     if SLOTS == 4:
@@ -195,7 +193,7 @@ def _kernel(
         slot = tl.full((1, ROWS), -1, tl.int32)
         projection = 0
         used = 0
-        given = _load_slots(
+        given = load_slots(
             b_ptr, g_ptr, used_ptr, 0, 0, column, features, MAX_RANK, PADDED_RANK, SLOTS
         )
         ready = 0
@@ -208,7 +206,7 @@ def _kernel(
                 slot = tl.load(slots_ptr + token, mask=row_mask, other=-1)[None, :]
                 projection = tl.load(blocks_ptr + block)
                 used = tl.load(used_ptr)
-                given = _load_slots(
+                given = load_slots(
                     b_ptr, g_ptr, used_ptr, 0, used, column, features, MAX_RANK, PADDED_RANK, SLOTS
                 )
             sums = tl.dot(w, inner.T, sums)
@@ -232,11 +230,11 @@ def _kernel(
         z = z.to(b_ptr.dtype.element_ty)
         y = total
         for number in tl.range(0, bound(used), SLOTS, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-            more = _load_slots(
+            more = load_slots(
                 b_ptr, g_ptr, used_ptr, number + SLOTS, used, column, features, MAX_RANK,
                 PADDED_RANK, SLOTS,
             )  # fmt: skip
-            y = _with_slots(y, total, z, slot, number, used, given, SLOTS)
+            y = with_slots(y, total, z, slot, number, used, given, SLOTS)
             given = more
         if HAS_BIAS:
             y += tl.load(bias_ptr + column).to(tl.float32)[:, None]
@@ -300,38 +298,6 @@ class Adapters(NamedTuple):
     used: Tensor
 
 
-_FOUND: dict[Any, int] = {}
-
-
-def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> int:
-    """Returns in how many segments cuBLAS sums products of such shapes; 0 if in other ways, or if
-    this cannot be found out now, since a graph is being captured or the weight is zero.
-
-    It is found out once, by comparing bits for tokens without an adapter.
-    """
-    key = x.device, len(x), *weight.shape, weight.dtype, bias is None
-    if key in _FOUND:
-        return _FOUND[key]
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return 0
-    if not weight.any():  # Sums of zeros are the same in all ways.
-        return 0
-    generator = torch.Generator(x.device).manual_seed(0)
-    x = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-    expected = nn.functional.linear(x, weight, bias)
-    adapters = adapters._replace(
-        tiles=torch.zeros_like(adapters.tiles),
-        slots=torch.full_like(adapters.slots, -1),
-        used=torch.zeros_like(adapters.used),
-    )
-    # Of more tokens, sums in segments take longer than what the kernel saves.
-    ways = SEGMENTS if len(x) <= 16 else SEGMENTS[:1]
-    ways = (one for one in ways if one == 1 or segment_of(x.shape[1], one) % 128 == 0)
-    same = (one for one in ways if torch.equal(launch(x, weight, bias, one, adapters), expected))
-    _FOUND[key] = next(same, 0)
-    return _FOUND[key]
-
-
 def segment_of(inputs: int, segments: int) -> int:
     """Returns the inputs of a segment."""
     return cdiv(cdiv(inputs, segments), 64) * 64
@@ -346,8 +312,8 @@ def launch(
     y = x.new_empty(tokens, features)
     blocks = features // COLUMNS
     rows = 16 if tokens <= 16 else 64
-    processors = _processors(x.device)
-    config = (SHARED if blocks > processors else ALONE)[rows]
+    count = processors(x.device)
+    config = (SHARED if blocks > count else ALONE)[rows]
     segment = segment_of(inputs, segments)
     constants: dict[str, Any] = {
         "HAS_BIAS": bias is not None,
@@ -370,7 +336,7 @@ def launch(
     max_rank = adapters.lora_b.shape[2]
     tiles = min(len(adapters.tiles), batch.most_tiles(tokens, slots, batch.SMALL))
     projections = ranks // max_rank
-    free = max(PROGRAMS // 2, processors - blocks) if blocks <= processors else PROGRAMS
+    free = max(PROGRAMS // 2, count - blocks) if blocks <= count else PROGRAMS
     shrinking = max(1, min(tiles * projections, free))
     z = torch.empty(tokens, ranks, dtype=torch.float32, device=x.device)
     tensors = (
@@ -402,7 +368,7 @@ def shrink_stages(max_rank: int) -> int:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count

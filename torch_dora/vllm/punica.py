@@ -1,11 +1,11 @@
 """What takes the place of vLLM's Punica: the part of LoRA and DoRA adapters in a layer's result.
 
 Two kernels compute it for all projections of a packed layer (:mod:`torch_dora.vllm.shrink`,
-:mod:`torch_dora.vllm.expand`), or one with the base's part, for few tokens
-(:mod:`torch_dora.vllm.product`); for many, the second one may compute the base's part too
-(:mod:`torch_dora.vllm.large_product`). Their work follows the adapters of the batch and their
-ranks, and g costs nothing, since they have the base's result at hand. They launch nothing for a
-batch without adapters.
+:mod:`torch_dora.vllm.expand`), or, with the base's part, one or two for few tokens
+(:mod:`torch_dora.vllm.product`, :mod:`torch_dora.vllm.segments`); for many, the second one may
+compute the base's part too (:mod:`torch_dora.vllm.large_product`). Their work follows the adapters
+of the batch and their ranks, and g costs nothing, since they have the base's result at hand. They
+launch nothing for a batch without adapters.
 
 Layers that they do not take, and all with TORCH_DORA_VLLM_PUNICA=1, stay with Punica; then
 :mod:`torch_dora.vllm.scaling` multiplies by g.
@@ -24,7 +24,16 @@ from vllm.lora import layers as vllm_layers  # pyright: ignore[reportMissingImpo
 from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
 
 from torch_dora.ops.choose import TRITON_MODE
-from torch_dora.vllm import base_weight, batch, expand, large_product, product, shrink, slices
+from torch_dora.vllm import (
+    base_weight,
+    batch,
+    expand,
+    large_product,
+    product,
+    segments,
+    shrink,
+    slices,
+)
 from torch_dora.vllm.batch import Batch
 
 # One program multiplies all ranks of a packed layer.
@@ -178,7 +187,8 @@ class _Adapters(NamedTuple):
         return tokens > 0 and rows > 0
 
     def multiply_all(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Returns the layer's result by one kernel, or None where that is not chosen."""
+        """Returns the layer's result by kernels that multiply the weight too, for few tokens, or
+        None where they are not chosen."""
         if product.refuses(x, weight, self.blocks, self.lora_b.shape[2]) is not None:
             return None
         tables = batch.of(self.table)
@@ -186,8 +196,8 @@ class _Adapters(NamedTuple):
             *(self.lora_a, self.lora_b, self.g, self.blocks, self.counts),
             *(tables.small, tables.slots, tables.used),
         )
-        segments = product.segments_of(x, weight, bias, adapters)
-        return product.launch(x, weight, bias, segments, adapters) if segments else None
+        count = segments.segments_of(x, weight, bias, adapters)
+        return segments.launch(x, weight, bias, count, adapters) if count else None
 
     def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Returns the layer's result for many tokens by a kernel that multiplies the weight too, or
@@ -224,9 +234,9 @@ def _is_small(x: Tensor) -> bool:
 def linear_with_adapters(x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Any) -> Tensor:
     """The operator ``torch_dora::linear_with_adapters``: x Wᵀ + bias with the adapters' part.
 
-    For few tokens one kernel computes it. For many, all of adapters, a second one does after the
-    shrinking kernel. Else, for few, the shrinking kernel, which needs x only, runs on a second
-    stream beside the base product, which waits for memory then.
+    For few tokens one kernel computes it, or two. For many, all of adapters, a second one does
+    after the shrinking kernel. Else, for few, the shrinking kernel, which needs x only, runs on a
+    second stream beside the base product, which waits for memory then.
     """
     adapters, rows = _Adapters(*tensors), x.reshape(-1, x.shape[-1]).contiguous()
     has_adapters = adapters.are_in(rows)

@@ -200,6 +200,13 @@ def can_overlap(device: torch.device) -> bool:
     return TRITON_MODE == "compiled" and capability(device) >= 90
 
 
+def parts_of(features: int, config: Config, chunk: int = 0) -> tuple[int, int]:
+    """Returns how many features a part has, at least so many, and how many parts there are."""
+    step = config.lanes * config.depth
+    chunk = max(chunk or config.chunk, cdiv(cdiv(features, step), MAX_SPLITS) * step)
+    return chunk, max(1, cdiv(features, chunk))
+
+
 def launch(
     x: Tensor,
     lora_a: Tensor,
@@ -225,9 +232,7 @@ def launch(
     if rows == batch.LARGE:
         # As many programs as a large GPU runs at a time; more parts only are more to add.
         chunk = max(chunk, next_power_of_2(cdiv(features * cdiv(tokens, rows), 256)))
-    step = config.lanes * config.depth
-    chunk = max(chunk, cdiv(cdiv(features, step), MAX_SPLITS) * step)
-    splits = max(1, cdiv(features, chunk))
+    chunk, splits = parts_of(features, config, chunk)
     groups = ranks // max_rank if config.divides else 1
     overlaps = config.overlaps and can_overlap(x.device)
     parts = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)

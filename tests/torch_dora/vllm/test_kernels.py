@@ -260,7 +260,7 @@ def test_a_kernel_is_compiled_once_for_all_numbers_of_tokens(monkeypatch):
 FOR_A_CARD = """
 from dora_common.triton.compilation import compiled
 from dora_common.triton.jit import next_power_of_2
-from torch_dora.vllm import batch, expand, large_product, product, shrink
+from torch_dora.vllm import batch, expand, large_product, product, segments, shrink
 
 TABLES = {"tiles_ptr": "*i32:16", "tokens": "i32", "features": "i32:16", "tiles": "i32"}
 
@@ -330,6 +330,19 @@ for half, rank in (("bf16", 16), ("bf16", 64), ("fp16", 8)):
                   TILE=16, LANES=4, LANE_DEPTH=128, ROWS=rows, COLUMNS=64, DEPTH=config.depth,
                   STAGES=config.stages, HAS_SEGMENTS=rows == 16,
                   SLOTS=4 if rank == 16 else 1)
+    ranked = {"SPLITS": 7, "RANKS": 3 * rank, "MAX_RANK": rank, "PADDED_RANK": rank, "COLUMNS": 64}
+    for config in (segments.ALONE, segments.SHARED):
+        build(segments._sum_kernel, half, config, product.shrink_stages(rank),
+              types | {"weight": f"tensordesc<half[64, {config.depth}]>",
+                       "x": f"tensordesc<half[64, {config.depth}]>", "parts_ptr": "*fp32:16",
+                       "sums_ptr": "*fp32:16", "segments": "i32"},
+              programs=2 if config is segments.SHARED else 1, CHUNK=2048, PROJECTIONS=3, TILE=16,
+              LANES=4, LANE_DEPTH=128, ROWS=64, DEPTH=config.depth, STAGES=config.stages,
+              STARTS_NEXT=True, **ranked)
+    build(segments._add_kernel, half, config, 1,
+          types | {"sums_ptr": "*fp32:16", "parts_ptr": "*fp32:16", "blocks": "i32"},
+          SEGMENTS=3, PADDED_SPLITS=8, HAS_BIAS=True, TILE=16, SLOTS=4 if rank == 16 else 1,
+          OVERLAPS=True, **ranked)
 """
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from parity import tolerances
 from parity.tolerances import rules
 from tests.torch_dora.vllm import test_kernels as kernels
-from torch_dora.vllm import batch, product
+from torch_dora.vllm import batch, product, segments
 
 SLOTS = kernels.SLOTS
 BIASED = (21, 24, 192, [128, 64], torch.bfloat16, True, 1)
@@ -37,11 +37,11 @@ def adapters_of(given, sizes, slots):
     )
 
 
-def run(given, sizes, slots, segments=1):
+def run(given, sizes, slots, count=1, launch=product.launch):
     adapters = adapters_of(given, sizes, slots)
-    operands = given["x"], given["weight"], given["bias"], segments, adapters
-    y = product.launch(*operands)
-    again = product.launch(*operands)  # It has left its counts as they were.
+    operands = given["x"], given["weight"], given["bias"], count, adapters
+    y = launch(*operands)
+    again = launch(*operands)  # It has left its counts as they were.
     assert torch.equal(again.nan_to_num(), y.nan_to_num())
     assert not adapters.counts.any()
     return y
@@ -66,47 +66,49 @@ def reference(given, sizes, slots):
 @pytest.mark.parametrize("kind", kernels.KINDS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("max_rank", [24, 16])  # B of one slot at a time, or of four
-def test_the_kernel_computes_what_fp64_does(
-    kind, case, max_rank, device, assert_within, monkeypatch
+@pytest.mark.parametrize("launch", [product.launch, segments.launch_two])
+def test_the_kernels_compute_what_fp64_does(
+    launch, kind, case, max_rank, device, assert_within, monkeypatch
 ):
     monkeypatch.setattr(kernels, "MAX_RANK", max_rank)
     monkeypatch.setattr(kernels, "RANKS", (max_rank, 3, 1, 16, 7))
-    tokens, padded, inputs, sizes, dtype, has_bias, segments = case
+    tokens, padded, inputs, sizes, dtype, has_bias, count = case
     given = layer(padded, inputs, sizes, dtype, has_bias, device)
     slots = kernels.slots_of(kind, tokens)
-    found = run(given, sizes, slots, segments).cpu()
+    found = run(given, sizes, slots, count, launch).cpu()
     assert_within(found, *reference(given, sizes, slots), "triton")
     # Rows of the base have the bits that they have without adapters.
-    plain = run(given, sizes, np.full(tokens, -1), segments).cpu()
+    plain = run(given, sizes, np.full(tokens, -1), count, launch).cpu()
     is_base = np.concatenate([slots < 0, np.full(padded - tokens, True)])
     assert torch.equal(found[is_base], plain[is_base])
 
 
 def test_z_is_read_later_if_it_is_not_ready(monkeypatch, device):
-    tokens, padded, inputs, sizes, dtype, has_bias, segments = IN_SEGMENTS
+    tokens, padded, inputs, sizes, dtype, has_bias, count = IN_SEGMENTS
     given = layer(padded, inputs, sizes, dtype, has_bias, device)
     slots = kernels.slots_of("mixed", tokens)
-    expected = run(given, sizes, slots, segments)
+    expected = run(given, sizes, slots, count)
     monkeypatch.setattr(product, "LOOK", 2.0)
-    assert torch.equal(run(given, sizes, slots, segments), expected)
+    assert torch.equal(run(given, sizes, slots, count), expected)
 
 
 def test_an_adapter_that_is_not_finite_harms_its_own_rows_only(device):
-    tokens, padded, inputs, sizes, dtype, has_bias, segments = BIASED
+    tokens, padded, inputs, sizes, dtype, has_bias, count = BIASED
     given = layer(padded, inputs, sizes, dtype, has_bias, device)
     slots = np.arange(tokens) % (SLOTS + 1) - 1
-    expected = run(given, sizes, slots, segments)
+    expected = run(given, sizes, slots, count)
     for name in ("lora_a", "lora_b", "g"):
         given[name][2] = torch.nan
-    found = run(given, sizes, slots, segments)
+    found = run(given, sizes, slots, count)
     others = np.append(slots, np.full(padded - tokens, -1)) != 2
     assert torch.equal(found[others], expected[others])
     assert found[~others].isnan().all()
 
 
 @pytest.mark.parametrize("found_in", [1, 3])
-def test_the_segments_are_those_with_the_bits_of_the_base_layer(monkeypatch, found_in):
-    tokens, sizes = 16, [1024]
+@pytest.mark.parametrize("tokens", [16, 24])
+def test_the_segments_are_those_with_the_bits_of_the_base_layer(monkeypatch, found_in, tokens):
+    sizes = [16384 // tokens // 64 * 64]  # fewer numbers may have the same bits
     given = layer(tokens, 1024, sizes, torch.float16, False, "cpu")
     adapters = adapters_of(given, sizes, kernels.slots_of("mixed", tokens))
     nothing = adapters_of(given, sizes, np.full(tokens, -1))
@@ -115,29 +117,26 @@ def test_the_segments_are_those_with_the_bits_of_the_base_layer(monkeypatch, fou
 
     def base(x, *operands):
         calls.append(x)
-        return product.launch(x, *operands, found_in, nothing)
+        return segments.launch(x, *operands, found_in, nothing)
 
-    monkeypatch.setattr(product.nn.functional, "linear", base)
-    monkeypatch.setattr(product, "_FOUND", {})
+    monkeypatch.setattr(segments.nn.functional, "linear", base)
+    monkeypatch.setattr(segments, "_FOUND", {})
     for _ in range(2):
-        assert product.segments_of(given["x"], *operands, adapters) == found_in
+        assert segments.segments_of(given["x"], *operands, adapters) == found_in
     assert len(calls) == 1
-    if found_in > 1:  # Of more tokens, those are not looked for.
-        more = layer(24, 1024, sizes, torch.float16, False, "cpu")
-        assert product.segments_of(more["x"], *operands, adapters) == 0
-    monkeypatch.setattr(product.nn.functional, "linear", lambda x, *_: base(x, *operands) + 1)
-    product._FOUND.clear()
-    assert product.segments_of(given["x"], *operands, adapters) == 0
+    monkeypatch.setattr(segments.nn.functional, "linear", lambda x, *_: base(x, *operands) + 1)
+    segments._FOUND.clear()
+    assert segments.segments_of(given["x"], *operands, adapters) == 0
 
 
 def test_a_weight_of_zeros_tells_nothing_of_the_segments(monkeypatch):
     """As a block has that was added to a model. Any sum of zeros has the same bits."""
     given = layer(8, 256, [64], torch.bfloat16, False, "cpu")
     adapters = adapters_of(given, [64], kernels.slots_of("mixed", 8))
-    monkeypatch.setattr(product, "_FOUND", {})
+    monkeypatch.setattr(segments, "_FOUND", {})
     zeros = torch.zeros_like(given["weight"])
-    assert product.segments_of(given["x"], zeros, None, adapters) == 0
-    assert not product._FOUND
+    assert segments.segments_of(given["x"], zeros, None, adapters) == 0
+    assert not segments._FOUND
 
 
 class OnCard:
@@ -187,10 +186,10 @@ def test_rows_of_the_base_have_the_bits_of_cublas(tokens, has_bias, inputs, outp
     slots = np.arange(tokens) % (SLOTS + 1) - 1
     adapters = adapters_of(given, [outputs], slots)
     operands = given["x"], given["weight"], given["bias"]
-    segments = product.segments_of(*operands, adapters)
-    # With a bias, cuBLAS may sum 14,336 inputs in segments that the kernel does not take.
-    if outputs == 6144 or (tokens <= 16 and not (has_bias and inputs > 4096)):
-        assert segments > 0
-    if segments:
-        found, expected = product.launch(*operands, segments, adapters), linear(*operands)
+    count = segments.segments_of(*operands, adapters)
+    # With a bias, cuBLAS may sum 14,336 inputs in segments that the kernels do not take.
+    if outputs == 6144 or not (has_bias and inputs > 4096):
+        assert count > 0
+    if count:
+        found, expected = segments.launch(*operands, count, adapters), linear(*operands)
         assert torch.equal(found[slots < 0], expected[slots < 0])

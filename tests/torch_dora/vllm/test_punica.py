@@ -102,14 +102,14 @@ def test_many_tokens_that_all_have_adapters_are_multiplied_by_one_kernel(layer, 
 @pytest.mark.parametrize("is_plain", [True, False])
 def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch, is_plain):
     """Triton compiles a kernel for its first launch."""
-    from torch_dora.vllm import batch, expand, large_product, product, punica, shrink
+    from torch_dora.vllm import batch, expand, large_product, product, punica, segments, shrink
 
     launched = []
     monkeypatch.setattr(product, "refuses", lambda x, *_: "few" if len(x) > 64 else None)
     monkeypatch.setattr(large_product, "refuses", lambda x, *_: "many" if len(x) < 1024 else None)
-    monkeypatch.setattr(product, "segments_of", lambda *operands: 1)
+    monkeypatch.setattr(segments, "segments_of", lambda x, *_: 1 if len(x) <= 16 else 3)
     monkeypatch.setattr(shrink, "can_overlap", lambda device: False)
-    for module in (shrink, expand, product, large_product):
+    for module in (shrink, expand, product, segments, large_product):
 
         def launch(kernel, grid, *arguments, name=module.__name__, **constants):
             rows = constants.get("ROWS"), constants.get("LANES")
@@ -117,7 +117,8 @@ def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch,
 
         monkeypatch.setattr(module, "launch_kernel", launch)
     monkeypatch.setattr(product, "TensorDescriptor", SimpleNamespace(from_tensor=lambda *_: None))
-    monkeypatch.setattr(large_product, "TensorDescriptor", product.TensorDescriptor)
+    for module in (segments, large_product):
+        monkeypatch.setattr(module, "TensorDescriptor", product.TensorDescriptor)
     layer.base_layer.bias = layer.bias
     tables = batch.Batch(2048, SLOTS, "cpu")
     products = punica.SlotProducts(layer, layer.g, tables)
@@ -125,9 +126,10 @@ def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch,
     punica.warm_up([layer, layer], tables, [RANK] * SLOTS)
     few = {("shrink", 16, shrink.SMALL.lanes), ("expand", 16, None)}
     many = {("shrink", 64, shrink.LARGE.lanes), ("expand", 64, None)}
-    whole = {("product", 16, 4), ("product", 64, 4), ("large_product", 128, None)}
+    whole = {("product", 16, 4), ("segments", 64, 4), ("segments", None, None)}
+    whole |= {("large_product", 128, None)}
     assert {*launched} == few | many | (whole if is_plain else set())
-    assert len(launched) == (16 if is_plain else 20)  # for one of the two
+    assert len(launched) == (18 if is_plain else 20)  # for one of the two
     assert not tables.tokens
     assert not tables.used[0, 0]
 
