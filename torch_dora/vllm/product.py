@@ -226,7 +226,7 @@ def _kernel(
             while tl.atomic_add(counts_ptr, 0, sem="acquire") < shrinking:
                 pass
             z = _load_z(z_ptr, projection, slot, True, RANKS, MAX_RANK, PADDED_RANK, ROWS)
-        tl.atomic_add(counts_ptr + 1, 1, sem="relaxed")
+        others = tl.atomic_add(counts_ptr + 1, 1, sem="acq_rel")
         z = z.to(b_ptr.dtype.element_ty)
         y = total
         for number in tl.range(0, bound(used), SLOTS, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
@@ -243,10 +243,8 @@ def _kernel(
             y.to(y_ptr.dtype.element_ty),
             mask=row_mask[None, :],
         )
-        if block == blocks - 1:
-            # The last one leaves zeros for the next call, when all have read z.
-            while tl.atomic_add(counts_ptr + 1, 0, sem="acquire") < blocks:
-                pass
+        if others == blocks - 1:
+            # All have read z. The last of them leaves zeros for the next call.
             tl.store(counts_ptr, 0)
             tl.store(counts_ptr + 1, 0)
 
