@@ -282,7 +282,7 @@ def step_options(model: nnx.Module) -> tuple[tuple[str, bool | int], ...]:
     """Returns `compiler_options` of `jax.jit`, as items, for an optimizer step of `model`.
 
     A model may have `step_options` of its own, as an encoder has. Of the others, steps whose
-    products are in FP8, forward and backward, have four:
+    products are in FP8, forward and backward, have six:
 
     - These products are cuBLAS's. XLA would find that out by compiling and timing Triton products
       of every shape, which takes most of the time that a step compiles.
@@ -292,6 +292,9 @@ def step_options(model: nnx.Module) -> tuple[tuple[str, bool | int], ...]:
       every element of them.
     - XLA does not rematerialise. What is kept is chosen before, and in a step that uses most of a
       card's memory XLA would compute norms of kernels up to four times and save one hundredth.
+    - Collectives start as early as they can, and two may be under way. Otherwise XLA, which does
+      not know how long a kernel of this package takes, starts the gathering of a layer's codes
+      just before the product that needs them.
     """
     own: tuple[tuple[str, bool | int], ...] | None = getattr(model, "step_options", None)
     if own is not None:
@@ -302,6 +305,8 @@ def step_options(model: nnx.Module) -> tuple[tuple[str, bool | int], ...]:
             ("xla_gpu_dot_merger_threshold_mb", 1),
             ("xla_gpu_enable_dus_accumulator_zero_init_elimination", True),
             ("xla_gpu_memory_limit_slop_factor", 200),
+            ("xla_gpu_experimental_collective_start_as_early_as_possible", True),
+            ("xla_gpu_experimental_parallel_collective_overlap_limit", 2),
         )
     return ()
 

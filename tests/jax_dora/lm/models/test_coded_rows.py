@@ -55,6 +55,8 @@ def test_a_step_in_fp8_alone_has_options():
         "xla_gpu_dot_merger_threshold_mb": 1,
         "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
         "xla_gpu_memory_limit_slop_factor": 200,
+        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
     }
     assert step_options(base()) == ()
     assert accumulate_with(()) is accumulate
