@@ -134,6 +134,8 @@ class DoRALinear(_LinearBase):
         magnitude = tensors.get("magnitude")
         if not is_usual or lora_a is None or lora_b is None or magnitude is None:
             return None, None
+        if "bias" not in tensors:  # It is pruned or parametrised.
+            return None, None
         if magnitude.dtype != torch.float32:
             return None, None
         bias, norm = tensors["bias"], self._buffers["constant_norm"]
