@@ -159,14 +159,26 @@ def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
     def differentiated(ctx: Any, dy: Tensor) -> R:
         if not torch.is_grad_enabled():
             return backward(ctx, dy)
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                return backward(ctx, dy)
+        ctx = _ReadOnce(ctx)
         with torch.no_grad():
             gradients = backward(ctx, dy)
-        if torch.compiler.is_compiling():
-            return gradients
         sources = *ctx.saved_tensors, *getattr(ctx, "parameters", ())
         return _Gradients.apply(gradients, dy, *sources)
 
     return differentiated
+
+
+class _ReadOnce:
+    """The context of a backward pass. Its saved tensors are read once, as checkpoints demand."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 class _Gradients(torch.autograd.Function):
