@@ -38,6 +38,8 @@ def linear(
         for tensor in present:
             if tensor.requires_grad:
                 return _apply(found, *tensors)
+    # It may be the first pass of a checkpoint, which repeats this call and not an older one.
+    scales.forget(tensors[5])
     (_, g), a, b = scales.compute(found, (tensors[2], *tensors[4:7]), tensors[7])
     compute = direct_correction if corrects else direct_projection
     return compute.forward(found, tensors[:4], g, a, b, False, False)[0]

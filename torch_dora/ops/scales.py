@@ -75,6 +75,11 @@ def has_saved_tensors_hooks() -> bool:
     return _saved_tensors_hooks(True) is not None
 
 
+def forget(lora_b: Tensor) -> None:
+    """Lets no repeated call find the scales of earlier calls with this lora_b."""
+    _LAST.references.pop(id(lora_b), None)
+
+
 def for_gradient(
     plan: Plan,
     parts: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -94,7 +99,7 @@ def for_gradient(
     repeats = torch._C._current_graph_task_id() != -1
     if not repeats and not is_hooked:
         # Checkpointing has hooks, so it is not what calls, and there is no second call.
-        _LAST.references.pop(id(lora_b), None)
+        forget(lora_b)
         tensors, a, b = compute(plan, parts, norm)
         return Scales(tensors, source, (a, b) if plan.casts else None), a, b
     source += magnitude._version, plan.scale, norm is None, *[part.data_ptr() for part in parts]

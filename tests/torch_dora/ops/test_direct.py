@@ -304,6 +304,41 @@ def test_second_derivative_by_the_magnitude_alone_is_an_error(device, calls):
         (y.sum() + dx.square().sum()).backward()
 
 
+def test_gradients_of_a_checkpoint_may_be_recorded(device, calls):
+    """It gives its saved tensors once."""
+    made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(3, 40, device=device, dtype=torch.bfloat16)
+    want = results(made, x, dy)
+    y = checkpoint(made, x.requires_grad_(), use_reentrant=False)
+    trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+    got = torch.autograd.grad(y, [x, *trained], dy, create_graph=True)
+    for g, w in zip(got, want[1:], strict=True):
+        assert torch.equal(g, w)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        got[0].float().square().sum().backward()
+
+
+def test_autocast_is_part_of_a_plan(device):
+    made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    adapter = made.lora_a, made.lora_b, made.magnitude
+    for dtype in (None, torch.float16, torch.bfloat16, None, torch.float16):
+        with torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            found = plan.find((x, None, made.weight, None, *adapter, None), 2.0, "triton")
+            y = made(x)
+        assert found is not None
+        assert found.dtype == y.dtype == (dtype or torch.bfloat16)
+
+
+def test_a_layer_may_have_a_parametrised_bias(device):
+    made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        made.bias.copy_(torch.randn_like(made.bias))
+        want = made(x) - made.bias
+    torch.nn.utils.parametrize.register_parametrization(made, "bias", torch.nn.Tanh())
+    got = made(x)
+    assert (got - torch.tanh(made.parametrizations.bias.original) - want).abs().max() < 0.1
+
+
 def test_inference_tensors_need_no_versions_without_a_gradient(device, calls):
     with torch.inference_mode():
         made = layer(device)
@@ -496,13 +531,33 @@ def test_a_call_within_a_backward_pass_sees_changes(device, norms, name, in_plac
             seen.append(made(x))
 
     norms.clear()
-    y = made(x)
+    # Of a call without hooks no scales are kept that another call could find.
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        y = made(x)
     probe = torch.ones((), requires_grad=True)
     probe.register_hook(change)
     probe.backward()
     assert len(norms) == 2
     assert torch.equal(seen[0], made(x))
     assert not torch.equal(seen[0], y)
+
+
+@pytest.mark.ci
+def test_a_checkpoint_repeats_its_own_first_pass(device, calls):
+    """Not an older call, whose parameters were changed without PyTorch's knowledge."""
+    made = layer(device)
+    x = torch.randn(2, 5, 24, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(2, 5, 40, device=device, dtype=torch.bfloat16)
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        kept = made(x)
+    made.lora_b.data.mul_(3)
+    inputs = x.clone().requires_grad_()
+    checkpoint(made, inputs, use_reentrant=True).backward(dy)
+    del kept
+    trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+    got = [inputs.grad, *[parameter.grad for parameter in trained]]
+    for g, w in zip(got, results(made, x, dy)[1:], strict=True):
+        assert torch.equal(g, w)
 
 
 @pytest.fixture
