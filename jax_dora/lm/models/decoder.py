@@ -292,9 +292,8 @@ def step_options(model: nnx.Module) -> tuple[tuple[str, bool | int], ...]:
       every element of them.
     - XLA does not rematerialise. What is kept is chosen before, and in a step that uses most of a
       card's memory XLA would compute norms of kernels up to four times and save one hundredth.
-    - Collectives start as early as they can, and two may be under way. Otherwise XLA, which does
-      not know how long a kernel of this package takes, starts the gathering of a layer's codes
-      just before the product that needs them.
+    - Collectives start as early as they can, and two may be under way. Otherwise XLA starts the
+      gathering of a layer's codes as late as its estimates of times allow.
     """
     own: tuple[tuple[str, bool | int], ...] | None = getattr(model, "step_options", None)
     if own is not None:
