@@ -26,12 +26,13 @@ PYTEST_ARGS ?=
 # worksteal a worker runs neighbouring tests, which share compiled programs.
 WORKERS ?= -n auto --maxprocesses 8 --dist worksteal
 GPU_WORKERS ?= -n 4
-# Tests at the oldest versions: code that calls the frameworks or PEFT. Kernels are lowered, not
+# Tests at the oldest versions: code that calls the frameworks or PEFT. Most kernels are lowered, not
 # interpreted. OLDEST_EXTRAS=dev OLDEST_TESTS=tests OLDEST_CHOICE= runs all tests.
 OLDEST_EXTRAS ?= parity,test
 OLDEST_TESTS ?= tests/jax_dora/ops tests/jax_dora/layers/test_linear.py tests/jax_dora/linen/test_linen.py \
     tests/jax_dora/tracing/test_adapted_products.py tests/torch_dora/ops \
     $(addprefix tests/torch_dora/test_,compile.py export.py transforms.py reference.py bitsandbytes.py peft_accelerate.py) \
+    $(addprefix tests/torch_dora/vllm/test_,kernels.py large_product.py) \
     tests/test_readme.py tests/dora_common/peft/test_config.py tests/torch_dora/test_peft.py \
     tests/jax_dora/peft/test_peft.py::test_adapters_are_merged_as_by_peft
 OLDEST_CHOICE ?= not interpreted

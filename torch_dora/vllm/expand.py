@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from dora_common.triton.jit import WIDEN, jit, next_power_of_2
+from dora_common.triton.jit import WIDEN, bound, jit, next_power_of_2
 from torch_dora.ops.triton.jit import launch_kernel
 from torch_dora.vllm import batch, shrink
 
@@ -250,7 +250,7 @@ def _large_kernel(
         has_token, token = (row >= 0)[:, None], row[:, None].to(tl.int64)  # [ROWS, 1]
         source = parts_ptr + token * RANKS + projection * MAX_RANK + r[None, :]
         z = tl.zeros((ROWS, PADDED_RANK), tl.float32)
-        for split in range(splits):
+        for split in range(bound(splits)):
             z += tl.load(
                 source + split * tokens * RANKS,
                 mask=has_token & (r < MAX_RANK)[None, :],

@@ -64,7 +64,7 @@ def _add_adapters(
         source = parts_ptr + row[:, None].to(tl.int64) * RANKS + projection * MAX_RANK + r[None, :]
         has_rank = r < MAX_RANK
         z = tl.zeros((ROWS, PADDED_RANK), tl.float32)
-        for split in range(splits):
+        for split in range(bound(splits)):
             z += tl.load(
                 source + split * (tokens * RANKS),
                 mask=(slot >= 0)[:, None] & has_rank[None, :],
@@ -124,7 +124,7 @@ def _kernel(
     tile = group + program % (GROUP * blocks) % size
     block = program % (GROUP * blocks) // size
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for k in tl.range(0, inputs, DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.range(0, bound(inputs), DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         inner = x.load([tile * ROWS, k])
         w = weight.load([block * COLUMNS, k])
         if WIDEN:

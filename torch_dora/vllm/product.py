@@ -197,7 +197,7 @@ def _kernel(
             b_ptr, g_ptr, used_ptr, 0, 0, column, features, MAX_RANK, PADDED_RANK, SLOTS
         )
         ready = 0
-        for k in tl.range(0, inputs, DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        for k in tl.range(0, bound(inputs), DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             w = weight.load([block * COLUMNS, k])
             inner = x.load([0, k])
             if WIDEN:

@@ -84,7 +84,7 @@ def _sum_kernel(
         begin = part * segment
         end = tl.minimum(begin + segment, inputs)
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for k in tl.range(begin, end, DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+        for k in tl.range(bound(begin), bound(end), DEPTH, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
             w = weight.load([block * COLUMNS, k])
             inner = x.load([0, k])
             if WIDEN:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from dora_common.triton.jit import WIDEN, cdiv, jit, next_power_of_2
+from dora_common.triton.jit import WIDEN, bound, cdiv, jit, next_power_of_2
 from torch_dora.ops.choose import TRITON_MODE
 from torch_dora.ops.triton.jit import capability, launch_kernel
 from torch_dora.vllm import batch
@@ -119,7 +119,7 @@ def multiply_tiles(
         a_row = (slot * RANKS * PROJECTIONS + first + r) * features
         if LANES == 1:
             sums = tl.zeros((ROWS, PADDED_RANKS), tl.float32)
-            for start in range(0, length, DEPTH):
+            for start in range(0, bound(length), DEPTH):
                 k = split * length + start + tl.arange(0, DEPTH)  # [DEPTH]
                 inside = k < features
                 x = tl.load(
@@ -138,7 +138,7 @@ def multiply_tiles(
         else:
             lanes = tl.zeros((LANES, ROWS, PADDED_RANKS), tl.float32)
             lane = tl.arange(0, LANES)[:, None] * DEPTH
-            for start in range(0, length, LANES * DEPTH):
+            for start in range(0, bound(length), LANES * DEPTH):
                 k = split * length + start + lane + tl.arange(0, DEPTH)[None, :]  # [LANES, DEPTH]
                 inside = k < features
                 a = tl.load(
