@@ -205,7 +205,8 @@ class Names(NamedTuple):
             return None
         [(axis, over)] = found
         parts = math.prod(mesh.shape[one] for one in over)
-        if names[axis] in assigned or shape[axis] % parts:
+        kept = {one for name in names for one in assigned.get(name, ())}
+        if names[axis] in assigned or kept & {*over} or shape[axis] % parts:
             return None
         return axis, over
 

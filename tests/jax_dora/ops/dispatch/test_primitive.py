@@ -367,16 +367,17 @@ def test_donated_operands():
     assert placed.is_deleted()
 
 
-def gradient_in_fp8(mesh, shape, of_kernel):
-    """Returns `of_device` of the gradient with respect to x of a kernel [in, out] in FP8."""
+def gradient_in_fp8(mesh, shape, of_kernel, rows=None):
+    """Returns `of_device` of the gradient with respect to x of a kernel [in, out] in FP8. `rows`
+    are the specs of the result's gradient and of x's."""
     n_in, out = shape
     codes = aval(*shape, dtype="float8_e4m3fn")
     kernel = qwix.QArray(codes, aval(1, out, dtype=F32), None, jnp.dtype(codes.dtype))
-    g, rank, rows = aval(out, dtype=F32), 16, (mesh.axis_names, N)
+    g, rank, rows = aval(out, dtype=F32), 16, rows or [(mesh.axis_names, N)] * 2
     operands = Back(aval(ROWS, out), kernel, aval(ROWS, rank), aval(n_in, rank), aval(rank, out), g)
-    specs = [rows, of_kernel, WHOLE, WHOLE, WHOLE, WHOLE, (N,)]
+    specs = [rows[0], of_kernel, WHOLE, WHOLE, WHOLE, WHOLE, (N,)]
     settings = ProductSettings("mosaic", None, "float8_e5m2")
-    return of_device(BACK, settings, operands, mesh, specs, [rows])
+    return of_device(BACK, settings, operands, mesh, specs, rows[1:])
 
 
 @pytest.mark.parametrize(
@@ -400,6 +401,15 @@ def test_a_product_in_fp8_joins_parts_that_the_kernel_cannot_read(on_hopper):
     text, _ = gradient_in_fp8(automatic(data=4), (4096, 6912), COLUMNS_CUT)
     assert "dora_coded_matmul" in text
     assert re.findall(r"concatenate .*-> tensor<([\dx]+)xf8E4M3FN>", text) == ["4096x6912"]
+
+
+def test_a_product_in_fp8_gathers_no_codes_over_axes_that_it_keeps(on_hopper):
+    """The gradient's rows and features are sharded over the mesh axes of the kernel's outputs."""
+    mesh, of_kernel = automatic(data=2, other=2), (N, ("data", "other"))
+    text, used = gradient_in_fp8(mesh, (IN, OUT), of_kernel, [WHOLE, ("other", "data")])
+    assert used[1] == ROWS_CUT
+    assert "dora_coded_matmul" in text
+    assert "all_gather" not in text
 
 
 @pytest.mark.parametrize("bwd_qtype", [None, "float8_e5m2"])
