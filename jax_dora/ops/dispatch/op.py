@@ -4,12 +4,12 @@ An operator names the axes of its operands and results, as an einsum does. A dev
 block of every named axis. A result without the contracted axis is summed over the devices that the
 contracted axis is sharded over.
 
-A quantised operand is named like a plain one. Its scales have an axis for each of its axes: of the
-same name if every element has a scale of its own, the name in capitals if the axis is tiled, and
-"one_" + the name if there is a single scale. A tiled axis is sharded in whole tiles over a number
-of devices that divides the number of tiles, or not at all. An axis with a single scale is sharded
-only over a number of devices that divides it: XLA pads codes with zeros, which stand for other
-numbers in some formats.
+A quantised operand is named like a plain one. Its scales have an axis for each of its axes: "one_"
++ the name if there is a single scale, the name itself if every element has a scale of its own, and
+the name in capitals if the axis is tiled. A tiled axis is sharded in whole tiles over a number of
+devices that divides the number of tiles, or not at all. An axis with a single scale is sharded only
+over a number of devices that divides it: XLA pads codes with zeros, which stand for other numbers
+in some formats.
 """
 
 import itertools
@@ -135,7 +135,7 @@ class Names(NamedTuple):
                 if is_quantised(array):
                     axes = list(zip(names, array.scale.shape, array.shape, strict=True))
                     for name, tiles, size in axes:
-                        if tiles != size:
+                        if tiles != size or size == 1:
                             tile_counts[name] = size if tiles == 1 else tiles
                     scales = tuple(_scale_axis_name(*axis) for axis in axes)
                     named[-1] += [scales] * (len(jax.tree.leaves(array)) - 1)
@@ -252,6 +252,6 @@ def _names(text: str, ndim: int) -> tuple[str, ...]:
 
 def _scale_axis_name(name: str, tiles: int, size: int) -> str:
     """Returns the name of an axis of `tiles` scales that belongs to an axis of `size` elements."""
-    if tiles == size:
-        return name
-    return f"one_{name}" if tiles == 1 else name.upper()
+    if tiles == 1:
+        return f"one_{name}"
+    return name if tiles == size else name.upper()

@@ -170,6 +170,23 @@ def test_on_automatic_axes(of_x, spec, with_bias):
     assert max([one.bytes for one in collectives(compiled.as_text(), 4)]) < kernel.qvalue.size
 
 
+def test_one_input_is_on_every_device():
+    """XLA pads a sharded axis of one element, which has as many scales as codes."""
+    mesh, kernel = automatic(y=2), kernel_of((1, 24))
+    arrays = operands(kernel, rows=(4,))[0]
+
+    def call(spec, arrays):
+        x, *adapter, bias = jax.lax.with_sharding_constraint(arrays, NamedSharding(mesh, P()))
+        of_inputs = NamedSharding(mesh, spec)
+        x, w = jax.lax.with_sharding_constraint((x.T, kernel), of_inputs)
+        y = dora_linear(x.T, w, *adapter, SCALE, bias=bias, act_qtype=QTYPE)
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P()))
+
+    wanted, found = (jax.jit(functools.partial(call, spec))(arrays) for spec in (P(), P("y")))
+    for device in found.addressable_shards:
+        near(device.data, wanted)
+
+
 @pytest.mark.parametrize(
     ("spec", "shapes"),
     [
