@@ -12,7 +12,8 @@ WorkerLoRAManager._load_adapter       computes g, before vLLM makes room for the
 LoRAModelManager._add_adapter         the same, for programs that replace _load_adapter
 LoRAModelManager.activate_adapter     puts g into the slot
 LRUCacheWorkerLoRAManager
-._apply_adapters                      the same order in all processes; renews outdated norms
+._apply_adapters                      the same order in all processes; renews outdated norms; only
+                                      marks adapters in slots as used
 LoRAModelRunnerMixin.load_lora_model  refuses options; finds out when weights are reloaded
 Worker.finish_weight_update           or written by a trainer
 ====================================  ==============================================================
@@ -202,8 +203,16 @@ def _apply_adapters(original: Function) -> Function:
     def apply_adapters(self: Any, lora_requests: Any) -> None:
         # vLLM walks a set, whose order may differ between processes.
         ordered = sorted((one for one in lora_requests if one), key=lambda one: one.lora_int_id)
-        _renew(self._adapter_manager.dora)
-        original(self, ordered)
+        manager = self._adapter_manager
+        _renew(manager.dora)
+        active = manager._active_adapters
+        if not all(one.lora_int_id in active and not one.load_inplace for one in ordered):
+            original(self, ordered)
+            return
+        # For each of them, in every step, vLLM would list all adapters that it holds.
+        for one in ordered:
+            manager.get_adapter(one.lora_int_id)
+            manager.activate_adapter(one.lora_int_id)
 
     return apply_adapters
 
@@ -307,6 +316,7 @@ HOOKS = (
     ),
     Hook(_RUNNER, "load_lora_model", "self model vllm_config device", _load_lora_model),
     Hook(f"{_MODEL}:LoRAModel", "_should_skip_module", "module_name skip_prefixes"),
+    Hook(_MANAGER, "get_adapter", "self adapter_id"),
     Hook(_MANAGER, "_create_merged_loras_inplace", "self lora_model"),
     Hook(_MANAGER, "_get_lora_layer_weights", "self lora_model module_name"),
     Hook(_LINEAR, "_get_quant_method", "self"),

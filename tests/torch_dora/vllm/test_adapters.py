@@ -47,6 +47,14 @@ def made(zoo):
 numbers = iter(range(1, 1000))
 
 
+def worker_of(made):
+    return made.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def manager_of(made):
+    return worker_of(made).model_runner.lora_manager._adapter_manager
+
+
 def asked(zoo, name, prompts=(PROMPT,)):
     return [zoo.expected(name, tuple(prompt)) for prompt in prompts]
 
@@ -72,6 +80,9 @@ def test_an_adapter_is_replaced_in_place_removed_and_pinned(zoo, made):
     assert llm.add_lora(changed)
     after = request("changing", zoo.root / "second", number)
     check(generate(made, [PROMPT], [after]), asked(zoo, "second"))
+    back = request("changing", zoo.root / "first", number, load_inplace=True)
+    check(generate(made, [PROMPT], [back]), asked(zoo, "first"))
+    assert llm.add_lora(changed)
     assert llm.pin_lora(number)
     for name in DORA:
         other = request(name, zoo.path(name), next(numbers))
@@ -79,6 +90,52 @@ def test_an_adapter_is_replaced_in_place_removed_and_pinned(zoo, made):
     check(generate(made, [PROMPT], [after]), asked(zoo, "second"))
     assert llm.remove_lora(number)
     assert number not in llm.list_loras()
+
+
+def test_slots_change_between_the_steps_of_a_batch(zoo, made, monkeypatch):
+    """The batch has the same adapters in all of its steps."""
+    llm, manager, names = made.llm_engine, manager_of(made), ("dora", "some")
+    used = [request(name, zoo.path(name), next(numbers)) for name in names]
+    others = [request(name, zoo.path(name), next(numbers)) for name in ("lora", "rslora")]
+    changes = {
+        3: lambda: llm.remove_lora(used[0].lora_int_id),
+        5: lambda: [llm.add_lora(one) for one in others],
+        7: lambda: [llm.remove_lora(one.lora_int_id) for one in used],
+        8: lambda: llm.add_lora(others[0]),
+    }
+    slots = []
+
+    def step(original=llm.step):
+        changes.get(len(slots), lambda: None)()
+        found = original()
+        slots.append([manager.lora_index_to_id.index(one.lora_int_id) for one in used])
+        return found
+
+    monkeypatch.setattr(llm, "step", step)
+    found = generate(made, [PROMPT] * 2, used)
+    check(found, [zoo.expected(name, tuple(PROMPT)) for name in names])
+    assert {*map(tuple, slots)} == {(0, 1), (1, 0)}
+
+
+def test_an_adapter_in_a_slot_is_marked_as_used_and_not_looked_up(zoo, made, monkeypatch):
+    """For each adapter of each step, vLLM would list all that it holds."""
+    from vllm.lora import worker_manager  # pyright: ignore[reportMissingImports]
+
+    def refused(self):
+        raise AssertionError
+
+    first, second, *more = (request("some", zoo.path("some"), next(numbers)) for _ in range(5))
+    llm, manager = made.llm_engine, manager_of(made)
+    for one in (first, second):
+        llm.add_lora(one)
+    for one in more:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_manager.WorkerLoRAManager, "list_adapters", refused)
+            check(generate(made, [PROMPT], [first]), asked(zoo, "some"))
+        llm.add_lora(one)
+        # What was used before goes first, of two slots and four places in memory.
+        assert {*manager.lora_index_to_id} == {first.lora_int_id, one.lora_int_id}
+    assert llm.list_loras() == {one.lora_int_id for one in (first, *more)}
 
 
 def test_a_lora_in_the_slot_of_a_dora_has_no_g(zoo, made):
@@ -266,7 +323,7 @@ class Trainer:
 def test_norms_follow_the_base_weights(zoo, made, tmp_path, monkeypatch, how):
     """Last, since the engine has other weights afterwards. vLLM 0.25 keeps the adapters, in memory
     and in slots, when it reloads weights, and 0.32 drops them."""
-    worker = made.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = worker_of(made)
     runner = worker.model_runner
     if how != "reloaded":
         monkeypatch.setattr(runner, "reset_lora_state", lambda: None)
