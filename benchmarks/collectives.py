@@ -10,6 +10,11 @@ _INSTRUCTION = re.compile(
 )
 _TYPE = re.compile(r"\b(?P<name>pred|bf16|f8\w+|[fsuc](?P<bits>\d+))\[(?P<shape>[\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
+# The groups of devices: a list of them, their shape, or the axes of a mesh that they go over.
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\]|"
+    r"mesh\[(?P<mesh>.*?)\] \{(?P<axes>.*?)\})"
+)
 
 
 class Collective(NamedTuple):
@@ -21,11 +26,10 @@ class Collective(NamedTuple):
     bytes: int
 
 
-def collectives(program: str, devices: int) -> list[Collective]:
+def collectives(program: str) -> list[Collective]:
     """Returns the collectives of a compiled program, `compiled.as_text()`.
 
-    Args:
-      devices: number of devices that a reduce-scatter goes over.
+    Raises ValueError for a reduce-scatter that names no groups of devices.
     """
     found = []
     for line in program.splitlines():
@@ -39,9 +43,20 @@ def collectives(program: str, devices: int) -> list[Collective]:
                 types = types[len(types) // 2 :]
             elif kind in ("all-gather", "collective-permute"):
                 types = [types[1]]
-        size = sum(size for _, size in types) * (devices if kind == "reduce-scatter" else 1)
+        size = sum(size for _, size in types) * (_devices(line) if kind == "reduce-scatter" else 1)
         found.append(Collective(kind, tuple(name for name, _ in types), size))
     return found
+
+
+def _devices(line: str) -> int:
+    """Returns the number of devices that an instruction goes over."""
+    match = _GROUPS.search(line)
+    if match is None:
+        raise ValueError(f"needs replica_groups of one or more devices; got {line.strip()!r}")
+    if match["mesh"]:
+        sizes = dict(axis.split("=") for axis in match["mesh"].split(","))
+        return math.prod(int(sizes[axis]) for axis in match["axes"].split(","))
+    return int(match["size"] or match["first"].count(",") + 1)
 
 
 def _size(match: re.Match[str]) -> int:

@@ -200,7 +200,7 @@ def _timed(
     lora: dict[str, Row] = {}  # by task
     for (row, run), seconds in zip(programs, times, strict=True):
         if run is not None:
-            sent = collectives(run.as_text(), row["devices"])
+            sent = collectives(run.as_text())
             row |= {"sent_bytes": sum(one.bytes for one in sent)}
             row |= {"sent": dict(collections.Counter(one.kind for one in sent))}
             row |= milliseconds(seconds)

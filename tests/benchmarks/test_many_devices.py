@@ -71,7 +71,7 @@ def found_on(devices: int) -> dict[str, dict[str, list[int]]]:
         found[layout] = {}
         for kind in ("LoRA", "DoRA"):
             text, shards = lowered_shards(kind, layout, devices, SIZES)
-            sent = [one.bytes for one in collectives(text, devices)]
+            sent = [one.bytes for one in collectives(text)]
             found[layout][kind] = [sum(sent), max(sent), shards]
     return found
 
