@@ -165,7 +165,7 @@ _FOUND: dict[Any, int] = {}
 
 def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> int:
     """Returns in how many segments cuBLAS sums products of such shapes; 0 if in other ways, or if
-    this cannot be found out now, since a graph is being captured or the weight is zero.
+    this cannot be found out now, since a graph is being captured.
 
     It is found out once, by comparing bits for tokens without an adapter.
     """
@@ -174,11 +174,8 @@ def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapte
         return _FOUND[key]
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return 0
-    if not weight.any():  # Sums of zeros are the same in all ways.
-        return 0
-    generator = torch.Generator(x.device).manual_seed(0)
-    x = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-    expected = nn.functional.linear(x, weight, bias)
+    operands = _operands_that_tell(x, weight, bias)
+    expected = nn.functional.linear(*operands)
     adapters = adapters._replace(
         tiles=torch.zeros_like(adapters.tiles),
         slots=torch.full_like(adapters.slots, -1),
@@ -187,9 +184,28 @@ def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapte
     ways = dict.fromkeys(cdiv(x.shape[1], product.segment_of(x.shape[1], one)) for one in SEGMENTS)
     if len(x) <= FEW_TOKENS:
         ways = (one for one in ways if one == 1 or product.segment_of(x.shape[1], one) % 128 == 0)
-    same = (one for one in ways if torch.equal(launch(x, weight, bias, one, adapters), expected))
+    same = (one for one in ways if torch.equal(launch(*operands, one, adapters), expected))
     _FOUND[key] = next(same, 0)
     return _FOUND[key]
+
+
+def _operands_that_tell(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns random operands of such shapes, whose exact results are the bias, which is small.
+
+    A result is what was rounded in its sum then, and differs with the way to sum. Of other numbers,
+    such as a layer's own, these bits are lost when the result is rounded to half precision; and
+    zeros, or NaN, are alike in all ways.
+    """
+    generator = torch.Generator(x.device).manual_seed(0)
+    x, weight = (torch.empty_like(one).normal_(generator=generator) for one in (x, weight))
+    half = x.shape[1] // 2
+    x[:, half:] = -x[:, :half].flip(1)
+    weight[:, half:] = weight[:, :half].flip(1)
+    if bias is not None:
+        bias = torch.empty_like(bias).normal_(std=2**-16, generator=generator)
+    return x, weight, bias
 
 
 def launch(

@@ -106,12 +106,20 @@ def test_an_adapter_that_is_not_finite_harms_its_own_rows_only(device):
 
 
 @pytest.mark.parametrize("found_in", [1, 3])
-@pytest.mark.parametrize("tokens", [16, 24])
-def test_the_segments_are_those_with_the_bits_of_the_base_layer(monkeypatch, found_in, tokens):
-    sizes = [16384 // tokens // 64 * 64]  # fewer numbers may have the same bits
-    given = layer(tokens, 1024, sizes, torch.float16, False, "cpu")
-    adapters = adapters_of(given, sizes, kernels.slots_of("mixed", tokens))
-    nothing = adapters_of(given, sizes, np.full(tokens, -1))
+@pytest.mark.parametrize("tokens", [1, 16, 24])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_segments_are_those_with_the_bits_of_the_base_layer(
+    monkeypatch, has_bias, dtype, tokens, found_in
+):
+    """Found by few numbers, of half precision, whatever the first layer of this shape has."""
+    given = layer(tokens, 1024, [64], dtype, has_bias, "cpu")
+    adapters = adapters_of(given, [64], kernels.slots_of("mixed", tokens))
+    nothing = adapters_of(given, [64], np.full(tokens, -1))
+    given["weight"].zero_()
+    given["weight"][:, 0] = torch.nan
+    if has_bias:
+        given["bias"][3] = torch.inf
     operands = given["weight"], given["bias"]
     calls = []
 
@@ -124,19 +132,9 @@ def test_the_segments_are_those_with_the_bits_of_the_base_layer(monkeypatch, fou
     for _ in range(2):
         assert segments.segments_of(given["x"], *operands, adapters) == found_in
     assert len(calls) == 1
-    monkeypatch.setattr(segments.nn.functional, "linear", lambda x, *_: base(x, *operands) + 1)
+    monkeypatch.setattr(segments.nn.functional, "linear", lambda *given: base(*given) + 1)
     segments._FOUND.clear()
     assert segments.segments_of(given["x"], *operands, adapters) == 0
-
-
-def test_a_weight_of_zeros_tells_nothing_of_the_segments(monkeypatch):
-    """As a block has that was added to a model. Any sum of zeros has the same bits."""
-    given = layer(8, 256, [64], torch.bfloat16, False, "cpu")
-    adapters = adapters_of(given, [64], kernels.slots_of("mixed", 8))
-    monkeypatch.setattr(segments, "_FOUND", {})
-    zeros = torch.zeros_like(given["weight"])
-    assert segments.segments_of(given["x"], zeros, None, adapters) == 0
-    assert not segments._FOUND
 
 
 class OnCard:
