@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from torch_dora.ops import check, choose
 from torch_dora.ops.choose import Call
@@ -153,15 +154,21 @@ def backward(
 def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
     """Wraps the ``backward`` of a torch.autograd.Function: differentiating its results again
     raises. With torch's own once_differentiable they depend on nothing, and a gradient penalty
-    would have no gradient, without an error."""
+    would have no gradient, without an error. Batched gradients raise, too."""
 
     @functools.wraps(backward)
     def differentiated(ctx: Any, dy: Tensor) -> R:
-        if not torch.is_grad_enabled():
-            return backward(ctx, dy)
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 return backward(ctx, dy)
+        if is_legacy_batchedtensor(dy):
+            raise NotImplementedError(
+                "an operator of torch_dora has no gradient for is_grads_batched=True, nor for "
+                "torch.autograd.functional with vectorize=True: compute one gradient at a time, or "
+                "use torch.func.vjp in torch.func.vmap"
+            )
+        if not torch.is_grad_enabled():
+            return backward(ctx, dy)
         ctx = _ReadOnce(ctx)
         with torch.no_grad():
             gradients = backward(ctx, dy)

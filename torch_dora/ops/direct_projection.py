@@ -41,7 +41,7 @@ def forward(
     rows = x if plan.is_matrix else x.reshape(*plan.x_rows)
     adapter_rows = rows if adapter_x is None else cast(rows_of(adapter_x), plan.dtype)
     inner = z = None
-    if keep_inner and joins:
+    if keep_inner and keep_z and joins:
         inner = base.new_empty(plan.kept_size)
         z = part(inner, (plan.rows, plan.rank), plan.z_start)
     elif keep_inner:

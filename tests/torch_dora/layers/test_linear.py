@@ -83,6 +83,19 @@ def test_a_gradient_s_own_gradient_is_an_error_and_not_nothing(make):
         torch.autograd.functional.hvp(lambda x: critic(x).square().sum(), x, torch.ones_like(x))
 
 
+@pytest.mark.parametrize("make", [lambda: nn.Linear(6, 3), lambda: nn.Conv1d(6, 3, 1)])
+def test_batched_gradients_are_an_error_that_names_another_way(make):
+    layer = trained(apply_dora(nn.Sequential(make()), DoRARule("0", 2, 4))[0])
+    x = torch.randn(6, 1 if isinstance(layer, DoRAConv) else 6, requires_grad=True)
+    dys = torch.randn(2, *layer(x).shape)
+    with pytest.raises(NotImplementedError, match=r"is_grads_batched.*torch\.func\.vjp in torch"):
+        torch.autograd.grad(layer(x), x, dys, is_grads_batched=True)
+    _, pull = torch.func.vjp(layer, x)
+    (found,) = torch.func.vmap(pull)(dys)
+    for dx, dy in zip(found, dys, strict=True):
+        torch.testing.assert_close(dx, torch.autograd.grad(layer(x), x, dy)[0])
+
+
 # torch says that there is nothing to draw.
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("width", "features"), [(0, 3), (3, 0)])

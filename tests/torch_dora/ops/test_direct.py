@@ -18,6 +18,7 @@ from triton.knobs import runtime
 from parity import tolerances
 from torch_dora import DoRALinear, freeze
 from torch_dora.ops import dora_linear, plan, scales
+from torch_dora.ops.choose import TRITON_MODE
 from torch_dora.ops.triton import expand_compose, one_pass_norm
 from torch_dora.ops.triton.jit import SameLaunch
 
@@ -304,6 +305,14 @@ def test_second_derivative_by_the_magnitude_alone_is_an_error(device, calls):
         (y.sum() + dx.square().sum()).backward()
 
 
+def test_batched_gradients_are_an_error(device, calls):
+    x = torch.randn(3, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(device)(x)
+    assert calls == [True]
+    with pytest.raises(NotImplementedError, match="is_grads_batched=True"):
+        torch.autograd.grad(y, x, torch.stack([y, y]), is_grads_batched=True)
+
+
 def test_gradients_of_a_checkpoint_may_be_recorded(device, calls):
     """It gives its saved tensors once."""
     made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
@@ -359,6 +368,32 @@ def test_checkpointing_sees_fewer_tensors_than_loras(device, calls):
     assert calls == [True]
     # x, and inner with z; of LoRA's three products: W, x, A, z and B.
     assert len(saved) == 2
+
+
+@pytest.mark.parametrize(
+    ("frozen", "sizes"),
+    [("lora_a", [40 + 4]), ("lora_b", [24, 40]), ("magnitude", [4, 24]), ("", [24, 40 + 4])],
+)
+def test_nothing_is_kept_for_the_gradient_of_what_is_frozen(device, calls, frozen, sizes):
+    made, x = layer(device, bias=False), torch.randn(8, 24, device=device, dtype=torch.bfloat16)
+    if frozen:
+        getattr(made, frozen).requires_grad_(False)
+    saved = []
+    pack = lambda tensor: saved.append(tensor.numel() / 8) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made(x.requires_grad_()).sum().backward()
+    assert calls == [True]
+    assert sorted(saved) == sizes
+
+
+def test_a_plan_of_the_cpu_is_not_of_the_meta_device():
+    """Neither of them has a number."""
+    made, x = layer("cpu", bias=False), torch.randn(3, 24, dtype=torch.bfloat16)
+    tensors = x, None, made.weight, None, made.lora_a, made.lora_b, made.magnitude, None
+    runs = plan.find(tensors, 2.0, "triton") is not None
+    assert runs == (TRITON_MODE == "interpreted")
+    tensors = [None if one is None else one.detach().to("meta") for one in tensors]
+    assert plan.find(tuple(tensors), 2.0, "triton") is None
 
 
 def test_operands_may_be_strided(device, calls, monkeypatch):
