@@ -1,5 +1,6 @@
 """The dtypes of intermediate results, and products and casts in them."""
 
+import math
 from typing import Any
 
 import jax
@@ -28,7 +29,12 @@ def divisible(g: jax.Array) -> jax.Array:
 
 def dot_general(precision, a, b, axes, dtype=None):
     """Returns the contraction of a and b over `axes`, accumulated in fp32, in `dtype`, by default
-    a's, to which b is cast."""
+    a's, to which b is cast. Several axes of an operand are all but the last."""
+    if not isinstance(axes[0], int) and len(axes[0]) > 2:
+        # Of three contracted axes that are sharded in two ways, XLA leaves out partial sums.
+        first, *others = (a.shape[axis] for axis in axes[0])
+        a, b = (lax.reshape(one, (first, math.prod(others), one.shape[-1])) for one in (a, b))
+        axes = (0, 1), (0, 1)
     left, right = (
         [axis % operand.ndim for axis in ((ax,) if isinstance(ax, int) else ax)]
         for ax, operand in zip(axes, (a, b), strict=True)

@@ -294,3 +294,39 @@ def test_a_norm_sends_only_vectors(spec):
     collectives = re.findall(r"= (.*) all-[a-z-]+\(", program)
     assert bool(collectives) == (spec[0] is not None)
     assert not any(re.search(r"\[\d+,", shape) for shape in collectives)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize(
+    "mesh", [automatic(x=2, y=2), explicit(x=2, y=2)], ids=["auto", "explicit"]
+)
+def test_gradients_sum_three_axes_of_rows_that_two_mesh_axes_shard_in_two_ways(
+    mesh, dropout, implementation
+):
+    """XLA leaves out partial sums of such products, and devices have different results."""
+    trained, _, _ = problem(1)
+    x, dy = draw(6, 4, 4, 4, IN), draw(7, 4, 4, 4, OUT)
+    layer = functools.partial(dropped, "adapter") if dropout else linear
+
+    def gradients(trained, x, dy):
+        return jax.vjp(lambda trained: layer(trained, x, implementation), trained)[1](dy)[0]
+
+    def on_mesh(trained, x, dy):
+        # On explicit axes y is sharded as x is, and so is dy.
+        if mesh.are_all_axes_auto:
+            x, dy = (
+                jax.lax.with_sharding_constraint(one, NamedSharding(mesh, spec))
+                for one, spec in ((x, P("y", "x")), (dy, P(None, "x", "y")))
+            )
+        else:
+            x, dy = (jax.sharding.reshard(one, NamedSharding(mesh, P("y", "x"))) for one in (x, dy))
+        return gradients(trained, x, dy)
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(on_mesh)(trained, x, dy)
+    wanted = jax.jit(gradients)(trained, x, dy)
+    for name, gradient in found.items():
+        for shard in gradient.addressable_shards:
+            want = wanted[name][shard.index]
+            np.testing.assert_allclose(shard.data, want, atol=1e-5 * np.abs(want).max())
