@@ -90,7 +90,7 @@ def test_batched_gradients_are_an_error_that_names_another_way(make):
     dys = torch.randn(2, *layer(x).shape)
     with pytest.raises(NotImplementedError, match=r"is_grads_batched.*torch\.func\.vjp in torch"):
         torch.autograd.grad(layer(x), x, dys, is_grads_batched=True)
-    _, pull = torch.func.vjp(layer, x)
+    pull = torch.func.vjp(layer, x)[1]
     (found,) = torch.func.vmap(pull)(dys)
     for dx, dy in zip(found, dys, strict=True):
         torch.testing.assert_close(dx, torch.autograd.grad(layer(x), x, dy)[0])
