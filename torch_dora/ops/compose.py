@@ -154,21 +154,17 @@ def backward(
 def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
     """Wraps the ``backward`` of a torch.autograd.Function: differentiating its results again
     raises. With torch's own once_differentiable they depend on nothing, and a gradient penalty
-    would have no gradient, without an error. Batched gradients raise, too."""
+    would have no gradient, without an error."""
 
     @functools.wraps(backward)
     def differentiated(ctx: Any, dy: Tensor) -> R:
         if torch.compiler.is_compiling():
             with torch.no_grad():
                 return backward(ctx, dy)
-        if is_legacy_batchedtensor(dy):
-            raise NotImplementedError(
-                "an operator of torch_dora has no gradient for is_grads_batched=True, nor for "
-                "torch.autograd.functional with vectorize=True: compute one gradient at a time, or "
-                "use torch.func.vjp in torch.func.vmap"
-            )
         if not torch.is_grad_enabled():
-            return backward(ctx, dy)
+            return (
+                _of_a_batch(backward, ctx, dy) if is_legacy_batchedtensor(dy) else backward(ctx, dy)
+            )
         ctx = _ReadOnce(ctx)
         with torch.no_grad():
             gradients = backward(ctx, dy)
@@ -176,6 +172,18 @@ def differentiable_once[R](backward: Callable[..., R]) -> Callable[..., R]:
         return _Gradients.apply(gradients, dy, *sources)
 
     return differentiated
+
+
+def _of_a_batch[R](backward: Callable[..., R], ctx: Any, dy: Tensor) -> R:
+    """Returns the gradients of a batch of dy, if torch's own operations compute them."""
+    try:
+        return backward(ctx, dy)
+    except RuntimeError as error:
+        raise NotImplementedError(
+            "an operator of torch_dora has no gradient for is_grads_batched=True, nor for "
+            "torch.autograd.functional with vectorize=True: compute one gradient at a time, or use "
+            "torch.func.vjp in torch.func.vmap"
+        ) from error
 
 
 class _ReadOnce:

@@ -96,6 +96,14 @@ def test_batched_gradients_are_an_error_that_names_another_way(make):
         torch.testing.assert_close(dx, torch.autograd.grad(layer(x), x, dy)[0])
 
 
+def test_batched_gradients_of_a_vector_are_those_of_a_loop():
+    layer = trained(apply_dora(nn.Sequential(nn.Linear(6, 3)), DoRARule("0", 2, 4))[0])
+    y = layer(x := torch.randn(6, requires_grad=True))
+    found = torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True, retain_graph=True)[0]
+    for dx, dy in zip(found, torch.eye(3), strict=True):
+        torch.testing.assert_close(dx, torch.autograd.grad(y, x, dy, retain_graph=True)[0])
+
+
 # torch says that there is nothing to draw.
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("width", "features"), [(0, 3), (3, 0)])
