@@ -518,3 +518,11 @@ def test_an_adapter_is_merged_as_by_peft(tmp_path: Path) -> None:
     folder, theirs = peft_folder(tmp_path, Attention, target_modules=["up"])
     ours = torch_dora.merge_dora(load_adapter(base(Attention), folder)).up.weight
     assert (theirs.merge_and_unload().up.weight - ours).abs().max() <= 1e-6
+
+
+def test_the_advice_for_a_model_of_pefts_loses_no_adapter(tmp_path: Path) -> None:
+    config = peft.LoraConfig(use_dora=True, r=2, target_modules=["0"])
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(3, 3)), config)
+    for function in (torch_dora.merge_dora, lambda model: save_adapter(model, tmp_path)):
+        with pytest.raises(TypeError, match=r"drops PEFT's adapters: first .* by model\.save_pret"):
+            function(model)

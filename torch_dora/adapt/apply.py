@@ -36,7 +36,8 @@ WRAPPERS = {
     "DataParallel": "model.module, and wrap it afterwards",
     "DistributedDataParallel": "model.module, and wrap it afterwards",
     "FullyShardedDataParallel": "the original model, and call fully_shard on it afterwards",
-    "PeftModel": "model.unload(), or load its folder with torch_dora.peft.load_adapter",
+    "PeftModel": "model.unload(), which drops PEFT's adapters: first save them by "
+    "model.save_pretrained, for torch_dora.peft.load_adapter, or use model.merge_and_unload()",
     "BankLinear": "the plain model that was passed to torch_dora.with_bank",
 }
 # Wrappers that can also wrap a part of a model, and then hide the layers inside.
