@@ -134,10 +134,10 @@ class Names(NamedTuple):
                 named[-1].append(names)
                 if is_quantised(array):
                     axes = list(zip(names, array.scale.shape, array.shape, strict=True))
-                    for name, tiles, size in axes:
-                        if tiles != size or size == 1:
-                            tile_counts[name] = size if tiles == 1 else tiles
                     scales = tuple(_scale_axis_name(*axis) for axis in axes)
+                    for (name, tiles, size), of_scale in zip(axes, scales, strict=True):
+                        if of_scale != name:
+                            tile_counts[name] = size if tiles == 1 else tiles
                     named[-1] += [scales] * (len(jax.tree.leaves(array)) - 1)
         all_names = dict.fromkeys(itertools.chain(*named[0], *named[1]))
         contracted = (name for name in all_names if name.rstrip("0123456789") == op.contracted)
