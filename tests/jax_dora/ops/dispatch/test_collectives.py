@@ -87,7 +87,7 @@ def test_only_vectors_are_sent_in_addition_to_lora(programs, name):
     pairs = zip(programs(dora, name), programs(lora, name), strict=True)
     # The norm is summed and its g gathered; then the magnitude's gradient is summed, too.
     for (ours, theirs), vectors in zip(pairs, (2 + 1, 2 + 1 + 2), strict=True):
-        assert sent(ours) <= sent(theirs) + vectors * features
+        assert sent_by_a_ring(ours) <= sent_by_a_ring(theirs) + vectors * features
         assert max_matrix(ours) <= max_matrix(theirs)
 
 
@@ -174,7 +174,7 @@ def test_each_layer_sums_its_own_dz():
     assert re.findall(rf"optimization_barrier .* : {', '.join(sums)}", text)
 
 
-def sent(found: list[Collective]) -> int:
+def sent_by_a_ring(found: list[Collective]) -> int:
     """Returns the bytes that a ring sends, of an all-reduce as of a reduce-scatter and an
     all-gather."""
     return sum(one.bytes * (1 + (one.kind == "all-reduce")) for one in found)
