@@ -112,6 +112,11 @@ class SlotProducts(nn.Module):
         self._add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), bias)
         return y
 
+    def find_segments(self, layer: Any) -> None:
+        if self.multiplies_base:
+            weight, bias = layer.base_layer.weight, _added_bias(layer)
+            _Adapters(*self._operands()).find_segments(weight, bias)
+
     def warm_up(self, layer: Any, tokens: int) -> None:
         """Launches the kernels for so many tokens, without vLLM's product of a quantised layer."""
         x, bias = self.lora_a.new_zeros(tokens, self.lora_a.shape[2]), _added_bias(layer)
@@ -189,15 +194,26 @@ class _Adapters(NamedTuple):
     def multiply_all(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Returns the layer's result by kernels that multiply the weight too, for few tokens, or
         None where they are not chosen."""
-        if product.refuses(x, weight, self.blocks, self.lora_b.shape[2]) is not None:
+        if self._refuse_few(x, weight) is not None:
             return None
+        count = segments.segments_of(x, weight, bias)
+        return segments.launch(x, weight, bias, count, self._for_few()) if count else None
+
+    def find_segments(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Finds out what :meth:`multiply_all` needs to know, before requests and graphs."""
+        if self._refuse_few(weight[:1], weight) is None:
+            most = min(product.MOST_TOKENS, len(batch.of(self.table).slots))
+            segments.find_segments(weight, bias, self._for_few(), most)
+
+    def _refuse_few(self, x: Tensor, weight: Tensor) -> str | None:
+        return product.refuses(x, weight, self.blocks, self.lora_b.shape[2])
+
+    def _for_few(self) -> product.Adapters:
         tables = batch.of(self.table)
-        adapters = product.Adapters(
+        return product.Adapters(
             *(self.lora_a, self.lora_b, self.g, self.blocks, self.counts),
             *(tables.small, tables.slots, tables.used),
         )
-        count = segments.segments_of(x, weight, bias, adapters)
-        return segments.launch(x, weight, bias, count, adapters) if count else None
 
     def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Returns the layer's result for many tokens by a kernel that multiplies the weight too, or
@@ -267,7 +283,8 @@ def add_adapters(y: Tensor, x: Tensor, bias: Tensor | None, *tensors: Any) -> No
 
 @torch.no_grad()
 def warm_up(layers: Sequence[Any], tables: Batch, ranks: Sequence[int]) -> None:
-    """Has Triton compile the kernels of layers with LoRA, before a request waits for it.
+    """Has Triton compile the kernels of layers with LoRA, before a request waits for it, and finds
+    out how cuBLAS sums, while there is memory.
 
     vLLM runs the model before, without adapters, or for the tokens of its graphs only.
     """
@@ -279,6 +296,7 @@ def warm_up(layers: Sequence[Any], tables: Batch, ranks: Sequence[int]) -> None:
         if key in shapes:
             continue
         shapes.add(key)
+        products.find_segments(layer)
         for tokens in sorted({min(count, len(tables.slots)) for count in WARM_UP}):
             for last in (-1, 0):  # Some kernels compute batches without rows of the base only.
                 tables.update(np.append(np.zeros(tokens - 1, np.int64), last), ranks)

@@ -4,7 +4,7 @@
 
 cuBLAS sums the products of a result in the order of the inputs, in fp32; for some shapes in a few
 segments, whose sums are added in turn. So do the kernels here and in `product`, and
-:func:`segments_of` finds out in how many, by comparing bits.
+:func:`find_segments` finds out in how many, by comparing bits.
 
 In segments, for more than 16 tokens, two kernels compute a layer, as cuBLAS's do. In the first one,
 some programs compute parts of z, and each of the others the sum of a segment for a block of
@@ -14,6 +14,7 @@ adapters' part.
 Traffic: that of `product`, and the sums of segments once each way.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ SEGMENTS = range(1, 9)  # that are looked for
 ROWS = 64
 FEW_TOKENS = 16  # for so many, one program sums all segments
 TILE = 16  # tokens of a program that adds
+_ROWS_AT_A_TIME = 64
 # As in `product`, with a depth that divides all segments.
 ALONE = product.Config(64, 12)
 SHARED = product.Config(64, 6)
@@ -161,36 +163,60 @@ def _add_kernel(
 
 
 _FOUND: dict[Any, int] = {}
+_LOG = logging.getLogger(__name__)
 
 
-def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> int:
+def segments_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> int:
     """Returns in how many segments cuBLAS sums products of such shapes; 0 if in other ways, or if
-    this cannot be found out now, since a graph is being captured.
+    :func:`find_segments` has not found it out."""
+    return _FOUND.get((len(x), *_kind(weight, bias)), 0)
 
-    It is found out once, by comparing bits for tokens without an adapter.
+
+def _kind(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    return weight.device, *weight.shape, weight.dtype, bias is None
+
+
+def find_segments(weight: Tensor, bias: Tensor | None, adapters: Adapters, most: int) -> None:
+    """Finds out in how many segments cuBLAS sums such a layer's products, for each number of tokens
+    up to ``most``, by comparing bits for tokens without an adapter.
+
+    This takes the memory of another such weight for a moment. Where there is none, layers are
+    computed as if cuBLAS summed in other ways.
     """
-    key = x.device, len(x), *weight.shape, weight.dtype, bias is None
-    if key in _FOUND:
-        return _FOUND[key]
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return 0
-    operands = _operands_that_tell(x, weight, bias)
-    expected = nn.functional.linear(*operands)
+    kind = _kind(weight, bias)
+    counts = [count for count in range(1, most + 1) if (count, *kind) not in _FOUND]
+    if not counts:
+        return
     adapters = adapters._replace(
         tiles=torch.zeros_like(adapters.tiles),
         slots=torch.full_like(adapters.slots, -1),
         used=torch.zeros_like(adapters.used),
     )
+    try:
+        x, weight, bias = _operands_that_tell(most, weight, bias)
+        for count in counts:
+            _FOUND[count, *kind] = _segments_of(x[:count], weight, bias, adapters)
+    except torch.OutOfMemoryError:
+        _LOG.warning(
+            "there is not enough memory left to find out how cuBLAS multiplies %s by a weight of "
+            "%s: steps with few tokens are computed in a slower way",
+            weight.dtype,
+            list(weight.shape),
+        )
+
+
+def _segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapters) -> int:
+    operands = x, weight, bias
+    expected = nn.functional.linear(*operands)
     ways = dict.fromkeys(cdiv(x.shape[1], product.segment_of(x.shape[1], one)) for one in SEGMENTS)
     if len(x) <= FEW_TOKENS:
         ways = (one for one in ways if one == 1 or product.segment_of(x.shape[1], one) % 128 == 0)
     same = (one for one in ways if torch.equal(launch(*operands, one, adapters), expected))
-    _FOUND[key] = next(same, 0)
-    return _FOUND[key]
+    return next(same, 0)
 
 
 def _operands_that_tell(
-    x: Tensor, weight: Tensor, bias: Tensor | None
+    tokens: int, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns random operands of such shapes, whose exact results are the bias, which is small.
 
@@ -198,11 +224,14 @@ def _operands_that_tell(
     such as a layer's own, these bits are lost when the result is rounded to half precision; and
     zeros, or NaN, are alike in all ways.
     """
-    generator = torch.Generator(x.device).manual_seed(0)
-    x, weight = (torch.empty_like(one).normal_(generator=generator) for one in (x, weight))
-    half = x.shape[1] // 2
-    x[:, half:] = -x[:, :half].flip(1)
-    weight[:, half:] = weight[:, :half].flip(1)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    half = weight.shape[1] // 2
+    x, weight = weight.new_empty(tokens, 2 * half), torch.empty_like(weight)
+    for one, sign in ((x, -1), (weight, 1)):
+        one.normal_(generator=generator)
+        # In pieces, since each of them takes memory of its own.
+        for rows in one.split(_ROWS_AT_A_TIME):
+            rows[:, half:] = sign * rows[:, :half].flip(1)
     if bias is not None:
         bias = torch.empty_like(bias).normal_(std=2**-16, generator=generator)
     return x, weight, bias

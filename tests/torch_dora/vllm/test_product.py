@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity import tolerances
 from parity.tolerances import rules
@@ -124,17 +125,64 @@ def test_the_segments_are_those_with_the_bits_of_the_base_layer(
     calls = []
 
     def base(x, *operands):
-        calls.append(x)
+        calls.append(len(x))
         return segments.launch(x, *operands, found_in, nothing)
 
     monkeypatch.setattr(segments.nn.functional, "linear", base)
-    monkeypatch.setattr(segments, "_FOUND", {})
+    kind = segments._kind(*operands)
+    monkeypatch.setattr(segments, "_FOUND", {(i, *kind): 0 for i in range(1, tokens)})
     for _ in range(2):
-        assert segments.segments_of(given["x"], *operands, adapters) == found_in
-    assert len(calls) == 1
+        segments.find_segments(*operands, adapters, tokens)
+        assert segments.segments_of(given["x"], *operands) == found_in
+    assert calls == [tokens]
+    assert segments.segments_of(given["x"][1:], *operands) == 0
     monkeypatch.setattr(segments.nn.functional, "linear", lambda *given: base(*given) + 1)
     segments._FOUND.clear()
-    assert segments.segments_of(given["x"], *operands, adapters) == 0
+    segments.find_segments(*operands, adapters, 1)
+    assert segments._FOUND == {(1, *kind): 0}
+
+
+class Allocations(TorchDispatchMode):
+    """Keeps the sizes of new tensors, in bytes, and refuses those of ``too_large`` or more."""
+
+    def __init__(self, too_large):
+        super().__init__()
+        self.too_large, self.sizes = too_large, []
+
+    def __torch_dispatch__(self, function, types, given=(), options=None):
+        result = function(*given, **(options or {}))
+        old = {one.untyped_storage().data_ptr() for one in given if isinstance(one, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in old:
+            self.sizes.append(result.untyped_storage().nbytes())
+            if self.sizes[-1] >= self.too_large:
+                raise torch.OutOfMemoryError("the card is full")
+        return result
+
+
+def test_segments_are_found_with_the_memory_of_one_more_weight_or_not_at_all(monkeypatch, caplog):
+    given = layer(2, 64, [1024], torch.bfloat16, False, "cpu")
+    adapters = adapters_of(given, [1024], np.full(2, -1))
+    operands, size = (given["weight"], None), 2 * given["weight"].numel()
+    monkeypatch.setattr(segments, "_FOUND", {})
+    rows = []
+
+    def launch(x, *operands):
+        rows.append(len(x))
+        return torch.zeros(len(x), 1024)
+
+    monkeypatch.setattr(segments, "launch", launch)
+    with Allocations(size + 1) as made:
+        segments.find_segments(*operands, adapters, 2)
+    assert max(made.sizes) == size
+    assert sum(one >= size / 8 for one in made.sizes) == 1
+    assert {*rows} == {1, 2}
+    assert len(segments._FOUND) == 2
+    segments._FOUND.clear()
+    assert not caplog.records
+    with Allocations(size):
+        segments.find_segments(*operands, adapters, 2)
+    assert segments.segments_of(given["x"], *operands) == 0
+    assert "not enough memory" in caplog.text
 
 
 class OnCard:
@@ -184,7 +232,8 @@ def test_rows_of_the_base_have_the_bits_of_cublas(tokens, has_bias, inputs, outp
     slots = np.arange(tokens) % (SLOTS + 1) - 1
     adapters = adapters_of(given, [outputs], slots)
     operands = given["x"], given["weight"], given["bias"]
-    count = segments.segments_of(*operands, adapters)
+    segments.find_segments(*operands[1:], adapters, tokens)
+    count = segments.segments_of(*operands)
     # With a bias, cuBLAS may sum 14,336 inputs in segments that the kernels do not take.
     if outputs == 6144 or not (has_bias and inputs > 4096):
         assert count > 0

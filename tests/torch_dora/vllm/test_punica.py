@@ -108,6 +108,7 @@ def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch,
     monkeypatch.setattr(product, "refuses", lambda x, *_: "few" if len(x) > 64 else None)
     monkeypatch.setattr(large_product, "refuses", lambda x, *_: "many" if len(x) < 1024 else None)
     monkeypatch.setattr(segments, "segments_of", lambda x, *_: 1 if len(x) <= 16 else 3)
+    monkeypatch.setattr(segments, "find_segments", lambda *given: launched.append(given[3]))
     monkeypatch.setattr(shrink, "can_overlap", lambda device: False)
     for module in (shrink, expand, product, segments, large_product):
 
@@ -128,6 +129,8 @@ def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch,
     many = {("shrink", 64, shrink.LARGE.lanes), ("expand", 64, None)}
     whole = {("product", 16, 4), ("segments", 64, 4), ("segments", None, None)}
     whole |= {("large_product", 128, None)}
+    if is_plain:  # before all others, for all batches that are multiplied by product and segments
+        assert launched.pop(0) == product.MOST_TOKENS
     assert {*launched} == few | many | (whole if is_plain else set())
     assert len(launched) == (18 if is_plain else 20)  # for one of the two
     assert not tables.tokens
