@@ -30,6 +30,7 @@ from jax.core import Tracer
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
+from jax_dora.adapt import base_values
 from jax_dora.adapt.tree import Modules, by_path, check_model, find_dora_layers, named_in_errors
 from jax_dora.adapt.weight_adapter import WeightAdapter
 from jax_dora.layers import DoRALayer
@@ -95,6 +96,7 @@ def reset_magnitudes(model: nnx.Module) -> None:
         for name, value in new.items():
             if (variable := getattr(layer, name)) is not None:
                 _set_like(variable, value)
+    base_values.remember(model)
 
 
 def with_norms[Model: nnx.Module](model: Model, values: Mapping[str, jax.Array]) -> Model:

@@ -19,6 +19,7 @@ from flax import nnx
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.peft.replaced_parameters import described, replaced_parameters, warn_of
 from dora_common.rules import listing
+from jax_dora.adapt import base_values
 from jax_dora.adapt.adapted_class import adapter_of
 from jax_dora.adapt.apply import adapt_weight
 from jax_dora.adapt.inventory import find_weights
@@ -66,8 +67,9 @@ jax.tree_util.register_dataclass(Adapter, data_fields=["arrays"], meta_fields=["
 def get_adapter(model: nnx.Module) -> Adapter:
     """Returns the adapter of `model`, with the current arrays of its parameters.
 
-    Parameters of the base model that a PEFT folder has replaced are not in it; a warning lists
-    them.
+    Parameters of the base model are not in it. A warning lists those that a PEFT folder has
+    replaced, or that have changed since `model` got its adapter, as by training with
+    `wrt=nnx.Param`.
 
     Raises:
       TypeError: `model` is not an nnx module.
@@ -85,6 +87,7 @@ def get_adapter(model: nnx.Module) -> Adapter:
             "trainable_token_indices name them:%s",
             described(replaced),
         )
+    base_values.warn_of_changed(model, "get_adapter")
     return Adapter(
         tuple(layer.rule(re.escape(path)) for path, layer in layers.items()),
         {
@@ -188,7 +191,10 @@ def set_adapter[Model: nnx.Module](
             parameter.set_value(on_devices_of(parameter.get_value(), value))
         if weight.is_layer:
             replacements[id(weight.module)] = layer
-    return _copy_training_mode(model, replace_modules(base, replacements))
+    adapted = replace_modules(base, replacements)
+    if not find_dora_layers(model):
+        base_values.remember(adapted)
+    return _copy_training_mode(model, adapted)
 
 
 def rules_by_path(adapter: Adapter) -> dict[str, DoRARule]:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dora_common.rules import ALL_LINEAR, as_rules
+from jax_dora.adapt import base_values
 from jax_dora.adapt.adapted_class import add_adapter
 from jax_dora.adapt.coverage import log_summary
 from jax_dora.adapt.inventory import LINEN_REFUSAL, REMEDY, find_weights
@@ -100,7 +101,9 @@ def adapt_weights(
             replacements[id(weight.module)] = adapted
     paths = {weight.paths for weight in matched}
     log_summary(one.replace(is_adapted=one.is_adapted or one.paths in paths) for one in weights)
-    return replace_modules(model, replacements)
+    adapted = replace_modules(model, replacements)
+    base_values.remember(adapted)
+    return adapted
 
 
 def adapt_weight(weight: AdaptableWeight, rngs: nnx.Rngs) -> Any:

@@ -19,7 +19,7 @@ from dora_common.peft.destinations import Adapter, Destinations
 from dora_common.peft.folder import Folder, open_folder
 from dora_common.peft.layers import Shape
 from dora_common.peft.replaced_parameters import replace
-from jax_dora.adapt import DoRARule
+from jax_dora.adapt import DoRARule, base_values
 from jax_dora.adapt.adapter import adapted_weights, weights_in_code
 from jax_dora.adapt.apply import adapt_weight
 from jax_dora.adapt.tree import check_model, replace_modules, without_adapters
@@ -147,6 +147,7 @@ def load_adapter[Model: nnx.Module](
         loaded = replace_modules(loaded, replacements)
         source.warn_about_replaced(destinations, architecture)
         replace(loaded, folder, destinations.replaced_rows(architecture))
+        base_values.remember(loaded)
     return loaded
 
 

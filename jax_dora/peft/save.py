@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
+from jax_dora.adapt import base_values
 from jax_dora.adapt.adapted_class import adapter_of
 from jax_dora.adapt.tree import check_model, find_dora_layers
 from jax_dora.adapt.weight import AdaptableWeight
@@ -53,7 +54,9 @@ def save_adapter(
     computes the same with it. It is written atomically. On several hosts, call this on one of them.
 
     Logs a warning if an embedding has adapt_attend set: an output head that is tied to it is
-    adapted here, but not in PEFT.
+    adapted here, but not in PEFT. Another warning lists parameters of the base model that have
+    changed since the model got its adapter, as by training with `wrt=nnx.Param`, and that are not
+    stored.
 
     Args:
       model: a model with an adapter.
@@ -153,6 +156,14 @@ def save_adapter(
         task_type=task_type,
     )
     check_no_possible_heads(named, config)
+    stored_paths = {
+        f"{one.path}/{one.attribute}".lstrip("/")
+        for name, one in named.parameters.items()
+        for module in [name.rpartition(".")[0]]
+        if config.stores(name, of_adapted_layer=module in modules)
+        or config.token_indices_of(module)
+    }
+    base_values.warn_of_changed(model, "save_adapter", stored_paths)
     source.write(folder, config, save_file, overwrite=overwrite)
 
 
