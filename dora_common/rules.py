@@ -1,8 +1,9 @@
 """Rules, which say which layer of a model gets which adapter."""
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
@@ -101,16 +102,22 @@ def _check_expression(name: str, value: Any) -> None:
 def as_rules[R: Rule](kind: type[R], rules: R | Sequence[R]) -> tuple[R, ...]:
     """Returns one rule or several rules of class ``kind`` as a tuple. Raises TypeError for another
     class, ValueError if there are none."""
-    if isinstance(rules, str) or not isinstance(rules, kind | Iterable):
-        raise TypeError(
-            f"rules is a {type(rules).__name__}; expected a {kind.__name__}, or a list of them"
+
+    def described(given: Any) -> str:
+        if not isinstance(given, Rule):
+            return f"a {type(given).__name__}; expected a {kind.__name__}"
+        # The packages' rules have the same name.
+        theirs, ours = (
+            f"{one.__module__.split('.')[0]}.{one.__name__}" for one in (type(given), kind)
         )
+        return f"a {theirs}; expected a {ours}"
+
+    if isinstance(rules, str) or not isinstance(rules, kind | Iterable):
+        raise TypeError(f"rules is {described(rules)}, or a list of them")
     found = (rules,) if isinstance(rules, kind) else tuple(rules)  # pyright: ignore[reportArgumentType]
     for index, rule in enumerate(found):
         if not isinstance(rule, kind):
-            raise TypeError(
-                f"rules[{index}] is a {type(rule).__name__}; expected a {kind.__name__}"
-            )
+            raise TypeError(f"rules[{index}] is {described(rule)}")
     if not found:
         raise ValueError(f"rules is empty; expected at least one {kind.__name__}")
     return found
@@ -133,8 +140,10 @@ def assign[R: Rule](
     chosen = [next((rule for rule in rules if matched(rule, at)), None) for at in layers]
     every_path = {path for names in paths for path in names}
     for index, rule in enumerate(rules):
+        unmatched = ""
         if rule.exclude is not None and not any(map(rule.excludes, every_path)):
             problem = f"exclude {rule.exclude!r}, matches no layer; exclude"
+            unmatched = rule.exclude
         elif any(rule is one for one in chosen):
             continue
         elif any(matched(rule, at) for at in layers):
@@ -144,20 +153,51 @@ def assign[R: Rule](
             )
         elif rule.exclude is None:
             problem = f"path {rule.path!r}, matches no layer; a rule's path"
+            unmatched = "" if rule.path == ALL_LINEAR else rule.path
         else:
             problem = (
                 f"path {rule.path!r}, matches no layer that exclude {rule.exclude!r} leaves; a "
                 "rule's path"
             )
         raise ValueError(
-            f"rules[{index}], {problem} has to match the whole path of a layer. The layers with "
-            f"parameters are:{listing(every_path)}"
+            f"rules[{index}], {problem} has to match the whole path of a layer"
+            f"{_suggestion(unmatched, every_path)}. The layers with parameters are:"
+            f"{listing(every_path)}"
         )
     return chosen
 
 
+def _suggestion(expression: str, paths: Collection[str]) -> str:
+    """Returns the end of an error message with an expression that matches a layer, if `expression`
+    is the end of a path or has the other package's separators, or with the nearest names."""
+    if not expression:
+        return ""
+    separator = "/" if any("/" in path for path in paths) else r"\."
+    others = (
+        rf".*{separator}({expression})",
+        expression.replace(r"\.", "/"),
+        expression.replace("/", r"\."),
+    )
+    for other in others:
+        if any(re.fullmatch(other, path) for path in paths):
+            return f": {other!r} does"
+    return nearest(re.sub(r"[\\^$]|\.\*", "", expression), paths)
+
+
 def listing(lines: Iterable[str]) -> str:
-    """Returns the sorted lines for the end of an error message, each indented on a line of its own.
+    """Returns the sorted lines for the end of an error message, each indented on a line of its own,
+    or " none".
 
     An empty line, which is the path of the model itself, is shown as ''."""
-    return "".join(f"\n  {line or repr(line)}" for line in sorted(lines))
+    return "".join(f"\n  {line or repr(line)}" for line in sorted(lines)) or " none"
+
+
+def nearest(name: str, there: Iterable[str]) -> str:
+    """Returns the end of an error message with the paths in `there`, or ends of them if `name` is
+    one, that are nearest to `name`, or "" if there are none."""
+    separators = r"[./]"
+    names = set(there) - {""}
+    if not re.search(separators, name):
+        names |= {re.split(separators, one)[-1] for one in names}
+    found = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0)
+    return f"; the nearest are {', '.join(found)}" if found else ""

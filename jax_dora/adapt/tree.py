@@ -36,7 +36,9 @@ def check_model(model: Any, *, for_linen: str | None = None) -> None:
     if isinstance(model, nnx.Module):
         return
     message = f"model is a {type(model).__name__}; expected an nnx.Module"
-    if for_linen is not None:
+    if any(kind.__module__.split(".")[0] == "torch" for kind in type(model).__mro__):
+        message += ": torch_dora has the functions of these names for PyTorch models"
+    elif for_linen is not None:
         message += f": for Flax linen there is {for_linen}"
     elif isinstance(model, linen.Module):
         message += (

@@ -52,6 +52,25 @@ def test_all_linear_leaves_out_the_output_head_and_what_is_not_linear():
     assert Rule("all-linear", 1, 1.0).matches("attention.output.dense", linear=True)
 
 
+@pytest.mark.parametrize(
+    ("path", "paths", "hint"),
+    [
+        ("q_proj|up", PATHS, r"of a layer: '.*/(q_proj|up)' does. The layers"),
+        ("q_proj|up", ["model.0.up"], r"of a layer: '.*\\.(q_proj|up)' does. The layers"),
+        (r"blocks\..*", ["blocks/0/up"], "of a layer: 'blocks/.*' does. The layers"),
+        ("model/.*", ["model.up"], r"of a layer: 'model\\..*' does. The layers"),
+        (r".*\.q_prj", ["a.q_proj"], "of a layer; the nearest are a.q_proj. The layers"),
+        ("up", [""], "of a layer. The layers with parameters are:\n  ''"),
+        ("up", [], "of a layer. The layers with parameters are: none"),
+    ],
+)
+def test_a_rule_that_matches_nothing_gets_a_hint(path, paths, hint):
+    names = [(one,) if isinstance(one, str) else one for one in paths]
+    with pytest.raises(ValueError, match="matches no layer") as caught:
+        assign([Rule(path, 1, 1.0)], names, [True] * len(names))
+    assert hint in str(caught.value)
+
+
 def test_a_rule_that_adapts_nothing_lists_the_paths():
     everything = r"(.|\n)*:\n  again\n  blocks/0/up\n  lm_head\n  model\.norm\n  model\.q_proj$"
     with pytest.raises(ValueError, match=r"rules\[1\], path 'x', matches no layer" + everything):
@@ -98,7 +117,9 @@ def test_rules_may_be_one_or_several_of_the_packages_class():
         "dropout_mode": "input",
         "keep": True,
     }
-    with pytest.raises(TypeError, match=r"rules\[1\] is a Rule; expected a Special"):
+    with pytest.raises(
+        TypeError, match=r"rules\[1\] is a dora_common.Rule; expected a tests.Special"
+    ):
         as_rules(Special, [rule, Rule("a", 2, 4.0)])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="rules is empty; expected at least one Special"):
         as_rules(Special, [])

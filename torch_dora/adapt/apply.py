@@ -19,6 +19,7 @@ from torch_dora.layers import (
     DoRAExperts,
     DoRALayer,
     PackedExperts,
+    check_is_module,
     dora_layers,
     fast_path,
     layer_class,
@@ -158,8 +159,7 @@ def remove_dora(model: nn.Module) -> Any:
 def check_model(model: Any, inside: Collection[str] = NESTED_WRAPPERS) -> None:
     """Raises TypeError if ``model`` is not a module, if it wraps the real model or is inside
     FSDP1's wrapper, or if it contains one of the wrappers ``inside``."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_is_module(model)
     for name, module in named_modules(model):
         where = f"model{name and '.'}{name} is a {type(module).__name__}"
         if placement.is_in_fsdp(module) and isinstance(vars(module).get("weight"), Tensor):

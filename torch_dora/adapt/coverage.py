@@ -15,6 +15,7 @@ from torch_dora.layers import (
     DoRALayer,
     DoRALinear,
     PackedExperts,
+    check_is_module,
     layer_class,
     named_modules,
     packed_experts,
@@ -51,8 +52,7 @@ def coverage(model: nn.Module) -> Coverage:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_is_module(model)
     head, found, seen = output_head(model), [], set[int]()
     for name, module in named_modules(model):
         for holder, row in _rows(name, module):

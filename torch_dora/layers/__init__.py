@@ -12,6 +12,7 @@ from torch_dora.layers.linear import DoRAConv1D as DoRAConv1D
 from torch_dora.layers.linear import DoRALinear as DoRALinear
 from torch_dora.layers.linear4bit import DoRALinear4bit as DoRALinear4bit
 from torch_dora.layers.names import adapted_layers as adapted_layers
+from torch_dora.layers.names import check_is_module as check_is_module
 from torch_dora.layers.names import dora_layers as dora_layers
 from torch_dora.layers.names import named_modules as named_modules
 from torch_dora.layers.names import record_untied as record_untied

@@ -30,6 +30,14 @@ def dora_layers(model: nn.Module) -> Iterator[tuple[str, DoRALayer]]:
             yield name, module
 
 
+def check_is_module(model: Any) -> None:
+    """Raises TypeError unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        is_flax = any(kind.__module__.split(".")[0] == "flax" for kind in type(model).__mro__)
+        hint = ": jax_dora has the functions of these names for Flax models" if is_flax else ""
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module{hint}")
+
+
 def adapted_layers(model: nn.Module) -> dict[str, DoRALayer]:
     """Returns the DoRA layers of ``model`` by name.
 
@@ -37,8 +45,7 @@ def adapted_layers(model: nn.Module) -> dict[str, DoRALayer]:
         TypeError: ``model`` is not a module.
         ValueError: it has no DoRA layer.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    check_is_module(model)
     layers = dict(dora_layers(model))
     if not layers:
         raise ValueError(
