@@ -7,7 +7,7 @@ Module names are PyTorch's, such as "model.layers.0.self_attn.q_proj".
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from dora_common.fields import reject_duplicate_fields
 from dora_common.peft import checks
 from dora_common.peft.formats import MLX
 from dora_common.peft.names import Names, first_match, matches
+from dora_common.rules import nearest
 
 # Without one of these fields, the adapter cannot be computed.
 _REQUIRED = ("peft_type", "r")
@@ -223,6 +224,22 @@ class AdapterConfig:
     def alpha_of(self, name: str) -> float:
         key = first_match(self.alpha_pattern, name)
         return self.lora_alpha if key is None else self.alpha_pattern[key]
+
+    def unused_patterns(self, adapted: Collection[str]) -> list[str]:
+        """Returns descriptions of the keys of rank_pattern and alpha_pattern that apply to none of
+        the layers `adapted`. PEFT warns of them, and ignores them."""
+        unused = []
+        for field_name in ("rank_pattern", "alpha_pattern"):
+            pattern = getattr(self, field_name)
+            used = {first_match(pattern, name) for name in adapted}
+            for key in pattern.keys() - used:
+                start = f"{field_name} has the key {key!r}, which is ignored: "
+                if any(first_match({key: None}, name) for name in adapted):
+                    unused.append(f"{start}earlier keys match the same layers, and the first wins")
+                else:
+                    plain = key.replace("\\", "").strip("^$")
+                    unused.append(f"{start}it matches no adapted layer{nearest(plain, adapted)}")
+        return sorted(unused)
 
     @property
     def targets_all_linear(self) -> bool:

@@ -70,15 +70,16 @@ def find_destinations(
     matcher = Matcher(config, architecture)
     check_layers((matcher.layers[name] for name in matcher.selected), use_dora=config.use_dora)
     matcher.check_tied_adapters()
-    # This problem comes first, since it explains the tensors without a destination that follow.
-    matcher.find_missing_parameters()
     for key, (dtype, shape) in sorted(tensors.items()):
         if (named := adapter_in(key)) in (None, "default", adapter):
             matcher.place(key, parse(key, adapter), dtype, shape)
         else:
             matcher.problems.append(f"{key} is of the adapter {named!r}; pass adapter={named!r}")
     matcher.find_missing()
+    matcher.find_unselected()
+    matcher.find_missing_parameters()
     if problems := matcher.problems:
+        problems = [*config.unused_patterns(matcher.selected), *problems]
         listed = problems[:MAX_LISTED]
         if len(problems) > len(listed):
             listed.append(f"and {len(problems) - len(listed)} more")

@@ -54,9 +54,13 @@ class Folder:
 
     def destinations(self, architecture: Architecture) -> Destinations:
         """Returns where the folder's tensors belong; the errors of `find_destinations` begin with
-        the folder's path."""
+        the folder's path. A warning names keys of rank_pattern and alpha_pattern that no layer
+        uses."""
         with named_in_errors(self.path):
-            return find_destinations(self.config, self.tensors, architecture, adapter=self.adapter)
+            found = find_destinations(self.config, self.tensors, architecture, adapter=self.adapter)
+        for problem in self.config.unused_patterns(found.adapters):
+            _LOG.warning("%s: %s", self.path / CONFIG, problem)
+        return found
 
     def new_vocabulary(self, model: Any, architecture: Architecture) -> int | None:
         """Returns the number of tokens to which `model` has to be resized, or None, as

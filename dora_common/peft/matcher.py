@@ -1,19 +1,27 @@
 """Finds the destination of each tensor of a folder in a model, and collects all problems."""
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dora_common.peft import checks
 from dora_common.peft.config import TOKEN_EMBEDDINGS, AdapterConfig
 from dora_common.peft.keys import Key, Role, key_of
 from dora_common.peft.layers import Architecture, Shape, key_modules
 from dora_common.peft.names import matches
-from dora_common.rules import OUTPUT_HEADS
+from dora_common.rules import OUTPUT_HEADS, nearest
 
 # The dtypes that an adapter's tensors may have, as safetensors names them.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 MAX_LISTED = 20  # problems in one error message
+_MAX_NAMES = 3  # of layers or tensors with the same problem
+
+_NO_MAGNITUDES = (
+    "; use_dora is true, so that each layer needs a magnitude. If the adapter was trained as LoRA, "
+    "set use_dora to false in adapter_config.json. If it was trained as DoRA, another program has "
+    "dropped the magnitudes, and no number that is left tells them: take the folder that the "
+    "training wrote (docs/magnitudes.md names such programs). With use_dora false it loads as the "
+    "LoRA adapter that is left, whose magnitudes are the norms"
+)
 
 
 class Matcher:
@@ -25,6 +33,7 @@ class Matcher:
       whole: the keys that hold a parameter's value, by the parameter's name.
       tokens: the key that holds some rows of a parameter and the indices of these rows, by the
         parameter's name.
+      unselected: the names of layers with tensors that the configuration does not select.
       problems: descriptions of the problems.
     """
 
@@ -48,6 +57,7 @@ class Matcher:
         self.adapters: dict[str, dict[Role, str]] = {}
         self.whole: dict[str, list[str]] = {}
         self.tokens: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.unselected: set[str] = set()
         self.problems: list[str] = []
 
     def place(self, key: str, parsed: Key, dtype: str, shape: Shape) -> None:
@@ -160,7 +170,8 @@ class Matcher:
         found[role] = key
         rank = self.config.rank_of(module)
         if module not in self.selected:
-            return "belongs to a layer that adapter_config.json does not select"
+            self.unselected.add(module)
+            return None
         if role not in layer.shapes(rank):
             by_key = self.key_modules[module]
             expected = ", ".join(key_of(by_key, role) for role in layer.shapes(rank))
@@ -206,42 +217,74 @@ class Matcher:
     def _nearest(self, name: str, existing: Iterable[str]) -> str:
         """Returns the end of an error message with the nearest names, which takes time to find, if
         listed."""
-        names = sorted(existing) if len(self.problems) < MAX_LISTED else []
-        nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
-        return f"; the nearest are {', '.join(nearest)}" if nearest else ""
+        return nearest(name, existing) if len(self.problems) < MAX_LISTED else ""
 
     def find_missing_parameters(self) -> None:
-        """Records the names in target_parameters that match no packed experts."""
+        """Records the names in target_parameters that match no packed experts, as the first
+        problems, since they explain others."""
         experts = [name for name, layer in self.layers.items() if layer.kind == "experts"]
         for target in self.config.target_parameters or ():
             if not any(matches((target,), name) for name in experts):
-                self.problems.append(
+                self.problems.insert(
+                    0,
                     f"{target}, which target_parameters names, is no parameter with packed experts "
-                    f"that can be adapted; the model has {checks.short(experts)}"
+                    f"that can be adapted; the model has {checks.short(experts)}",
                 )
+
+    def find_unselected(self) -> None:
+        """Records the layers with tensors that the configuration does not select, as the first
+        problem, since it explains others."""
+        if self.unselected:
+            names = _some(self.unselected, "has tensors", "have tensors")
+            problem = f"{names}, but adapter_config.json does not select "
+            problem += "it" if len(self.unselected) == 1 else "them"
+            self.problems.insert(0, f"{problem}; {self._why_unselected()}")
+
+    def _why_unselected(self) -> str:
+        targets = self.config.target_modules
+        if isinstance(targets, str) and not self.config.targets_all_linear:
+            longer = rf".*\.({targets})"
+            if all(matches(longer, name) for name in self.unselected):
+                return (
+                    f"target_modules is the regular expression {targets!r}, which PEFT compares "
+                    f"with whole names; expected {longer!r}, or a list of ends of names"
+                )
+        elif targets and not isinstance(targets, str):
+            unknown = (t for t in targets if not any(matches((t,), name) for name in self.layers))
+            if unknown := [
+                f"{t!r}, which names no layer{nearest(t, self.layers)}" for t in unknown
+            ]:
+                return f"target_modules has {'; and '.join(unknown[:_MAX_NAMES])}"
+        fields = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
+        values = {field: getattr(self.config, field) for field in fields}
+        return ", ".join(f"{field} is {checks.short(one)}" for field, one in values.items() if one)
 
     def find_missing(self) -> None:
         """Records everything else that the configuration selects and the folder lacks."""
-        if not self.selected:
+        if not (self.selected or self.unselected):
             self.problems.append(
                 "adapter_config.json selects none of the model's layers; expected target_modules "
                 f"{checks.short(self.config.target_modules)} to name some of "
                 f"{checks.short(sorted(self.layers))}"
             )
+        empty, missing = [], dict[Role, list[str]]()
         for name in sorted(self.selected):
             found = self.adapters.get(name)
             if found is None:
                 # "all-linear" excludes the output head in PEFT only if PEFT can identify it.
                 is_head = name.rpartition(".")[2] in OUTPUT_HEADS
                 if not (is_head and self.config.targets_all_linear):
-                    self.problems.append(
-                        f"{name} has no tensors, though adapter_config.json selects it"
-                    )
+                    empty.append(name)
                 continue
             for role in self.layers[name].shapes(self.config.rank_of(name)):
                 if role not in found and (role != "magnitude" or self.config.use_dora):
-                    key = key_of(self.key_modules[name], role)
-                    self.problems.append(f"{key} is missing")
+                    missing.setdefault(role, []).append(key_of(self.key_modules[name], role))
+        if empty:
+            names = _some(empty, "has no tensors", "have no tensors")
+            self.problems.append(f"{names}, though adapter_config.json selects them")
+        for role, keys in missing.items():
+            remedy = _NO_MAGNITUDES if role == "magnitude" else ""
+            self.problems.append(_some(keys, "is missing", "are missing") + remedy)
         stored = set(self.whole)
         if self.config.keeps_ties:
             stored |= {tied for name in self.whole for tied in self.ties.get(name, ())}
@@ -250,3 +293,10 @@ class Matcher:
                 self.problems.append(f"{name} is missing, though adapter_config.json selects it")
         self._find_missing_tokens()
         self._check_adapted_heads()
+
+
+def _some(names: Collection[str], one: str, several: str) -> str:
+    """Returns the first of some names and the number of the others, and what is said of them."""
+    first, others = sorted(names)[:_MAX_NAMES], len(names) - _MAX_NAMES
+    subject = ", ".join(first) + (f" and {others} more" if others > 0 else "")
+    return f"{subject} {one if len(names) == 1 else several}"

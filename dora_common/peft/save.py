@@ -1,6 +1,6 @@
 """Saves a model's adapter as a folder. The code is independent of the model's framework."""
 
-import difflib
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from dora_common.peft.keys import key_of, parameter_key
 from dora_common.peft.layers import Architecture, Layer, check_layers, key_modules
 from dora_common.peft.names import first_match, parameters_for, patterns_for, targets_for
 from dora_common.peft.writing import check_writable, write
+from dora_common.rules import nearest
 
+_LOG = logging.getLogger(__name__)
 # PEFT's task types.
 _TASKS = "SEQ_CLS SEQ_2_SEQ_LM CAUSAL_LM TOKEN_CLS QUESTION_ANS FEATURE_EXTRACTION".split()
 # PEFT adds these names to modules_to_save for some task types, whatever the name of the head is.
@@ -89,6 +91,8 @@ class Source:
         if given is not None:
             checks.check_type("config", given, AdapterConfig, "an AdapterConfig, or None")
             self._check_config(config := given)
+            for problem in config.unused_patterns(self.adapted):
+                _LOG.warning("config: %s", problem)
         else:
             rank, rank_pattern = patterns_for({n: one.rank for n, one in self.adapted.items()})
             alpha, alpha_pattern = patterns_for({n: one.alpha for n, one in self.adapted.items()})
@@ -296,9 +300,7 @@ class Source:
 
 
 def _raise_unknown_name(argument: str, name: str, there: Iterable[str]) -> NoReturn:
-    by_end = {one.rpartition(".")[2]: one for one in there} | {one: one for one in there}
-    nearest = difflib.get_close_matches(name, sorted(by_end), n=3, cutoff=0)
     raise ValueError(
-        f"{argument} has {name!r}, but no module with parameters has a name that ends so; the "
-        f"nearest are {', '.join(nearest)}"
+        f"{argument} has {name!r}, but no module with parameters has a name that ends so"
+        f"{nearest(name, there)}"
     )

@@ -5,6 +5,7 @@ This module knows vLLM's dictionaries and tensors, and does not import vLLM.
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from dora_common.peft.keys import PREFIX
 from dora_common.peft.keys import parse as parse_key
 from dora_common.rules import listing
 
+_LOG = logging.getLogger(__name__)
 _MERGE = "merge the adapter into its model, and serve that as a model of its own"
 # The keys are the same in each adapter of a model, and are asked for several times.
 parse = functools.lru_cache(2**14)(parse_key)
@@ -149,6 +151,8 @@ def read_layers(
     if problems or not layers:
         problems = problems or ["it has no layer"]
         raise FolderError(f"not a DoRA adapter that can be served:{listing(problems)}")
+    for problem in config.unused_patterns(found):
+        _LOG.warning("adapter_config.json: %s", problem)
     return layers
 
 

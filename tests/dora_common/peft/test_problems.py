@@ -1,0 +1,99 @@
+"""What is wrong with a folder is named once, with the likely cause and what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dora_common.peft.config import AdapterConfig
+from dora_common.peft.folder import open_folder
+from dora_common.peft.keys import key_of
+from dora_common.peft.layers import Architecture, Layer
+from dora_common.peft.writing import write
+
+LAYERS = [
+    Layer(f"layers.{index}.{name}_proj", "linear", 3, 4) for index in range(12) for name in "qkv"
+]
+
+
+def problems(folder: Path, *, drop: str = "nothing", targets: str = "qv", **fields: Any) -> str:
+    """Returns the error of a folder with adapters of the layers `targets`, without the tensors of
+    the role `drop`."""
+    config = AdapterConfig(**({"r": 2, "use_dora": True, "lora_alpha": 4} | fields))
+    tensors = {
+        key_of(layer.name, role): np.ones(shape, np.float32)
+        for layer in LAYERS
+        if layer.name[-6] in targets
+        for role, shape in layer.shapes(2).items()
+        if role != drop
+    }
+    write(folder, config, lambda path: save_file(tensors, path), overwrite=False)
+    with open_folder(folder, "np") as source:
+        try:
+            source.destinations(Architecture(LAYERS, {}, {}))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_misspelt_target_is_one_line(tmp_path):
+    message = problems(tmp_path, target_modules=("q_pro", "v_proj"))
+    assert len(message.splitlines()) == 2
+    assert (
+        "layers.0.q_proj, layers.1.q_proj, layers.10.q_proj and 9 more have tensors, but" in message
+    )
+    assert "target_modules has 'q_pro', which names no layer; the nearest are q_proj" in message
+
+
+def test_another_target_is_two_lines(tmp_path):
+    message = problems(tmp_path, target_modules=("k_proj", "v_proj"))
+    first, second = message.splitlines()[1:]
+    assert first.endswith("does not select them; target_modules is ('k_proj', 'v_proj')")
+    assert "layers.0.k_proj, layers.1.k_proj, layers.10.k_proj and 9 more have no tensors" in second
+
+
+def test_ends_of_names_as_one_expression_are_told_apart_from_a_list(tmp_path):
+    message = problems(tmp_path, target_modules="q_proj|v_proj")
+    assert len(message.splitlines()) == 2
+    assert r"expected '.*\\.(q_proj|v_proj)', or a list" in message
+    assert not problems(tmp_path / "corrected", target_modules=r".*\.(q_proj|v_proj)")
+
+
+def test_missing_magnitudes_say_what_to_do(tmp_path):
+    message = problems(tmp_path, drop="magnitude", target_modules=("q_proj", "v_proj"))
+    assert len(message.splitlines()) == 2
+    assert "base_model.model.layers.0.q_proj.lora_magnitude_vector, base_model.model." in message
+    assert "and 21 more are missing; use_dora is true" in message
+    assert "set use_dora to false" in message
+    assert "docs/magnitudes.md" in message
+    assert (Path(__file__).parents[3] / "docs" / "magnitudes.md").exists()
+    other = problems(tmp_path / "other", drop="lora_b", target_modules=("q_proj", "v_proj"))
+    assert "use_dora" not in other
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_an_unused_pattern_is_named(field, tmp_path, caplog):
+    targets = ("q_proj", "v_proj")
+    pattern = {"q_prj": 2, r"^layers\.0\.k_proj": 2, ".*v_proj": 2, r"layers.1.v_proj": 2}
+    assert not problems(tmp_path, target_modules=targets, **{field: pattern})
+    found = "\n".join(caplog.messages)
+    assert len(caplog.messages) == 3
+    assert f"{field} has the key 'q_prj', which is ignored: it matches no adapted layer; " in found
+    assert "the nearest are q_proj, " in found
+    assert (
+        "k_proj', which is ignored: it matches no adapted layer; the nearest are layers.0." in found
+    )
+    assert "'layers.1.v_proj', which is ignored: earlier keys match" in found
+    caplog.clear()
+    used = {"q_proj": 2, r"layers\.\d\.v_proj": 2}
+    assert not problems(tmp_path / "used", target_modules=targets, **{field: used})
+    assert not caplog.messages
+
+
+def test_an_unused_rank_explains_the_shapes_that_follow(tmp_path):
+    fields = {"r": 1, "rank_pattern": {"q_proj": 2, "v_prj": 2}}
+    message = problems(tmp_path, target_modules=("q_proj", "v_proj"), **fields)
+    assert "the key 'v_prj'" in message.splitlines()[1]
+    assert "expected [1, 3] for rank 1" in message.splitlines()[2]
