@@ -78,7 +78,8 @@ def empty_rows(
     logits = jnp.zeros((rows, config.vocab_size), config.dtype)
     zeros = jnp.zeros((rows,), jnp.int32)
     settings = jax.tree.map(jnp.asarray, RowSettings.of([GREEDY] * rows))
-    drawn = draw(logits, settings, zeros, DrawFeatures())
+    # XLA would compute the largest of constant logits when it compiles, which takes minutes.
+    drawn = draw(jax.lax.optimization_barrier(logits), settings, zeros, DrawFeatures())
     cache = make_cache(config, rows, capacity, kv_cache)
     processors = LogitsProcessors.of([GREEDY] * rows, [()] * rows, [()] * rows, capacity)
     processors = jax.tree.map(jnp.asarray, processors)
