@@ -509,7 +509,10 @@ def test_parameters_that_cannot_be_adapted_are_named_before_their_tensors(tmp_pa
     config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["weight"])
     peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path)
 
-    match = r"fit the model:\n- weight, which target_parameters names, is no .*\n- 0, 1, 10 and 12 more have"
+    match = (
+        r"fit the model:\n- weight, which target_parameters names, is no .*\n"
+        r"- 0, 1, 10 and 12 more have"
+    )
     with pytest.raises(ValueError, match=match):
         load_adapter(model, tmp_path)
 
