@@ -114,6 +114,7 @@ def quantize[Model: nnx.Module](
         f"{weight.path} {list(weight.shape)}"
         for weight in found
         if path == ALL_LINEAR and weight.param and not (weight.is_layer or weight.is_adapted)
+        if not _is_stacked_vector(weight, matched)
     ]
     if left_out:
         _LOG.warning(
@@ -142,6 +143,15 @@ def quantize[Model: nnx.Module](
                 "shares its kernel; expected both or neither"
             )
     return copy
+
+
+def _is_stacked_vector(weight: AdaptableWeight, layers: list[AdaptableWeight]) -> bool:
+    """Whether the weight is a vector in each of the blocks that are stacked, as its module's layers
+    or their neighbours show: a norm's scale."""
+    path = weight.module_paths[0]
+    around = [f"{one}/" for one in (path, path.rpartition("/")[0]) if one]
+    stacks = {one.stack.shape for one in layers if one.path.startswith(tuple(around))}
+    return any(stack and stack == weight.shape[:-1] for stack in stacks)
 
 
 def _tile_size(qtype: Any, tile_size: Any) -> int | None:

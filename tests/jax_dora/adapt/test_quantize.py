@@ -592,3 +592,16 @@ def test_weights_that_all_linear_leaves_out_are_named(caplog):
     caplog.clear()
     jax_dora.quantize(Own(), "int8", path="dense")
     assert not caplog.text
+
+
+def test_norms_of_stacked_layers_are_no_weights_left_out(caplog):
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.scale = nnx.Param(jnp.ones(8))
+            self.norm = nnx.RMSNorm(8, rngs=rngs)
+            self.dense = nnx.Linear(8, 16, rngs=rngs)
+
+    blocks = nnx.split_rngs(splits=3)(nnx.vmap(Block))(nnx.Rngs(0))
+    model = jax_dora.quantize(nnx.List([blocks]), "int8")
+    assert isinstance(model[0].dense.kernel.get_value(), qwix.QArray)
+    assert not caplog.text
