@@ -15,9 +15,11 @@ The results are bit for bit the same as when every call computes the norm.
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
@@ -77,8 +79,10 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     """Makes the DoRA layers of ``model`` use these norms inside a ``with`` statement.
 
     The values must come from the same adapters and weights that the model has inside the statement.
-    This is not checked: with other norms the model computes a wrong result. Gradients reach the
-    adapters as usual, since the norm is a constant under differentiation.
+    A step of a ``torch.optim`` optimizer changes these: after one inside the statement, the layers
+    compute their norms in every call. Other changes are not noticed: with other norms the model
+    computes a wrong result. Gradients reach the adapters as usual, since the norm is a constant
+    under differentiation.
 
     - With activation checkpointing, run the backward pass inside the statement too. Otherwise the
       recomputation computes the norms again.
@@ -123,13 +127,32 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
                 "tensor with values: compute the norms of a model on another device"
             )
     before = {name: layer.constant_norm for name, layer in layers.items()}
+    given = set(_changed_by_steps(layers))
+
+    def drop(optimizer: Optimizer, *_: Any) -> None:
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if not stepped.isdisjoint(given.union(_changed_by_steps(layers))):
+            for name, layer in layers.items():
+                before[name] = layer.constant_norm = None
+
+    # torch.compile cannot trace the registration.
+    is_compiling = torch.compiler.is_compiling()
+    handle = None if is_compiling else register_optimizer_step_post_hook(drop)
     try:
         for name, layer in layers.items():
             layer.constant_norm = values[name].detach()
         yield
     finally:
+        if handle is not None:
+            handle.remove()
         for name, layer in layers.items():
             layer.constant_norm = before[name]
+
+
+def _changed_by_steps(layers: Mapping[str, Any]) -> Iterator[int]:
+    """Yields the ids of the tensors of ``layers`` that their norms depend on."""
+    for layer in layers.values():
+        yield from (id(getattr(layer, name, None)) for name in ("weight", "lora_a", "lora_b"))
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from bitsandbytes.nn import modules as bnb
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -111,6 +112,30 @@ def test_accumulation_and_checkpointing_compute_each_norm_once_a_step(
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_step_ends_the_use_of_norms(kind, model, device):
+    x, other = torch.randn(5, 24, device=device), trained(copy.deepcopy(model))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = kind(trainable, lr=0.1)
+    foreign = kind([p for p in other.parameters() if p.requires_grad], lr=0.1)
+    values = torch_dora.norms(model)
+    with with_norms(model, values):
+        with with_norms(model, values):
+            for one in (other, model):
+                one(x).square().sum().backward()
+            foreign.step()
+            assert model[0].constant_norm is not None
+            optimizer.step()
+            inside = model(x)
+        assert torch.equal(inside, model(x))
+    assert model[0].constant_norm is None
+    assert torch.equal(inside, model(x))
+    with with_norms(model, values):
+        assert not torch.equal(inside, model(x))
+    optimizer.step()  # outside, no layer is touched
+    assert not _global_optimizer_post_hooks
+
+
 # What torch's compilers call is theirs: 2.11's use several things that 2.11 deprecates.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -131,6 +156,13 @@ def test_under_torch_compile_other_values_compile_nothing(model, device):
         close()
     with torch.compiler.set_stance("fail_on_recompile"):
         close()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def inside(x):
+        with with_norms(model, values):
+            return model(x)
+
+    torch.testing.assert_close(inside(x), model(x), rtol=0, atol=OPERATOR_FP32_MAX_ABS)
     # The names of a wrapper's layers are its own.
     with with_norms(compiled, torch_dora.norms(compiled)):
         close()
