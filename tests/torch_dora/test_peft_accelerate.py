@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchao.quantization as torchao
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from bitsandbytes.nn import modules as bnb
 from peft.tuners.lora import dora, variants
 from torch import Tensor, nn
@@ -434,6 +435,16 @@ def test_layers_that_are_left_to_peft_are_listed() -> None:
     layers[4].ephemeral_gpu_offload = False
     x = torch.randn(3, 6)
     torch.testing.assert_close(model(x), theirs(x))
+
+
+def test_restored_layers_keep_accelerates_hooks() -> None:
+    theirs, ours = both(peft_model())
+    for layer in lora_layers(ours):
+        add_hook_to_module(layer, ModelHook())
+    restore(ours)
+    assert torch.equal(output(ours), output(theirs))
+    remove_hook_from_submodules(ours)
+    assert torch.equal(output(ours), output(theirs))
 
 
 def test_wrong_models_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 from peft.tuners.lora import LoraLayer
@@ -75,6 +76,8 @@ def restore(peft_model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if getattr(value, "func", None) in (forward, _inject, _replicated):
                 delattr(module, name)
+                if name == "_old_forward":  # accelerate's hook calls it.
+                    vars(module)[name] = MethodType(type(module).forward, module)
 
 
 def accelerate_process(tell: Callable[[Report], object]) -> None:
