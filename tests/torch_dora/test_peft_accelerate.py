@@ -437,6 +437,80 @@ def test_layers_that_are_left_to_peft_are_listed() -> None:
     torch.testing.assert_close(model(x), theirs(x))
 
 
+def gradients(model: Any, x: Tensor) -> dict[str, Tensor]:
+    """The result and the gradients of the adapters, in training."""
+    model.train().zero_grad()
+    torch.manual_seed(3)
+    y = model(x)
+    y.square().sum().backward()
+    named = ((n, p.grad) for n, p in model.named_parameters())
+    return {"y": y.detach()} | {name: grad for name, grad in named if grad is not None}
+
+
+@pytest.mark.parametrize("mode", ["circular", "reflect"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_other_padding_than_zeros_is_left_to_peft(mode: Any, dropout: float) -> None:
+    """After dropout PEFT's magnitude corrects a product of an input that is padded with zeros."""
+    plain = nn.Sequential(nn.Conv1d(4, 6, 3, padding=1, padding_mode=mode))
+    options = config(target_modules=["0"], lora_dropout=dropout)
+    theirs = perturbed(peft.get_peft_model(plain, options))
+    ours = copy.deepcopy(theirs)
+    assert f"with {mode} padding" in accelerate(ours).left["base_model.model.0"]
+    x = torch.randn(2, 4, 7)
+    assert max(distance(gradients(ours, x), gradients(theirs, x)).values()) < 2e-4
+
+
+def test_convolutions_of_one_example() -> None:
+    """PEFT fails or adds an axis."""
+    plain = nn.Sequential(nn.Conv1d(4, 6, 3), nn.Unflatten(-2, (1, 6)), nn.Conv2d(1, 3, 2))
+    _, ours = both(perturbed(peft.get_peft_model(plain, config(target_modules=["0", "2"]))))
+    x = torch.randn(4, 7)
+    torch.testing.assert_close(ours(x), ours(x[None])[0])
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding", "convolution"])
+def test_scalings_that_are_tensors_are_left_to_peft(kind: str) -> None:
+    """As PEFT's prepare_model_for_compiled_hotswap makes them; they may be trained."""
+    made: dict[str, tuple[nn.Module, Tensor]] = {
+        "linear": (nn.Linear(6, 5), torch.randn(3, 6)),
+        "embedding": (nn.Embedding(9, 6), torch.randint(0, 9, (3, 4))),
+        "convolution": (nn.Conv1d(6, 5, 2), torch.randn(3, 6, 4)),
+    }
+    plain, x = made[kind]
+    model = peft.get_peft_model(nn.Sequential(plain), config(target_modules=["0"]))
+    theirs, ours = both(perturbed(model))
+    scales = [torch.tensor(0.7, requires_grad=True) for _ in range(2)]
+    for one, scale in zip((theirs, ours), scales, strict=True):
+        lora_layers(one)[0].scaling["default"] = scale
+    wanted = gradients(theirs, x) | {"scale": scales[0].grad}
+    with pytest.warns(UserWarning, match="its scaling is a Tensor"):
+        found = gradients(ours, x) | {"scale": scales[1].grad}
+    assert max(distance(found, wanted).values()) < 2e-4
+
+
+def test_bases_with_a_call_of_their_own() -> None:
+    class Doubled(nn.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return 2 * super().__call__(x)
+
+    plain = nn.Sequential(Doubled(6, 5))
+    theirs, ours = both(perturbed(peft.get_peft_model(plain, config(target_modules=["0"]))))
+    x = torch.randn(3, 6)
+    assert max(distance(gradients(ours, x), gradients(theirs, x)).values()) < 2e-4
+
+
+def test_layers_with_hooks_compile_to_one_program() -> None:
+    """PEFT's convolutions do, too, and not its linear layers."""
+    plain = nn.Sequential(nn.Conv1d(4, 6, 3))
+    _, ours = both(perturbed(peft.get_peft_model(plain, config(target_modules=["0"]))))
+    lora_layers(ours)[0].lora_A["default"].register_forward_hook(lambda _, __, y: 2 * y)
+    x = torch.randn(2, 4, 7)
+    with pytest.warns(UserWarning, match="has hooks"):
+        wanted = ours(x)
+    compiled: Any = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), wanted)
+
+
 def test_restored_layers_keep_accelerates_hooks() -> None:
     theirs, ours = both(peft_model())
     for layer in lora_layers(ours):

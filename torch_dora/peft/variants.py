@@ -23,6 +23,7 @@ from peft.utils.other import transpose
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from torch_dora.layers.base import computes_like
 from torch_dora.layers.linear import is_conv1d
 from torch_dora.ops import (
     check,
@@ -52,8 +53,13 @@ def refuses(layer: Any, adapter: str) -> str | None:
             return f"its {type(part).__name__} is wrapped by itself or has hooks"
         if getattr(part, "bias", None) is not None:
             return f"its {type(part).__name__} has a bias"
-    if getattr(layer.get_base_layer(), "groups", 1) > 1:
+    base = layer.get_base_layer()
+    if getattr(base, "groups", 1) > 1:
         return "PEFT's DoRA of a grouped convolution is not that of its weight"
+    if getattr(base, "padding_mode", "zeros") != "zeros":
+        return f"PEFT pads with zeros in its DoRA of a convolution with {base.padding_mode} padding"
+    if isinstance(layer.scaling[adapter], Tensor):
+        return "its scaling is a Tensor"
     if layer.ephemeral_gpu_offload:
         return "ephemeral_gpu_offload moves its tensors in each call"
     return None
@@ -145,9 +151,13 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
         if not is_conv1d(base):
             return None
         weight = weight.T
-    elif type(base).forward is not nn.Linear.forward:
+    elif type(base) is not nn.Linear and not computes_like(base, nn.Linear):
         return None
-    dropped, norm, scale = None, None, float(layer.scaling[adapter])
+    dropped, norm, scale = None, None, layer.scaling[adapter]
+    if type(scale) is not float:
+        if isinstance(scale, Tensor):
+            return None
+        scale = float(scale)
     if layer.training:
         dropout = modules["lora_dropout"]._modules[adapter]
         if not isinstance(dropout, nn.Identity):
@@ -230,8 +240,7 @@ class _Variant:
     ) -> Tensor:
         if reason := _refuses_call(module, active_adapter, result):
             self._warn(active_adapter, reason)
-            theirs: Any = super()
-            return theirs.forward(module, active_adapter, x, result, **named)
+            return super().forward(module, active_adapter, x, result, **named)  # pyright: ignore
         return self.compute(module, active_adapter, x, result)
 
     forward: Any = _forward
@@ -281,7 +290,7 @@ class _ConvVariant(_Variant):
     def compute(self, layer: Any, adapter: str, x: Tensor, result: Tensor) -> Tensor:
         a, b = layer.lora_A[adapter], layer.lora_B[adapter]
         base, magnitude = layer.get_base_layer(), layer.lora_magnitude_vector[adapter]
-        shape = magnitude.weight.shape
+        shape = magnitude.weight.shape[1:]  # of an input with or without a batch axis
         weight, lora_a, lora_b = (one.weight.flatten(1) for one in (base, a, b))
         g = _g(layer, adapter, weight, lora_a, lora_b, result).view(shape)
         dropped = _dropped(layer, adapter, x)
