@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.utils import (  # pyright: ignore[reportMissingImports]
@@ -58,7 +59,9 @@ class Adapters:
                 features = slices.features_out(layer)
                 scaling.attach(layer.base_layer, manager.lora_slots, features, rows)
                 self._layers[name] = layer
-        self._ranks = [manager.lora_config.max_lora_rank] * manager.lora_slots
+        self._ranks = np.full(manager.lora_slots, manager.lora_config.max_lora_rank, np.int32)
+        self._keeps_punica = np.full(manager.lora_slots, True)  # for some layers of the adapter
+        self._of_punica: list[str] = []
         for wrapper in (language, *encoders):
             wrapper._token_lora_indices.fill_(-1)  # vLLM leaves it uninitialized
         if not keeps_punica:
@@ -81,7 +84,6 @@ class Adapters:
     def _replace_punica(self, wrapper: Any) -> None:
         """Gives the layers of a Punica wrapper their kernels."""
         slots, rows = self.manager.lora_slots, wrapper._token_lora_indices
-        layers = [one for one in self.manager.modules.values() if one.punica_wrapper is wrapper]
         ours = [one for one in self._layers.values() if one.punica_wrapper is wrapper]
         ours = [one for one in ours if punica.refuses(one) is None]
         if not ours:
@@ -92,8 +94,15 @@ class Adapters:
             layer.slot_products = punica.SlotProducts(layer, scales.g, tables)
             scales.is_left_to_kernels = True
         punica.warm_up(ours, tables, self._ranks)
-        is_alone = len(ours) == len(layers)
-        wrapper.update_metadata = punica.makes_tables(wrapper, tables, self._ranks, is_alone)
+        left = {
+            name: layer
+            for name, layer in self.manager.modules.items()
+            if layer.punica_wrapper is wrapper and not hasattr(layer, "slot_products")
+        }
+        self._of_punica = list(left)
+        can_rest = punica.can_rest(wrapper, list(left.values()))
+        keeps = self._keeps_punica if can_rest else None
+        wrapper.update_metadata = punica.makes_tables(wrapper, tables, self._ranks, keeps)
 
     def prepare(self, lora: Any, error: Exception | None = None) -> None:
         """Packs a DoRA adapter and computes its g. A LoRA adapter is left as it is.
@@ -126,6 +135,8 @@ class Adapters:
         """Puts the g of an adapter that vLLM has copied into ``slot`` there too, and its rank."""
         found = (self.manager._get_lora_layer_weights(lora, name) for name in self._layers)
         self._ranks[slot] = max(map(_rank, filter(None, found)), default=0)
+        left = (self.manager._get_lora_layer_weights(lora, name) for name in self._of_punica)
+        self._keeps_punica[slot] = any(one is not None for one in left)
         self.manager._last_mapping = None  # The tables of the batch hold the ranks.
         scales: Mapping[str, Tensor] = getattr(lora, "dora_scales", {})
         if not scales and slot not in self._scaled_slots:
@@ -150,6 +161,10 @@ class Adapters:
         self._weights.clear()
         self.is_outdated = False
         manager = self.manager
+        # They may have been loaded after a sleep, which forgets vLLM's tables.
+        manager._last_mapping = None
+        for wrapper in manager.punica_wrapper_mapping.values():
+            wrapper.rests = False
         for _, lora in sorted(manager.list_adapters().items()):
             if not hasattr(lora, "dora_scales"):
                 continue

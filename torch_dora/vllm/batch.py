@@ -17,6 +17,7 @@ from torch import Tensor
 # tiles.
 SMALL, LARGE = 16, 64
 SMALL_BATCH = 256  # the most tokens that are tiled by SMALL
+LARGE_BATCH = 1024  # the fewest tokens for which the base weight is multiplied in tiles of MANY
 MANY = 128  # rows that are multiplied by the base weight at a time, of whichever slots
 HEAD = 4  # numbers before a tile's tokens: the slot, its rank, and two that align the tokens
 _ALIGNED = 32  # numbers between the begins of tables
@@ -38,7 +39,7 @@ class Batch:
         slots: i32[tokens, 1], the slot of each token, or -1.
         used: i32[1 + slots, 2], how many slots a batch of few has; then those, and their ranks.
         ranges: i32[1 + tiles, 1], where the members begin of each MANY tokens.
-        members: i32[members, 2], their slots, and the ranks.
+        members: i32[members, 2], their slots, and the ranks; of LARGE_BATCH tokens or more.
     """
 
     def __init__(self, tokens: int, slots: int, device: torch.device | str) -> None:
@@ -61,41 +62,54 @@ class Batch:
         tables = (self.all[part].view(shape) for part, shape in zip(parts, shapes, strict=True))
         self.used, self.small, self.large, self.slots, self.ranges, self.members = tables
         self._parts = [self._host[p].reshape(shape) for p, shape in zip(parts, shapes, strict=True)]
+        self._of_token = shapes[3][0]  # numbers in `slots` that may not be -1
+        self._tiles = [0, 0]  # of small and large
+        self._ends = begins[3], begins[5]
         _AT[self.used.data_ptr()] = self
 
-    def update(self, slots: np.ndarray, ranks: Sequence[int]) -> None:
+    def update(self, slots: np.ndarray, ranks: Sequence[int] | np.ndarray) -> None:
         """Makes the tables of a batch, i32[tiles, HEAD + rows]: the slot, the rank and the tokens
         of each tile, padded with -1; zeros after the last. Does not wait for the device.
+
+        Tables that are not read for so many tokens are left as they were.
 
         Args:
             slots: int[tokens], the slot of each token, -1 without an adapter.
             ranks: the rank of the adapter in each slot; 0 if it is for other layers only.
         """
-        slots = np.where(np.append(ranks, 0)[slots] > 0, slots, -1)
-        order = np.argsort(slots, kind="stable")
-        order = order[np.count_nonzero(slots < 0) :]
-        self.tokens, self.has_base = len(slots) if len(order) else 0, len(order) < len(slots)
+        ranks = np.asarray(ranks, np.int32)
+        if not ranks.all():
+            slots = np.where(np.append(ranks, 0)[slots] > 0, slots, -1)
+        count = len(slots)
+        counts = np.bincount(slots + 1, minlength=len(ranks) + 1)
+        # NumPy sorts numbers of 16 bits by counting them.
+        order = slots.astype(np.int16).argsort(kind="stable")[counts[0] :]
+        found = counts[1:].nonzero()[0]
+        self.tokens, self.has_base = count if len(order) else 0, bool(counts[0])
         used, small, large, of_token, ranges, members = self._parts
-        few = slots[:SMALL_BATCH] if len(slots) <= SMALL_BATCH else slots[:0]
-        _fill(small, order[: len(few)], slots, ranks)
-        _fill(large, order, slots, ranks)
-        of_token[:] = -1
-        of_token[: len(slots), 0] = slots
-        found = np.unique(few[few >= 0])
-        used[0, 0] = len(found)
-        used[1 : 1 + len(found), 0] = found
-        used[1 : 1 + len(found), 1] = np.asarray(ranks, np.int32)[found]
-        pairs = np.unique(
-            np.arange(len(slots))[slots >= 0] // MANY * len(ranks) + slots[slots >= 0]
-        )
-        tiles, pairs = np.divmod(pairs, len(ranks))
-        ranges[:, 0] = np.searchsorted(tiles, np.arange(len(ranges)))
-        members[: len(pairs), 0] = pairs
-        members[: len(pairs), 1] = np.asarray(ranks, np.int32)[pairs]
-        values = torch.from_numpy(self._host)
+        groups = _Groups(found, ranks[found], counts[1:][found], order)
+        if count <= SMALL_BATCH:
+            used[0, 0] = len(found)
+            used[1 : 1 + len(found), 0] = found
+            used[1 : 1 + len(found), 1] = groups.ranks
+            self._tiles[0] = groups.fill(small, self._tiles[0])
+        self._tiles[1] = groups.fill(large, self._tiles[1])
+        before, self._of_token = self._of_token, count
+        of_token[:count, 0] = slots
+        of_token[count:before] = -1
+        end = self._ends[0] + max(count, before)
+        if count >= LARGE_BATCH:
+            is_in = np.zeros((len(ranges), len(ranks) + 1), bool)
+            is_in[np.arange(count) // MANY, slots] = True
+            tiles, found = is_in[:, :-1].nonzero()
+            ranges[:, 0] = np.searchsorted(tiles, np.arange(len(ranges)))
+            members[: len(found), 0] = found
+            members[: len(found), 1] = ranks[found]
+            end = self._ends[1] + 2 * len(found)
+        values = torch.from_numpy(self._host[:end])
         # A copy, since the device may read it when the next batch's tables are made.
         values = values.pin_memory() if self.all.is_cuda else values
-        self.all.copy_(values, non_blocking=True)
+        self.all[:end].copy_(values, non_blocking=True)
 
 
 def of(used: Tensor) -> Batch:
@@ -126,17 +140,33 @@ def most_tiles(tokens: int, slots: int, rows: int) -> int:
     return used + (tokens - used) // rows
 
 
-def _fill(table: np.ndarray, order: np.ndarray, slots: np.ndarray, ranks: Sequence[int]) -> None:
-    """Fills a table for tokens that are ordered by their slots."""
-    rows = table.shape[1] - HEAD
-    used, begins, counts = np.unique(slots[order], return_index=True, return_counts=True)
-    tiles = -(-counts // rows)
-    total = int(tiles.sum())
-    number = np.arange(total) - np.repeat(tiles.cumsum() - tiles, tiles)
-    begin = np.repeat(begins, tiles) + number * rows
-    place = begin[:, None] + np.arange(rows)
-    is_valid = place < np.repeat(begins + counts, tiles)[:, None]
-    table[:] = 0
-    table[:total, 0] = np.repeat(used, tiles)
-    table[:total, 1] = np.repeat(np.asarray(ranks, np.int32)[used], tiles)
-    table[:total, HEAD:] = np.where(is_valid, np.append(order, -1)[place * is_valid], -1)
+class _Groups:
+    """The tokens of each slot of a batch.
+
+    Args:
+        slots, ranks, counts: int[slots].
+        order: int[tokens], the tokens in the order of their slots.
+    """
+
+    def __init__(
+        self, slots: np.ndarray, ranks: np.ndarray, counts: np.ndarray, order: np.ndarray
+    ) -> None:
+        self.slots, self.ranks, self.counts, self.order = slots, ranks, counts, order
+        number = np.arange(len(order))
+        self.number = number - (counts.cumsum() - counts).repeat(counts)  # of a token in its group
+
+    def fill(self, table: np.ndarray, before: int) -> int:
+        """Fills a table that had so many tiles, and returns how many it has."""
+        width = table.shape[1]
+        rows = width - HEAD
+        tiles = -(-self.counts // rows)
+        ends = tiles.cumsum()
+        total = int(ends[-1]) if len(ends) else 0
+        table[total:before] = 0
+        table[:total, HEAD:] = -1
+        table[:total, 0] = self.slots.repeat(tiles)
+        table[:total, 1] = self.ranks.repeat(tiles)
+        tile, row = np.divmod(self.number, rows)
+        tile += (ends - tiles).repeat(self.counts)
+        table.reshape(-1)[tile * width + HEAD + row] = self.order
+        return total

@@ -23,8 +23,10 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch_dora.vllm import folder
@@ -33,6 +35,7 @@ VERSIONS = "0.25.0, 0.32.0 and 0.33.0"
 SWITCH = "TORCH_DORA_VLLM_PUNICA"
 _MARK = "replaced_by_torch_dora"
 _KEYS = 2**14
+_number = operator.attrgetter("lora_int_id")
 
 Function = Callable[..., Any]
 
@@ -201,20 +204,30 @@ def _activate_adapter(original: Function) -> Function:
 
 def _apply_adapters(original: Function) -> Function:
     def apply_adapters(self: Any, lora_requests: Any) -> None:
-        # vLLM walks a set, whose order may differ between processes.
-        ordered = sorted((one for one in lora_requests if one), key=lambda one: one.lora_int_id)
         manager = self._adapter_manager
         _renew(manager.dora)
-        active = manager._active_adapters
-        if not all(one.lora_int_id in active and not one.load_inplace for one in ordered):
+        # vLLM walks a set, whose order may differ between processes.
+        ordered = sorted([one for one in lora_requests if one], key=_number)
+        caches = manager._registered_adapters, manager._active_adapters
+        numbers = [one.lora_int_id for one in ordered]
+        if any(one.load_inplace for one in ordered):
             original(self, ordered)
-            return
-        # For each of them, in every step, vLLM would list all adapters that it holds.
-        for one in ordered:
-            manager.get_adapter(one.lora_int_id)
-            manager.activate_adapter(one.lora_int_id)
+        elif not all(_are_last(numbers, cache.order) for cache in caches):
+            active = manager._active_adapters
+            if not all(number in active for number in numbers):
+                original(self, ordered)
+                return
+            # For each of them, in every step, vLLM would list all adapters that it holds.
+            for cache in caches:
+                for number in numbers:
+                    cache.touch(number)
 
     return apply_adapters
+
+
+def _are_last(numbers: list[int], order: Mapping[int, Any]) -> bool:
+    """Returns whether adapters were used after all others, in this order."""
+    return numbers == [*islice(reversed(order), len(numbers))][::-1]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def _load_lora_model(original: Function) -> Function:
@@ -316,7 +329,6 @@ HOOKS = (
     ),
     Hook(_RUNNER, "load_lora_model", "self model vllm_config device", _load_lora_model),
     Hook(f"{_MODEL}:LoRAModel", "_should_skip_module", "module_name skip_prefixes"),
-    Hook(_MANAGER, "get_adapter", "self adapter_id"),
     Hook(_MANAGER, "_create_merged_loras_inplace", "self lora_model"),
     Hook(_MANAGER, "_get_lora_layer_weights", "self lora_model module_name"),
     Hook(_LINEAR, "_get_quant_method", "self"),
@@ -324,6 +336,8 @@ HOOKS = (
     Hook("vllm.lora.layers:BaseLayerWithLoRA", "set_lora", "self index lora_a lora_b"),
     Hook(_PRODUCTS, "default_unquantized_gemm", "layer x weight bias"),
     Hook(_PRODUCTS, "dispatch_unquantized_gemm", ""),
+    Hook("vllm.utils.cache:LRUCache", "touch", "self key"),
+    Hook("vllm.utils.cache:LRUCache", "order", "self"),
     Hook("vllm.distributed", "tensor_model_parallel_all_reduce", "input_"),
     Hook("vllm.distributed", "get_tp_group", ""),
 )
@@ -372,6 +386,7 @@ def _difference(hook: Hook) -> str | None:
         return f"there is no {where}"
     if hasattr(function, _MARK):
         return None
+    function = getattr(function, "fget", function)  # of a property
     there = list(inspect.signature(function).parameters)
     if there[: len(parameters)] != parameters:
         return f"{where} takes {', '.join(there)}; expected {', '.join(parameters)}"

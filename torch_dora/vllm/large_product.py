@@ -24,7 +24,7 @@ from dora_common.triton.jit import WIDEN, bound, cdiv, jit, next_power_of_2
 from torch_dora.ops.triton.jit import launch_kernel
 from torch_dora.vllm import batch, product
 
-LEAST_TOKENS = 1024
+LEAST_TOKENS = batch.LARGE_BATCH
 MOST_RANKS = 32  # of a projection
 MOST_OUTPUTS = 16384  # of a layer
 COLUMNS = 256  # outputs of a program

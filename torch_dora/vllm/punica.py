@@ -12,6 +12,7 @@ Layers that they do not take, and all with TORCH_DORA_VLLM_PUNICA=1, stay with P
 """
 
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import torch
 import vllm.envs  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 from vllm.lora import layers as vllm_layers  # pyright: ignore[reportMissingImports]
+from vllm.lora.layers import base_linear  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
 
 from torch_dora.ops.choose import TRITON_MODE
@@ -282,7 +284,7 @@ def add_adapters(y: Tensor, x: Tensor, bias: Tensor | None, *tensors: Any) -> No
 
 
 @torch.no_grad()
-def warm_up(layers: Sequence[Any], tables: Batch, ranks: Sequence[int]) -> None:
+def warm_up(layers: Sequence[Any], tables: Batch, ranks: Sequence[int] | np.ndarray) -> None:
     """Has Triton compile the kernels of layers with LoRA, before a request waits for it, and finds
     out how cuBLAS sums, while there is memory.
 
@@ -328,41 +330,92 @@ _LIBRARY._register_fake(
 )
 
 
+def can_rest(wrapper: Any, layers: Sequence[Any]) -> bool:
+    """Returns whether Punica's tables can be those of a batch without adapters while no adapter of
+    the batch is for these layers, which are left to it. Then they have the base's results."""
+    kinds = (
+        base_linear.BaseLinearLayerWithLoRA,
+        vllm_layers.VocabParallelEmbeddingWithLoRA,
+        vllm_layers.LogitsProcessorWithLoRA,
+    )
+    return not layers or (all(_metas(wrapper)) and all(isinstance(one, kinds) for one in layers))
+
+
+def _metas(wrapper: Any) -> list[Any]:
+    return [getattr(wrapper, f"{one}_mapping_meta", None) for one in ("token", "prompt")]
+
+
 def makes_tables(
-    wrapper: Any, tables: Batch, ranks: Sequence[int], is_alone: bool
+    wrapper: Any, tables: Batch, ranks: np.ndarray, keeps: np.ndarray | None
 ) -> Callable[..., None]:
     """Returns what takes the place of a Punica wrapper's ``update_metadata``, which vLLM calls for
     each batch that differs from the one before.
 
+    vLLM's own tables, which make the host wait for the device, are made for batches that need them.
+
     Args:
         wrapper: a PunicaWrapperBase.
         tables: the tables that it fills.
-        ranks: the rank of the adapter in each slot, as it is then.
-        is_alone: whether all layers are computed by the kernels here, so that vLLM's own tables,
-            which make the host wait for the device, are not read.
+        ranks: i32[slots], the rank of the adapter in each slot, as it is then.
+        keeps: bool[slots], whether the adapter in each slot is for layers that are left to Punica,
+            as it is then; None if Punica's part of such layers is needed for any adapter.
     """
-    original = wrapper.update_metadata
+    original, slots_of = wrapper.update_metadata, _Slots()
+    metas = _metas(wrapper)
+    wrapper.rests = False  # whether vLLM's tables are those of a batch without adapters
 
     def update_metadata(
         mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kw: Any
     ) -> None:
-        numbers = np.asarray(mapping.index_mapping, np.int64)
-        if numbers.any() or tables.tokens:  # Empty tables are those of any batch of the base.
-            slot_of = {number: slot for slot, number in enumerate(lora_index_to_id)} | {0: -1}
-            used, places = np.unique(numbers, return_inverse=True)
-            tables.update(np.array([slot_of[number] for number in used.tolist()])[places], ranks)
-        metas = [getattr(wrapper, f"{one}_mapping_meta", None) for one in ("token", "prompt")]
-        has_base_only = not numbers.any() and not any(mapping.prompt_mapping) and all(metas)
-        if not is_alone and not has_base_only:
+        slots = slots_of(mapping.index_mapping, lora_index_to_id)
+        has_adapters = bool(slots.max(initial=-1) >= 0)
+        if has_adapters or tables.tokens:  # Empty tables are those of any batch of the base.
+            tables.update(slots, ranks)
+        needs_all = keeps is None and (has_adapters or any(mapping.prompt_mapping))
+        needs_some = keeps is not None and keeps.any() and keeps[slots[slots >= 0]].any()
+        if needs_all or needs_some or (keeps is None and not all(metas)):
             original(mapping, lora_index_to_id, max_loras, vocab_size, **kw)
+            wrapper.rests = False
             return
-        tokens, prompts = len(numbers), len(mapping.prompt_mapping)
+        tokens, prompts = len(slots), len(mapping.prompt_mapping)
         wrapper.is_prefill = mapping.is_prefill
         wrapper.indices_len[:] = [tokens, prompts, prompts, tokens]
+        if wrapper.rests:
+            return
         for meta in metas:
             if meta is not None:
+                meta._reset()  # A graph with Punica's kernels reads them from the device.
                 meta.no_lora_flag_cpu.fill_(True)
-        wrapper._token_lora_indices[:tokens].fill_(-1)
-        wrapper._sampler_indices[:prompts].fill_(-1)
+        wrapper._token_lora_indices.fill_(-1)
+        wrapper._sampler_indices.fill_(-1)
+        wrapper._embeddings_indices.fill_(0)
+        wrapper.rests = True
 
     return update_metadata
+
+
+class _Slots:
+    """Finds the slot of each token's adapter; its numbers are kept while the slots are the same."""
+
+    def __init__(self) -> None:
+        self._in_slots: list[int | None] = []
+        self._numbers = self._slots = np.zeros(0, np.int64)
+
+    def __call__(self, numbers: Sequence[int], in_slots: list[int | None]) -> np.ndarray:
+        """Returns int[tokens], -1 for the number 0.
+
+        Raises:
+            KeyError: the adapter of a token is in no slot.
+        """
+        if self._in_slots != in_slots or not len(self._numbers):
+            self._in_slots = list(in_slots)
+            slot_of = {number: slot for slot, number in enumerate(in_slots) if number is not None}
+            found = sorted((slot_of | {0: -1}).items())
+            self._numbers, self._slots = np.array(found, np.int64).T.copy()
+        # NumPy takes twice as long to read numbers of its own from a tuple.
+        given = np.frombuffer(array("q", numbers), np.int64)
+        place = self._numbers.searchsorted(given)
+        place[place == len(self._numbers)] = 0
+        if not np.array_equal(self._numbers[place], given):
+            raise KeyError(f"no slot has one of the adapters {sorted({*numbers})}")
+        return self._slots[place]

@@ -178,6 +178,14 @@ def engine(model: Path, **options: Any) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
+def worker_of(made: Any) -> Any:
+    return made.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def manager_of(made: Any) -> Any:
+    return worker_of(made).model_runner.lora_manager._adapter_manager
+
+
 def request(name: str | None, folder: Path | None, number: int, **options: Any) -> Any:
     """Returns vLLM's description of an adapter, or None for the base."""
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]

@@ -24,7 +24,9 @@ from tests.torch_dora.vllm.engines import (
     engine,
     generate,
     greedy,
+    manager_of,
     request,
+    worker_of,
 )
 from tests.torch_dora.vllm.test_slices import linear, wrapped
 
@@ -45,14 +47,6 @@ def made(zoo):
 
 
 numbers = iter(range(1, 1000))
-
-
-def worker_of(made):
-    return made.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-
-
-def manager_of(made):
-    return worker_of(made).model_runner.lora_manager._adapter_manager
 
 
 def asked(zoo, name, prompts=(PROMPT,)):

@@ -33,16 +33,18 @@ KINDS = ("mixed", "one adapter", "no adapter", "prompts")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [0, 1, 17, 256, 257, 600])
-def test_each_token_with_an_adapter_is_in_one_tile_of_its_slot(kind, tokens):
+def test_each_token_with_an_adapter_is_in_one_tile_of_its_slot(kind, tokens, monkeypatch):
+    monkeypatch.setattr(batch, "LARGE_BATCH", 257)
     slots = slots_of(kind, tokens)
     tables = batch.Batch(TOKENS, SLOTS, "cpu")
     for other in KINDS:  # What an earlier batch has left does not count.
-        tables.update(slots_of(other, TOKENS // 2), RANKS)
+        for count in (TOKENS, TOKENS // 2, 40, 3):
+            tables.update(slots_of(other, count), RANKS)
     tables.update(slots, RANKS)
     assert tables.tokens == (tokens if (slots >= 0).any() else 0)
     assert tables.has_base == (slots < 0).any()
     members = tables.members.tolist()
-    for tile in range(-(-TOKENS // batch.MANY)):
+    for tile in range(-(-TOKENS // batch.MANY) if tokens > 256 else 0):
         begin, end = tables.ranges[tile : tile + 2, 0].tolist()
         of_tile = slots[tile * batch.MANY : (tile + 1) * batch.MANY]
         expected = sorted({*of_tile[of_tile >= 0].tolist()})
@@ -59,10 +61,10 @@ def test_each_token_with_an_adapter_is_in_one_tile_of_its_slot(kind, tokens):
             assert (found[members] == -1).all()
             found[members] = slot
         assert (found == slots).all()
+    of_token = tables.slots.flatten().tolist()
+    assert of_token[:tokens] == slots.tolist()
+    assert {*of_token[tokens:]} <= {-1}
     if tokens <= batch.SMALL_BATCH:
-        of_token = tables.slots.flatten().tolist()
-        assert of_token[:tokens] == slots.tolist()
-        assert {*of_token[tokens:]} <= {-1}
         used = sorted({*slots[slots >= 0].tolist()})
         assert tables.used[0, 0] == len(used)
         assert tables.used[1 : 1 + len(used)].tolist() == [[one, RANKS[one]] for one in used]

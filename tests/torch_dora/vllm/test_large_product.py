@@ -16,6 +16,11 @@ CASES = (
 CONFIG = large_product.Config(columns=64, depth=64, stages=2, warps=4)
 
 
+@pytest.fixture(autouse=True)
+def _few_are_many(monkeypatch):
+    monkeypatch.setattr(batch, "LARGE_BATCH", 1)
+
+
 def run(given, sizes, slots, config=CONFIG):
     device, padded = given["x"].device, len(given["x"])
     tables = batch.Batch(kernels.TOKENS, SLOTS, device)

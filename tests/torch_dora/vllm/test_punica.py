@@ -74,8 +74,9 @@ def test_a_plain_layer_is_multiplied_in_the_same_operator_to_the_same_bits(layer
 
 
 def test_many_tokens_that_all_have_adapters_are_multiplied_by_one_kernel(layer, monkeypatch):
-    from torch_dora.vllm import large_product
+    from torch_dora.vllm import batch, large_product
 
+    monkeypatch.setattr(batch, "LARGE_BATCH", 1)
     config = large_product.Config(columns=8, depth=8, stages=1)
     monkeypatch.setattr(large_product, "CONFIG", config)
     monkeypatch.setattr(large_product, "refuses", lambda *operands: None)
@@ -174,13 +175,43 @@ def test_some_of_a_batch_is_refused(layer):
         products(layer, layer.draw(4, INPUTS), layer.bias)
 
 
+class Punica:
+    """Punica's wrapper on a GPU, as far as tables are made in it."""
+
+    def __init__(self):
+        for name in ("_token_lora_indices", "_sampler_indices", "_embeddings_indices"):
+            setattr(self, name, torch.full((9,), 77))
+        self.indices_len, self.made = [0] * 4, []
+        self.token_mapping_meta, self.prompt_mapping_meta = (
+            SimpleNamespace(
+                no_lora_flag_cpu=torch.tensor([False]), _reset=lambda: self.made.append("reset")
+            )
+            for _ in range(2)
+        )
+
+    def update_metadata(self, mapping, lora_index_to_id, max_loras, vocab_size):
+        self.made.append(mapping.index_mapping)
+        for one in (self._token_lora_indices, self._sampler_indices, self._embeddings_indices):
+            one.fill_(77)
+        for one in (self.token_mapping_meta, self.prompt_mapping_meta):
+            one.no_lora_flag_cpu.fill_(False)
+
+    def is_clear(self):
+        """Returns whether its kernels, in graphs too, compute nothing."""
+        flags = self.token_mapping_meta.no_lora_flag_cpu, self.prompt_mapping_meta.no_lora_flag_cpu
+        indices = self._token_lora_indices, self._sampler_indices
+        return all(flags) and all(bool((one == -1).all()) for one in indices)
+
+
+def mapping_of(*numbers):
+    return SimpleNamespace(index_mapping=numbers, prompt_mapping=numbers, is_prefill=True)
+
+
 def test_batches_of_the_base_alone_make_no_tables_again(layer, monkeypatch):
     from torch_dora.vllm import punica
 
-    wrapper = SimpleNamespace(update_metadata=None, _token_lora_indices=torch.ones(9).long())
-    wrapper._sampler_indices, wrapper.indices_len = wrapper._token_lora_indices.clone(), [0] * 4
-    tables, made = layer.tables, []
-    update = punica.makes_tables(wrapper, tables, [RANK, 0, 5], is_alone=True)
+    wrapper, tables, made = Punica(), layer.tables, []
+    update = punica.makes_tables(wrapper, tables, np.array([RANK, 0, 5]), np.full(SLOTS, False))
 
     def counted(slots, ranks, original=tables.update):
         made.append(slots.tolist())
@@ -188,12 +219,39 @@ def test_batches_of_the_base_alone_make_no_tables_again(layer, monkeypatch):
 
     monkeypatch.setattr(tables, "update", counted)
     for numbers in ((9, 0, 7), (0, 0, 0), (0, 0), (7, 0), (0,)):
-        mapping = SimpleNamespace(index_mapping=numbers, prompt_mapping=numbers, is_prefill=True)
-        update(mapping, [7, None, 9], 4, 100)
+        update(mapping_of(*numbers), [7, None, 9], 4, 100)
         assert tables.tokens == (len(numbers) if any(numbers) else 0)
         assert tables.used[0, 0] == len({*numbers} - {0})
-        assert (wrapper._token_lora_indices[: len(numbers)] == -1).all()
+        assert wrapper.indices_len == [len(numbers)] * 4
+        assert wrapper.is_clear()
     assert made == [[2, -1, 0], [-1, -1, -1], [0, -1], [-1]]
+    assert wrapper.made == ["reset"] * 2  # once for all of them
+    with pytest.raises(KeyError):
+        update(mapping_of(9, 8), [7, None, 9], 4, 100)
+    update(mapping_of(9, 8), [None, 8, 9], 4, 100)
+    assert made[-1] == [2, 1]
+
+
+def test_vllms_tables_are_made_for_batches_with_adapters_that_need_its_kernels(layer):
+    """By default it has kernels of its own for embeddings and the head."""
+    from torch_dora.vllm import punica
+
+    keeps, wrapper = np.array([False, True, False]), Punica()
+    update = punica.makes_tables(wrapper, layer.tables, np.array([RANK, 3, 5]), keeps)
+    for numbers in ((9, 0), (8, 9), (7, 9), (0, 0), (0, 8), (0, 0)):
+        update(mapping_of(*numbers), [7, 8, 9], 4, 100)
+        assert wrapper.is_clear() == (8 not in numbers)
+        assert bool((wrapper._embeddings_indices == 0).all()) == (8 not in numbers)
+    assert wrapper.made == [*["reset"] * 2, (8, 9), *["reset"] * 2, (0, 8), *["reset"] * 2]
+    wrapper._embeddings_indices.fill_(77)  # by vLLM's sleep
+    wrapper.rests = False
+    update(mapping_of(0), [7, 8, 9], 4, 100)
+    assert bool((wrapper._embeddings_indices == 0).all())
+    # Experts' kernels read other tables too.
+    update = punica.makes_tables(wrapper, layer.tables, np.array([RANK, 3, 5]), None)
+    for numbers in ((9, 0), (0, 0)):
+        update(mapping_of(*numbers), [7, 8, 9], 4, 100)
+        assert wrapper.is_clear() == (9 not in numbers)
 
 
 def test_both_operators_are_traced_whole(layer):

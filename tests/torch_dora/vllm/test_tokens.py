@@ -1,5 +1,7 @@
 """Answers of vLLM with the plugin, compared with transformers and PEFT in fp32."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -95,7 +97,7 @@ def test_the_kernels_answer_as_peft(tmp_path, monkeypatch):
         expected = [zoo.expected("dora", tuple(prompts[0])), zoo.expected(None, tuple(prompts[1]))]
         check(found, expected)
         # vLLM's deepest sleep forgets all but buffers. Its CPU build does not sleep.
-        worker = made.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        worker = engines.worker_of(made)
         model = worker.model_runner.get_model()
         kept = {buffer: one.clone() for buffer, one in model.named_buffers()}
         for layer in worker.model_runner.lora_manager._adapter_manager.modules.values():
@@ -107,6 +109,50 @@ def test_the_kernels_answer_as_peft(tmp_path, monkeypatch):
             one.copy_(kept[buffer])
         found = generate(made, prompts[:2], [request("dora", zoo.path("dora"), 9), None])
         check(found, expected)
+
+
+def test_punica_computes_what_is_left_to_it_for_the_adapters_that_have_it(tmp_path, monkeypatch):
+    """In Llama the embedding and the head, unless --lora-target-modules names others."""
+    from vllm.lora.punica_wrapper.punica_cpu import (  # pyright: ignore[reportMissingImports]
+        PunicaWrapperCPU,
+    )
+
+    from torch_dora.vllm import punica
+
+    monkeypatch.setenv("TORCH_DORA_VLLM_PUNICA", "0")
+    monkeypatch.setattr(engines, "TOKENS", 2)
+    meta, batches = SimpleNamespace(no_lora_flag_cpu=torch.tensor([False])), []
+
+    def metas(wrapper):
+        """As on a GPU, where Punica can rest."""
+        meta._reset = lambda: setattr(wrapper, "no_lora", True)
+        return [meta, meta]
+
+    def update(self, mapping, *others, original=PunicaWrapperCPU.update_metadata):
+        batches.append({*mapping.index_mapping})
+        original(self, mapping, *others)
+
+    monkeypatch.setattr(punica, "_metas", metas)
+    monkeypatch.setattr(PunicaWrapperCPU, "update_metadata", update)
+    zoo, prompts = Zoo("Llama", tmp_path), [[7, 8, 9], [5, 6]]
+    zoo.add("head", ADAPTERS["lora, some"] | {"target_modules": ["q_proj", "lm_head"]}, 71)
+    numbers = {"dora": 1, "head": 2, None: 0}
+    with engine(zoo.folder, max_num_batched_tokens=32, max_loras=3) as made:
+        for names in (("dora", None), ("head", None), ("dora", "head"), (None, "dora")):
+            batches.clear()
+            found = generate(made, prompts, [
+                request(name, name and zoo.path(name), numbers[name]) for name in names
+            ])  # fmt: skip
+            pairs = zip(names, prompts, strict=True)
+            check(found, [zoo.expected(name, tuple(prompt)) for name, prompt in pairs])
+            assert len(batches) == (2 if "head" in names else 0)
+            assert all(numbers["head"] in batch for batch in batches)
+        manager = engines.manager_of(made)
+        (wrapper,) = manager.punica_wrapper_mapping.values()
+        assert wrapper.rests
+        manager.dora.renew()
+        assert not wrapper.rests
+        assert manager._last_mapping is None
 
 
 def test_the_parity_level_passes():
