@@ -1,5 +1,5 @@
-"""Folder locks, checks of new folders, flushing files to the disk, and disk errors that name a
-path."""
+"""Folder locks, checks of new folders, hints for missing ones, flushing files to the disk, and disk
+errors that name a path."""
 
 import contextlib
 import errno
@@ -82,3 +82,16 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hub_hint(folder: str | os.PathLike[str]) -> str:
+    """Returns the end of an error message for a folder that does not exist, if it has the form of a
+    name on the Hugging Face Hub: how to download it."""
+    name = os.fspath(folder)
+    owner = Path(name).parent
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or os.path.isdir(owner):
+        return ""
+    return (
+        f"; nothing is downloaded here: if it is a name on the Hugging Face Hub, run hf download "
+        f"{name} --local-dir FOLDER, and pass that folder"
+    )

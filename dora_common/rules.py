@@ -2,11 +2,14 @@
 
 import dataclasses
 import difflib
+import logging
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from dora_common.hyperparameters import DropoutMode, adapter_scale, check_dropout
+
+_LOG = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
 """The path of a rule that matches every linear projection except embeddings and the output head."""
@@ -128,7 +131,7 @@ def assign[R: Rule](
 ) -> list[R | None]:
     """Returns for each layer, by all its paths and the argument of :meth:`Rule.matches`, the first
     rule that matches, or None. Raises ValueError if a rule applies to no layer, or its ``exclude``
-    matches none."""
+    matches none. Logs a warning if the scale of a rule is 0."""
 
     def matched(rule: R, index: int) -> bool:
         names = paths[index]
@@ -164,6 +167,14 @@ def assign[R: Rule](
             f"{_suggestion(unmatched, every_path)}. The layers with parameters are:"
             f"{listing(every_path)}"
         )
+    for index, rule in enumerate(rules):
+        if not rule.scale:
+            _LOG.warning(
+                "rules[%d] has alpha %s, and so the scale 0: lora_a and lora_b have no effect and "
+                "are not trained, only magnitudes are; alpha is often rank or 2 * rank",
+                index,
+                rule.alpha,
+            )
     return chosen
 
 

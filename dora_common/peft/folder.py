@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from dora_common.disk import hub_hint
 from dora_common.hyperparameters import DropoutMode, adapter_scale
 from dora_common.peft import checks, formats
 from dora_common.peft.config import AdapterConfig
@@ -274,7 +275,9 @@ def _read_config(file: Path) -> str:
 
 def _find(folder: Path, adapter: str | None) -> Path:
     if not folder.exists():
-        raise FileNotFoundError(f"folder is {folder}; expected an adapter folder on this machine")
+        raise FileNotFoundError(
+            f"folder is {folder}; expected an adapter folder on this machine{hub_hint(folder)}"
+        )
     if not folder.is_dir():
         raise NotADirectoryError(
             f"folder is {folder}, a file; expected a PEFT folder, which holds {CONFIG} and "

@@ -71,6 +71,13 @@ def test_a_rule_that_matches_nothing_gets_a_hint(path, paths, hint):
     assert hint in str(caught.value)
 
 
+@pytest.mark.parametrize(("alpha", "count"), [(0, 1), (0.0, 1), (4, 0), (-4, 0)])
+def test_a_scale_of_zero_is_told(alpha, count, caplog):
+    assign([Rule(".*norm", 2, 4), Rule(".*", 2, alpha)], PATHS, LINEAR)
+    assert len(caplog.messages) == count
+    assert all(f"rules[1] has alpha {alpha}, and so" in one for one in caplog.messages)
+
+
 def test_a_rule_that_adapts_nothing_lists_the_paths():
     everything = r"(.|\n)*:\n  again\n  blocks/0/up\n  lm_head\n  model\.norm\n  model\.q_proj$"
     with pytest.raises(ValueError, match=r"rules\[1\], path 'x', matches no layer" + everything):

@@ -300,6 +300,16 @@ def test_refusals_leave_the_model_alone(model, rules, error, match):
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_an_adapted_model_is_refused_without_a_warning(caplog):
+    model = apply_dora(nn.Sequential(nn.Linear(3, 4)), DoRARule("all-linear", 2, 4))
+    with pytest.raises(ValueError, match="one adapter at a time"):
+        apply_dora(model, DoRARule("all-linear", 2, 4))
+    with pytest.raises(ValueError, match="'typo', matches no layer") as caught:
+        apply_dora(model, [DoRARule("all-linear", 2, 4), DoRARule("typo", 2, 4)])
+    assert "leaves out" not in str(caught.value)
+    assert not caplog.messages
+
+
 def test_lazy_parameters_are_refused():
     model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 4))
     with pytest.raises(ValueError, match=r"call the model once(.|\n)*\n  0\.bias\n  0\.weight$"):

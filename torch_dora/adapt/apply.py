@@ -112,10 +112,10 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
         )
     except ValueError as error:
         raise ValueError("\n".join(filter(None, (str(error), left_out)))) from None
-    if left_out:
-        _LOG.warning(left_out)
     matched = [(*layer, rule) for layer, rule in zip(layers, chosen, strict=True) if rule]
     check_adaptable(model, [(module, names) for module, names, _ in matched])
+    if left_out:
+        _LOG.warning(left_out)
     trainable = [p for p in model.parameters() if p.requires_grad]
     try:
         new = {
@@ -260,6 +260,7 @@ def _left_out(rules: Sequence[DoRARule], layers: Iterable[NamedModule]) -> str:
         f"{names[0]} ({type(module).__name__})"
         for module, names in layers
         if projection_shape(module) and layer_class(module) is None
+        if not isinstance(module, DoRALayer)
         if any(rule.matches(names[0], linear=True) for rule in all_linear)
     ]
     if not left_out:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dora_common.disk import hub_hint
 from dora_common.replacement import temporary_folder
 from jax_dora.lm.encoder.deberta import SequenceClassifier
 from jax_dora.lm.encoder.encoder_config import DebertaConfig
@@ -56,7 +57,9 @@ def load_classifier(
     folder, rngs = Path(folder), rngs or nnx.Rngs(0)
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; expected a Hugging Face model folder")
+        raise FileNotFoundError(
+            f"{file} does not exist; expected a Hugging Face model folder{hub_hint(folder)}"
+        )
     config = DebertaConfig.from_hf(read_json_object(file), **changes)
     tensors = stored_tensors(folder)
     model = nnx.eval_shape(lambda: SequenceClassifier(config, rngs=nnx.Rngs(0)))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jax_dora
-from dora_common.disk import add_path_to_disk_errors
+from dora_common.disk import add_path_to_disk_errors, hub_hint
 from dora_common.replacement import temporary_folder
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.lm.models.config import COMPUTATION, DecoderConfig, read_json_object
@@ -57,7 +57,9 @@ def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; expected a Hugging Face model folder")
+        raise FileNotFoundError(
+            f"{file} does not exist; expected a Hugging Face model folder{hub_hint(folder)}"
+        )
     config = read_json_object(file)
     if config.get("dtype") or config.get("torch_dtype"):
         return config

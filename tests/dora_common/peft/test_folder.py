@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -497,3 +498,26 @@ def test_a_file_of_peft_s_is_not_taken_for_another_format(tmp_path: Path) -> Non
     save(tmp_path / "a", 2)
     with pytest.raises(NotADirectoryError, match=rf"holds {CONFIG} and {TENSORS}$"):
         rank_in(tmp_path / "a" / TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_hinted"),
+    [
+        ("owner/adapter-r8", True),
+        ("there/adapter", False),
+        ("./adapter", False),
+        ("adapter", False),
+    ],
+)
+def test_a_name_of_the_hub_gets_the_command_that_downloads(
+    name: str, is_hinted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    with (
+        pytest.raises(FileNotFoundError, match=f"folder is {Path(name)}") as caught,
+        open_folder(name, "np"),
+    ):
+        pass
+    hint = f"; nothing is downloaded here: .*hf download {name} --local-dir FOLDER"
+    assert bool(re.search(hint, str(caught.value))) == is_hinted

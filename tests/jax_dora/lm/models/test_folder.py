@@ -499,6 +499,8 @@ def test_no_partial_rotation_and_no_epsilon(llama):
 def test_no_config(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         decoder.load_model(tmp_path)
+    with pytest.raises(FileNotFoundError, match="hf download Qwen/Qwen3-8B"):
+        decoder.load_model("Qwen/Qwen3-8B")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):
         decoder.load_model(tmp_path)
