@@ -32,11 +32,13 @@ class Adapters:
 
     Attributes:
         is_outdated: whether the base weights have changed since the norms were computed.
+        replaced: the last request by which each adapter was loaded in place.
     """
 
     def __init__(self, manager: Any, *, keeps_punica: bool) -> None:
         self.manager = manager
         self.is_outdated = False
+        self.replaced: dict[int, Any] = {}
         self._scaled_slots: set[int] = set()
         self._weights: dict[str, BaseWeight] = {}
         self._layers: dict[str, Any] = {}
@@ -159,7 +161,6 @@ class Adapters:
     def renew(self) -> None:
         """Computes all g again, for base weights that have changed, and fills the slots again."""
         self._weights.clear()
-        self.is_outdated = False
         manager = self.manager
         # They may have been loaded after a sleep, which forgets vLLM's tables.
         manager._last_mapping = None
@@ -176,6 +177,7 @@ class Adapters:
                     weights = manager._get_lora_layer_weights(lora, name)
                     manager.modules[name].set_lora(slot, weights.lora_a, weights.lora_b)
                 self.place(lora, slot)
+        self.is_outdated = False
 
     def _find_magnitudes(self, lora: Any) -> None:
         """Finds the layers that an adapter is for, before vLLM packs it."""

@@ -19,6 +19,7 @@ Worker.finish_weight_update           or written by a trainer
 ====================================  ==============================================================
 """
 
+import copy
 import functools
 import importlib
 import importlib.metadata
@@ -193,10 +194,14 @@ def _add_adapter(original: Function) -> Function:
 
 def _activate_adapter(original: Function) -> Function:
     def activate_adapter(self: Any, lora_id: int) -> bool:
-        was_activated = original(self, lora_id)
-        if was_activated:
-            slot = self.lora_index_to_id.index(lora_id)
-            self.dora.place(self.list_adapters()[lora_id], slot)
+        try:
+            was_activated = original(self, lora_id)
+            if was_activated:
+                slot = self.lora_index_to_id.index(lora_id)
+                self.dora.place(self.list_adapters()[lora_id], slot)
+        except Exception:
+            self.deactivate_adapter(lora_id)  # Else half of it would be served.
+            raise
         return was_activated
 
     return activate_adapter
@@ -210,8 +215,15 @@ def _apply_adapters(original: Function) -> Function:
         ordered = sorted([one for one in lora_requests if one], key=_number)
         caches = manager._registered_adapters, manager._active_adapters
         numbers = [one.lora_int_id for one in ordered]
-        if any(one.load_inplace for one in ordered):
+        if replacing := {one.lora_int_id: one for one in ordered if one.load_inplace}:
+            # vLLM would load it in each step of the request.
+            known = manager.dora.replaced
+            for i, one in enumerate(ordered):
+                if known.get(one.lora_int_id) is one:
+                    ordered[i] = copy.copy(one)
+                    ordered[i].load_inplace = False
             original(self, ordered)
+            known.update(replacing)
         elif not all(_are_last(numbers, cache.order) for cache in caches):
             active = manager._active_adapters
             if not all(number in active for number in numbers):

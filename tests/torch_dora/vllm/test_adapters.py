@@ -86,6 +86,53 @@ def test_an_adapter_is_replaced_in_place_removed_and_pinned(zoo, made):
     assert number not in llm.list_loras()
 
 
+def test_a_request_loads_in_place_once_and_not_in_each_of_its_steps(zoo, made, monkeypatch):
+    """The server's requests do so after an adapter was replaced by its API."""
+    from vllm.lora import worker_manager  # pyright: ignore[reportMissingImports]
+
+    loaded = []
+
+    def load(self, one, original=worker_manager.WorkerLoRAManager._load_adapter):
+        loaded.append(one.lora_path)
+        return original(self, one)
+
+    monkeypatch.setattr(worker_manager.WorkerLoRAManager, "_load_adapter", load)
+    number, names = next(numbers), ("dora", "some", "dora")
+    other = request("rslora", zoo.path("rslora"), next(numbers))
+    for count, name in enumerate(names, 1):
+        one = request("changing", zoo.path(name), number, load_inplace=True)
+        found = generate(made, [PROMPT] * 2, [one, other])
+        check(found, [*asked(zoo, name), *asked(zoo, "rslora")])
+        assert len(loaded) == count + 1  # and the other, once
+
+
+def test_an_adapter_that_could_not_be_copied_is_in_no_slot(zoo, made, monkeypatch):
+    from torch_dora.vllm.adapters import Adapters
+
+    one, manager = request("dora", zoo.path("dora"), next(numbers)), manager_of(made)
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapters, "place", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.llm_engine.add_lora(one)
+    assert one.lora_int_id not in manager.lora_index_to_id
+    assert one.lora_int_id not in manager._active_adapters
+    check(generate(made, [PROMPT], [one]), asked(zoo, "dora"))
+
+
+def test_norms_that_could_not_be_renewed_are_still_outdated(zoo, made, monkeypatch):
+    """Else the next step would go on with the old ones."""
+    adapters = manager_of(made).dora
+    made.llm_engine.add_lora(request("dora", zoo.path("dora"), next(numbers)))
+    adapters.is_outdated = True
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "_scales", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.llm_engine.add_lora(request("some", zoo.path("some"), next(numbers)))
+    assert adapters.is_outdated
+    check(generate(made, [PROMPT], [request("some", zoo.path("some"), 990)]), asked(zoo, "some"))
+    assert not adapters.is_outdated
+
+
 def test_slots_change_between_the_steps_of_a_batch(zoo, made, monkeypatch):
     """The batch has the same adapters in all of its steps."""
     llm, manager, names = made.llm_engine, manager_of(made), ("dora", "some")
