@@ -136,12 +136,14 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
     own = base._parameters
     weight = own["weight"] if "weight" in own else base.weight
     bias = own["bias"] if "bias" in own else base.bias
-    # FSDP with flat parameters sets the weights as plain attributes.
-    magnitude, lora_a = vector._parameters.get("weight"), a._parameters.get("weight")
-    lora_b = b._parameters.get("weight")
+    # In the backward pass FSDP with flat parameters sets the weights as plain attributes.
+    own, of_a, of_b = vector._parameters, a._parameters, b._parameters
+    magnitude = own["weight"] if "weight" in own else vector.weight
+    lora_a = of_a["weight"] if "weight" in of_a else a.weight
+    lora_b = of_b["weight"] if "weight" in of_b else b.weight
     if not PLAIN.issuperset(map(type, (x, weight, magnitude, lora_a, lora_b))):
         return None
-    if a._parameters.get("bias") is not None or b._parameters.get("bias") is not None:
+    if of_a.get("bias") is not None or of_b.get("bias") is not None:
         return None
     if weight.dtype not in check.FLOATS:
         return None
