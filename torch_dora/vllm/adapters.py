@@ -75,13 +75,15 @@ class Adapters:
         seen = set()
         for name, layer in self._layers.items():
             weight = _base_weight(name, layer)
-            if weight.weight is None or layer.device.type != "cuda":
+            if weight.weight is None or weight.device.type != "cuda":
                 continue  # Others take long to measure, and need no kernel of Triton.
-            if (shape := tuple(weight.weight.shape)) not in seen:
-                seen.add(shape)
-                dtype = self.manager.lora_config.lora_dtype
-                zeros = torch.zeros(1, shape[1], dtype=dtype), torch.zeros(shape[0], 1, dtype=dtype)
-                weight.squares([self._operands(weight, slice(None), *zeros)])
+            inputs, dtype = weight.features, self.manager.lora_config.lora_dtype
+            for rows in slices.part_rows(layer):
+                if (shape := (rows.stop - rows.start, inputs)) not in seen:
+                    seen.add(shape)
+                    lora_a = torch.zeros(1, inputs, dtype=dtype)
+                    lora_b = torch.zeros(shape[0], 1, dtype=dtype)
+                    weight.squares([self._operands(weight, rows, lora_a, lora_b)])
 
     def _replace_punica(self, wrapper: Any) -> None:
         """Gives the layers of a Punica wrapper their kernels."""

@@ -123,13 +123,21 @@ def cut(
             lora_b, columns = layer.slice_lora_b(lora_b), layer.slice_lora_b(columns)
     if isinstance(lora_b, Tensor):
         return [Part(names[0], slice(0, len(lora_b)), lora_a, lora_b, columns[:, 0])]
-    ends = list(accumulate(layer.output_slices, initial=0))
-    ranges = [slice(*ends[i : i + 2]) for i in range(count)]
     return [
         Part(name, rows, a, b, column[:, 0])
-        for name, rows, a, b, column in zip(names, ranges, lora_a, lora_b, columns, strict=True)
+        for name, rows, a, b, column in zip(
+            names, part_rows(layer), lora_a, lora_b, columns, strict=True
+        )
         if b is not None
     ]
+
+
+def part_rows(layer: Any) -> list[slice]:
+    """Returns the outputs of each of the layer's projections in this process."""
+    if layer.n_slices == 1:
+        return [slice(0, features_out(layer))]
+    ends = list(accumulate(layer.output_slices, initial=0))
+    return [slice(*ends[i : i + 2]) for i in range(layer.n_slices)]
 
 
 def slot_rows(layer: Any) -> list[slice]:

@@ -434,3 +434,33 @@ def test_layers_of_encoders_are_left_to_vllm(monkeypatch):
     assert made._reasons["visual.q"].startswith("it is in an encoder")
     assert not hasattr(modules["visual.q"].base_layer, "row_scales")
     assert all((one._token_lora_indices == -1).all() for one in (language, tower))
+
+
+def test_the_norms_of_all_projections_are_compiled_before_the_first_adapter(zoo, made, monkeypatch):
+    """Triton has other kernels for small weights. Those of `dora` are all that there are."""
+    from torch_dora.vllm import adapters, base_weight
+
+    shapes = []
+
+    def squares(self, parts):
+        shapes.append({(len(b), a.shape[1]) for _, a, b in parts})
+        return [torch.ones(len(b)) for _, _, b in parts]
+
+    def weight_of(name, layer):
+        features, base = layer.input_size, layer.base_layer
+        one = torch.empty(base.output_size_per_partition, features)
+        found = base_weight.BaseWeight(name, one, lambda x: x, features=features, dtype=one.dtype,
+                                       device=SimpleNamespace(type="cuda"))  # fmt: skip
+        return found
+
+    dora = manager_of(made).dora
+    monkeypatch.setattr(adapters.BaseWeight, "squares", squares)
+    monkeypatch.setattr(adapters, "_base_weight", weight_of)
+    monkeypatch.setattr(dora, "_operands", lambda weight, *operands: operands)
+    monkeypatch.setattr(dora, "_weights", {})
+    dora._compile_norms()
+    before = set().union(*shapes)
+    assert len(shapes) == len(before)
+    made.llm_engine.add_lora(request("dora", zoo.path("dora"), next(numbers)))
+    assert set().union(*shapes) == before
+    made.llm_engine.remove_lora(next(numbers) - 1)
