@@ -11,7 +11,7 @@ from dora_common.peft import checks
 from dora_common.peft.config import EXPERTS_VERSION, AdapterConfig
 from dora_common.peft.destinations import find_destinations
 from dora_common.peft.folder import check_finite
-from dora_common.peft.keys import key_of, parameter_key
+from dora_common.peft.keys import key_of, parameter_key, parse
 from dora_common.peft.layers import Architecture, Layer, check_layers, key_modules
 from dora_common.peft.names import first_match, parameters_for, patterns_for, targets_for
 from dora_common.peft.writing import check_writable, write
@@ -185,6 +185,13 @@ class Source:
             check_finite(key, tensor, reason)
 
         def write_tensors(path: Path) -> None:
+            if _is_fresh(tensors):
+                _LOG.warning(
+                    "%s: lora_a or lora_b is zero in every layer, as before training. If this "
+                    "adapter was trained, the optimizer does not have its parameters: create the "
+                    "optimizer after apply_dora or load_adapter, from the model that it returns",
+                    os.fspath(folder),
+                )
             save_file(tensors, path, metadata={"format": "pt"})
 
         run(lambda: write(folder, config, write_tensors, overwrite=overwrite))
@@ -297,6 +304,18 @@ class Source:
                 "only one"
             )
         return next(iter(examples), 0.0)
+
+
+def _is_fresh(tensors: Mapping[str, Any]) -> bool:
+    """Returns whether each layer has a matrix of zeros, by which lora_b lora_a is zero."""
+    layers, zero = set[str](), set[str]()
+    for key, tensor in tensors.items():
+        parsed = parse(key)
+        if parsed.role not in (None, "magnitude", "tokens"):
+            layers.add(parsed.module)
+            if parsed.module not in zero and not bool((tensor != 0).any()):
+                zero.add(parsed.module)
+    return layers == zero
 
 
 def _raise_unknown_name(argument: str, name: str, there: Iterable[str]) -> NoReturn:
