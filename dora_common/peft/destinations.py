@@ -75,7 +75,8 @@ def find_destinations(
             matcher.place(key, parse(key, adapter), dtype, shape)
         else:
             matcher.problems.append(f"{key} is of the adapter {named!r}; pass adapter={named!r}")
-    matcher.find_missing()
+    if not matcher.find_unknown():
+        matcher.find_missing()
     matcher.find_unselected()
     matcher.find_missing_parameters()
     if problems := matcher.problems:

@@ -34,6 +34,7 @@ class Matcher:
       tokens: the key that holds some rows of a parameter and the indices of these rows, by the
         parameter's name.
       unselected: the names of layers with tensors that the configuration does not select.
+      unknown: the keys of tensors for layers that the model does not have, by the layer's name.
       problems: descriptions of the problems.
     """
 
@@ -58,6 +59,7 @@ class Matcher:
         self.whole: dict[str, list[str]] = {}
         self.tokens: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.unselected: set[str] = set()
+        self.unknown: dict[str, list[str]] = {}
         self.problems: list[str] = []
 
     def place(self, key: str, parsed: Key, dtype: str, shape: Shape) -> None:
@@ -163,7 +165,8 @@ class Matcher:
         if layer is None and module in self.refusals:
             return f"is of a weight that cannot be adapted: {self.refusals[module]}"
         if layer is None:
-            return f"finds no layer that can be adapted{self._nearest(module, self.layers)}"
+            self.unknown.setdefault(module, []).append(key)
+            return None
         found = self.adapters.setdefault(module, {})
         if role in found:
             return f"and {found[role]} are the same tensor; expected one of them"
@@ -231,6 +234,37 @@ class Matcher:
                     f"that can be adapted; the model has {checks.short(experts)}",
                 )
 
+    def find_unknown(self) -> bool:
+        """Records the layers with tensors that the model does not have, and returns whether all of
+        them are there under a longer or a shorter name."""
+        if not self.unknown:
+            return False
+        first = min(self.unknown)
+        for layer in self.layers:
+            start = layer.removesuffix(f".{first}") + "."
+            if layer != start[:-1] and all(start + name in self.layers for name in self.unknown):
+                self.problems.insert(
+                    0,
+                    f"the adapter is of the part {start[:-1]!r} of this model, where {first} is "
+                    f"{layer}; load it into that part",
+                )
+                return True
+        parts = first.split(".")
+        for length in range(1, len(parts)):
+            start = ".".join(parts[:length]) + "."
+            if all(name.removeprefix(start) in self.layers for name in self.unknown):
+                self.problems.insert(
+                    0,
+                    f"the adapter is of a model that has this one as its part {start[:-1]!r}, so "
+                    f"that {first} is {first.removeprefix(start)} here; load it into that model",
+                )
+                return True
+        for module, keys in self.unknown.items():
+            for key in keys:
+                near = self._nearest(module, self.layers)
+                self.problems.append(f"{key} finds no layer that can be adapted{near}")
+        return False
+
     def find_unselected(self) -> None:
         """Records the layers with tensors that the configuration does not select, as the first
         problem, since it explains others."""
@@ -255,9 +289,10 @@ class Matcher:
                 f"{t!r}, which names no layer{nearest(t, self.layers)}" for t in unknown
             ]:
                 return f"target_modules has {'; and '.join(unknown[:_MAX_NAMES])}"
-        fields = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform")
-        values = {field: getattr(self.config, field) for field in fields}
-        return ", ".join(f"{field} is {checks.short(one)}" for field, one in values.items() if one)
+        of_layers = ("target_modules", "target_parameters", "exclude_modules")
+        names = (*of_layers, "layers_to_transform", "modules_to_save")
+        fields = {name: getattr(self.config, name) for name in names}
+        return ", ".join(f"{field} is {checks.short(one)}" for field, one in fields.items() if one)
 
     def find_missing(self) -> None:
         """Records everything else that the configuration selects and the folder lacks."""

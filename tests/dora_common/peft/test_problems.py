@@ -1,5 +1,6 @@
 """What is wrong with a folder is named once, with the likely cause and what to do."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,16 @@ LAYERS = [
 ]
 
 
-def problems(folder: Path, *, drop: str = "nothing", targets: str = "qv", **fields: Any) -> str:
+def problems(
+    folder: Path,
+    *,
+    drop: str = "nothing",
+    targets: str = "qv",
+    model: list[Layer] = LAYERS,
+    **fields: Any,
+) -> str:
     """Returns the error of a folder with adapters of the layers `targets`, without the tensors of
-    the role `drop`."""
+    the role `drop`, in a model with the layers `model`."""
     config = AdapterConfig(**({"r": 2, "use_dora": True, "lora_alpha": 4} | fields))
     tensors = {
         key_of(layer.name, role): np.ones(shape, np.float32)
@@ -32,7 +40,7 @@ def problems(folder: Path, *, drop: str = "nothing", targets: str = "qv", **fiel
     write(folder, config, lambda path: save_file(tensors, path), overwrite=False)
     with open_folder(folder, "np") as source:
         try:
-            source.destinations(Architecture(LAYERS, {}, {}))
+            source.destinations(Architecture(model, {}, {}))
         except ValueError as error:
             return str(error)
     return ""
@@ -59,6 +67,35 @@ def test_ends_of_names_as_one_expression_are_told_apart_from_a_list(tmp_path):
     assert len(message.splitlines()) == 2
     assert r"expected '.*\\.(q_proj|v_proj)', or a list" in message
     assert not problems(tmp_path / "corrected", target_modules=r".*\.(q_proj|v_proj)")
+
+
+def test_a_module_that_is_stored_whole_too_is_told(tmp_path):
+    targets, saved = ("q_proj", "v_proj"), ("q_proj",)
+    message = problems(tmp_path, target_modules=targets, modules_to_save=saved)
+    assert message.splitlines()[1].endswith(
+        f"target_modules is {targets}, modules_to_save is {saved}"
+    )
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_an_adapter_of_a_part_or_of_the_whole_is_one_line(is_part, tmp_path):
+    old, new = ("layers", "a.b.layers") if is_part else ("layers.", "")
+    model = [replace(layer, name=layer.name.replace(old, new, 1)) for layer in LAYERS]
+    message = problems(tmp_path, target_modules=("q_proj", "v_proj"), model=model)
+    assert len(message.splitlines()) == 2
+    expected = (
+        "is of the part 'a.b' of this model, where layers.0.q_proj is a.b.layers.0.q_proj;"
+        if is_part
+        else "has this one as its part 'layers', so that layers.0.q_proj is 0.q_proj here;"
+    )
+    assert expected in message
+
+
+def test_layers_that_are_in_no_part_are_listed(tmp_path):
+    model = [replace(layer, name=f"a.{layer.name}") for layer in LAYERS[2:]]
+    message = problems(tmp_path, target_modules=("q_proj", "v_proj"), model=model)
+    assert "layers.0.q_proj.lora_A.weight finds no layer that can be adapted; the near" in message
+    assert message.endswith(" more")
 
 
 def test_missing_magnitudes_say_what_to_do(tmp_path):
