@@ -92,7 +92,9 @@ class Rule:
 
 def _check_expression(name: str, value: Any) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; expected a regular expression as a string")
+        names = "|".join(map(str, value)) if isinstance(value, list | tuple | set) else ""
+        hint = f", such as '.*({names})' for ends of paths" if names else ""
+        raise TypeError(f"{name} is {value!r}; expected a regular expression as a string{hint}")
     try:
         re.compile(value)
     except re.error as error:

@@ -8,6 +8,7 @@ weight. `merge_dora` followed by `apply_dora` or `set_adapter` puts one adapter 
 
 import dataclasses
 import logging
+import os
 import re
 from typing import Any
 
@@ -98,6 +99,15 @@ def get_adapter(model: nnx.Module) -> Adapter:
     )
 
 
+def check_adapter(name: str, value: Any) -> None:
+    """Raises TypeError unless the argument `name` is an `Adapter`."""
+    if not isinstance(value, Adapter):
+        message = f"{name} is a {type(value).__name__}; expected an Adapter from get_adapter"
+        if isinstance(value, str | os.PathLike):
+            message += ": jax_dora.peft.load_adapter reads a folder"
+        raise TypeError(message)
+
+
 def adapted_weights(model: nnx.Module | Modules) -> tuple[AdaptableWeight, ...]:
     """Returns the adapted weights of a model, or of its `find_modules`, without the model."""
     found = (one for one in find_weights(model) if one.is_adapted)
@@ -149,10 +159,7 @@ def set_adapter[Model: nnx.Module](
     if adapter is None:
         return close_linen_modules(base)
     check_has_values(base, "jax_dora.set_adapter")
-    if not isinstance(adapter, Adapter):
-        raise TypeError(
-            f"adapter is a {type(adapter).__name__}; expected an Adapter from get_adapter, or None"
-        )
+    check_adapter("adapter", adapter)
     warn_of(replaced_parameters(base), "after set_adapter, ")
     rules = rules_by_path(adapter)
     found = find_weights(modules)

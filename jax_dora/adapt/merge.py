@@ -16,7 +16,7 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergedLayer, MergeReport
 from dora_common.rules import listing
 from jax_dora import ops
-from jax_dora.adapt.adapter import Adapter, set_adapter
+from jax_dora.adapt.adapter import Adapter, check_adapter, set_adapter
 from jax_dora.adapt.tied_heads import untie_heads
 from jax_dora.adapt.tree import (
     Modules,
@@ -100,7 +100,7 @@ def merge_dora(
       The merged model, or (merged model, report).
 
     Raises:
-      TypeError: `model` is not an nnx module.
+      TypeError: `model` is not an nnx module, or one of `adapters` is not an `Adapter`.
       ValueError: there is no adapter to merge, or one of `adapters` does not fit the model; or
         `requantize` is True without `return_report`; or `model` is abstract, outside
         `nnx.eval_shape`; or the scales of a quantised kernel are zero or not finite, before or
@@ -117,6 +117,8 @@ def merge_dora(
         raise TypeError(
             f"adapters is a {type(adapters).__name__}; expected a list of Adapters, or None"
         )
+    for number, adapter in enumerate(adapters or ()):
+        check_adapter(f"adapters[{number}]", adapter)
     check_model(model, for_linen="jax_dora.linen.merge_dora")
     for name, values in {"model": model, "one of adapters": adapters}.items():
         check_has_values(values, "jax_dora.merge_dora", name=name, can_trace=not return_report)

@@ -89,6 +89,11 @@ def named_model(
     otherwise: they had adapters before these were removed, or a call has shown them. Raises
     ValueError if two modules get the same name, or the layers of a stack cannot be named."""
     check_model(model)
+    if not isinstance(names, Names):
+        raise TypeError(
+            f"names is a {type(names).__name__}; expected jax_dora.peft.Names, such as "
+            'Names(rules=[("^blocks", "transformer/h")])'
+        )
     # The members of an nnx.List have names of their own, and the list itself needs none.
     found = find_modules(model)
     every = find_weights(found, is_leading=True)

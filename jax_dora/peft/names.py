@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dora_common.peft import checks
+
 # Parameters that have another name in PyTorch.
 _PARAMETERS = {
     "kernel": "weight",
@@ -40,6 +42,17 @@ class Names:
     stacks: tuple[str, ...] | list[str] = ("layers", "layer", "blocks", "block", "h")
     parameters: Mapping[str, str] = field(default_factory=lambda: _PARAMETERS)
     experts: tuple[str, ...] | list[str] = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError if a rule is no pair of a regular expression and a
+        string."""
+        for rule in self.rules:
+            if not (isinstance(rule, tuple | list) and [*map(type, rule)] == [str, str]):
+                raise TypeError(
+                    f"rules has {rule!r}; expected pairs of a regular expression and its "
+                    'replacement, such as [("^blocks", "transformer/h")]'
+                )
+            checks.check_regex("rules", rule[0], rule[0])
 
     def module(self, path: str, index: tuple[int, ...] = ()) -> str:
         """Returns PyTorch's name of a module.

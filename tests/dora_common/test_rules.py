@@ -137,6 +137,7 @@ def test_rules_may_be_one_or_several_of_the_packages_class():
     [
         ({"path": "("}, ValueError, r"path is '\(', which is not a valid regular expression"),
         ({"path": 3}, TypeError, "path is 3; expected a regular expression"),
+        ({"path": ["a", "b"]}, TypeError, r"as a string, such as '\.\*\(a\|b\)' for ends of paths"),
         ({"exclude": "("}, ValueError, r"exclude is '\(', which is not a valid regular expression"),
         ({"exclude": ("a",)}, TypeError, r"exclude is \('a',\); expected a regular expression"),
         ({"rank": 0}, ValueError, "rank is 0; expected at least 1"),

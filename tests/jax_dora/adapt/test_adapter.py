@@ -1,6 +1,7 @@
 """Taking adapters out, putting them in, and one in another's place."""
 
 import dataclasses
+from pathlib import Path
 
 import chex
 import jax
@@ -260,6 +261,11 @@ def test_an_adapter_that_does_not_fit():
     dropped = apply_dora(base, DoRARule("linear", 2, 4, dropout=0.5), rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="rngs is None and the adapter has dropout"):
         set_adapter(base, get_adapter(dropped))
+    for path in ("folder", Path("folder")):
+        with pytest.raises(TypeError, match=r"an Adapter from get_adapter: .* reads a folder"):
+            set_adapter(base, path)
+        with pytest.raises(TypeError, match=r"adapters\[1\] is a .*an Adapter from get_adapter: "):
+            merge_dora(base, adapters=[adapter, path])
     with pytest.raises(TypeError, match="adapter is a dict; expected an Adapter"):
         set_adapter(base, adapter.arrays)
     with pytest.raises(ValueError, match="model holds no adapter"):

@@ -103,3 +103,17 @@ def test_names_may_be_computed(tmp_path) -> None:
             names=Backwards(),
             config=config,
         )
+
+
+@pytest.mark.parametrize("rules", [["^a"], [("^a", "b", "c")], [("^a", 1)]])
+def test_rules_are_pairs(rules) -> None:
+    with pytest.raises(TypeError, match="expected pairs of a regular expression and its replace"):
+        Names(rules=rules)
+    with pytest.raises(ValueError, match=r"rules has '\('; expected a regular expression"):
+        Names(rules=[("(", "a")])
+
+
+def test_names_of_another_type_are_refused(tmp_path) -> None:
+    model = jax_dora.apply_dora(Pair(), jax_dora.DoRARule(".*", rank=2, alpha=2), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"names is a dict; expected jax_dora\.peft\.Names"):
+        jax_dora.peft.save_adapter(model, tmp_path, names={"a": "b"})  # pyright: ignore
