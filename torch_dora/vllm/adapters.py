@@ -44,11 +44,17 @@ class Adapters:
         self._layers: dict[str, Any] = {}
         self._reasons: dict[str, str] = {}  # why the others cannot have DoRA
         direct = slices.called_without_adapters(manager.model)
+        divided = slices.called_for_some_tokens(manager.model)
         language, *encoders = dict.fromkeys(manager.punica_wrapper_mapping.values())
         for name, layer in manager.modules.items():
             reason = slices.refuses(layer)
             if reason is None and id(layer.base_layer) in direct:
                 reason = "vLLM computes with the base layer alone; leave it out of the adapter"
+            if reason is None and name.startswith(divided):
+                reason = (
+                    "vLLM calls it for a part of a batch in each process, with the adapters of "
+                    "other tokens; leave it out of the adapter, or data parallelism of experts"
+                )
             if reason is None and layer.punica_wrapper in encoders:
                 reason = (
                     "it is in an encoder, which vLLM calls for some of a batch's images and videos "

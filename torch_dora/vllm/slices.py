@@ -75,6 +75,13 @@ def called_without_adapters(model: nn.Module) -> set[int]:
     return found
 
 
+def called_for_some_tokens(model: nn.Module) -> tuple[str, ...]:
+    """Returns what names of layers begin with that vLLM calls for a part of a batch: those beside
+    experts whose tokens are divided between the tensor-parallel processes."""
+    modules = model.named_modules()
+    return tuple(f"{name}." for name, one in modules if getattr(one, "is_sequence_parallel", False))
+
+
 def is_row_parallel(layer: Any) -> bool:
     """Returns whether each process has some of the layer's inputs, and the results are added."""
     return isinstance(layer.base_layer, linear.RowParallelLinear)

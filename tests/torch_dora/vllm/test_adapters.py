@@ -397,8 +397,9 @@ def test_models_with_an_encoder_are_refused():
         adapters._find_magnitudes(SimpleNamespace(dora_layers={}))
 
 
-def test_layers_of_encoders_are_left_to_vllm(monkeypatch):
-    """It calls them for groups of a batch's images, and looks up adapters by their places."""
+def test_layers_that_vllm_calls_for_a_part_of_a_batch_are_left_to_it(monkeypatch):
+    """It looks up adapters by the places in the part: of encoders, that is a group of a batch's
+    images, and beside experts of several processes the tokens of one."""
     from vllm.lora import layers  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.layers.linear import (  # pyright: ignore[reportMissingImports]
         ReplicatedLinear,
@@ -412,13 +413,18 @@ def test_layers_of_encoders_are_left_to_vllm(monkeypatch):
 
     language, tower = Wrapper(), Wrapper()
     modules = {}
-    for name, wrapper in {"model.q": language, "visual.q": tower, "visual.k": tower}.items():
+    wrappers = {"model.q": language, "visual.q": tower, "visual.k": tower}
+    for name, wrapper in {**wrappers, "model.mlp.gate": language}.items():
         base = linear(ReplicatedLinear)
         base.output_size = 4
         modules[name] = wrapped(layers.ReplicatedLinearWithLoRA, base)
         modules[name].punica_wrapper = wrapper
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.mlp = torch.nn.Module()
+    model.model.mlp.is_sequence_parallel = True
     manager = SimpleNamespace(
-        model=torch.nn.Module(),
+        model=model,
         modules=modules,
         lora_slots=1,
         lora_config=SimpleNamespace(max_lora_rank=8),
@@ -430,7 +436,8 @@ def test_layers_of_encoders_are_left_to_vllm(monkeypatch):
     made = adapters.Adapters(manager, keeps_punica=False)
     assert made._layers == {"model.q": modules["model.q"]}
     assert asked == [modules["model.q"]]
-    assert {"visual.q", "visual.k"} == {*made._reasons}
+    assert {"visual.q", "visual.k", "model.mlp.gate"} == {*made._reasons}
+    assert made._reasons["model.mlp.gate"].startswith("vLLM calls it for a part of a batch")
     assert made._reasons["visual.q"].startswith("it is in an encoder")
     assert not hasattr(modules["visual.q"].base_layer, "row_scales")
     assert all((one._token_lora_indices == -1).all() for one in (language, tower))
