@@ -1,12 +1,14 @@
 """Layers on a GPU that is not CUDA's current device, as with transformers' device_map="auto"."""
 
 import copy
+import functools
 import subprocess
 import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_dora
 from tests.torch_dora.adapters import trained
@@ -51,6 +53,24 @@ def test_the_second_gpu_computes_what_the_first_does(dtype, compiled):
             assert difference <= 4 * torch.finfo(dtype).eps * first.abs().max()
         else:
             assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dropout_mode", ["adapter", "input"])
+def test_checkpoints_on_the_second_gpu(dropout_mode):
+    """The backward pass makes the second GPU current, the forward pass does not."""
+    base = nn.Linear(256, 512).to(torch.bfloat16)
+    options = {"rank": 32, "alpha": 32, "dropout": 0.2, "dropout_mode": dropout_mode}
+    model = trained(torch_dora.apply_dora(base, torch_dora.DoRARule(".*", **options))).cuda(1)
+    x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda:1")
+    torch.cuda.set_device(0)
+    found = []
+    for call in (model, functools.partial(checkpoint, model, use_reentrant=False)):
+        torch.manual_seed(3)
+        model.zero_grad()
+        call(x).square().sum().backward()
+        found.append([one.grad for one in model.parameters() if one.requires_grad])
+    for plain, repeated in zip(*found, strict=True):
+        assert torch.equal(plain, repeated)
 
 
 def test_jax_starts_without_a_change_of_the_current_gpu():

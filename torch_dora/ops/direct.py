@@ -28,6 +28,11 @@ def linear(
     found = plan.find(tensors, scale, implementation, corrects)
     if found is None:
         return None
+    if found.gpu >= 0 and found.gpu != torch._C._cuda_getDevice():
+        # Triton launches kernels on the current device. It is x's in a backward pass, and there a
+        # checkpoint's repeated call must save the same tensors.
+        with torch.cuda.device(found.device):
+            return linear(tensors, scale, implementation, corrects)
     present = found.present(tensors)
     try:
         for tensor in present:

@@ -52,9 +52,6 @@ def find(
     device = x.get_device()
     if type(scale) is not float or is_observed():
         return None
-    # Triton launches kernels on the current device.
-    if x.is_cuda and device != torch._C._cuda_getDevice():
-        return None
     autocast = None
     if torch._C._is_any_autocast_enabled():
         kind = "cuda" if x.is_cuda else "cpu"
@@ -147,6 +144,7 @@ class Plan:
     Attributes:
         present: chooses the tensors of a call that are not None.
         dtype: of the products with activations, and of the result.
+        gpu: the number of x's GPU, or -1.
         z_scale, later_scale: the factors of z and of what is computed from it: s·z may exceed
             float16's largest number where s·z lora_bᵀ does not.
         unread: the first argument of an addmm that ignores it.
@@ -171,6 +169,7 @@ class Plan:
             *[at for at, one in enumerate(tensors) if one is not None]
         )
         self.dtype, self.device, self.scale, self.corrects = dtype, x.device, scale, corrects
+        self.gpu = x.get_device()
         # torch reads numbers faster than a tuple of them, and a tuple faster than a torch.Size.
         self.x_shape, self.y_shape = tuple(x.shape), (*x.shape[:-1], out_features)
         self.x_rows, self.y_rows = (rows, in_features), (rows, out_features)
