@@ -17,6 +17,10 @@ ALL_LINEAR = "all-linear"
 OUTPUT_HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
 """A layer is an output head for "all-linear" if its path ends in one of these names."""
 
+# The number of a layer in a path, and the lines of a message in which they are listed one by one.
+_NUMBER = re.compile(r"(?<![^./])\d+(?=[./])")
+_LONG_LIST = 40
+
 SELECTORS = ("path", "exclude")
 """The attributes of a rule that select layers; the others describe their adapters."""
 
@@ -194,15 +198,26 @@ def _suggestion(expression: str, paths: Collection[str]) -> str:
     for other in others:
         if any(re.fullmatch(other, path) for path in paths):
             return f": {other!r} does"
-    return nearest(re.sub(r"[\\^$]|\.\*", "", expression), paths)
+    plain = re.sub(r"[\\^$]|\.\*", "", expression)
+    # With several numbers or a beginning left open, the end of the path is what was meant.
+    return nearest(plain if plain == expression else re.split(r"[./]", plain)[-1], paths)
 
 
 def listing(lines: Iterable[str]) -> str:
     """Returns the sorted lines for the end of an error message, each indented on a line of its own,
-    or " none".
+    or " none". In a long list, lines that differ by numbers in their paths alone are one.
 
     An empty line, which is the path of the model itself, is shown as ''."""
-    return "".join(f"\n  {line or repr(line)}" for line in sorted(lines)) or " none"
+    alike: dict[str, list[str]] = {}
+    shown = sorted(lines)
+    for line in shown:
+        alike.setdefault(_NUMBER.sub("0", line), []).append(line)
+    if len(shown) > _LONG_LIST:
+        shown = [
+            one[0] + (f", and {len(one) - 1} with other numbers" if one[1:] else "")
+            for one in alike.values()
+        ]
+    return "".join(f"\n  {line or repr(line)}" for line in shown) or " none"
 
 
 def nearest(name: str, there: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dora_common.hyperparameters import adapter_scale
-from dora_common.rules import Rule, as_rules, assign
+from dora_common.rules import Rule, as_rules, assign, listing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def test_all_linear_leaves_out_the_output_head_and_what_is_not_linear():
         ("q_proj|up", ["model.0.up"], r"of a layer: '.*\\.(q_proj|up)' does. The layers"),
         (r"blocks\..*", ["blocks/0/up"], "of a layer: 'blocks/.*' does. The layers"),
         ("model/.*", ["model.up"], r"of a layer: 'model\\..*' does. The layers"),
-        (r".*\.q_prj", ["a.q_proj"], "of a layer; the nearest are a.q_proj. The layers"),
+        (r".*\.q_prj", ["a.q_proj"], "of a layer; the nearest are q_proj, a.q_proj. The layers"),
         ("up", [""], "of a layer. The layers with parameters are:\n  ''"),
         ("up", [], "of a layer. The layers with parameters are: none"),
     ],
@@ -76,6 +76,22 @@ def test_a_scale_of_zero_is_told(alpha, count, caplog):
     assign([Rule(".*norm", 2, 4), Rule(".*", 2, alpha)], PATHS, LINEAR)
     assert len(caplog.messages) == count
     assert all(f"rules[1] has alpha {alpha}, and so" in one for one in caplog.messages)
+
+
+def test_a_long_list_names_layers_that_differ_by_numbers_once():
+    names = [f"{end}layers{end}{i}{end}{name}" for end in "./" for i in range(12) for name in "ab"]
+    found = listing([*names, "x.0", "x.1"]).splitlines()
+    assert len(names) == 48
+    assert found == [
+        "",
+        "  .layers.0.a, and 11 with other numbers",
+        "  .layers.0.b, and 11 with other numbers",
+        "  /layers/0/a, and 11 with other numbers",
+        "  /layers/0/b, and 11 with other numbers",
+        "  x.0",
+        "  x.1",
+    ]
+    assert len(listing(names[:40]).splitlines()) == 41
 
 
 def test_a_rule_that_adapts_nothing_lists_the_paths():
