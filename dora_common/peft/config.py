@@ -5,9 +5,10 @@ Module names are PyTorch's, such as "model.layers.0.self_attn.q_proj".
 """
 
 import dataclasses
+import difflib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -177,15 +178,22 @@ class AdapterConfig:
         del given["peft_type"]
         given.setdefault("use_dora", peft_type == "DORA")
         own = {item.name for item in dataclasses.fields(cls)}
-        unsupported = [
-            f"{name} = {checks.short(value)}"
+        unsupported = {
+            name: value
             for name, value in sorted(given.items())
             if name not in own | _INFORMATIVE and value not in _OFF
-        ]
+        }
         if unsupported:
+            listed = ", ".join(f"{name} = {checks.short(one)}" for name, one in unsupported.items())
+            meant = [
+                one
+                for name in unsupported
+                for one in difflib.get_close_matches(name, own, n=1, cutoff=0.82)
+            ]
             raise NotImplementedError(
-                f"{', '.join(unsupported)}: not supported; expected null, false or no such field, "
-                "since it may change what the adapter computes"
+                f"{listed}: not supported; expected null, false or no such field, since it may "
+                "change what the adapter computes"
+                + (f"; PEFT's name is {', '.join(map(repr, meant))}" if meant else "")
             )
         # PEFT writes null for a field that was not given, and accepts a scalar as a list of one.
         fields: dict[str, Any] = {
@@ -225,11 +233,13 @@ class AdapterConfig:
         key = first_match(self.alpha_pattern, name)
         return self.lora_alpha if key is None else self.alpha_pattern[key]
 
-    def unused_patterns(self, adapted: Collection[str]) -> list[str]:
-        """Returns descriptions of the keys of rank_pattern and alpha_pattern that apply to none of
-        the layers `adapted`. PEFT warns of them, and ignores them."""
+    def unused_patterns(
+        self, adapted: Collection[str], fields: Iterable[str] = ("rank_pattern", "alpha_pattern")
+    ) -> list[str]:
+        """Returns descriptions of the keys of patterns that apply to none of the layers `adapted`.
+        PEFT warns of them, and ignores them."""
         unused = []
-        for field_name in ("rank_pattern", "alpha_pattern"):
+        for field_name in fields:
             pattern = getattr(self, field_name)
             used = {first_match(pattern, name) for name in adapted}
             for key in pattern.keys() - used:

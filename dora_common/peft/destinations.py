@@ -75,12 +75,14 @@ def find_destinations(
             matcher.place(key, parse(key, adapter), dtype, shape)
         else:
             matcher.problems.append(f"{key} is of the adapter {named!r}; pass adapter={named!r}")
+    matcher.find_contradictions()
     if not matcher.find_unknown():
         matcher.find_missing()
     matcher.find_unselected()
     matcher.find_missing_parameters()
     if problems := matcher.problems:
-        problems = [*config.unused_patterns(matcher.selected), *problems]
+        if matcher.ranks:  # Their keys can be the cause.
+            problems = [*config.unused_patterns(matcher.selected, ["rank_pattern"]), *problems]
         listed = problems[:MAX_LISTED]
         if len(problems) > len(listed):
             listed.append(f"and {len(problems) - len(listed)} more")

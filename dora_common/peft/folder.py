@@ -289,6 +289,8 @@ def _find(folder: Path, adapter: str | None) -> Path:
     if not (path / CONFIG).is_file():
         named = _subfolders(folder)
         hint = f"; it has the adapters {', '.join(named)}: pass adapter=" if named else ""
+        if not hint and (path / "config.json").is_file():
+            hint = "; the folder is a model's, as its config.json says: pass an adapter's"
         hint = hint or formats.hint(path)
         raise FileNotFoundError(f"{path / CONFIG} is missing{hint}")
     if not (path / TENSORS).is_file():

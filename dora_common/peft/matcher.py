@@ -35,6 +35,8 @@ class Matcher:
         parameter's name.
       unselected: the names of layers with tensors that the configuration does not select.
       unknown: the keys of tensors for layers that the model does not have, by the layer's name.
+      ranks: the layers whose tensors have another rank, by it and the rank of the configuration.
+      magnitudes: the keys of magnitudes that the configuration does not expect.
       problems: descriptions of the problems.
     """
 
@@ -60,6 +62,8 @@ class Matcher:
         self.tokens: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.unselected: set[str] = set()
         self.unknown: dict[str, list[str]] = {}
+        self.ranks: dict[tuple[int, int], set[str]] = {}
+        self.magnitudes: set[str] = set()
         self.problems: list[str] = []
 
     def place(self, key: str, parsed: Key, dtype: str, shape: Shape) -> None:
@@ -180,7 +184,8 @@ class Matcher:
             expected = ", ".join(key_of(by_key, role) for role in layer.shapes(rank))
             return f"is not for {layer.kind} layers; expected {expected}"
         if role == "magnitude" and not self.config.use_dora:
-            return "is a magnitude; expected none, since use_dora is false"
+            self.magnitudes.add(key)
+            return None
         if key.endswith("dora_scale") and len(shape) > 1 and shape[0] == 1:
             return (
                 f"has shape {list(shape)}, which is LyCORIS's shape for a magnitude per input "
@@ -191,6 +196,11 @@ class Matcher:
             if reason := self.config.square_experts_refusal:
                 return f"may have its input and output features swapped: {reason}"
         if shape not in (accepted := layer.accepted_shapes(role, rank)):
+            sizes = (size // max(1, layer.experts) for size in shape if role != "magnitude")
+            ranks = (one for one in sizes if shape in layer.accepted_shapes(role, one))
+            if other := next(ranks, 0):
+                self.ranks.setdefault((other, rank), set()).add(module)
+                return None
             return f"has shape {list(shape)}; expected {list(accepted[0])} for rank {rank}"
         return None
 
@@ -293,6 +303,21 @@ class Matcher:
         names = (*of_layers, "layers_to_transform", "modules_to_save")
         fields = {name: getattr(self.config, name) for name in names}
         return ", ".join(f"{field} is {checks.short(one)}" for field, one in fields.items() if one)
+
+    def find_contradictions(self) -> None:
+        """Records where the tensors are not those of the configuration's rank and use_dora."""
+        for (rank, expected), layers in sorted(self.ranks.items()):
+            names = _some(layers, "has a tensor", "have tensors")
+            self.problems.append(
+                f"{names} of rank {rank}; expected rank {expected}, by r and rank_pattern of "
+                "adapter_config.json: correct these"
+            )
+        if self.magnitudes:
+            names = _some(self.magnitudes, "is a magnitude", "are magnitudes")
+            self.problems.append(
+                f"{names}; expected none, since use_dora is false: if the adapter is DoRA, set "
+                "use_dora to true in adapter_config.json"
+            )
 
     def find_missing(self) -> None:
         """Records everything else that the configuration selects and the folder lacks."""

@@ -130,7 +130,34 @@ def test_an_unused_pattern_is_named(field, tmp_path, caplog):
 
 
 def test_an_unused_rank_explains_the_shapes_that_follow(tmp_path):
-    fields = {"r": 1, "rank_pattern": {"q_proj": 2, "v_prj": 2}}
+    fields: dict[str, Any] = {"r": 1, "rank_pattern": {"q_proj": 2, "v_prj": 2}}
+    fields["alpha_pattern"] = {"typo": 3}
     message = problems(tmp_path, target_modules=("q_proj", "v_proj"), **fields)
+    assert len(message.splitlines()) == 3
     assert "the key 'v_prj'" in message.splitlines()[1]
-    assert "expected [1, 3] for rank 1" in message.splitlines()[2]
+    assert "v_proj and 9 more have tensors of rank 2; expected rank 1, by r " in message
+
+
+def test_magnitudes_without_use_dora_are_one_line(tmp_path):
+    fields = {"use_dora": False, "rank_pattern": {"typo": 3}}
+    message = problems(tmp_path, target_modules=("q_proj", "v_proj"), **fields)
+    assert len(message.splitlines()) == 2
+    assert "and 21 more are magnitudes; expected none, since use_dora is false: if" in message
+
+
+def test_a_misspelt_field_gets_its_name():
+    with pytest.raises(
+        NotImplementedError, match=r"lora_alfa = 4: .*; PEFT's name is 'lora_alpha'$"
+    ):
+        AdapterConfig.from_json('{"peft_type": "LORA", "r": 2, "lora_alfa": 4}')
+    with pytest.raises(NotImplementedError, match=r"computes$"):
+        AdapterConfig.from_json('{"peft_type": "LORA", "r": 2, "something": 4}')
+
+
+def test_the_folder_of_a_model_is_told(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with (
+        pytest.raises(FileNotFoundError, match="the folder is a model's"),
+        open_folder(tmp_path, "np"),
+    ):
+        pass

@@ -545,7 +545,7 @@ def without(part: str) -> Any:
         (without("layers.1.q_proj.lora_B"), ValueError, "layers.1.q_proj.lora_B.weight is missing"),
         (without("magnitude"), ValueError, "lora_magnitude_vector are missing; use_dora is true"),
         (lambda f: reconfigured(f, use_dora=False), ValueError, "since use_dora is false"),
-        (lambda f: reconfigured(f, r=5), ValueError, r"\[4, 12\]; expected \[5, 12\]"),
+        (lambda f: reconfigured(f, r=5), ValueError, "of rank 4; expected rank 5, by r"),
         (lambda f: reconfigured(f, target_modules=["x"]), ValueError, "'x', which names no layer;"),
         (lambda f: reconfigured(f, bias="all"), ValueError, "norm.bias is missing"),
         (lambda f: reconfigured(f, modules_to_save=["score"]), ValueError, "score.bias is missing"),
