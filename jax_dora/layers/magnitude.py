@@ -41,7 +41,7 @@ def g_of_call(
     magnitude = order(layer.magnitude[...])
     dtypes = layer.result_dtype, dtype
     if layer.given_norm is not None:
-        norm = bounded_norm(order(layer.given_norm[...]), *dtypes)
+        norm = bounded_norm(lax.stop_gradient(order(layer.given_norm[...])), *dtypes)
     else:
         arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
         settings = contraction or layer.contraction, layer.scale, layer.implementation
@@ -122,12 +122,12 @@ def matrix_norm(
 
 
 def bounded_norm(norm: jax.Array, *dtypes: Any) -> jax.Array:
-    """Returns the norm as a constant, clipped to a positive and finite range; NaN stays NaN. The
-    bounds are the largest eps of `ops.magnitude_scale` for results of `dtypes`, and the largest
-    number, in case the squares of finite numbers overflow. A fresh layer's magnitude is this value,
-    so its g is 1."""
+    """Returns the norm, clipped to a positive and finite range; NaN stays NaN. The bounds are the
+    largest eps of `ops.magnitude_scale` for results of `dtypes`, and the largest number, in case
+    the squares of finite numbers overflow. A fresh layer's magnitude is this value, so its g is
+    1."""
     least, most = max(map(epsilon, dtypes)), jnp.finfo(norm.dtype).max
-    return lax.clamp(norm.dtype.type(least), lax.stop_gradient(norm), norm.dtype.type(most))
+    return lax.clamp(norm.dtype.type(least), norm, norm.dtype.type(most))
 
 
 def fresh_magnitude(layer: Any) -> jax.Array:

@@ -80,7 +80,7 @@ def factored_norm(
     """
     choose.check_name(implementation)
     check.adapter(kernel, lora_a, lora_b)
-    operands = _constants(kernel, lora_a, lora_b, scale)
+    operands = AdaptedKernel(kernel, lora_a, lora_b, check.scale_array(scale))
     scale_is_zero = not isinstance(scale, jax.Array) and bool(scale == 0)
     settings = NormSettings(implementation, scale_is_zero)
 
@@ -96,7 +96,7 @@ def norm_with_codes(
     """Returns (`factored_norm`, the codes [out, in] of a quantised kernel) if a kernel computes
     both in one pass; else None. `jax.checkpoint` transposes the codes again instead of keeping
     them."""
-    operands = _constants(kernel, lora_a, lora_b, scale)
+    operands = AdaptedKernel(kernel, lora_a, lora_b, check.scale_array(scale))
     adapter = _common_dtype(lora_a, lora_b)
     call = (*kernel.shape[:1], lora_a.shape[1], *kernel.shape[1:])
     call = (*call, quantised.format_of(kernel), adapter)
@@ -108,11 +108,6 @@ def norm_with_codes(
         return None
     norm, codes = primitive.call(NORM, NormSettings(None, want_codes=True), operands)
     return norm, save_codes(codes, operands.kernel.qvalue)
-
-
-def _constants(kernel: Any, lora_a: Any, lora_b: Any, scale: ArrayLike) -> AdaptedKernel:
-    operands = AdaptedKernel(kernel, lora_a, lora_b, check.scale_array(scale))
-    return jax.tree.map(lax.stop_gradient, operands)
 
 
 def _common_dtype(lora_a: jax.Array, lora_b: jax.Array) -> Any:
@@ -179,6 +174,7 @@ NORM = Op(
     ("o", "o i"),
     contracted="i",
     for_types=_for_types,
+    is_constant=True,
 )
 
 

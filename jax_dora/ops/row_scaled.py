@@ -144,7 +144,7 @@ def _codes(settings: ProductSettings, operands: Rows) -> tuple[jax.Array, jax.Ar
     their scales."""
     if settings.implementation == "mosaic" and row_codes.refuses(*_call(operands.x)):
         settings = settings._replace(implementation=None)
-    return primitive.call(ROW_CODES, settings, jax.tree.map(lax.stop_gradient, operands))
+    return primitive.call(ROW_CODES, settings, operands)
 
 
 def coded_by(largest: jax.Array, x: jax.Array, qtype: str = QTYPE) -> RowScaled:
@@ -183,7 +183,14 @@ def _run_codes(
     return coded_by_xla(x, shard, qtype)[1:3]
 
 
-ROW_CODES = Op("row_codes", _run_codes, Rows("t i", "i"), ("t i", "t"), contracted="i")
+ROW_CODES = Op(
+    "row_codes",
+    _run_codes,
+    Rows("t i", "i"),
+    ("t i", "t"),
+    contracted="i",
+    is_constant=True,
+)
 
 
 class Sums(NamedTuple):

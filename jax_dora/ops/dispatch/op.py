@@ -50,6 +50,7 @@ class Op(NamedTuple):
         once more.
       for_types: `(settings) -> settings` with which it has results of the same types and is traced
         in less time, or None.
+      is_constant: whether its results are constants for differentiation.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Op(NamedTuple):
     is_projection: bool = False
     gathers: Callable[[Any], str | None] | None = None
     for_types: Callable[[Any], Any] | None = None
+    is_constant: bool = False
 
     def __repr__(self) -> str:
         return self.name

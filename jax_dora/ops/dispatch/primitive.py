@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src import config
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import (
@@ -52,6 +53,8 @@ def call(op: Op, settings: Any, operands: Any) -> tuple[Any, ...]:
     if settings.implementation in PLAIN or interprets(settings.implementation):
         # The interpreters use callbacks, which a lowering rule must not contain.
         axes = varying(operands)
+        if op.is_constant:
+            operands = jax.tree.map(lax.stop_gradient, operands)
         if settings.implementation in KERNELS:
             operands = jax.tree.map(to_unvarying, operands)
         results = op.run(settings, Shard(), operands)
@@ -156,7 +159,10 @@ def _types(*avals: Any, **params: Any) -> list[Any]:
     ]
 
 
-def _raise_not_differentiable(*_: Any, op: Op, settings: Any, tree: Any) -> Any:
+def _jvp(primals: Any, _: Any, *, op: Op, settings: Any, tree: Any) -> Any:
+    if op.is_constant:
+        results = _op_p.bind(*primals, op=op, settings=settings, tree=tree)
+        return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     raise NotImplementedError(
         f"JAX cannot differentiate the kernels of {op.name}, as a gradient of a gradient requires; "
         "pass implementation='xla', or 'eager' for forward mode too: in a model it is an option of "
@@ -164,7 +170,7 @@ def _raise_not_differentiable(*_: Any, op: Op, settings: Any, tree: Any) -> Any:
     )
 
 
-ad.primitive_jvps[_op_p] = _raise_not_differentiable
+ad.primitive_jvps[_op_p] = _jvp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +195,8 @@ def _batch(arrays: Any, axes: Any, *, op: Op, settings: Any, tree: Any) -> Any:
         pairs = zip(arrays, axes, strict=True)
         arrays = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in pairs]
     else:
-        op = Op(f"batch of {op.name}", _Batched(op.run, tree, axes), (), ())
+        run = _Batched(op.run, tree, axes)
+        op = Op(f"batch of {op.name}", run, (), (), is_constant=op.is_constant)
     results = _op_p.bind(*arrays, op=op, settings=settings, tree=tree)
     return results, [0] * len(results)
 

@@ -152,9 +152,18 @@ def test_scale_zero_skips_the_adapter():
     np.testing.assert_allclose(norm, jnp.linalg.norm(kernel, axis=0), rtol=1e-6)
 
 
-def test_no_gradient_flows_through_the_norm():
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_no_gradient_flows_through_the_norm(implementation):
     operands = adapter(8, 24, 16, 4)
-    gradients = jax.grad(lambda o: factored_norm(*o, 0.7).sum())(operands)
+
+    def norm(*arrays):
+        return factored_norm(*arrays, 0.7, implementation=implementation)
+
+    def total(operands):
+        batch = jax.tree.map(lambda array: jnp.stack([array, 2 * array]), operands)
+        return norm(*operands).sum() + jax.vmap(norm)(*batch).sum()
+
+    gradients = jax.grad(total)(operands)
     assert all(np.all(np.asarray(gradient) == 0) for gradient in gradients)
 
 
