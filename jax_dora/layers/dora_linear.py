@@ -24,6 +24,7 @@ class DoRALinear(DoRAProjection, nnx.Linear):
     """
 
     base_type = nnx.Linear
+    joins_g = True
     takes = frozenset({"keep_inner"})
     can_take_codes = True
 

@@ -6,7 +6,7 @@ every public method that a call reaches.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -21,7 +21,13 @@ from jax_dora.ops.linear import scaled_linear
 
 
 class DoRAProjection(DoRALayer):
-    """A DoRA layer over a projection or a convolution."""
+    """A DoRA layer over a projection or a convolution.
+
+    Class attributes:
+      joins_g: whether its function is `scaled_linear`, which can compute g, too.
+    """
+
+    joins_g: ClassVar[bool] = False
 
     kernel: nnx.Param
     bias: nnx.Param | None
@@ -51,7 +57,9 @@ class DoRAProjection(DoRALayer):
         Raises:
           ValueError: out_sharding names an axis that is not explicit.
         """
-        operands = operands_of_call(self, inputs, dropout_of_call(self, deterministic, rngs))
+        dropout = dropout_of_call(self, deterministic, rngs)
+        later = self.joins_g and out_sharding is None
+        operands = operands_of_call(self, inputs, dropout, later)
         if out_sharding is None:
             return self._function(**operands)
         function = self._function
@@ -64,11 +72,11 @@ class DoRAProjection(DoRALayer):
 
 
 def operands_of_call(
-    layer: Any, inputs: jax.Array, dropout: ops.Dropout | None = None
+    layer: Any, inputs: jax.Array, dropout: ops.Dropout | None = None, later: bool = False
 ) -> dict[str, Any]:
     """Returns the arrays of a call by name: x, kernel and bias as the base layer promotes them,
-    lora_a, lora_b, the dropout, g, which is computed from the parameters as stored, and
-    perhaps the transposed codes of the kernel."""
+    lora_a, lora_b, the dropout, g, which is computed from the parameters as stored
+    (`later`: see `g_of_call`), and perhaps the transposed codes of the kernel."""
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
     norm, codes = norm_with_codes(layer)
@@ -79,7 +87,7 @@ def operands_of_call(
         "bias": bias,
         "lora_a": layer.lora_a[...],
         "lora_b": layer.lora_b[...],
-        "g": g_of_call(layer, x.dtype, norm=norm),
+        "g": g_of_call(layer, x.dtype, norm=norm, later=later),
         "dropout": dropout,
         **made,
     }

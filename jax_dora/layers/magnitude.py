@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from jax_dora import ops
 from jax_dora.layers.contraction import Contraction
@@ -27,26 +28,47 @@ def g_of_call(
     contraction: Contraction | None = None,
     order: Callable[[jax.Array], jax.Array] = lambda array: array,
     norm: jax.Array | None = None,
-) -> jax.Array:
+    later: bool = False,
+) -> Any:
     """Returns g = magnitude / norm of a call with results of `dtype`, in the magnitude's shape: a
     frozen layer's stored g, else by the given norm or one computed here, once also under
     rematerialisation.
 
     `arrays` (kernel, lora_a, lora_b) and `contraction` are the layer's own by default; `order`
     permutes stored magnitude, norm and g to the axes of `arrays`. `norm` is that of `arrays`, if it
-    has been computed.
+    has been computed. With `later`, a g that is computed here is returned as a function without
+    arguments, a pytree, for a jitted function that calls it.
     """
     if layer.given_g is not None:
         return order(layer.given_g[...])
     magnitude = order(layer.magnitude[...])
     dtypes = layer.result_dtype, dtype
     if layer.given_norm is not None:
-        norm = bounded_norm(lax.stop_gradient(order(layer.given_norm[...])), *dtypes)
-    else:
+        given = lax.stop_gradient(order(layer.given_norm[...]))
+        return _divided(magnitude, bounded_norm(given, *dtypes), dtype)
+    if norm is None:
         arrays = arrays or (layer.kernel_param[...], layer.lora_a[...], layer.lora_b[...])
-        settings = contraction or layer.contraction, layer.scale, layer.implementation
-        norm = layer_norm(arrays, *settings) if norm is None else norm
-        norm = save_norm(bounded_norm(norm, *dtypes))
+    settings = contraction or layer.contraction, layer.scale, layer.implementation
+    g = Partial(_Quotient(dtypes, *settings), magnitude, tuple(arrays), norm)
+    return g if later else g()
+
+
+class _Quotient(NamedTuple):
+    """Computes g from a magnitude, and the arrays of the norm or the norm itself."""
+
+    dtypes: tuple[Any, Any]
+    contraction: Contraction
+    scale: float
+    implementation: Any
+
+    def __call__(self, magnitude: jax.Array, arrays: Any, norm: jax.Array | None) -> jax.Array:
+        if norm is None:
+            norm = layer_norm(arrays, self.contraction, self.scale, self.implementation)
+        norm = save_norm(bounded_norm(norm, *self.dtypes))
+        return _divided(magnitude, norm, self.dtypes[1])
+
+
+def _divided(magnitude: jax.Array, norm: jax.Array, dtype: Any) -> jax.Array:
     check.is_float("magnitude", magnitude)
     check.has_shape("magnitude", magnitude, norm.shape, "the norm's shape")
     wide = accumulation_dtype(dtype)

@@ -130,7 +130,7 @@ def scaled_linear(
     kernel: jax.Array,
     lora_a: jax.Array,
     lora_b: jax.Array,
-    g: jax.Array | None,
+    g: Any,
     scale: ArrayLike,
     *,
     bias: jax.Array | None = None,
@@ -144,19 +144,18 @@ def scaled_linear(
     of_inner: bool = False,
 ) -> jax.Array:
     """Returns g ∘ x (kernel + scale·lora_a lora_b) + bias: `dora_linear` with a given g [out] of
-    any float dtype, or None for ones. x may be its `row_scaled.RowScaled`, of act_qtype; `codes`
-    are those of `norm_with_codes`, or None. With `of_inner`, without a bias, g is a constant, and
-    the result's cotangent is that of the result divided by g."""
+    any float dtype, or None for ones, or a pytree that returns g when it is called, which is traced
+    once for equal calls. x may be its `row_scaled.RowScaled`, of act_qtype; `codes` are those of
+    `norm_with_codes`, or None. With `of_inner`, without a bias, g is a constant, and the result's
+    cotangent is that of the result divided by g."""
     _check_operands(
         row_scaled.plain(x), kernel, lora_a, lora_b, implementation, act_qtype, bwd_qtype
     )
     for name, vector in (("g", g), ("bias", bias)):
-        if vector is not None:
+        if vector is not None and not callable(vector):
             check.is_float(name, vector)
             check.has_shape(name, vector, kernel.shape[1:], "[out]")
     dtype = _dtype(x, kernel)
-    g = None if g is None else g.astype(accumulation_dtype(dtype))
-    g = lax.stop_gradient(g) if of_inner else g
     kernel = kernel if quantised.is_quantised(kernel) else kernel.astype(dtype)
     rate, mode, seed = dropouts.active(dropout)
     if mode == "input" and rate and act_qtype is not None:
@@ -186,14 +185,30 @@ def scaled_linear(
     scale = check.scale_array(scale)
     projected = Projection(x, kernel, lora_a, lora_b, g, scale, bias, seed, codes=codes)
     operands = meshes.vary_alike(projected)
-    if rate and mode == "input":
-        function = _with_dropped_input
+    is_jitted = implementation != "eager" and not (rate and mode == "input")
+    if not is_jitted or meshes.explicit(quantised.stored(kernel), lora_a) is not None:
+        operands = _with_g(settings, operands)
+    if is_jitted:
+        function = meshes.jitted(_projection)
     else:
-        function = define if implementation == "eager" else meshes.differentiable(projection)
+        function = define if implementation == "eager" else _with_dropped_input
     if act_qtype is not None and not has_codes:
         function = functools.partial(_with_codes, function)
     function = functools.partial(function, settings)
     return FORWARD.on_explicit_axes(function, operands)(operands)
+
+
+def _projection(settings: ProjectionSettings, operands: Projection) -> jax.Array:
+    return projection(settings, _with_g(settings, operands))
+
+
+def _with_g(settings: ProjectionSettings, operands: Projection) -> Projection:
+    """Returns the operands with g in the accumulator's dtype, computed if it is a function."""
+    g: Any = operands.g() if callable(operands.g) else operands.g
+    if g is None:
+        return operands
+    g = g.astype(accumulation_dtype(row_scaled.plain(operands.x).dtype))
+    return operands._replace(g=lax.stop_gradient(g) if settings.of_inner else g)
 
 
 def lora_linear(

@@ -16,6 +16,8 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jax_dora.ops.dispatch import choose
+
 
 def explicit(*arrays: jax.Array) -> AbstractMesh | None:
     """Returns the mesh with explicit axes that one of the arrays is sharded over, or None."""
@@ -69,12 +71,19 @@ def differentiable[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Returns a function of (settings, operands) with a custom gradient such that it can be called
     on a manual mesh: there it is jitted, because JAX does not run a custom gradient otherwise."""
     manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-    return _compiled(function) if manual else function
+    return jitted(function) if manual else function
+
+
+def jitted[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Returns a function of (settings, operands), jitted: JAX traces and differentiates equal calls
+    once, such as those of a model's layers, and has one equation for each of them."""
+    return _jitted(function, choose.target())
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Any:
-    return jax.jit(lambda settings, operands: function(settings, operands), static_argnums=0)
+def _jitted(function: Callable[..., Any], target: choose.Target) -> Any:
+    del target  # by which kernels are chosen: JAX keeps a trace for each of these objects
+    return jax.jit(functools.partial(function), static_argnums=0)
 
 
 def vary_alike[Tree](operands: Tree) -> Tree:

@@ -183,7 +183,7 @@ def test_some_sizes_have_their_own_config(found, usual):
     assert found != usual
 
 
-@pytest.mark.parametrize(("is_lowered", "most"), [(False, 7), (True, 10)])
+@pytest.mark.parametrize(("is_lowered", "most"), [(False, 8), (True, 11)])
 def test_a_layer_reaches_its_kernel_in_few_frames(monkeypatch, is_lowered, most):
     """Without the two of the thread in which a kernel is traced for a program for a GPU."""
     real, depths = plgpu.kernel, []
@@ -307,7 +307,8 @@ def test_every_kernel_is_launched_with_its_config(monkeypatch):
     with plgpu.force_gpu_interpret_mode():
         jax.eval_shape(jax.grad(run, (0, 4)), x, w, a, b, m)
     projection = matmul_tiling.config(128, 64, 128, BF16)
-    assert used == [
+    # The projection is traced with and without a gradient.
+    assert list(dict.fromkeys(used)) == [
         (one_pass_norm, one_pass_norm.config(64, 16, 128, BF16, BF16)),
         (project, projection),
         (compose_backward, compose_backward.config(128, 128, BF16)),

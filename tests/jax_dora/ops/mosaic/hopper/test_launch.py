@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxlib.mlir import ir
 
 import jax_dora
+from jax_dora.layers import magnitude
+from jax_dora.ops import projection_products
 from jax_dora.ops.dispatch import choose, partitions, primitive
 from jax_dora.ops.mosaic.hopper import kernel_module, launch
 from tests.jax_dora.meshes import automatic
@@ -79,6 +81,23 @@ def test_kernels_do_not_grow_with_the_number_of_layers():
     counts = [len(kernels(program)) for program in programs]
     assert counts[0] == counts[1] == lowered() >= 3
     assert kernels(programs[0]) == kernels(programs[1])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "width"),
+    [(projection_products, "scaled_lora_a", 512), (magnitude, "layer_norm", 768)],
+)
+def test_equal_layers_share_the_trace_of_a_projection_and_its_norm(
+    module, name, width, monkeypatch
+):
+    traced, counts = [], []
+    run = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *call: traced.append(call) or run(*call))
+    for depth in (2, 8):
+        gradient, *arguments = step(depth, width)
+        jax.make_jaxpr(gradient)(*arguments)
+        counts.append(len(traced))
+    assert 0 < counts[0] == counts[1]
 
 
 def test_an_operator_is_traced_once_for_its_types_and_its_program(monkeypatch):
