@@ -338,6 +338,35 @@ def test_autocast_is_part_of_a_plan(device):
         assert found.dtype == y.dtype == (dtype or torch.bfloat16)
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_call_makes_the_gpu_of_its_tensors_current(monkeypatch, current):
+    """With tensors that claim to be on the second GPU. In a backward pass it is current, and a
+    checkpoint's repeated call must go the way of the first one."""
+    devices, find = [current], plan.find
+
+    @contextlib.contextmanager
+    def enter(_):
+        devices.append(1)
+        yield
+
+    def on_second_gpu(*arguments):
+        found = find(*arguments)
+        found.gpu = 1
+        return found
+
+    def launch(*_):
+        assert devices[-1] == 1
+        raise RuntimeError("launched")
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(plan, "_PLANS", {})
+    monkeypatch.setattr(plan, "find", on_second_gpu)
+    monkeypatch.setattr(scales, "for_gradient", launch)
+    with pytest.raises(RuntimeError, match="launched"):
+        layer("cpu")(torch.randn(3, 24, dtype=torch.bfloat16))
+
+
 def test_a_layer_may_have_a_parametrised_bias(device):
     made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
