@@ -193,6 +193,7 @@ def _suggestion(expression: str, paths: Collection[str]) -> str:
     others = (
         rf".*{separator}({expression})",
         expression.replace(r"\.", "/"),
+        expression.replace(r"\.", "/").replace(r"\d+/", ""),  # stacked layers have no number
         expression.replace("/", r"\."),
     )
     for other in others:

@@ -58,6 +58,7 @@ def test_all_linear_leaves_out_the_output_head_and_what_is_not_linear():
         ("q_proj|up", PATHS, r"of a layer: '.*/(q_proj|up)' does. The layers"),
         ("q_proj|up", ["model.0.up"], r"of a layer: '.*\\.(q_proj|up)' does. The layers"),
         (r"blocks\..*", ["blocks/0/up"], "of a layer: 'blocks/.*' does. The layers"),
+        (r"layers\.\d+\.up", ["layers/up"], "of a layer: 'layers/up' does. The layers"),
         ("model/.*", ["model.up"], r"of a layer: 'model\\..*' does. The layers"),
         (r".*\.q_prj", ["a.q_proj"], "of a layer; the nearest are q_proj, a.q_proj. The layers"),
         ("up", [""], "of a layer. The layers with parameters are:\n  ''"),

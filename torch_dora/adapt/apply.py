@@ -62,7 +62,8 @@ def apply_dora(model: nn.Module, rules: DoRARule | Sequence[DoRARule]) -> Any:
     as in "model.layers.0.mlp.experts.down_proj", or by that of its module.
 
     - Weights and biases are shared, not copied. All parameters of the model except the adapters are
-      frozen (``requires_grad`` is False).
+      frozen (``requires_grad`` is False). Create an optimizer afterwards: one of before does not
+      have the adapters.
     - A shared module stays shared; a rule that matches one of its names adapts it everywhere.
     - The new layer gets the hooks of the replaced layer, including accelerate's. It also keeps the
       style that parallelize_module gave a linear layer: the adapter is sharded like the weight.

@@ -65,7 +65,8 @@ def load_adapter(
     stores whole (modules_to_save, biases), which are cast to the model's dtypes. All others are
     frozen, including rows of single tokens (trainable_token_indices). A module of modules_to_save
     whose weight is tied to another module gets its own copy, as in PEFT, and
-    ``config.tie_word_embeddings`` of a transformers model becomes False.
+    ``config.tie_word_embeddings`` of a transformers model becomes False. Create an optimizer
+    afterwards: one of before has the parameters of an adapter that is replaced.
 
     If the folder is of a model with another number of tokens, and stores the embedding and the
     output head, ``model`` is resized by its ``resize_token_embeddings``. A warning names both

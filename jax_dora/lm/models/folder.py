@@ -57,8 +57,14 @@ def read_config(folder: str | PathLike[str]) -> dict[str, Any]:
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
+        hint = hub_hint(folder)
+        if (Path(folder) / "adapter_config.json").is_file():
+            hint = (
+                "; this is an adapter's folder: load its base model, and the adapter into it by "
+                "jax_dora.peft.load_adapter"
+            )
         raise FileNotFoundError(
-            f"{file} does not exist; expected a Hugging Face model folder{hub_hint(folder)}"
+            f"{file} does not exist; expected a Hugging Face model folder{hint}"
         )
     config = read_json_object(file)
     if config.get("dtype") or config.get("torch_dtype"):
@@ -215,10 +221,16 @@ def save_model(
 
     Raises:
       FileExistsError: `folder` is not empty.
+      TypeError: `config` is not a dict.
       ValueError: the model is abstract, or has arrays that the format cannot store, such as
         adapters; or `config` describes a different model.
     """
     check_has_values(model, "jax_dora.lm.models.save_model", can_trace=False)
+    if not isinstance(config, dict):
+        raise TypeError(
+            f"config is a {type(config).__name__}; expected the contents of config.json, as "
+            "jax_dora.lm.models.read_config(folder) returns them"
+        )
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already; expected a new or an empty folder")

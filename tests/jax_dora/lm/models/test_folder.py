@@ -501,6 +501,9 @@ def test_no_config(tmp_path):
         decoder.load_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="hf download Qwen/Qwen3-8B"):
         decoder.load_model("Qwen/Qwen3-8B")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="this is an adapter's folder: load its base model"):
+        decoder.load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):
         decoder.load_model(tmp_path)
@@ -520,6 +523,8 @@ def test_save_refuses(llama, tmp_path):
     model = decoder.load_model(llama)
     with pytest.raises(FileExistsError, match="exists already"):
         decoder.save_model(model, llama, config)
+    with pytest.raises(TypeError, match=r"config is a str; expected the contents of config\.json"):
+        decoder.save_model(model, tmp_path / "new", str(llama))
     with pytest.raises(ValueError, match="config describes"):
         decoder.save_model(model, tmp_path / "new", config | {"rms_norm_eps": 1e-3})
     model.model.layers.mlp.up_proj.lora_a = nnx.LoRAParam(jnp.zeros((3, 48, 2)))
