@@ -15,6 +15,7 @@ LRUCacheWorkerLoRAManager
 ._apply_adapters                      the same order in all processes; renews outdated norms; only
                                       marks adapters in slots as used
 LoRAModelRunnerMixin.load_lora_model  refuses options; finds out when weights are reloaded
+LoRAModelRunnerMixin.add_lora         tells of an error once for all processes
 Worker.finish_weight_update           or written by a trainer
 ====================================  ==============================================================
 """
@@ -253,6 +254,20 @@ def _load_lora_model(original: Function) -> Function:
     return load_lora_model
 
 
+def _add_lora(original: Function) -> Function:
+    def add_lora(self: Any, lora_request: Any) -> bool:
+        from torch_dora.vllm import processes
+
+        try:
+            return original(self, lora_request)
+        except Exception as error:
+            if processes.is_told(error, self.vllm_config.parallel_config):
+                return False
+            raise
+
+    return add_lora
+
+
 def _refuse_divided_batches(vllm_config: Any) -> None:
     """Raises ValueError if vLLM calls layers for some tokens of a batch: it looks up their adapters
     by their places in the whole."""
@@ -340,6 +355,7 @@ HOOKS = (
         _apply_adapters,
     ),
     Hook(_RUNNER, "load_lora_model", "self model vllm_config device", _load_lora_model),
+    Hook(_RUNNER, "add_lora", "self lora_request", _add_lora),
     Hook(f"{_MODEL}:LoRAModel", "_should_skip_module", "module_name skip_prefixes"),
     Hook(_MANAGER, "_create_merged_loras_inplace", "self lora_model"),
     Hook(_MANAGER, "_get_lora_layer_weights", "self lora_model module_name"),

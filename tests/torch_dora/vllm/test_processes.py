@@ -1,5 +1,7 @@
 """Tensor parallelism in two processes, with both of vLLM's ways to shard LoRA."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +32,11 @@ def test_two_processes_answer_as_peft(kind, fully_sharded, tmp_path):
     with engine(zoo.folder, distributed_executor_backend="mp", **options) as made:
         with pytest.raises(Exception, match=r"refused by process 1|lora_B of .*up_proj holds NaN"):
             made.llm_engine.add_lora(request("damaged", folder, 99))
+        # vLLM would take the second process's answer for the one to this.
+        assert made.llm_engine.add_lora(requests["dora"])
+        with pytest.raises(Exception, match="No adapter found for /nowhere"):
+            made.llm_engine.add_lora(request("absent", Path("/nowhere"), 98))
+        assert 99 not in made.llm_engine.list_loras()
         found = generate(
             made, [prompt for _, prompt in pairs], [requests[name] for name, _ in pairs]
         )
