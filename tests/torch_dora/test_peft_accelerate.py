@@ -516,6 +516,22 @@ def test_layers_with_hooks_compile_to_one_program() -> None:
     torch.testing.assert_close(compiled(x), wanted)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_checkpointed_layers_compile_to_one_program() -> None:
+    """PEFT's do not, since each call empties its cache of norms."""
+    plain = nn.Sequential(nn.Embedding(9, 6), nn.Conv1d(5, 4, 2))
+    theirs, ours = both(perturbed(peft.get_peft_model(plain, config(target_modules=["0", "1"]))))
+    ids = torch.randint(0, 9, (3, 5))
+    wanted = gradients(theirs, ids)
+
+    def call(ids: Tensor) -> Any:
+        return checkpoint(ours.train(), ids, use_reentrant=False)
+
+    torch.compile(call, backend="aot_eager", fullgraph=True)(ids).square().sum().backward()
+    found = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    assert max(distance({"y": ours(ids).detach()} | found, wanted).values()) < 2e-4
+
+
 def test_restored_layers_keep_accelerates_hooks() -> None:
     theirs, ours = both(peft_model())
     for layer in lora_layers(ours):

@@ -191,7 +191,9 @@ def _norm(magnitude: Any, weight: Any, lora_a: Tensor, lora_b: Tensor, scale: fl
     """Returns the norm, f32[out], for PEFT's layer of the magnitude; from its cache while
     peft.helpers.DoraCaching is on."""
     if not dora.ENABLE_DORA_CACHING or magnitude.training:
-        magnitude._cache_clear()
+        # A compiled checkpoint may have no side effect.
+        if magnitude._dora_cache:
+            magnitude._cache_clear()
         return factored_norm(weight, lora_a, lora_b, scale)
     if (norm := magnitude._cache_get(_CACHED, None)) is None:
         norm = factored_norm(weight, lora_a, lora_b, scale)
