@@ -7,7 +7,8 @@ adapter is taken out. A step of an optimizer changes nearly every number of a pa
 
 import collections
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -74,22 +75,26 @@ def _corners(model: nnx.Module) -> tuple[Any, _Corners]:
         if hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
     }
     key = tuple((path, array.shape, array.dtype) for path, array in floats.items())
-    found = {path: one for path, array in floats.items() if (one := _corner(array)) is not None}
-    return key, jax.device_get(found)
+    # The caller's mesh, or its trace, would apply to slices of the shards in its own thread.
+    with futures.ThreadPoolExecutor(1) as thread:
+        return key, thread.submit(_read, floats).result()
+
+
+def _read(arrays: Mapping[str, Any]) -> _Corners:
+    found = {path: one for path, array in arrays.items() if (one := _corner(array)) is not None}
+    # A copy, since what is got from the CPU can be the array's own memory.
+    return {path: np.array(one) for path, one in jax.device_get(found).items()}
 
 
 def _corner(array: Any) -> Any:
     corner = (slice(_CORNER),) * array.ndim
     if isinstance(array, np.ndarray):
-        return array[corner].copy()
+        return array[corner]
     if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted():
         return None
-    for shard in array.addressable_shards:
-        if not any(at.start for at in shard.index):
-            # On the CPU, this is a view.
-            is_host = next(iter(shard.data.devices())).platform == "cpu"
-            return np.asarray(shard.data)[corner].copy() if is_host else shard.data[corner]
-    return None
+    firsts = (one.data for one in array.addressable_shards if not any(i.start for i in one.index))
+    first = next(firsts, None)
+    return None if first is None else first[corner]
 
 
 def _changed(corners: _Corners, other: _Corners) -> list[str]:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dora
 from jax_dora.peft import load_adapter, save_adapter
-from tests.jax_dora.meshes import automatic
+from tests.jax_dora.meshes import automatic, explicit
 
 RULE = jax_dora.DoRARule(".*up", rank=2, alpha=4)
 X = jax.random.normal(jax.random.key(0), (5, 6))
@@ -113,6 +113,24 @@ def test_a_base_that_is_sharded_later_is_the_same(tmp_path, caplog):
     train(model, nnx.Param)
     save_adapter(model, tmp_path / "both")
     assert "down/kernel" in caplog.text
+
+
+@pytest.mark.parametrize("mesh", [automatic, explicit])
+def test_the_current_mesh_is_not_that_of_the_corners(mesh, tmp_path, caplog):
+    with jax.set_mesh(mesh(x=2)):
+        model = adapted()
+        save_adapter(model, tmp_path / "adapter")
+    assert "leaves out" not in caplog.text
+    train(model, nnx.Param)
+    with jax.set_mesh(mesh(x=2)):
+        save_adapter(model, tmp_path / "both")
+    assert "6 of whose parameters" in caplog.text
+
+
+def test_a_base_that_a_trace_only_reads(caplog):
+    base = Block(5)
+    jax.jit(lambda: jax_dora.apply_dora(base, RULE, rngs=nnx.Rngs(1)).up.lora_b[...])()
+    assert not caplog.messages
 
 
 def test_traced_models_are_left_alone(caplog):
