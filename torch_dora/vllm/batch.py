@@ -71,7 +71,8 @@ class Batch:
         """Makes the tables of a batch, i32[tiles, HEAD + rows]: the slot, the rank and the tokens
         of each tile, padded with -1; zeros after the last. Does not wait for the device.
 
-        Tables that are not read for so many tokens are left as they were.
+        Tables that are not read for so many tokens are left as they were; without an adapter, those
+        of few are emptied too, since no tables are made for further batches without one.
 
         Args:
             slots: int[tokens], the slot of each token, -1 without an adapter.
@@ -88,7 +89,7 @@ class Batch:
         self.tokens, self.has_base = count if len(order) else 0, bool(counts[0])
         used, small, large, of_token, ranges, members = self._parts
         groups = _Groups(found, ranks[found], counts[1:][found], order)
-        if count <= SMALL_BATCH:
+        if count <= SMALL_BATCH or not self.tokens:
             used[0, 0] = len(found)
             used[1 : 1 + len(found), 0] = found
             used[1 : 1 + len(found), 1] = groups.ranks
