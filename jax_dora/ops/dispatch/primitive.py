@@ -139,8 +139,21 @@ prim_requires_devices_during_lowering.add(_op_p)
 
 @_op_p.def_impl
 def _execute(*operands: Any, op: Op, settings: Any, tree: Any) -> Any:
-    with jax.disable_jit(False):  # if jit were disabled, `_bound` would call this function again
-        return _bound(op, settings, tree, *operands)
+    # If jit were disabled, `_bound` would call this function again, and so would JAX for a NaN.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = _bound(op, settings, tree, *operands)
+    checks = (
+        ("nan", jnp.isnan, jax.config.jax_debug_nans),
+        ("inf", jnp.isinf, jax.config.jax_debug_infs),
+    )
+    for name, is_invalid, is_on in checks:
+        if is_on and any(is_invalid(one).any() for one in results if _is_float(one)):
+            raise FloatingPointError(f"invalid value ({name}) encountered in {op.name}")
+    return results
+
+
+def _is_float(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 @_op_p.def_abstract_eval

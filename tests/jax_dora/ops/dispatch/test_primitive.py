@@ -357,6 +357,18 @@ def test_a_named_kernel_refuses_symbolic_sizes(on_hopper):
         export(aval(rows, IN), *LAYER[1:])
 
 
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
+@pytest.mark.parametrize(("value", "checks"), [("nan", jax.debug_nans), ("inf", jax.debug_infs)])
+def test_jaxs_checks_of_numbers_name_the_operator(value, checks, wrap):
+    kernel = jnp.full((8, 6), float(value))
+    norm = wrap(ops.factored_norm)
+    with checks(True):
+        ones = jnp.ones((8, 2)), jnp.ones((2, 6))
+        assert jnp.isfinite(norm(jnp.ones((8, 6)), *ones, 2.0)).all()
+        with pytest.raises(FloatingPointError, match=rf"\({value}\) encountered in norm"):
+            norm(kernel, *ones, 2.0)
+
+
 def test_donated_operands():
     mesh = automatic(data=4)
     x, *others = drawn()
