@@ -191,17 +191,34 @@ def _suggestion(expression: str, paths: Collection[str]) -> str:
         return ""
     separator = "/" if any("/" in path for path in paths) else r"\."
     others = (
-        rf".*{separator}({expression})",
+        with_any_beginning(expression, separator),
         expression.replace(r"\.", "/"),
         expression.replace(r"\.", "/").replace(r"\d+/", ""),  # stacked layers have no number
         expression.replace("/", r"\."),
     )
-    for other in others:
+    for other in filter(_is_expression, others):
         if any(re.fullmatch(other, path) for path in paths):
             return f": {other!r} does"
     plain = re.sub(r"[\\^$]|\.\*", "", expression)
     # With several numbers or a beginning left open, the end of the path is what was meant.
     return nearest(plain if plain == expression else re.split(r"[./]", plain)[-1], paths)
+
+
+def with_any_beginning(expression: str, separator: str) -> str:
+    """Returns an expression for paths that end in what `expression` matches after a separator, or
+    "" if there is none. Flags stay in front, as Python requires."""
+    flags = re.match(r"(\(\?[aimsux]+\))*", expression)
+    end = flags.end() if flags else 0
+    longer = rf"{expression[:end]}.*{separator}({expression[end:]})"
+    return longer if _is_expression(longer) else ""
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def listing(lines: Iterable[str]) -> str:

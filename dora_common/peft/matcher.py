@@ -7,7 +7,7 @@ from dora_common.peft.config import TOKEN_EMBEDDINGS, AdapterConfig
 from dora_common.peft.keys import Key, Role, key_of
 from dora_common.peft.layers import Architecture, Shape, key_modules
 from dora_common.peft.names import matches
-from dora_common.rules import OUTPUT_HEADS, nearest
+from dora_common.rules import OUTPUT_HEADS, nearest, with_any_beginning
 
 # The dtypes that an adapter's tensors may have, as safetensors names them.
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -287,7 +287,7 @@ class Matcher:
     def _why_unselected(self) -> str:
         targets = self.config.target_modules
         if isinstance(targets, str) and not self.config.targets_all_linear:
-            longer = rf".*\.({targets})"
+            longer = with_any_beginning(targets, r"\.")
             if all(matches(longer, name) for name in self.unselected):
                 return (
                     f"target_modules is the regular expression {targets!r}, which PEFT compares "

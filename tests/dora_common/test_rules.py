@@ -57,6 +57,9 @@ def test_all_linear_leaves_out_the_output_head_and_what_is_not_linear():
     [
         ("q_proj|up", PATHS, r"of a layer: '.*/(q_proj|up)' does. The layers"),
         ("q_proj|up", ["model.0.up"], r"of a layer: '.*\\.(q_proj|up)' does. The layers"),
+        ("(?i)UP", PATHS, "of a layer: '(?i).*/(UP)' does. The layers"),
+        ("(?x)ip#)", PATHS, "of a layer; the nearest are "),
+        (r"\d+/+x", PATHS, "of a layer; the nearest are "),
         (r"blocks\..*", ["blocks/0/up"], "of a layer: 'blocks/.*' does. The layers"),
         (r"layers\.\d+\.up", ["layers/up"], "of a layer: 'layers/up' does. The layers"),
         ("model/.*", ["model.up"], r"of a layer: 'model\\..*' does. The layers"),

@@ -67,6 +67,8 @@ def test_ends_of_names_as_one_expression_are_told_apart_from_a_list(tmp_path):
     assert len(message.splitlines()) == 2
     assert r"expected '.*\\.(q_proj|v_proj)', or a list" in message
     assert not problems(tmp_path / "corrected", target_modules=r".*\.(q_proj|v_proj)")
+    message = problems(tmp_path / "flags", target_modules="(?i)Q_proj|V_proj")
+    assert r"expected '(?i).*\\.(Q_proj|V_proj)', or a list" in message
 
 
 def test_a_module_that_is_stored_whole_too_is_told(tmp_path):
