@@ -187,9 +187,9 @@ class Source:
         def write_tensors(path: Path) -> None:
             if _is_fresh(tensors):
                 _LOG.warning(
-                    "%s: lora_a or lora_b is zero in every layer, as before training. If this "
-                    "adapter was trained, the optimizer does not have its parameters: create the "
-                    "optimizer after apply_dora or load_adapter, from the model that it returns",
+                    "%s: lora_a or lora_b is zero in every layer, as before training. If more than "
+                    "magnitudes was trained, the optimizer does not have these parameters: create "
+                    "it after apply_dora or load_adapter, from the model that they return",
                     os.fspath(folder),
                 )
             save_file(tensors, path, metadata={"format": "pt"})
