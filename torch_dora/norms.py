@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.rules import listing
@@ -79,10 +79,10 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
     """Makes the DoRA layers of ``model`` use these norms inside a ``with`` statement.
 
     The values must come from the same adapters and weights that the model has inside the statement.
-    A step of a ``torch.optim`` optimizer changes these: after one inside the statement, the layers
-    compute their norms in every call. Other changes are not noticed: with other norms the model
-    computes a wrong result. Gradients reach the adapters as usual, since the norm is a constant
-    under differentiation.
+    A step of a ``torch.optim`` optimizer changes these: from one inside the statement on, and in
+    the closure that it calls, the layers compute their norms in every call. Other changes are not
+    noticed: with other norms the model computes a wrong result. Gradients reach the adapters as
+    usual, since the norm is a constant under differentiation.
 
     - With activation checkpointing, run the backward pass inside the statement too. Otherwise the
       recomputation computes the norms again.
@@ -135,9 +135,10 @@ def with_norms(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]
             for name, layer in layers.items():
                 before[name] = layer.constant_norm = None
 
-    # torch.compile cannot trace the registration.
+    # Before a step, which may change the adapters between calls of its closure. torch.compile
+    # cannot trace the registration.
     is_compiling = torch.compiler.is_compiling()
-    handle = None if is_compiling else register_optimizer_step_post_hook(drop)
+    handle = None if is_compiling else register_optimizer_step_pre_hook(drop)
     try:
         for name, layer in layers.items():
             layer.constant_norm = values[name].detach()

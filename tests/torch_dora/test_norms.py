@@ -8,7 +8,7 @@ import pytest
 import torch
 from bitsandbytes.nn import modules as bnb
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -133,7 +133,33 @@ def test_an_optimizer_step_ends_the_use_of_norms(kind, model, device):
     with with_norms(model, values):
         assert not torch.equal(inside, model(x))
     optimizer.step()  # outside, no layer is touched
-    assert not _global_optimizer_post_hooks
+    assert not _global_optimizer_pre_hooks
+
+
+def test_a_closure_computes_its_norms_of_what_the_optimizer_has_changed(model, device):
+    x, losses = torch.randn(5, 24, device=device), []
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.LBFGS(trainable, lr=1e-3, max_iter=3)
+
+    def closure():
+        loss = model(x).square().sum()
+        losses.append(loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    start = [p.detach().clone() for p in trainable]
+    optimizer.step(closure)
+    expected = losses.copy()
+    assert len(losses) > 1
+    optimizer = torch.optim.LBFGS(trainable, lr=1e-3, max_iter=3)
+    with torch.no_grad():
+        for p, value in zip(trainable, start, strict=True):
+            p.copy_(value)
+    losses.clear()
+    with with_norms(model, torch_dora.norms(model)):
+        optimizer.step(closure)
+    assert losses == expected
 
 
 # What torch's compilers call is theirs: 2.11's use several things that 2.11 deprecates.
