@@ -53,7 +53,8 @@ def warn_of_changed(model: nnx.Module, done: str, stored: Collection[str] = ()) 
             "wrt=nnx.LoRAParam to train the adapter alone; or keep what they have learned, by "
             "modules_to_save and bias of jax_dora.peft.save_adapter, or in the whole model, as "
             "jax_dora.merge_dora returns it. If they were loaded after the adapter was made, "
-            "jax_dora.reset_magnitudes(model) sets the magnitudes for them",
+            "nothing is lost; if magnitudes were not loaded too, jax_dora.reset_magnitudes(model) "
+            "sets them for this base",
             done,
             len(lost),
             ", ".join(lost[:_MOST_LISTED]),
