@@ -107,7 +107,7 @@ def norm_with_codes(
     if choose.choose("factored_norm", None, (transposing_norm, call), optional=True) is None:
         return None
     norm, codes = primitive.call(NORM, NormSettings(None, want_codes=True), operands)
-    return norm, save_codes(codes, operands.kernel.qvalue)
+    return norm, save_codes(codes, lax.stop_gradient(kernel.qvalue))
 
 
 def _common_dtype(lora_a: jax.Array, lora_b: jax.Array) -> Any:

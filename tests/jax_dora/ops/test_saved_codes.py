@@ -101,6 +101,15 @@ def test_every_norm_of_a_layer_is_that_of_its_calls(by_norm, monkeypatch, reques
         np.testing.assert_array_equal(g, 1)
 
 
+def test_a_gradient_of_the_kernel_is_refused_as_without_them(by_norm):
+    options = {"act_qtype": "float8_e4m3fn", "bwd_qtype": E5M2}
+    model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+    model = jax_dora.quantize(model, "float8_e4m3fn", **options)
+    model = jax_dora.apply_dora(model, DoRARule("all-linear", 3, 4.0), rngs=nnx.Rngs(1))
+    with pytest.raises(TypeError, match="float8_e4m3fn is being differentiated; it is frozen"):
+        nnx.grad(lambda model: model(jnp.ones((1, 64))).sum())(model)
+
+
 @pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0)])
 def test_in_vmap(axes):
     stored = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (4, 3, 5)), "float8_e4m3fn")
