@@ -76,6 +76,9 @@ def _corners(model: nnx.Module) -> tuple[Any, _Corners]:
         if hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
     }
     key = tuple((path, array.shape, array.dtype) for path, array in floats.items())
+    floats = {path: array for path, array in floats.items() if _has_values(array)}
+    if not floats:
+        return key, {}
     # The caller's mesh, or its trace, would apply to slices of the shards in its own thread.
     with futures.ThreadPoolExecutor(1) as thread:
         return key, thread.submit(_read, floats).result()
@@ -87,12 +90,16 @@ def _read(arrays: Mapping[str, Any]) -> _Corners:
     return {path: np.array(one) for path, one in jax.device_get(found).items()}
 
 
-def _corner(array: Any) -> Any:
+def _has_values(array: Any) -> bool:
+    if isinstance(array, Tracer) or not isinstance(array, (jax.Array, np.ndarray)):
+        return False
+    return isinstance(array, np.ndarray) or not array.is_deleted()
+
+
+def _corner(array: jax.Array | np.ndarray) -> Any:
     corner = (slice(_CORNER),) * array.ndim
     if isinstance(array, np.ndarray):
         return array[corner]
-    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted():
-        return None
     firsts = (one.data for one in array.addressable_shards if not any(i.start for i in one.index))
     first = next(firsts, None)
     return None if first is None else first[corner]

@@ -84,6 +84,7 @@ def test_the_last_result_is_kept_before_any_other():
 def test_z_is_kept_with_others_up_to_a_rank(most, expected, monkeypatch):
     """z of rank 3 is computed once or, for lora_b's gradient, again. The norm reads lora_a too."""
     monkeypatch.setattr(activations, "MOST_Z_FEATURES", most)
+    activations.policy.cache_clear()  # JAX keeps by policies what it has found to be kept.
     shapes = readings(*gradient_of(dataclasses.replace(CONFIG, memory=1.0)))
     assert [shapes.count(shape) for shape in ((24, 3), (40, 3), (32, 3))] == expected
 
