@@ -186,7 +186,10 @@ def assign[R: Rule](
 
 def _suggestion(expression: str, paths: Collection[str]) -> str:
     """Returns the end of an error message with an expression that matches a layer, if `expression`
-    is the end of a path or has the other package's separators, or with the nearest names."""
+    is the end of a path or has the other package's separators, or with the nearest names; or
+    with "all-linear" if it is spelt in another way."""
+    if re.sub(r"[ _-]", "", expression).lower() == re.sub("-", "", ALL_LINEAR):
+        return f": every linear layer is {ALL_LINEAR!r}"
     if not expression:
         return ""
     separator = "/" if any("/" in path for path in paths) else r"\."

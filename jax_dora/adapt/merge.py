@@ -32,7 +32,7 @@ from jax_dora.adapt.weight_adapter import WeightAdapter
 from jax_dora.layers import DoRALayer
 from jax_dora.layers.base_layer import check_has_values, set_and_verify
 from jax_dora.layers.contraction import Contraction
-from jax_dora.layers.magnitude import bounded_norm, matrix_norm
+from jax_dora.layers.magnitude import bounded_norm, check_rank, matrix_norm
 from jax_dora.layers.quantised_kernel import check_kernel, compute_plain
 from jax_dora.layers.stack import Stack
 from jax_dora.ops import check, quantised
@@ -265,6 +265,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> Self:
+        check_rank(layer)
         return cls(layer.contraction, layer.scale, layer.result_dtype)
 
 

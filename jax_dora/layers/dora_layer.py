@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from flax.typing import Initializer
 
-from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode
+from dora_common.hyperparameters import ADAPTER_NAMES, DropoutMode, adapter_scale
 from jax_dora.layers.adapter_arrays import (
     DoRAParam,
     default_lora_a_init,
@@ -16,7 +16,7 @@ from jax_dora.layers.adapter_arrays import (
 )
 from jax_dora.layers.base_layer import check_base, check_has_values, copy_attributes, new_instance
 from jax_dora.layers.contraction import Contraction
-from jax_dora.layers.magnitude import layer_norm, reads_codes
+from jax_dora.layers.magnitude import check_rank, layer_norm, reads_codes
 from jax_dora.layers.quantised_kernel import LAYERS, compute_as_stored
 from jax_dora.layers.rule import OPTIONS, DoRARule, layer_rule
 from jax_dora.layers.stack import Stack, innermost
@@ -122,7 +122,6 @@ class DoRALayer(nnx.Module):
         self.plain_type = type(base)
         self.stack_axes = stack_axes
         self.rank, self.alpha, self.use_rslora = rule.rank, rule.alpha, rule.use_rslora
-        self.scale = rule.scale
         self.keep_inner = rule.keep_inner
         self.dropout_mode: DropoutMode = rule.dropout_mode
         self.adapter_dtype = rule.adapter_dtype
@@ -208,6 +207,11 @@ class DoRALayer(nnx.Module):
         return self.contraction_of(self, self.rank)
 
     @property
+    def scale(self) -> float:
+        """The scale s of the adapter, by its rank and alpha."""
+        return adapter_scale(self.rank, self.alpha, self.use_rslora)
+
+    @property
     def kernel_param(self) -> nnx.Param:
         """Returns the adapted parameter."""
         return getattr(self, self.kernel_name)
@@ -220,6 +224,7 @@ class DoRALayer(nnx.Module):
     def rule(self, path: str = "") -> DoRARule:
         """Returns a rule that creates a layer with the same options. The initializers are not
         stored, so the rule has none."""
+        check_rank(self)
         names = (name for name in OPTIONS if not name.endswith("_init"))
         options: dict[str, Any] = {name: getattr(self, name, None) for name in names}
         options["dropout"] = 0.0 if self.dropout is None else self.dropout.rate
@@ -242,6 +247,7 @@ class DoRALayer(nnx.Module):
     def norm(self) -> jax.Array:
         """Computes ‖kernel + s·lora_a lora_b‖ of the stored parameters, even if `given_norm` is
         set. Returns it in the magnitude's shape, in fp32."""
+        check_rank(self)
         arrays = (self.kernel_param[...], self.lora_a[...], self.lora_b[...])
         settings = self.contraction, self.scale, self.implementation, reads_codes(self)
         return self.stack.map(layer_norm, arrays, *settings)

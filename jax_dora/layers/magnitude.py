@@ -39,6 +39,7 @@ def g_of_call(
     has been computed. With `later`, a g that is computed here is returned as a function without
     arguments, a pytree, for a jitted function that calls it.
     """
+    check_rank(layer)
     if layer.given_g is not None:
         return order(layer.given_g[...])
     magnitude = order(layer.magnitude[...])
@@ -51,6 +52,17 @@ def g_of_call(
     settings = contraction or layer.contraction, layer.scale, layer.implementation
     g = Partial(_Quotient(dtypes, *settings), magnitude, tuple(arrays), norm)
     return g if later else g()
+
+
+def check_rank(layer: Any) -> None:
+    """Raises ValueError if a layer's arrays have another rank than its rule, by which the scale
+    would be wrong: a restored state can have them."""
+    if (rank := layer.lora_a.shape[-1]) != layer.rank:
+        raise ValueError(
+            f"lora_a has the rank {rank}; expected {layer.rank}, that of the layer's rule, by "
+            "which its scale is computed: adapt the base model by a rule with the adapter's rank "
+            "and alpha, or load the adapter by jax_dora.set_adapter or jax_dora.peft.load_adapter"
+        )
 
 
 class _Quotient(NamedTuple):

@@ -17,10 +17,10 @@ from dora_common.peft.config import AdapterConfig
 from dora_common.peft.save import Adapted, Source
 from jax_dora.adapt import base_values
 from jax_dora.adapt.adapted_class import adapter_of
-from jax_dora.adapt.tree import check_model, find_dora_layers
+from jax_dora.adapt.tree import check_model, find_dora_layers, named_in_errors
 from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers.base_layer import check_has_values
-from jax_dora.layers.magnitude import fresh_magnitude
+from jax_dora.layers.magnitude import check_rank, fresh_magnitude
 from jax_dora.ops import check
 from jax_dora.peft.named_model import NamedModel, named_model
 from jax_dora.peft.names import Names
@@ -97,6 +97,9 @@ def save_adapter(
     named = named_model(model, names or Names())
     is_lora = _lora_test(named)
     modules = _adapters_by_name(model, named, is_lora)
+    for name, one in modules.items():
+        with named_in_errors(name, "saved"):
+            check_rank(one)
     if tied := [name for name, one in modules.items() if getattr(one, "adapt_attend", False)]:
         _LOG.warning(
             "%s: adapt_attend is True, so that an output head that is tied to the embedding is "

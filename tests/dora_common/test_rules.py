@@ -64,6 +64,7 @@ def test_all_linear_leaves_out_the_output_head_and_what_is_not_linear():
         (r"layers\.\d+\.up", ["layers/up"], "of a layer: 'layers/up' does. The layers"),
         ("model/.*", ["model.up"], r"of a layer: 'model\\..*' does. The layers"),
         (r".*\.q_prj", ["a.q_proj"], "of a layer; the nearest are q_proj, a.q_proj. The layers"),
+        ("all_linear", PATHS, "of a layer: every linear layer is 'all-linear'. The layers"),
         ("up", [""], "of a layer. The layers with parameters are:\n  ''"),
         ("up", [], "of a layer. The layers with parameters are: none"),
     ],

@@ -139,8 +139,8 @@ class DoRALayer(nn.Module):
             if not (name.startswith("_") or is_taken):
                 setattr(self, name, value)
         # Python numbers, also when NumPy numbers were passed.
-        self.rank, self.use_rslora, self.scale = int(rank), use_rslora, scale
-        self.alpha = int(alpha) if isinstance(alpha, numbers.Integral) else float(alpha)
+        self.rank, self.use_rslora, self._scale = int(rank), use_rslora, scale
+        self._alpha = int(alpha) if isinstance(alpha, numbers.Integral) else float(alpha)
         self.dropout, self.dropout_mode = float(dropout), dropout_mode
         self.implementation = implementation
         self.act_qtype, self.bwd_qtype = act_qtype, bwd_qtype
@@ -261,6 +261,21 @@ class DoRALayer(nn.Module):
         for tensors in (base._parameters, base._buffers):
             for name in tensors:
                 tensors[name] = getattr(self, name)
+
+    @property
+    def alpha(self) -> float:
+        """The numerator of the scale. Setting it sets the scale."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, alpha: float) -> None:
+        self._scale = adapter_scale(self.rank, alpha, self.use_rslora)
+        self._alpha = int(alpha) if isinstance(alpha, numbers.Integral) else float(alpha)
+
+    @property
+    def scale(self) -> float:
+        """The scale s of the adapter, by its rank and alpha."""
+        return self._scale
 
     @property
     def settings(self) -> Any:

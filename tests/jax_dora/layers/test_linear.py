@@ -364,3 +364,23 @@ def test_a_layer_is_one_of_flax_and_a_dora_layer():
         match=r"\['use_bias'\] are options of the base layer or unknown; .* some of \('rank",
     ):
         DoRALinear.from_linear(linear, rank=2, alpha=2, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def test_arrays_of_another_rank_are_refused():
+    """A restored state can have them: its scale would be that of the layer's own rank."""
+    layer, other = (DoRALinear(8, 4, rank=rank, alpha=16, rngs=nnx.Rngs(0)) for rank in (2, 3))
+    nnx.update(layer, nnx.state(other, nnx.LoRAParam))
+    for call in (layer, jax_dora.freeze, jax_dora.merge_dora):
+        with pytest.raises(ValueError, match=r"rank 3; expected 2.*set_adapter"):
+            call(jnp.ones((1, 8))) if call is layer else call(layer)
+
+
+def test_the_scale_follows_alpha():
+    layer = DoRALinear(8, 4, rank=2, alpha=16, rngs=nnx.Rngs(0))
+    layer.lora_b[...] = jax.random.normal(jax.random.key(1), (2, 4))
+    layer.alpha = 4
+    assert layer.scale == layer.rule().scale == 2
+    expected = layer.kernel[...] + 2 * layer.lora_a[...] @ layer.lora_b[...]
+    chex.assert_trees_all_close(layer.norm(), jnp.linalg.norm(expected, axis=0), rtol=1e-5)
+    with pytest.raises(AttributeError):
+        layer.scale = 3.0

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from parity import oracle, tolerances
 from tests.matrices import Problem, judge, within
 from tests.torch_dora.adapters import trained
-from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRARule, apply_dora
+from torch_dora import DoRAConv, DoRAConv1D, DoRAEmbedding, DoRALinear, DoRARule, apply_dora
 from torch_dora.ops import norm as norm_module
 
 OPTIONS = {"rank": 4, "alpha": 5.0}
@@ -318,3 +318,17 @@ def test_a_named_implementation_takes_the_norm_too(kind, implementation, monkeyp
     )
     layer.norm()
     assert chosen == [implementation]
+
+
+def test_the_scale_follows_alpha():
+    layer = DoRALinear(8, 4, rank=2, alpha=16)
+    nn.init.normal_(layer.lora_b)
+    layer.alpha = 4
+    assert layer.scale == 2
+    expected = layer.weight + 2 * layer.lora_b @ layer.lora_a
+    torch.testing.assert_close(layer.norm(), expected.norm(dim=1))
+    assert layer.state_dict().keys() == {"weight", "bias", "lora_a", "lora_b", "magnitude"}
+    with pytest.raises(AttributeError):
+        layer.scale = 3.0
+    with pytest.raises(ValueError, match="alpha is nan"):
+        layer.alpha = float("nan")
