@@ -56,8 +56,9 @@ def g_of_call(
 
 def check_rank(layer: Any) -> None:
     """Raises ValueError if a layer's arrays have another rank than its rule, by which the scale
-    would be wrong: a restored state can have them."""
-    if (rank := layer.lora_a.shape[-1]) != layer.rank:
+    would be wrong: a restored state can have them. With layers stacked along later axes, those of
+    a single layer are checked when it is called."""
+    if layer.stack.is_leading and (rank := layer.lora_a.shape[-1]) != layer.rank:
         raise ValueError(
             f"lora_a has the rank {rank}; expected {layer.rank}, that of the layer's rule, by "
             "which its scale is computed: adapt the base model by a rule with the adapter's rank "

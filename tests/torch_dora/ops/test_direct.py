@@ -586,7 +586,7 @@ def test_a_call_within_a_backward_pass_sees_changes(device, norms, name, in_plac
 
     def change(_):
         if name == "scale":
-            made.scale *= 2
+            made.alpha *= 2
         elif in_place:
             getattr(made, name).mul_(2)
         else:
