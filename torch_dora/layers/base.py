@@ -124,7 +124,7 @@ class DoRALayer(nn.Module):
         implementation: str | None = None,
         bwd_qtype: str | None = None,
     ) -> None:
-        scale = adapter_scale(rank, alpha, use_rslora)
+        adapter_scale(rank, alpha, use_rslora)
         check_dropout(dropout, dropout_mode)
         check.is_float_dtype("adapter_dtype", adapter_dtype)
         choose.check_name(implementation)
@@ -139,8 +139,8 @@ class DoRALayer(nn.Module):
             if not (name.startswith("_") or is_taken):
                 setattr(self, name, value)
         # Python numbers, also when NumPy numbers were passed.
-        self.rank, self.use_rslora, self._scale = int(rank), use_rslora, scale
-        self._alpha = int(alpha) if isinstance(alpha, numbers.Integral) else float(alpha)
+        self.rank, self.use_rslora = int(rank), use_rslora
+        self.alpha = alpha
         self.dropout, self.dropout_mode = float(dropout), dropout_mode
         self.implementation = implementation
         self.act_qtype, self.bwd_qtype = act_qtype, bwd_qtype
