@@ -14,6 +14,7 @@ adapters' part.
 Traffic: that of `product`, and the sums of segments once each way.
 """
 
+import functools
 import logging
 from typing import Any
 
@@ -211,8 +212,19 @@ def _segments_of(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Adapt
     ways = dict.fromkeys(cdiv(x.shape[1], product.segment_of(x.shape[1], one)) for one in SEGMENTS)
     if len(x) <= FEW_TOKENS:
         ways = (one for one in ways if one == 1 or product.segment_of(x.shape[1], one) % 128 == 0)
-    same = (one for one in ways if torch.equal(launch(*operands, one, adapters), expected))
+    same = (one for one in ways if torch.equal(_base(*operands, one, adapters), expected))
     return next(same, 0)
+
+
+def _base(
+    x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, adapters: Adapters
+) -> Tensor:
+    """Returns what :func:`launch` does without adapters in the batch. It launches kernels that are
+    the same for any number of segments: the one that adds takes a second to compile for each."""
+    if segments == 1 or len(x) <= FEW_TOKENS:
+        return launch(x, weight, bias, segments, adapters)
+    y = functools.reduce(torch.add, _sum(x, weight, segments, adapters)[0])
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def _operands_that_tell(
@@ -250,37 +262,55 @@ def launch_two(
     x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, adapters: Adapters
 ) -> Tensor:
     """The same, always by two kernels."""
+    tokens, features = len(x), len(weight)
+    blocks = features // COLUMNS
+    sums, parts = _sum(x, weight, segments, adapters)
+    overlaps = shrink.can_overlap(x.device)
+    y = x.new_empty(tokens, features)
+    max_rank = adapters.lora_b.shape[2]
+    launch_kernel(
+        _add_kernel,
+        (blocks * cdiv(tokens, TILE),),
+        *(sums, parts, adapters.lora_b, adapters.g, y if bias is None else bias, y),
+        *(adapters.slots, adapters.used, adapters.blocks),
+        *(tokens, features, blocks),
+        SEGMENTS=segments,
+        PADDED_SPLITS=next_power_of_2(len(parts)),
+        HAS_BIAS=bias is not None,
+        TILE=TILE,
+        SLOTS=4 if max_rank <= 16 else 1,
+        OVERLAPS=overlaps,
+        num_warps=4,
+        num_stages=1,
+        launch_pdl=overlaps,
+        **_constants(parts, max_rank),
+    )
+    return y
+
+
+def _sum(x: Tensor, weight: Tensor, segments: int, adapters: Adapters) -> tuple[Tensor, Tensor]:
+    """Returns the sums of the segments, f32[segments, tokens, out], and the parts of z."""
     tokens, inputs = x.shape
     features = len(weight)
     blocks = features // COLUMNS
-    segment = product.segment_of(inputs, segments)
     is_alone = blocks * segments <= product.processors(x.device)
     config = ALONE if is_alone else SHARED
     slots, ranks, _ = adapters.lora_a.shape
     max_rank = adapters.lora_b.shape[2]
-    padded_rank = max(16, next_power_of_2(max_rank))
     tiles = min(len(adapters.tiles), batch.most_tiles(tokens, slots, batch.SMALL))
     chunk, splits = shrink.parts_of(inputs, shrink.BESIDE)
     projections = ranks // max_rank
     shrinking = max(1, min(tiles * projections * splits, product.PROGRAMS))
-    overlaps = shrink.can_overlap(x.device)
     parts = torch.empty(splits, tokens, ranks, dtype=torch.float32, device=x.device)
     sums = torch.empty(segments, tokens, features, dtype=torch.float32, device=x.device)
-    y = x.new_empty(tokens, features)
-    ranked: dict[str, Any] = {
-        "SPLITS": splits,
-        "RANKS": ranks,
-        "MAX_RANK": max_rank,
-        "PADDED_RANK": padded_rank,
-        "COLUMNS": COLUMNS,
-    }
     launch_kernel(
         _sum_kernel,
         (shrinking + blocks * segments,),
         TensorDescriptor.from_tensor(weight, [COLUMNS, config.depth]),
         TensorDescriptor.from_tensor(x, [ROWS, config.depth]),
         *(x, adapters.lora_a, adapters.tiles, parts, sums),
-        *(tokens, inputs, features, tiles, segment, segments, shrinking),
+        *(tokens, inputs, features, tiles, product.segment_of(inputs, segments)),
+        *(segments, shrinking),
         CHUNK=chunk,
         PROJECTIONS=projections,
         TILE=batch.SMALL,
@@ -290,26 +320,20 @@ def launch_two(
         ROWS=ROWS,
         DEPTH=config.depth,
         STAGES=config.stages,
-        STARTS_NEXT=overlaps,
+        STARTS_NEXT=shrink.can_overlap(x.device),
         num_warps=config.warps,
         num_stages=product.shrink_stages(max_rank),
-        **ranked,
+        **_constants(parts, max_rank),
     )
-    launch_kernel(
-        _add_kernel,
-        (blocks * cdiv(tokens, TILE),),
-        *(sums, parts, adapters.lora_b, adapters.g, y if bias is None else bias, y),
-        *(adapters.slots, adapters.used, adapters.blocks),
-        *(tokens, features, blocks),
-        SEGMENTS=segments,
-        PADDED_SPLITS=next_power_of_2(splits),
-        HAS_BIAS=bias is not None,
-        TILE=TILE,
-        SLOTS=4 if max_rank <= 16 else 1,
-        OVERLAPS=overlaps,
-        num_warps=4,
-        num_stages=1,
-        launch_pdl=overlaps,
-        **ranked,
-    )
-    return y
+    return sums, parts
+
+
+def _constants(parts: Tensor, max_rank: int) -> dict[str, Any]:
+    splits, _, ranks = parts.shape
+    return {
+        "SPLITS": splits,
+        "RANKS": ranks,
+        "MAX_RANK": max_rank,
+        "PADDED_RANK": max(16, next_power_of_2(max_rank)),
+        "COLUMNS": COLUMNS,
+    }

@@ -126,7 +126,8 @@ def test_the_segments_are_those_with_the_bits_of_the_base_layer(
 
     def base(x, *operands):
         calls.append(len(x))
-        return segments.launch(x, *operands, found_in, nothing)
+        # Not `launch`: Triton's interpreter rounds to bf16 in another way than PyTorch.
+        return segments._base(x, *operands, found_in, nothing)
 
     monkeypatch.setattr(segments.nn.functional, "linear", base)
     kind = segments._kind(*operands)
@@ -140,6 +141,32 @@ def test_the_segments_are_those_with_the_bits_of_the_base_layer(
     segments._FOUND.clear()
     segments.find_segments(*operands, adapters, 1)
     assert segments._FOUND == {(1, *kind): 0}
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(16, 2), (17, 3)])
+def test_kernels_are_not_compiled_for_each_number_of_segments(monkeypatch, tokens, most):
+    """Else vLLM's start would wait for it."""
+    given = layer(tokens, 1024, [64], torch.bfloat16, True, "cpu")
+    adapters = adapters_of(given, [64], np.full(tokens, -1))
+    compiled, ways = set(), []
+
+    def launches(launch):
+        def launch_kernel(kernel, grid, *arguments, **options):
+            compiled.add((kernel, *sorted(options.items())))
+            launch(kernel, grid, *arguments, **options)
+
+        return launch_kernel
+
+    def nothing(x, weight, bias, segments, adapters, *, base=segments._base):
+        ways.append(segments)
+        return base(x, weight, bias, segments, adapters).fill_(torch.nan)
+
+    monkeypatch.setattr(segments, "_base", nothing)
+    for module in (segments, product):
+        monkeypatch.setattr(module, "launch_kernel", launches(module.launch_kernel))
+    assert segments._segments_of(given["x"], given["weight"], given["bias"], adapters) == 0
+    assert len(ways) > most
+    assert len(compiled) <= most
 
 
 class Allocations(TorchDispatchMode):
