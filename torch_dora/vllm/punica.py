@@ -26,6 +26,7 @@ from vllm.lora.layers import base_linear  # pyright: ignore[reportMissingImports
 from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
 
 from torch_dora.ops.choose import TRITON_MODE
+from torch_dora.ops.triton.jit import compile_ahead
 from torch_dora.vllm import (
     base_weight,
     batch,
@@ -114,10 +115,10 @@ class SlotProducts(nn.Module):
         self._add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), bias)
         return y
 
-    def find_segments(self, layer: Any) -> None:
+    def find_segments(self, layer: Any, find: Callable[..., None]) -> None:
         if self.multiplies_base:
             weight, bias = layer.base_layer.weight, _added_bias(layer)
-            _Adapters(*self._operands()).find_segments(weight, bias)
+            _Adapters(*self._operands()).find_segments(weight, bias, find)
 
     def warm_up(self, layer: Any, tokens: int) -> None:
         """Launches the kernels for so many tokens, without vLLM's product of a quantised layer."""
@@ -201,11 +202,11 @@ class _Adapters(NamedTuple):
         count = segments.segments_of(x, weight, bias)
         return segments.launch(x, weight, bias, count, self._for_few()) if count else None
 
-    def find_segments(self, weight: Tensor, bias: Tensor | None) -> None:
+    def find_segments(self, weight: Tensor, bias: Tensor | None, find: Callable[..., None]) -> None:
         """Finds out what :meth:`multiply_all` needs to know, before requests and graphs."""
         if self._refuse_few(weight[:1], weight) is None:
             most = min(product.MOST_TOKENS, len(batch.of(self.table).slots))
-            segments.find_segments(weight, bias, self._for_few(), most)
+            find(weight, bias, self._for_few(), most)
 
     def _refuse_few(self, x: Tensor, weight: Tensor) -> str | None:
         return product.refuses(x, weight, self.blocks, self.lora_b.shape[2])
@@ -290,19 +291,23 @@ def warm_up(layers: Sequence[Any], tables: Batch, ranks: Sequence[int] | np.ndar
 
     vLLM runs the model before, without adapters, or for the tokens of its graphs only.
     """
-    shapes = set()
+    distinct: dict[Any, Any] = {}
     for layer in layers:
         products: SlotProducts = layer.slot_products
         has_bias = _added_bias(layer) is not None
         key = products.multiplies_base, has_bias, *(one.shape for one in products.buffers())
-        if key in shapes:
-            continue
-        shapes.add(key)
-        products.find_segments(layer)
-        for tokens in sorted({min(count, len(tables.slots)) for count in WARM_UP}):
-            for last in (-1, 0):  # Some kernels compute batches without rows of the base only.
-                tables.update(np.append(np.zeros(tokens - 1, np.int64), last), ranks)
-                products.warm_up(layer, tokens)
+        distinct.setdefault(key, layer)
+
+    def launches(find: Callable[..., None]) -> None:
+        for layer in distinct.values():
+            layer.slot_products.find_segments(layer, find)
+            for tokens in sorted({min(count, len(tables.slots)) for count in WARM_UP}):
+                for last in (-1, 0):  # Some kernels compute batches without rows of the base only.
+                    tables.update(np.append(np.zeros(tokens - 1, np.int64), last), ranks)
+                    layer.slot_products.warm_up(layer, tokens)
+
+    compile_ahead(lambda: launches(segments.launch_some))
+    launches(segments.find_segments)
     tables.update(np.full(1, -1), ranks)
 
 

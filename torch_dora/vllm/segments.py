@@ -177,6 +177,14 @@ def _kind(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
     return weight.device, *weight.shape, weight.dtype, bias is None
 
 
+def launch_some(weight: Tensor, bias: Tensor | None, adapters: Adapters, most: int) -> None:
+    """Launches the kernels that :func:`find_segments` asks, without finding out anything."""
+    for tokens in {min(FEW_TOKENS, most), most}:
+        for segments in (1, 2):
+            if tokens > FEW_TOKENS or product.segment_of(weight.shape[1], segments) % 128 == 0:
+                _base(weight.new_empty(tokens, weight.shape[1]), weight, bias, segments, adapters)
+
+
 def find_segments(weight: Tensor, bias: Tensor | None, adapters: Adapters, most: int) -> None:
     """Finds out in how many segments cuBLAS sums such a layer's products, for each number of tokens
     up to ``most``, by comparing bits for tokens without an adapter.

@@ -105,7 +105,14 @@ def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch,
     """Triton compiles a kernel for its first launch."""
     from torch_dora.vllm import batch, expand, large_product, product, punica, segments, shrink
 
-    launched = []
+    launched, ahead = [], []
+
+    def compile_ahead(launches):
+        launches()
+        ahead.extend(launched)
+        launched.clear()
+
+    monkeypatch.setattr(punica, "compile_ahead", compile_ahead)
     monkeypatch.setattr(product, "refuses", lambda x, *_: "few" if len(x) > 64 else None)
     monkeypatch.setattr(large_product, "refuses", lambda x, *_: "many" if len(x) < 1024 else None)
     monkeypatch.setattr(segments, "segments_of", lambda x, *_: 1 if len(x) <= 16 else 3)
@@ -133,6 +140,7 @@ def test_all_kernels_of_a_layer_are_launched_before_requests(layer, monkeypatch,
     if is_plain:  # before all others, for all batches that are multiplied by product and segments
         assert launched.pop(0) == product.MOST_TOKENS
     assert {*launched} == few | many | (whole if is_plain else set())
+    assert {*launched} <= {*ahead}
     assert len(launched) == (18 if is_plain else 20)  # for one of the two
     assert not tables.tokens
     assert not tables.used[0, 0]

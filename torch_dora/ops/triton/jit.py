@@ -1,9 +1,12 @@
 """Launches of kernels with little work on the host."""
 
 import contextlib
+import contextvars
 import functools
+import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -32,6 +35,8 @@ def aligned(size: int) -> int:
 
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_IS_AHEAD = contextvars.ContextVar("is_ahead", default=False)
+_LOG = logging.getLogger(__name__)
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -48,6 +53,9 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options
     if TRITON_MODE != "compiled":
         kernel[grid](*arguments, **options)
         return
+    if _IS_AHEAD.get():
+        kernel.warmup(*arguments, grid=grid, **options)
+        return
     facts = [_fact(argument) for argument in arguments]
     key = (id(kernel), torch.cuda.current_device(), *facts, *options.items())
     found = _COMPILED.get(key)
@@ -58,6 +66,24 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options
         return
     compiled, constants = found
     compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+
+
+def compile_ahead(launches: Callable[[], None]) -> None:
+    """Compiles the kernels that a function launches by :func:`launch_kernel`, at the same time, and
+    does not launch them: what they would write is left as it was. One after another they take
+    seconds each. An error is raised when its kernel is launched."""
+    if TRITON_MODE != "compiled":
+        return
+
+    def compile_all() -> None:
+        _IS_AHEAD.set(True)
+        with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            launches()
+
+    try:
+        contextvars.copy_context().run(compile_all)
+    except Exception:  # The launches will tell.
+        _LOG.debug("kernels are compiled when they are launched", exc_info=True)
 
 
 def _fact(argument: Any) -> Any:
