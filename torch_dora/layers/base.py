@@ -100,6 +100,7 @@ class DoRALayer(nn.Module):
     SHARDED_AXES: ClassVar[Mapping[str, int]] = {}
     """The axis of lora_a, lora_b and magnitude that is sharded like the same axis of the weight
     matrix. Empty for layers without tensor parallelism."""
+    _RANK_AXES: ClassVar[Mapping[str, int]] = {"lora_a": 0, "lora_b": -1}
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -232,6 +233,21 @@ class DoRALayer(nn.Module):
     def _fsdp_use_orig_params(self, _: bool) -> None:
         """Releases the base's tensors: fully_shard sets this attribute after sharding."""
         self._release_base()
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """Registers a parameter, as setting an attribute does. Raises ValueError for a lora_a or
+        lora_b of another rank, by which the scale would be wrong."""
+        old, axis = self._parameters.get(name), self._RANK_AXES.get(name)
+        # FSDP with flat parameters sets parts of them, [size].
+        if axis is not None and old is not None and getattr(param, "ndim", 0) == old.ndim > 1:
+            if param.shape[axis] != old.shape[axis]:
+                raise ValueError(
+                    f"{name} is set to the shape {tuple(param.shape)}; expected the layer's rank "
+                    f"{self.rank}, by which its scale is computed, as in {tuple(old.shape)}: adapt "
+                    "the base model by a rule with the adapter's rank and alpha, or load the "
+                    "adapter by torch_dora.peft.load_adapter"
+                )
+        super().register_parameter(name, param)
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -7,7 +7,7 @@ Where the module reads its parameter, it gets an
 """
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class DoRAExperts(DoRALayer):
         "packed experts (a parameter [experts, out, in] of a module whose is_transposed is False, "
         "or [experts, in, out] if it is True)"
     )
+
+    _RANK_AXES: ClassVar = {"lora_a": 1, "lora_b": 2}
 
     is_transposed: bool
 

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.torch_dora.adapters import Experts
 from torch_dora import DoRARule, apply_dora, merge_dora, remove_dora
+from torch_dora.layers import dora_layers
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(6, 8), (5, 6)),
@@ -150,3 +152,19 @@ def test_an_unfrozen_embedding_keeps_its_options(options):
     assert layer.weight.grad.is_sparse == plain.weight.grad.is_sparse
     found, expected = (one.weight.grad.to_dense() for one in (layer, plain))
     torch.testing.assert_close(found, expected * layer.g(torch.float32).detach())
+
+
+@pytest.mark.parametrize("name", ["lora_a", "lora_b"])
+@pytest.mark.parametrize("make", [*(make for make, _ in LAYERS.values()), Experts])
+def test_arrays_of_another_rank_are_refused(make, name):
+    """They would be multiplied by the scale of the layer's own rank."""
+    rules = [DoRARule(".*", rank, 6.0) for rank in (4, 8)]
+    of_4, of_8 = (apply_dora(nn.Sequential(make()), rule) for rule in rules)
+    layer, other = (dict(dora_layers(model)).popitem()[1] for model in (of_4, of_8))
+    kept = getattr(layer, name)
+    with pytest.raises(ValueError, match=rf"{name} is set .*rank 4, .*load_adapter"):
+        setattr(layer, name, getattr(other, name))
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=rf"size mismatch for .*{name}"):
+            of_4.load_state_dict(of_8.state_dict(), assign=assign)
+    assert getattr(layer, name) is kept
