@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from parity import tolerances
 from parity.sides.torch import processes
@@ -370,6 +371,23 @@ def test_bases_that_are_stored_in_fp8(how: str, dropout: float) -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
                 found.append(one.train(is_training)(x))
     torch.testing.assert_close(found[2:], found[:2], rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "dropout", "conv"])
+def test_flops_are_counted_in_either_pass_of_a_checkpoint(name: str, no_products: None) -> None:
+    """The counter's hooks of all modules are there in one of two forward passes."""
+    _, ours = both(peft_model(name))
+    for parts in ([True, False], [False, True]):
+        forward, backward = (
+            FlopCounterMode(display=False) if counted else contextlib.nullcontext()
+            for counted in parts
+        )
+        with forward as flops:
+            y = checkpoint(ours.train(), IDS, use_reentrant=False)
+            y = y if isinstance(y, Tensor) else y.logits
+        with backward as more:
+            y.square().mean().backward()
+        assert (flops or more).get_total_flops() > 0
 
 
 def test_hooks_of_all_modules_run() -> None:
