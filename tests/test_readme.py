@@ -1,5 +1,6 @@
-"""README: its snippets run in order, and its links, paths and make targets exist."""
+"""README: its snippets run and warn of nothing, and its links, paths and make targets exist."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -7,13 +8,14 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_snippets_run(tmp_path, monkeypatch):
+def test_snippets_run(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert snippets
     namespace: dict[str, object] = {}
     for number, snippet in enumerate(snippets, 1):
         exec(compile(snippet, f"README.md, snippet {number}", "exec"), namespace)
+    assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 def test_is_short():
