@@ -158,7 +158,7 @@ def assign[R: Rule](
         elif any(matched(rule, at) for at in layers):
             problem = (
                 f"path {rule.path!r}, matches only layers that earlier rules take (the first match "
-                "wins); a rule's path"
+                "wins): put the more specific rule first; a rule's path"
             )
         elif rule.exclude is None:
             problem = f"path {rule.path!r}, matches no layer; a rule's path"
