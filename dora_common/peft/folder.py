@@ -1,6 +1,7 @@
 """Opens a PEFT adapter folder. Its tensors are read one by one, when they are needed."""
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -329,7 +330,25 @@ def named_in_errors(path: Path) -> Iterator[None]:
     except (ValueError, TypeError, NotImplementedError) as error:
         raise type(error)(f"{path}: {error}") from error
     except SafetensorError as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+        raise ValueError(
+            f"{path}: not a whole safetensors file ({error}{_sizes(path)}); copy or download it "
+            "again, or save the adapter again"
+        ) from error
+
+
+def _sizes(file: Path) -> str:
+    """Returns a part of an error message: the bytes that a safetensors file has, and those that its
+    header tells, if it can be read; else ""."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header = 8 + int.from_bytes(stream.read(8), "little")
+            fields = json.loads(stream.read(header - 8)) if header <= size else {}
+        ends = [one["data_offsets"][1] for name, one in fields.items() if name != "__metadata__"]
+        expected = f"; expected {header + max(ends)} by its header" if ends else ""
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return ""
+    return f"; it has {size} bytes{expected}"
 
 
 def _version(file: Path) -> tuple[int, int] | None:

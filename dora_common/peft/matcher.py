@@ -23,6 +23,12 @@ _NO_MAGNITUDES = (
     "LoRA adapter that is left, whose magnitudes are the norms"
 )
 
+_INCOMPLETE = (
+    "; expected lora_A and lora_B of each layer that adapter_config.json selects: the folder was "
+    "saved or copied incompletely, so save or copy the adapter again. To load it without the "
+    "layer, leave it out of target_modules, and its other tensors out of the file"
+)
+
 
 class Matcher:
     """The destinations found so far for a folder's tensors, and the problems with them.
@@ -343,7 +349,7 @@ class Matcher:
             names = _some(empty, "has no tensors", "have no tensors")
             self.problems.append(f"{names}, though adapter_config.json selects them")
         for role, keys in missing.items():
-            remedy = _NO_MAGNITUDES if role == "magnitude" else ""
+            remedy = _NO_MAGNITUDES if role == "magnitude" else _INCOMPLETE
             self.problems.append(_some(keys, "is missing", "are missing") + remedy)
         stored = set(self.whole)
         if self.config.keeps_ties:

@@ -73,6 +73,23 @@ def test_another_adapter_is_replaced_only_when_told(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_cut_file_is_told_with_its_sizes(tmp_path: Path) -> None:
+    save(tmp_path / "a", 2)
+    whole = (tmp_path / "a" / TENSORS).read_bytes()
+    sizes = f"; it has {len(whole) - 5} bytes; expected {len(whole)} by its header"
+    for content, expected in (
+        (whole[:-5], sizes),
+        (whole[:20], "; it has 20 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1", "; it has 42 bytes"),
+        (whole[:8] + b"[" * 100_000, ""),
+        (b"", "; it has 0 bytes"),
+    ):
+        (tmp_path / "a" / TENSORS).write_bytes(content)
+        with pytest.raises(ValueError, match="not a whole") as caught:
+            rank_in(tmp_path / "a")
+        assert f"{expected}); copy or download it again" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["a", "adapter_model.bin"])
 def test_a_place_that_is_taken_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()

@@ -112,6 +112,15 @@ def test_missing_magnitudes_say_what_to_do(tmp_path):
     assert "use_dora" not in other
 
 
+def test_a_missing_factor_says_what_to_do(tmp_path):
+    message = problems(tmp_path, drop="lora_b", target_modules=("q_proj", "v_proj"))
+    assert len(message.splitlines()) == 2
+    assert "q_proj.lora_B.weight and 21 more are missing; expected lora_A and lora_B of" in message
+    assert "save or copy the adapter again" in message
+    # The other way out that it names, with the layer's other tensors left out too.
+    assert not problems(tmp_path / "other", targets="v", target_modules=("v_proj",))
+
+
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
 def test_an_unused_pattern_is_named(field, tmp_path, caplog):
     targets = ("q_proj", "v_proj")
