@@ -23,6 +23,12 @@ _TASKS = "SEQ_CLS SEQ_2_SEQ_LM CAUSAL_LM TOKEN_CLS QUESTION_ANS FEATURE_EXTRACTI
 # PEFT adds these names to modules_to_save for some task types, whatever the name of the head is.
 _HEADS_OF_TASKS = ("classifier", "score")
 
+# How layers get the same value of a setting and compute what they did.
+_SAME = {
+    "use_rslora": "set use_rslora to False and alpha to scale * rank, by which each scale stays",
+    "dropout": "set dropout to one value, which has no effect outside of training",
+}
+
 
 @dataclass(frozen=True)
 class Adapted:
@@ -301,7 +307,10 @@ class Source:
             values = ", ".join(f"{name} has {value}" for value, name in examples.items())
             raise ValueError(
                 f"{field}: {values}; expected one value for all layers, since PEFT's format has "
-                "only one"
+                f"only one: {_SAME[field]}, in the layers of torch_dora, or in the rules of "
+                "jax_dora.get_adapter for set_adapter; or merge the adapter with merge_dora; or "
+                "store its arrays otherwise: the state_dict, or the arrays of get_adapter, as by "
+                "Orbax"
             )
         return next(iter(examples), 0.0)
 
