@@ -87,7 +87,8 @@ def _checked(op, base, lora, g, scale, implementation):
     choose.check_name(implementation)
     operands = Composition(base, lora, g, check.scale_array(scale))
     function = functools.partial(_compose, CompositionSettings(op, implementation))
-    return COMPOSE.on_explicit_axes(function, operands)(operands)
+    with meshes.forward_mode_named():
+        return COMPOSE.on_explicit_axes(function, operands)(operands)
 
 
 def _compose(settings: CompositionSettings, operands: Composition) -> jax.Array:

@@ -195,7 +195,8 @@ def scaled_linear(
     if act_qtype is not None and not has_codes:
         function = functools.partial(_with_codes, function)
     function = functools.partial(function, settings)
-    return FORWARD.on_explicit_axes(function, operands)(operands)
+    with meshes.forward_mode_named():
+        return FORWARD.on_explicit_axes(function, operands)(operands)
 
 
 def _projection(settings: ProjectionSettings, operands: Projection) -> jax.Array:

@@ -111,7 +111,8 @@ def _of(settings: GatingSettings, operands: Gating, with_codes: bool) -> Any:
     if with_codes and meshes.explicit(gate, up) is None:
         return _with_codes(settings, meshes.vary_alike(operands))
     function = functools.partial(_swiglu, settings)
-    return SWIGLU_CODES.on_explicit_axes(function, operands)(operands)
+    with meshes.forward_mode_named():
+        return SWIGLU_CODES.on_explicit_axes(function, operands)(operands)
 
 
 def _swiglu(settings: GatingSettings, operands: Gating) -> jax.Array:

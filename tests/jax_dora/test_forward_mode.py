@@ -1,6 +1,7 @@
 """`implementation="eager"`: JAX differentiates the definition itself, forwards too."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,28 @@ def test_of_the_operator(mode):
     for name in OPERANDS:
         np.testing.assert_allclose(found[name], expected[name], 0, OPERATOR_FP32_MAX_ABS)
     assert jnp.array_equal(of("eager")(given), of("xla")(given))
+
+
+@pytest.mark.ci
+def test_what_is_not_differentiated_names_what_is():
+    """By jax.jvp a layer's own call raises, and by jax.hessian the rule of a kernel."""
+    model: Any = apply_dora(Mixed(nnx.Rngs(0)), ALL, rngs=nnx.Rngs(1))
+    layer, width = model.blocks[0], model.conv.in_features
+    for one in (layer, model.conv):
+        x = jnp.ones((2, 5, width))
+        with pytest.raises(TypeError, match=r"forward-mode.*pass implementation='eager'") as caught:
+            jax.jvp(one, (x,), (x,))
+        assert str(caught.value).count("DoRARules") == 1
+
+    def hessian(implementation):
+        layer.implementation = implementation
+        return jax.hessian(lambda x: jnp.sum(jnp.sin(layer(x))))(jnp.linspace(-1, 1, width))
+
+    with pytest.raises(NotImplementedError, match=r"jax\.hessian.*implementation='xla'.*'eager'"):
+        hessian(None)
+    expected = hessian("eager")
+    np.testing.assert_allclose(hessian("xla"), expected, 0, OPERATOR_FP32_MAX_ABS)
+    assert jnp.abs(expected).max() > 0.01
 
 
 @pytest.mark.ci

@@ -9,7 +9,7 @@ Operands are a NamedTuple of `jax_dora.ops.operands`, in which None stays None.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
@@ -65,6 +65,21 @@ def with_auto_axes(
     """Returns `function` for operands on explicit axes. Inside of it the axes are automatic."""
     sharding: Any = NamedSharding(mesh, result)
     return cast(Any, jax.sharding.auto_axes(function, out_sharding=sharding))
+
+
+@contextlib.contextmanager
+def forward_mode_named() -> Iterator[None]:
+    """Adds the implementation that supports forward mode to JAX's error, which names none."""
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" not in str(error) or "eager" in str(error):
+            raise
+        raise TypeError(
+            f"{error} DoRA's operators define gradients for reverse mode, as of jax.grad; pass "
+            "implementation='eager' for jax.jvp and jax.jacfwd: in a model it is an option of its "
+            "DoRARules"
+        ) from None
 
 
 def differentiable[**P, R](function: Callable[P, R]) -> Callable[P, R]:

@@ -177,8 +177,9 @@ def _jvp(primals: Any, _: Any, *, op: Op, settings: Any, tree: Any) -> Any:
         results = _op_p.bind(*primals, op=op, settings=settings, tree=tree)
         return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     raise NotImplementedError(
-        f"JAX cannot differentiate the kernels of {op.name}, as a gradient of a gradient requires; "
-        "pass implementation='xla', or 'eager' for forward mode too: in a model it is an option of "
+        f"JAX cannot differentiate the kernels of {op.name}, as jax.hessian and a gradient of a "
+        "gradient require; pass implementation='xla', whose gradient JAX differentiates, or "
+        "'eager' for forward mode (jax.jvp, jax.jacfwd) too: in a model it is an option of "
         "its DoRARules"
     )
 
