@@ -143,6 +143,10 @@ def served(tmp_path, monkeypatch):
     cleanup_dist_env_and_memory()
 
 
+@pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(),
+    reason="vLLM's CPU build multiplies quantised weights by AVX-512 instructions alone",
+)
 @pytest.mark.parametrize("kind", ["int4", "gptq", "awq", "fp8"])
 def test_adapters_on_a_quantised_base_answer_as_on_its_dequantised_weights(served, kind):
     found = served(kind)

@@ -139,7 +139,9 @@ def test_langchain_s_batch(served):
         )
         for text in texts
     ]
-    found = ChatOpenAI(**options).batch(texts)
+    chat = ChatOpenAI(**options)
+    chat.invoke(texts[0])  # LangChain's threads would all write its first call's fields.
+    found = chat.batch(texts)
     assert [one.content for one in found] == [one.choices[0].message.content for one in chats]
     assert [one.usage_metadata["total_tokens"] for one in found] == [
         one.usage.total_tokens for one in chats
