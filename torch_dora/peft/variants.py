@@ -47,7 +47,7 @@ _BETWEEN = tuple(str(Path(file).parent) for file in (torch.__file__, peft.__file
 def refuses(layer: Any, adapter: str) -> str | None:
     """Returns the reason why PEFT must compute an adapter, or None. This is asked in each call: the
     model may have been wrapped since the last one."""
-    if any(_HOOKS_OF_ALL) and _has_hooks_of_all():
+    if _has_hooks_of_all():
         return "hooks of all modules must see its modules, too"
     for part in _parts(layer, adapter):
         if type(part) not in _PARTS or _is_hooked(part):
@@ -88,6 +88,8 @@ def _refuses_call(layer: Any, adapter: str, result: Any) -> str | None:
 def _has_hooks_of_all() -> bool:
     """Returns whether a hook of all modules must see those of an adapter. FlopCounterMode's hooks
     only name modules, and are gone in a recomputation after it, which must save equal tensors."""
+    if not any(_HOOKS_OF_ALL):
+        return False
     hooks = (hook for hooks in _HOOKS_OF_ALL for hook in hooks.values())
     return any(type(getattr(hook, "__self__", None)) is not ModuleTracker for hook in hooks)
 
@@ -123,7 +125,7 @@ def _one_call(layer: Any, x: Any) -> Tensor | None:
     """
     if layer.disable_adapters or layer.merged_adapters or layer.ephemeral_gpu_offload:
         return None
-    if any(_HOOKS_OF_ALL) and _has_hooks_of_all():
+    if _has_hooks_of_all():
         return None
     adapter: Any = layer.active_adapter
     if type(adapter) is not str:

@@ -115,10 +115,11 @@ class SlotProducts(nn.Module):
         self._add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), bias)
         return y
 
-    def find_segments(self, layer: Any, find: Callable[..., None]) -> None:
+    def ask_segments(self, layer: Any, ask: Callable[..., None]) -> None:
+        """Calls a function of `segments` for the layer, if its kernels may multiply the weight."""
         if self.multiplies_base:
             weight, bias = layer.base_layer.weight, _added_bias(layer)
-            _Adapters(*self._operands()).find_segments(weight, bias, find)
+            _Adapters(*self._operands()).ask_segments(weight, bias, ask)
 
     def warm_up(self, layer: Any, tokens: int) -> None:
         """Launches the kernels for so many tokens, without vLLM's product of a quantised layer."""
@@ -202,11 +203,12 @@ class _Adapters(NamedTuple):
         count = segments.segments_of(x, weight, bias)
         return segments.launch(x, weight, bias, count, self._for_few()) if count else None
 
-    def find_segments(self, weight: Tensor, bias: Tensor | None, find: Callable[..., None]) -> None:
-        """Finds out what :meth:`multiply_all` needs to know, before requests and graphs."""
+    def ask_segments(self, weight: Tensor, bias: Tensor | None, ask: Callable[..., None]) -> None:
+        """Calls a function of `segments` for what :meth:`multiply_all` needs, before requests and
+        graphs."""
         if self._refuse_few(weight[:1], weight) is None:
             most = min(product.MOST_TOKENS, len(batch.of(self.table).slots))
-            find(weight, bias, self._for_few(), most)
+            ask(weight, bias, self._for_few(), most)
 
     def _refuse_few(self, x: Tensor, weight: Tensor) -> str | None:
         return product.refuses(x, weight, self.blocks, self.lora_b.shape[2])
@@ -298,9 +300,9 @@ def warm_up(layers: Sequence[Any], tables: Batch, ranks: Sequence[int] | np.ndar
         key = products.multiplies_base, has_bias, *(one.shape for one in products.buffers())
         distinct.setdefault(key, layer)
 
-    def launches(find: Callable[..., None]) -> None:
+    def launches(ask: Callable[..., None]) -> None:
         for layer in distinct.values():
-            layer.slot_products.find_segments(layer, find)
+            layer.slot_products.ask_segments(layer, ask)
             for tokens in sorted({min(count, len(tables.slots)) for count in WARM_UP}):
                 for last in (-1, 0):  # Some kernels compute batches without rows of the base only.
                     tables.update(np.append(np.zeros(tokens - 1, np.int64), last), ranks)
