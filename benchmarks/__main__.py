@@ -23,9 +23,10 @@ Levels:
     scale               a decoder on several devices
     compile             the time until a user's model can run, on one device and on several
 
-step, scale and quantised also exist with --torch: torch_dora compared with PEFT; serve also with
---vllm: torch_dora's plugin in vLLM. The docstring of each level's module says what is compared,
-what is timed and how, and what one line of the result file means.
+step, scale and quantised also exist with --torch: torch_dora compared with PEFT; step also with
+--tunix: a step of Tunix's trainer; serve also with --vllm: torch_dora's plugin in vLLM. The
+docstring of each level's module says what is compared, what is timed and how, and what one line of
+the result file means.
 
 A level is a module in one of two forms:
 
@@ -47,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 LEVELS = (
-    *("ops", "layer", "sizes", "triton", "tune", "step", "step --torch"),
+    *("ops", "layer", "sizes", "triton", "tune", "step", "step --torch", "step --tunix"),
     *("scale", "scale --torch", "compile", "quantised", "quantised --torch", "quality"),
     *("fp8_training", "encoder"),
     *("vlm", "method_comparison", "bank"),
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--seconds", type=float, help="start no further measurement after this time")
     add("--torch", action="store_true", help="measure torch_dora and PEFT")
+    add("--tunix", action="store_true", help="level step: measure a step of Tunix's trainer")
     add("--vllm", action="store_true", help="level serve: measure torch_dora's plugin in vLLM")
     add("--layers", type=int, help="number of decoder layers")
     add("--rank", type=int, help="rank of the adapters")
@@ -96,7 +98,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     parsing = parser()
     options = parsing.parse_args(arguments)
-    name = options.level + " --torch" * options.torch + " --vllm" * options.vllm
+    name = options.level + " --torch" * options.torch
+    name += " --tunix" * options.tunix + " --vllm" * options.vllm
     if name not in LEVELS:
         parsing.error(f"there is no level {name}; expected one of {', '.join(LEVELS)}")
     if options.level in ("bank", "quantised", "serve", "step", "kv_cache"):

@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 
 import jax_dora
+from benchmarks import __main__ as command
+from benchmarks import results
 from jax_dora import DoRARule, apply_dora, coverage, get_adapter
 from jax_dora.linen import split_adapters
 from tests.jax_dora.programs import equations
@@ -259,3 +261,14 @@ def test_the_recipe_for_a_mesh_runs():
     )
     assert tuple(kernel) == ("fsdp", "tp")
     assert (lora_a[0], lora_b[1]) == tuple(kernel)
+
+
+@pytest.mark.slow
+def test_a_step_of_the_trainer_is_measured(tmp_path):
+    words = ["step", "--tunix", "--quick", "--device", "cpu", "--out", str(tmp_path)]
+    assert command.main([*words, "--commit", "abc"]) == 0
+    header, rows = results.read(tmp_path / "step_tunix.jsonl")
+    assert {"google-tunix", "qwix"} <= header.keys()
+    assert [row["kind"] for row in rows] == ["LoRA", "DoRA"]
+    assert all(row["ms"] > 0 for row in rows)
+    assert rows[1]["over_lora"] == pytest.approx(rows[1]["ms"] / rows[0]["ms"])
