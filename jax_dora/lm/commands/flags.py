@@ -138,13 +138,10 @@ def _flag(name: str) -> str:
 
 @functools.cache
 def _documentation(settings: Any) -> dict[str, str]:
-    """Returns the entries under "Attributes:" of a dataclass, with flags for settings."""
+    """Returns the entries under "Attributes:" of a dataclass."""
     section = (inspect.getdoc(settings) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE)
-    return {
-        name: re.sub(r"`(\w+)`", lambda found: _flag(found[1]), " ".join(text.split())).rstrip(".")
-        for name, text in entries
-    }
+    return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
 
 
 def make_settings[T](settings: type[T], args: argparse.Namespace) -> T:

@@ -63,7 +63,10 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=HelpFormatter,
         )
         module.add_flags(command)
-        command.set_defaults(run=module.run, flags=flags_of(command))
+        flags = flags_of(command)
+        for action in command._actions:
+            action.help = with_flag_names(action.help or "", flags)
+        command.set_defaults(run=module.run, flags=flags)
     return result
 
 

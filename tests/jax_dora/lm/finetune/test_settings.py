@@ -1,6 +1,7 @@
 """The settings of a run, without the command."""
 
 import dataclasses
+import re
 import sys
 import types
 from pathlib import Path
@@ -62,12 +63,22 @@ def test_paths_may_be_texts_and_numbers_as_large_as_float32_holds():
     assert settings == finetune.Settings(*GIVEN, learning_rate=1e30)
 
 
-def test_each_setting_has_one_flag_with_its_default():
+def commands():
     choices = (action.choices for action in parser()._actions)
-    [commands] = (one for one in choices if isinstance(one, dict))
+    [found] = (one for one in choices if isinstance(one, dict))
+    return found
+
+
+def test_helps_name_flags_of_their_command():
+    for command in commands().values():
+        named = re.findall(r"--[a-z-]+|`", " ".join(one.help or "" for one in command._actions))
+        assert {*named} <= {flag for one in command._actions for flag in one.option_strings}
+
+
+def test_each_setting_has_one_flag_with_its_default():
     names = {field.name for field in dataclasses.fields(finetune.Settings)}
     assert names == get_type_hints(finetune.Settings).keys() - {"DOMAINS"}
-    assert names <= flags_of(commands["finetune"]).keys()
+    assert names <= flags_of(commands()["finetune"]).keys()
     args = parser().parse_args(["finetune", "--model", "model", "--data", "data.jsonl"])
     assert make_settings(finetune.Settings, args) == finetune.Settings(*GIVEN)
 
