@@ -93,7 +93,12 @@ class Plan:
         self.folder = settings.model
         check_output(settings.output, self.folder)
         config = read_config(self.folder)
-        self.texts = TextSettings.of(self.folder, config, end_tokens=settings.end_tokens)
+        # What the adapter was trained with, so that its answers go on as they were.
+        self.texts = TextSettings.of(
+            self.folder, config, adapter=settings.from_adapter, end_tokens=settings.end_tokens
+        )
+        if self.texts.own:
+            self._print(f"Note: using the {self.texts.own} in {settings.from_adapter}")
         columns = settings.columns or {}
         texts = self.texts
         self.encoder = Encoder(texts.tokenizer, texts.end_tokens, texts.template, columns)

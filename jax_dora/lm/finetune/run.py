@@ -26,7 +26,6 @@ from jax_dora.lm.finetune.settings import Settings
 from jax_dora.lm.finetune.stopping import DivergenceCheck, Interruption
 from jax_dora.lm.models import CausalLM, activations, load_model, read_config, save_model
 from jax_dora.lm.models.decoder import step_options
-from jax_dora.lm.models.end_tokens import GENERATION
 from jax_dora.lm.models.sharding import to_host
 
 
@@ -300,11 +299,12 @@ class Run:
         def save() -> None:
             folder = self.settings.output / name
             folder.mkdir(parents=True, exist_ok=True)
-            # Before the adapter, so that there is no adapter without its end tokens.
-            text = self.plan.texts.files(read_config(self.plan.folder))[GENERATION]
-            file = folder / GENERATION
-            if text is not None and not (file.is_file() and file.read_text("utf-8") == text):
-                replace_text(file, text)
+            # Before the adapter, so that there is no adapter without its files for text.
+            for file, text in self.plan.texts.files(read_config(self.plan.folder)).items():
+                path = folder / file
+                if text is not None and not (path.is_file() and path.read_text("utf-8") == text):
+                    path.parent.mkdir(exist_ok=True)
+                    replace_text(path, text)
             jax_dora.peft.save_adapter(
                 self._model(parts),
                 folder,

@@ -137,7 +137,7 @@ class TextSettings:
                 stored = {} if is_whole else read_optional(self.folder / name)
                 stored |= read_optional(folder / name)
                 files[name] = json.dumps(stored, indent=2) if stored else None
-        if self.tokenizer_folder != self.folder:
+        if adapters:
             files[TOKENIZER] = self.tokenizer.to_str(pretty=True)
         if adapters and (template := self.template) is not None:
             # These files replace the templates in tokenizer_config.json.

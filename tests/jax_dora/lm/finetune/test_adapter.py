@@ -20,6 +20,7 @@ from jax_dora.lm.finetune.run import Run
 from jax_dora.lm.models import load_model
 from jax_dora.peft import load_adapter
 from parity.tolerances.caps import OPERATOR_FP32_MAX_ABS
+from tests.jax_dora.lm.chat_templates import CHATML, TALK, folder_of
 from tests.jax_dora.lm.finetune.runs import (
     OPTIONS,
     assert_one_line,
@@ -27,6 +28,7 @@ from tests.jax_dora.lm.finetune.runs import (
     metrics,
     plan_of,
     same_adapter,
+    told,
 )
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -208,6 +210,23 @@ def test_folders_are_read_by_peft(tied, flags, fields, inputs, untied, tmp_path,
     np.testing.assert_array_equal(
         logits_of_peft(model[1], tmp_path / "again" / "adapter", tokens), expected
     )
+
+
+def test_a_folder_s_tokenizer_and_chat_template_are_used(untied, make_folder, tmp_path, capsys):
+    """As transformers uses them, and the new folder has them too."""
+    folder, data = make_folder(), tmp_path / "data.jsonl"
+    folder_of(folder, tiny.byte_level_tokenizer(), chat_template=CHATML)
+    data.write_text(json.dumps({"messages": TALK}) + "\n")
+    flags = [*untied[:2], "--data", str(data), "--from-adapter", str(folder), "--length", "256"]
+    capsys.readouterr()
+    plan = plan_of([*flags, "--output", str(tmp_path / "run")], quiet=False)
+    assert f"using the chat template in {folder}" in told(capsys)
+    expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(TALK)
+    assert plan.examples_to_show[0].tokens == expected["input_ids"]
+
+    Run(plan)._save_adapter("adapter")
+    written = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
+    assert written.apply_chat_template(TALK) == expected
 
 
 @pytest.mark.slow
