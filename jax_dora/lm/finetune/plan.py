@@ -1,6 +1,8 @@
 """Plans a run: checks its inputs and packs its data, before any weight is read."""
 
+import contextlib
 import dataclasses
+import datetime
 import functools
 import hashlib
 import itertools
@@ -49,6 +51,8 @@ class Plan:
       folder: the folder of the base model.
       texts: the text settings of the adapted model: the base model's, and the tokens that end the
         learned replies.
+      started: when the run was first started. A chat template that writes the time writes this one,
+        so that a resumed run has the same data.
       encoder: turns records into examples.
       config: the config of the decoder.
       changes: the fields of `config` that are not taken from config.json, except the sharding.
@@ -101,6 +105,9 @@ class Plan:
             self._print(f"Note: using the {self.texts.own} in {settings.from_adapter}")
         columns = settings.columns or {}
         texts = self.texts
+        self.started = self._started()
+        if texts.template is not None:
+            texts.template.now = self.started
         self.encoder = Encoder(texts.tokenizer, texts.end_tokens, texts.template, columns)
         self.changes: dict[str, Any] = {"dtype": settings.dtype, "memory": "auto"}
         self.changes["unroll"] = settings.unroll
@@ -169,6 +176,13 @@ class Plan:
     def adapt(self, model: CausalLM) -> CausalLM:
         """Returns `model` with the adapter that training starts from, in training mode."""
         return adapter.adapt(model, self.settings, self.rules)
+
+    def _started(self) -> datetime.datetime:
+        # A checkpoint may be damaged, and all have the same time.
+        for step in self.checkpoints.steps():
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                return datetime.datetime.fromisoformat(self.checkpoints.facts(step)["started"])
+        return datetime.datetime.now()
 
     def _segments(self) -> int | None:
         """Returns the maximum number of texts in a row, rounded up to a power of two.

@@ -229,6 +229,7 @@ class Run:
     def _save(self) -> None:
         facts = {
             "settings": self.plan.fixed,
+            "started": self.plan.started.isoformat(),
             "steps": self.plan.steps,
             "mean_loss": self.divergence.mean,
             "best": self.best,

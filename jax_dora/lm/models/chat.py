@@ -47,7 +47,10 @@ class ChatTemplate:
       source, with_tools: the jinja2 templates, of which the second is for conversations with tools.
       special_tokens: variables for the templates: bos_token, eos_token, and others.
       variables: further variables that `source` reads.
+      now: the time that a template can write; None for that of rendering.
     """
+
+    now: datetime.datetime | None = None
 
     def __init__(
         self, source: str, special_tokens: dict[str, str], *, with_tools: str | None = None
@@ -64,7 +67,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+            "strftime_now": lambda form: (self.now or datetime.datetime.now()).strftime(form),
         }
         try:
             self._template = environment.from_string(source)

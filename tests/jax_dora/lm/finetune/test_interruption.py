@@ -1,5 +1,7 @@
 """Runs that something stops: what they leave, and how they are resumed."""
 
+import datetime
+import json
 import re
 import shutil
 import signal
@@ -16,11 +18,13 @@ from jax_dora.lm.finetune import packing, stopping, training
 from jax_dora.lm.finetune.checkpoints import Checkpoints
 from jax_dora.lm.finetune.results import Result
 from jax_dora.lm.finetune.run import Run
+from tests.jax_dora.lm.chat_templates import CHATML, TALK
 from tests.jax_dora.lm.finetune.runs import (
     OPTIONS,
     assert_one_line,
     finetune,
     metrics,
+    plan_of,
     same_adapter,
     told,
     without_speed,
@@ -170,6 +174,28 @@ def test_nothing_to_resume_is_said_and_a_run_is_prolonged(finished, command, cap
     assert finetune([*command, "--output", str(tmp_path / "whole")]) == 0
     assert without_speed(metrics(tmp_path / "run")) == without_speed(metrics(tmp_path / "whole"))
     same_adapter(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_chat_template_that_writes_the_date_writes_that_of_the_start(
+    inputs, tmp_path, monkeypatch
+):
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + datetime.timedelta(1)
+
+    model, data = shutil.copytree(inputs[1], tmp_path / "model"), tmp_path / "data.jsonl"
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    data.write_text(json.dumps({"messages": TALK}))
+    flags = ["--model", str(model), "--data", str(data), "--output", str(tmp_path / "run")]
+    plan = plan_of(flags)
+    run = Run(plan)
+    run.done = 1
+    run._save()
+    monkeypatch.setattr(datetime, "datetime", Tomorrow)
+    assert plan_of([*flags, "--resume"]).fixed == plan.fixed
+    other = plan_of([*flags, "--output", str(tmp_path / "other")])
+    assert other.fixed != plan.fixed
 
 
 def test_a_folder_in_use(tmp_path, capsys):
