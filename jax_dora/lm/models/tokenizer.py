@@ -88,7 +88,8 @@ class TextSettings:
 
         A tokenizer and a chat template in that folder are used instead of the model's, since the
         adapter was trained with them. Tokens of its other files are added to the model's if it has
-        no tokenizer.json. End tokens that the folder names are added to the model's.
+        no tokenizer.json. End tokens that the folder names come before the model's, since the
+        adapter's completions end with the first.
 
         Raises:
           ValueError: a file of the folder is invalid.
@@ -104,12 +105,13 @@ class TextSettings:
         return texts._with_ends_of(folder, {})
 
     def _with_ends_of(self, folder: Path, config: dict[str, Any]) -> Self:
-        """Returns the settings with the end tokens that a folder names after the others."""
-        named = named_end_tokens(folder, config, self.tokenizer)
+        """Returns the settings with the end tokens that a folder names before the others, and that
+        of its template behind them."""
+        ends = [*named_end_tokens(folder, config, self.tokenizer), *self.end_tokens]
         with contextlib.suppress(ValueError):  # raised again where the template is needed
             if self.template is not None:
-                named += ends_of_replies(self.template, self.tokenizer)
-        return self.with_end_tokens([*self.end_tokens, *named])
+                ends += ends_of_replies(self.template, self.tokenizer)
+        return self.with_end_tokens(ends)
 
     def with_end_tokens(self, tokens: Sequence[int]) -> Self:
         """Returns the settings with other end tokens, each once."""

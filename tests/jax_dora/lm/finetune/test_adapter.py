@@ -216,13 +216,15 @@ def test_a_folder_s_tokenizer_and_chat_template_are_used(untied, make_folder, tm
     """As transformers uses them, and the new folder has them too."""
     folder, data = make_folder(), tmp_path / "data.jsonl"
     folder_of(folder, tiny.byte_level_tokenizer(), chat_template=CHATML)
-    data.write_text(json.dumps({"messages": TALK}) + "\n")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 10}')
+    data.write_text(json.dumps({"messages": TALK}) + '\n{"prompt": "1", "completion": "2"}')
     flags = [*untied[:2], "--data", str(data), "--from-adapter", str(folder), "--length", "256"]
     capsys.readouterr()
     plan = plan_of([*flags, "--output", str(tmp_path / "run")], quiet=False)
     assert f"using the chat template in {folder}" in told(capsys)
     expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(TALK)
     assert plan.examples_to_show[0].tokens == expected["input_ids"]
+    assert plan.examples_to_show[1].tokens[-1] == 10  # where the adapter's completions end
 
     Run(plan)._save_adapter("adapter")
     written = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")

@@ -104,10 +104,10 @@ def test_an_adapter_brings_ends(folder_of, tmp_path):
     assert plain.end_tokens == [TEXT_END]
     (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [REPLY_END]}))
     texts = TextSettings.of(folder, read_config(folder), adapter=adapter)
-    assert texts.end_tokens == [TEXT_END, REPLY_END]
+    assert texts.end_tokens == [REPLY_END, TEXT_END]
     (adapter / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_start|>"}))
     texts = TextSettings.of(folder, read_config(folder), adapter=adapter)
-    assert texts.end_tokens == [TEXT_END, REPLY_END, BEGIN]
+    assert texts.end_tokens == [REPLY_END, BEGIN, TEXT_END]
 
 
 @pytest.mark.parametrize("generation", [None, {"temperature": 0.5, "eos_token_id": 3}])

@@ -94,7 +94,7 @@ def test_adapters_share_what_their_files_say(base, tmp_path):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": BEGIN}))
     one = texts.read(folders[0])
     assert one is texts.read(folders[1])
-    assert one.end_tokens == [TEXT_END, REPLY_END, BEGIN]
+    assert one.end_tokens == [BEGIN, TEXT_END, REPLY_END]
     assert (one.tokenizer, one.own) == (settings.tokenizer, "")
     # The same tokenizer, saved by another program.
     chatml.write_text_files(folders[2], pad_token="<|im_end|>")
