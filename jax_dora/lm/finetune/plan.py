@@ -221,8 +221,9 @@ class Plan:
         largest = max(max(example.tokens) for example in examples if example.tokens)
         if largest >= self.config.vocab_size:
             raise ValueError(
-                f"the tokenizer returns token {largest}; expected less than config.json's "
-                f"vocab_size {self.config.vocab_size}: is it the tokenizer of another model?"
+                f"the tokenizer in {self.texts.tokenizer_folder} returns token {largest}; expected "
+                f"less than config.json's vocab_size {self.config.vocab_size}: is it the tokenizer "
+                "of another model, or of one whose vocabulary was resized?"
             )
         longest = int(packed.rows.positions.max()) + 1
         self.texts.check_length(

@@ -230,6 +230,10 @@ def test_a_folder_s_tokenizer_and_chat_template_are_used(untied, make_folder, tm
     written = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
     assert written.apply_chat_template(TALK) == expected
 
+    folder_of(folder, tiny.byte_level_tokenizer(), chat_template="<x>" + CHATML, pad_token="<x>")
+    assert finetune([*flags, "--output", str(tmp_path / "other")]) == 2
+    assert f"the tokenizer in {folder} returns token 257; expected less" in told(capsys)
+
 
 @pytest.mark.slow
 def test_a_run_of_lora_goes_on_as_if_not_stopped(inputs, tmp_path):
