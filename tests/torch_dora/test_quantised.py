@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -140,6 +141,13 @@ def test_torch_func_takes_a_layer(kind):
     second = {name: one[1] for name, one in two.items()}
     both = torch.func.vmap(lambda parameters: loss(parameters, x))(two)
     torch.testing.assert_close(both[1], loss(second, x))
+
+
+def test_flops_of_a_norm_of_codes_are_counted():
+    lora_a, lora_b = torch.randn(4, SHAPE[1]), torch.randn(SHAPE[0], 4)
+    with FlopCounterMode(display=False) as flops:
+        factored_norm(linear("nf4").weight, lora_a, lora_b, SCALE, implementation="triton")
+    assert flops.get_total_flops() == 2 * 4 * SHAPE[0] * SHAPE[1]
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

@@ -95,7 +95,8 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             if want_a:
                 d_a = plan.into_adapter(dz.mT, dropped)
             if d_base is not None and want_dropped:
-                d_dropped = torch.mm(d_base, w).addmm_(dz, a)
+                d_dropped = torch.mm(d_base, w)
+                torch.addmm(d_dropped, dz, a, out=d_dropped)
                 d_dropped = cast(d_dropped, plan.adapter_x_dtype)
                 d_dropped = d_dropped if plan.is_matrix else d_dropped.view(*plan.x_shape)
     if want_bias:

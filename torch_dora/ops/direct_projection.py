@@ -125,7 +125,7 @@ def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             if want_a:
                 d_a = plan.into_adapter(dz.mT, rows if shared else adapter_rows)
             if dx is not None and shared:
-                dx.addmm_(dz, a)
+                torch.addmm(dx, dz, a, out=dx)
             if want_adapter_x:
                 d_adapter_x = cast(torch.mm(dz, a), plan.adapter_x_dtype).view(*plan.x_shape)
     if want_bias:

@@ -30,7 +30,7 @@ from torch_dora.ops.compose import (
 )
 from torch_dora.ops.dtypes import accumulation_dtype, cast, no_autocast
 from torch_dora.ops.norm import adapted_scale, magnitude_scale
-from torch_dora.ops.operator import is_compiled
+from torch_dora.ops.operator import is_compiled, is_observed
 from torch_dora.ops.products import rounded_once, rows_of
 from torch_dora.ops.quantised import Bits4, as_matrix, dense, is_quantised
 
@@ -299,7 +299,11 @@ class _DoRALinear(torch.autograd.Function):
                             dz.T, rows_of(x if shared else adapter_x).to(dy.dtype), a_dtype
                         )
                     if dx is not None and shared:
-                        dx.addmm_(dz, lora_a.to(dy.dtype))
+                        a = lora_a.to(dy.dtype)
+                        if is_observed():  # FlopCounterMode does not know addmm_.
+                            torch.addmm(dx, dz, a, out=dx)
+                        else:  # A batch of gradients does not know out=.
+                            dx.addmm_(dz, a)
                     if want_adapter_x:
                         d_adapter_x = dz @ lora_a.to(dy.dtype)
             if want_bias:

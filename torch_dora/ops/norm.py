@@ -10,6 +10,7 @@ keep their dtypes: see :mod:`torch_dora.ops.products`.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +224,11 @@ def _(packed, levels, scales, run, lora_a, lora_b, scale):
     return scales.new_empty(lora_b.shape[0])
 
 
+@_norm_of_codes.count
+def _(packed, levels, scales, run, lora_a, lora_b, *_, **__):
+    return 2 * math.prod(lora_a) * lora_b[0]
+
+
 # This must be a separate operator, opaque to torch.compile: a compiler that keeps intermediates in
 # fp32 would undo the rounding that splits an fp32 operand into bf16 pieces.
 @operator("torch_dora::factored_norm")
@@ -270,6 +276,13 @@ torch.library.register_vmap(_factored_norm.op, _examples)
 @_factored_norm.fake
 def _(weight, lora_a, lora_b, scale, implementation, keep=False):
     return weight.new_empty(weight.shape[0], dtype=accumulation_dtype(weight, lora_a, lora_b))
+
+
+@_factored_norm.count
+def _(weight, lora_a, lora_b, scale, implementation, *_, **__):
+    (out_features, in_features), rank = weight, lora_a[0]
+    small = 0 if implementation == "one_pass" else rank * (in_features + out_features)
+    return 2 * rank * (out_features * in_features + small) if scale != 0 else 0
 
 
 @_factored_norm.define

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._decomp import register_decomposition
+from torch.utils.flop_counter import register_flop_formula
 
 from torch_dora.ops import choose
 
@@ -51,6 +52,12 @@ class Operator[**P, R]:
         """Registers the function that computes shapes and dtypes."""
         torch.library.register_fake(self.name, function, lib=self._library)
         return function
+
+    def count(self, formula: Callable[..., int]) -> Callable[..., int]:
+        """Registers the function that computes the FLOPs of the operator's products from the shapes
+        of its tensors and its other arguments, for FlopCounterMode."""
+        register_flop_formula(self.op.overloadpacket)(formula)
+        return formula
 
     def define(self, definition: Callable[P, R]) -> Callable[P, R]:
         """Registers plain operations that compute the operator, for torch.onnx.export. Programs of

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from triton.knobs import runtime
 
 from parity import tolerances
@@ -385,6 +386,24 @@ def test_inference_tensors_need_no_versions_without_a_gradient(device, calls):
     made.requires_grad_(False)
     assert torch.equal(made(x), want)
     assert calls == [True] * 2
+
+
+@pytest.mark.parametrize("implementation", ["triton", "eager"])
+def test_a_layers_flops_are_those_of_its_products(device, implementation):
+    made = layer(device, implementation=implementation)
+    x = torch.randn(6, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with FlopCounterMode(display=False) as got:
+        made(x).sum().backward()
+    with FlopCounterMode(display=False) as want:
+        a, b = (one.detach().bfloat16().requires_grad_() for one in (made.lora_a, made.lora_b))
+        (F.linear(x, made.weight) + F.linear(F.linear(x, a), b)).sum().backward()
+        with torch.no_grad():
+            if implementation == "triton":
+                torch.mm(b, a)
+            else:  # ‖W + sBA‖ from W Aᵀ and B(A Aᵀ)
+                torch.mm(made.weight, a.T)
+                torch.mm(b, torch.mm(a, a.T))
+    assert got.get_total_flops() == want.get_total_flops()
 
 
 def test_checkpointing_sees_fewer_tensors_than_loras(device, calls):

@@ -71,3 +71,9 @@ def bank_linear(
 @bank_linear.fake
 def _(base, x, lora_a, lora_b, g, scale, rank, ids, row_groups, bias):
     return base.new_empty(base.shape)
+
+
+@bank_linear.count
+def _(base, x, lora_a, lora_b, *_, **__):
+    rows, ranks = base[0] * base[1], lora_a[1]
+    return 2 * rows * ranks * (lora_a[2] + lora_b[2])

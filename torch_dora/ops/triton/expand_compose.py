@@ -4,6 +4,7 @@ Expand and compose in one kernel: the adapter's second product, z Bᵀ, with com
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -131,3 +132,8 @@ def prepared(
 @expand_compose.fake
 def _(base, z, lora_b, g, bias, scale, want_inner):
     return [base.new_empty(base.shape) for _ in range(1 + want_inner)]
+
+
+@expand_compose.count
+def _(base, z, lora_b, *_, **__):
+    return 2 * math.prod(z) * lora_b[0]

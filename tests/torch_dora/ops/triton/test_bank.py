@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from dora_common.triton import bank_shrink as shared
 from torch_dora.ops.bank import Slots, bank_linear
@@ -121,3 +122,12 @@ def test_the_operator_keeps_its_contract_with_torch(device):
     y, x, slots, ids = drawn((3,), 16, 8, 4, torch.bfloat16, device)
     ids = ids.clamp(-1, 2)  # a NaN equals no other
     torch.library.opcheck(bank_expand.bank_linear.op, (y, x, *slots, ids, None, None))
+
+
+def test_flops_are_those_of_the_definition(device):
+    operands = *drawn((2,), 16, 8, 5, torch.bfloat16, device), None
+    with FlopCounterMode(display=False) as found:
+        bank_linear(*operands, "triton")
+    with FlopCounterMode(display=False) as want:
+        bank_linear(*operands, "eager")
+    assert found.get_total_flops() == want.get_total_flops() > 0
