@@ -41,8 +41,8 @@ def forward(
     dropped = cast(dropped if plan.is_matrix else dropped.reshape(*plan.x_rows), plan.dtype)
     base = F.linear(dropped, weight.to(plan.dtype) if plan.casts_weight else weight)
     z = F.linear(dropped, a)
-    # inner takes base's memory.
-    if plan.expand_delta is None:
+    # inner takes base's memory. A dispatch mode must see the product z lora_bᵀ.
+    if plan.expand_delta is None or torch._C._len_torch_dispatch_stack():
         plan.add_delta[keep_inner](base, F.linear(z, b), g, g, y, base)
     else:
         plan.expand_delta[keep_inner](base, z, b.contiguous(), g, g, y, base)

@@ -13,7 +13,7 @@ from torch_dora.ops.plan import Plan
 from torch_dora.ops.products import rounded_once, rows_of
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
-    from torch_dora.ops.triton import compose_backward
+    from torch_dora.ops.triton import compose_backward, expand_compose
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
@@ -50,10 +50,17 @@ def forward(
         z = torch.mm(adapter_rows, a.mT, out=z)
     else:
         z = torch.addmm(plan.unread, adapter_rows, a.mT, beta=0, alpha=plan.z_scale, out=z)
-    # y takes base's memory.
-    expand = plan.expand_with_inner if keep_inner else plan.expand
-    bias = g if bias is None else cast(bias, plan.dtype).contiguous()
-    expand(base, z, b.contiguous(), g, bias, base, inner if keep_inner else g)
+    b, bias = b.contiguous(), None if bias is None else cast(bias, plan.dtype).contiguous()
+    if torch._C._len_torch_dispatch_stack():  # The mode must see the product z lora_bᵀ.
+        scale = plan.later_scale
+        y, *found = expand_compose.expand_compose(base, z, b, g, bias, scale, keep_inner)
+        base.copy_(y)
+        if inner is not None:
+            part(inner, plan.y_rows, 0).copy_(found[0].view(*plan.y_rows))
+    else:  # y takes base's memory.
+        expand = plan.expand_with_inner if keep_inner else plan.expand
+        bias = g if bias is None else bias
+        expand(base, z, b, g, bias, base, inner if keep_inner else g)
     return base, rows, adapter_rows, inner, z if keep_z and not (keep_inner and joins) else None
 
 

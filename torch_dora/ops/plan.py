@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_dora.ops import choose
+from torch_dora.ops import choose, scales
 from torch_dora.ops.norm import EPS_HALF
-from torch_dora.ops.operator import PLAIN, is_observed
+from torch_dora.ops.operator import PLAIN
 
 if TYPE_CHECKING or choose.TRITON_MODE is not None:
     from torch_dora.ops.triton import (
@@ -50,7 +50,7 @@ def find(
         return None
     x, adapter_x, weight, bias, lora_a, lora_b, magnitude, norm = tensors
     device = x.get_device()
-    if type(scale) is not float or is_observed():
+    if type(scale) is not float or scales.must_record(lora_b):
         return None
     autocast = None
     if torch._C._is_any_autocast_enabled():

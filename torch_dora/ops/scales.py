@@ -1,14 +1,17 @@
 """max(norm, eps) and g of the direct calls: how they are computed, and where the repeated call of
 gradient checkpointing finds those of the first one."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from torch_dora.ops import choose
 from torch_dora.ops.norm import EPS_HALF
-from torch_dora.ops.plan import Plan
+
+if TYPE_CHECKING:
+    from torch_dora.ops.plan import Plan
 
 
 class Scales:
@@ -38,7 +41,7 @@ class Scales:
                 "backward before optimizer.step"
             )
 
-    def adapter(self, plan: Plan, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
+    def adapter(self, plan: "Plan", lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
         """Returns lora_a and lora_b in the plan's dtype, for the gradient."""
         casts, self.casts = self.casts, None
         return casts or _cast(plan, lora_a, lora_b)
@@ -66,6 +69,8 @@ class _Last:
 
 
 _LAST = _Last()
+# The id of each lora_b whose last call went the long way, for a dispatch mode to see it.
+_RECORDED: set[int] = set()
 _saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
 
 
@@ -75,13 +80,34 @@ def has_saved_tensors_hooks() -> bool:
     return _saved_tensors_hooks(True) is not None
 
 
+def must_record(lora_b: Tensor) -> bool:
+    """Returns whether a compiler, a transform or a dispatch mode must see the operations of a call.
+    A checkpoint's repeated call must save the tensors of the first one, and so goes its way, if a
+    mode, such as FlopCounterMode, is there in one of the two only."""
+    if torch.compiler.is_compiling() or choose.in_transform():
+        return True
+    has_mode = torch._C._len_torch_dispatch_stack() > 0
+    if not (has_mode or _RECORDED):
+        return False
+    if torch._C._current_graph_task_id() != -1:
+        reference = _LAST.references.get(id(lora_b))
+        went_direct = reference is not None and reference() is not None
+        return not went_direct if has_mode else id(lora_b) in _RECORDED
+    if has_mode:
+        forget(lora_b)
+        _RECORDED.add(id(lora_b))
+    else:
+        _RECORDED.discard(id(lora_b))
+    return has_mode
+
+
 def forget(lora_b: Tensor) -> None:
     """Lets no repeated call find the scales of earlier calls with this lora_b."""
     _LAST.references.pop(id(lora_b), None)
 
 
 def for_gradient(
-    plan: Plan,
+    plan: "Plan",
     parts: tuple[Tensor, Tensor, Tensor, Tensor],
     norm: Tensor | None,
     is_hooked: bool,
@@ -119,7 +145,7 @@ def for_gradient(
 
 
 def compute(
-    plan: Plan, parts: tuple[Tensor, Tensor, Tensor, Tensor], norm: Tensor | None
+    plan: "Plan", parts: tuple[Tensor, Tensor, Tensor, Tensor], norm: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """Returns (max(norm, eps), f32[out] or the first row of f32[2, out], and g, f32[out]), and
     lora_a and lora_b in the plan's dtype. Without a norm it is computed."""
@@ -133,5 +159,5 @@ def compute(
     return (floor, magnitude / floor), *_cast(plan, lora_a, lora_b)
 
 
-def _cast(plan: Plan, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
+def _cast(plan: "Plan", lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
     return (lora_a.to(plan.dtype), lora_b.to(plan.dtype)) if plan.casts else (lora_a, lora_b)

@@ -388,6 +388,36 @@ def test_inference_tensors_need_no_versions_without_a_gradient(device, calls):
     assert calls == [True] * 2
 
 
+@pytest.mark.parametrize("dropout_mode", [None, "adapter", "input"])
+def test_a_mode_may_see_one_pass_of_a_checkpoint(device, calls, dropout_mode):
+    """The repeated call goes the way of the first one, and shows the mode all products."""
+    options = {"dropout": 0.5, "dropout_mode": dropout_mode} if dropout_mode else {}
+    made = layer(device, **options)
+    dy = torch.randn(6, 40, device=device, dtype=torch.bfloat16)
+    x = torch.randn(6, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
+    leaves, found, flops = [x, made.lora_a, made.lora_b, made.magnitude], {}, {}
+    # Once more without a mode at the end: the layer is not bound to the long way.
+    for parts in [(False, False), (True, True), (True, False), (False, True), (False, False)]:
+        modes = [FlopCounterMode(display=False) if on else contextlib.nullcontext() for on in parts]
+        torch.manual_seed(3)
+        with modes[0]:
+            y = checkpoint(made, x, use_reentrant=False)
+        with modes[1]:
+            y.backward(dy)
+        found[parts] = [leaf.grad for leaf in leaves]
+        x.grad = None
+        made.zero_grad()
+        flops[parts] = [getattr(mode, "get_total_flops", int)() for mode in modes]
+        for g, w in zip(found[parts], found[False, False], strict=True):
+            torch.testing.assert_close(g, w, rtol=2**-6, atol=2**-6 * w.abs().max().item())
+    # The long way asks twice.
+    assert calls == [True] * 2 + [False] * 8 + [True] * 4
+    assert flops[True, False][0] == flops[True, True][0]
+    # The first pass's norm is used again.
+    norm = 2 * made.weight.numel() * made.rank
+    assert flops[False, True][1] == flops[True, True][1] - norm
+
+
 @pytest.mark.parametrize("implementation", ["triton", "eager"])
 def test_a_layers_flops_are_those_of_its_products(device, implementation):
     made = layer(device, implementation=implementation)
