@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergedLayer, MergeReport
+from dora_common.peft.folder import check_finite
 from dora_common.rules import listing
 from jax_dora import ops
 from jax_dora.adapt.adapter import Adapter, check_adapter, set_adapter
@@ -101,10 +102,10 @@ def merge_dora(
 
     Raises:
       TypeError: `model` is not an nnx module, or one of `adapters` is not an `Adapter`.
-      ValueError: there is no adapter to merge, or one of `adapters` does not fit the model; or
-        `requantize` is True without `return_report`; or `model` is abstract, outside
-        `nnx.eval_shape`; or the scales of a quantised kernel are zero or not finite, before or
-        after the merge.
+      ValueError: there is no adapter to merge, or one contains NaN or infinity; or one of
+        `adapters` does not fit the model; or `requantize` is True without `return_report`; or
+        `model` is abstract, outside `nnx.eval_shape`; or the scales of a quantised kernel are zero
+        or not finite, before or after the merge.
       NotImplementedError: a kernel's variable returns another value than was set.
     """
     if requantize and not return_report:
@@ -129,7 +130,15 @@ def merge_dora(
     sources: dict[str, list[DoRALayer | WeightAdapter]] = {}
     for number, adapted in enumerate(models):
         dora_layers = find_dora_layers(adapted)
-        _warn_of_untrained(dora_layers, "" if adapters is None else f"adapters[{number}]: ")
+        prefix = "" if adapters is None else f"adapters[{number}]: "
+        check_arrays(
+            {
+                f"{prefix}{name} of {paths[0]!r}": getattr(layer, name)[...]
+                for paths, layer in dora_layers.items()
+                for name in ADAPTER_NAMES
+            }
+        )
+        _warn_of_untrained(dora_layers, prefix)
         # By every path, since the first path of a shared layer may differ in a copy.
         for path, layer in by_path(dora_layers).items():
             sources.setdefault(path, []).append(layer)
@@ -167,6 +176,21 @@ def _untie_heads(model: Any, embed: Any, adapters: list[Any]) -> Any:
     model = untie_heads(model, embed)
     embed.embedding.set_value(kernel)
     return model
+
+
+def check_arrays(arrays: Mapping[str, jax.Array]) -> None:
+    """Raises ValueError if an array of an adapter contains NaN or infinity; its key is its name.
+    The host waits once for all."""
+    concrete = {name: array for name, array in arrays.items() if not isinstance(array, Tracer)}
+    finite = jax.device_get({name: _is_finite(array) for name, array in concrete.items()})
+    for name in concrete:
+        if not finite[name]:
+            check_finite(name, concrete[name])
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
 
 
 def _warn_of_untrained(layers: Modules, prefix: str) -> None:

@@ -13,7 +13,7 @@ from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergeReport
 from dora_common.rules import listing
 from jax_dora.adapt.bridge import is_adapter
-from jax_dora.adapt.merge import Setting, add_change, kernel_change, report_entry
+from jax_dora.adapt.merge import Setting, add_change, check_arrays, kernel_change, report_entry
 from jax_dora.layers.base_layer import check_has_values
 from jax_dora.linen.call_log import CallLog, record_axes, stack_back, stack_first
 from jax_dora.linen.module import DoRA
@@ -50,8 +50,8 @@ def merge_dora(
     Raises:
       TypeError: `adapted` is not a result of `apply_dora`.
       ValueError, NotImplementedError: the errors of calling the model. Or `variables` has no
-        "params", the call does not reach an adapter's layer, or `nn.map_variables` computes a
-        layer's parameters.
+        "params", the call does not reach an adapter's layer, an adapter contains NaN or infinity,
+        or `nn.map_variables` computes a layer's parameters.
     """
     if not isinstance(adapted, DoRA):
         raise TypeError(f"adapted is a {type(adapted).__name__}; expected the result of apply_dora")
@@ -90,13 +90,14 @@ def merge_dora(
             "are:"
             f"{listing(sorted(calls.computed))}"
         )
-    layers = []
+    layers, adapters = [], {}
 
     def merge(
         name: str, kernel_path: tuple[str, ...], setting: Setting, paths: Any, axes: Any = ()
     ) -> None:
         """Merges the adapter with its arrays at `paths` into a kernel stacked along `axes`."""
         values = {key: nn.unbox(params.pop(path)) for key, path in paths.items()}
+        adapters.update({f"{key} of {name!r}": array for key, array in values.items()})
         boxed = params[kernel_path]
         kernel = nn.unbox(boxed)
         arrays = {
@@ -115,6 +116,7 @@ def merge_dora(
         module_path = tuple(path.split("/")) if path else ()
         paths = {name: (*module_path, name) for name in ADAPTER_NAMES}
         merge(path, (*module_path, kernel_name), setting, paths, axes)
+    check_arrays(adapters)
     merged = {**variables, "params": traverse_util.unflatten_dict(params)}
     return (merged, MergeReport(tuple(layers))) if return_report else merged
 

@@ -1,6 +1,7 @@
 """`apply_dora`, `remove_dora` and `merge_dora` on torch models."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -324,6 +325,28 @@ def test_a_rule_out_of_range():
         DoRARule("a", 2, 4.0, implementation="mosaic")
     with pytest.raises(TypeError, match=r"adapter_dtype is torch\.int8"):
         DoRARule("a", 2, 4.0, adapter_dtype=torch.int8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["lora_a", "lora_b", "magnitude"])
+def test_an_adapter_that_is_not_finite_is_not_merged(name, value):
+    model = trained(apply_dora(Mixed(), ALL))
+    getattr(model.blocks[0], name)[1] = value
+    message = rf"^blocks\.0\.{name} holds NaN or infinity, in \d of .* use an earlier checkpoint$"
+    with pytest.raises(ValueError, match=message):
+        merge_dora(model)
+
+
+@torch.no_grad()
+def test_weights_that_are_not_finite_or_zero_are_merged_as_they_are():
+    base = nn.Linear(8, 4)
+    base.weight[1], base.weight[2] = math.nan, 0
+    model = apply_dora(base, DoRARule("", 2, 4))
+    model.magnitude[1:3] = 1
+    merged = merge_dora(model).weight
+    assert merged.isfinite().all(1).tolist() == [True, False, True, True]
+    assert not merged[2].any()
 
 
 def test_nothing_to_merge():

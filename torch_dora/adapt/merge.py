@@ -2,13 +2,16 @@
 
 import copy
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dora_common.hyperparameters import ADAPTER_NAMES
 from dora_common.merge_report import MergedLayer, MergeReport
+from dora_common.peft.folder import check_finite
 from dora_common.rules import listing
 from torch_dora.adapt.apply import check_model
 from torch_dora.adapt.whole_saves import warn_for_adapted
@@ -23,8 +26,9 @@ from torch_dora.layers import (
 )
 from torch_dora.layers.base import parameter_aliases
 from torch_dora.layers.experts import put_parameters_back
+from torch_dora.ops.operator import PLAIN
 from torch_dora.ops.quantised import as_matrix, dense, is_quantised
-from torch_dora.ops.shards import full_tensor
+from torch_dora.ops.shards import full_tensor, is_sharded
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
 
     Raises:
         TypeError: ``model`` is not a module, or wraps one.
-        ValueError: it has no adapter.
+        ValueError: it has no adapter, or one that contains NaN or infinity.
         NotImplementedError: FSDP or accelerate's offloading manages a layer's parameters; a
             module's replaced ``forward`` cannot be made to call the copy; some of a layer's
             tensors are on the meta device, or all are and ``return_report`` is True.
@@ -69,6 +73,7 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
     placement.refuse_partly_meta(layers.items())
     if return_report:
         placement.refuse_meta((f"{name}.weight", layer.weight) for name, layer in layers.items())
+    _check_adapters(layers)
     if tied := tied_modules(model):
         _LOG.warning(
             "the merged weights of these layers are no longer tied to others; if they are tied "
@@ -91,6 +96,23 @@ def merge_dora(model: nn.Module, *, return_report: bool = False) -> Any:
         for name, layer in layers.items()
     )
     return merged, MergeReport(tuple(rows))
+
+
+@torch.no_grad()
+def _check_adapters(layers: Mapping[str, DoRALayer]) -> None:
+    """Raises ValueError if an adapter contains NaN or infinity. The host waits once for all."""
+    tensors = {
+        f"{name}.{part}".lstrip("."): tensor
+        for name, layer in layers.items()
+        for part in ADAPTER_NAMES
+        if is_sharded(tensor := getattr(layer, part)) or type(tensor) in PLAIN
+    }
+    # Of numbers this is 0, else NaN. A sum of a DTensor adds up in all processes.
+    sums = [full_tensor((one * 0).sum(dtype=torch.float32)) for one in tensors.values()]
+    sums = [one.to(sums[0].device) for one in sums if not one.is_meta]
+    if sums and any(map(math.isnan, torch.stack(sums).tolist())):
+        for key, tensor in tensors.items():
+            check_finite(key, full_tensor(tensor))
 
 
 def copy_with(

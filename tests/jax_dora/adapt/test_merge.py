@@ -167,6 +167,30 @@ class TestSeveral:
         within(found, exact, bound_of(arguments, exact, jnp.float32))
 
 
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("name", ["lora_a", "lora_b", "magnitude"])
+def test_an_adapter_that_is_not_finite_is_not_merged(name, value):
+    base = Block(nnx.Rngs(0))
+    model = train(apply_dora(base, DoRARule("linear", 2, 4), rngs=nnx.Rngs(1)))
+    array = getattr(model.linear, name)
+    array[...] = array[...].at[0].set(value)
+    message = rf"{name} of 'linear' holds NaN or infinity, in \d+ of .* use an earlier checkpoint$"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        merge_dora(model)
+    with pytest.raises(ValueError, match=rf"^adapters\[0\]: {message}"):
+        merge_dora(base, adapters=[get_adapter(model)])
+
+
+def test_weights_that_are_not_finite_or_zero_are_merged_as_they_are():
+    base = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    base.kernel[...] = base.kernel[...].at[:, 1].set(jnp.nan).at[:, 2].set(0)
+    model = apply_dora(base, DoRARule("", 2, 4), rngs=nnx.Rngs(1))
+    model.magnitude[...] = jnp.ones(4)
+    merged = merge_dora(model).kernel[...]
+    assert jnp.isfinite(merged).all(0).tolist() == [True, False, True, True]
+    assert not merged[:, 2].any()
+
+
 def test_nothing_to_merge():
     base = Block(nnx.Rngs(0))
     with pytest.raises(ValueError, match="model holds no adapter"):

@@ -138,6 +138,15 @@ def test_merging_computes_the_same(base, everything):
         assert not np.allclose(plain, other, atol=1e-2)
 
 
+def test_an_adapter_that_is_not_finite_is_not_merged():
+    x = jnp.ones((3, 4))
+    adapted = apply_dora(nn.Dense(5), DoRARule("", 2, 4))
+    params = adapted.init(KEY, x)["params"]
+    params = params | {"magnitude": params["magnitude"].at[1].set(jnp.nan)}
+    with pytest.raises(ValueError, match="magnitude of '' holds NaN or infinity, in 1 of 5 el"):
+        merge_dora(adapted, {"params": params}, x)
+
+
 def test_merging_takes_a_call_that_updates_other_collections():
     class Model(nn.Module):
         @nn.compact
