@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -241,13 +241,16 @@ class DoRALayer(nn.Module):
         # FSDP with flat parameters sets parts of them, [size].
         if axis is not None and old is not None and getattr(param, "ndim", 0) == old.ndim > 1:
             if param.shape[axis] != old.shape[axis]:
-                raise ValueError(
-                    f"{name} is set to the shape {tuple(param.shape)}; expected the layer's rank "
-                    f"{self.rank}, by which its scale is computed, as in {tuple(old.shape)}: adapt "
-                    "the base model by a rule with the adapter's rank and alpha, or load the "
-                    "adapter by torch_dora.peft.load_adapter"
-                )
+                raise self._rank_error(name, param.shape, old.shape)
         super().register_parameter(name, param)
+
+    def _rank_error(self, name: str, shape: Sequence[int], expected: Sequence[int]) -> ValueError:
+        return ValueError(
+            f"{name} is set to the shape {tuple(shape)}; expected the layer's rank {self.rank}, by "
+            f"which its scale is computed, as in {tuple(expected)}: adapt the base model by a rule "
+            "with the adapter's rank and alpha, or load the adapter by "
+            "torch_dora.peft.load_adapter"
+        )
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -356,7 +359,7 @@ class DoRALayer(nn.Module):
             *index: the number of one expert, if the layer has packed experts; by default all.
 
         Raises:
-            TypeError: FSDP has cast the magnitude to 16 bits.
+            TypeError, ValueError: see :meth:`begin_call`.
         """
         constant = self.begin_call()
         if constant is None:
@@ -368,7 +371,11 @@ class DoRALayer(nn.Module):
 
         Raises:
             TypeError: FSDP has cast the magnitude to 16 bits.
+            ValueError: lora_a has another rank than the layer; ``.data`` was set.
         """
+        shape, axis = self.lora_a.shape, self._RANK_AXES["lora_a"]
+        if len(shape) > 1 and shape[axis] != self.rank:
+            raise self._rank_error("lora_a", shape, self.adapter_shapes()["lora_a"])
         placement.check_magnitude(self)
         placement.refuse_offloaded_gradients(self)
         base_weight = self.settings.weight

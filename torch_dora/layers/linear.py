@@ -142,7 +142,8 @@ class DoRALinear(_LinearBase):
         dropped = self.drop(x)
         operands = (x, dropped, weight, bias, lora_a, lora_b, magnitude, norm)
         corrects = dropped is not None and self.dropout_mode == "input"
-        return direct.linear(operands, self.scale, self.implementation, corrects), dropped
+        call = self._scale, self.implementation, corrects, self.rank
+        return direct.linear(operands, *call), dropped
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, **options: Any) -> Self:

@@ -21,18 +21,22 @@ from torch_dora.ops.dtypes import no_autocast
 
 
 def linear(
-    tensors: tuple[Any, ...], scale: Any, implementation: str | None, corrects: bool = False
+    tensors: tuple[Any, ...],
+    scale: Any,
+    implementation: str | None,
+    corrects: bool = False,
+    rank: int | None = None,
 ) -> Tensor | None:
     """Returns y, or None if the call has to go the long way. The arguments are those of
     :func:`torch_dora.ops.plan.find`."""
-    found = plan.find(tensors, scale, implementation, corrects)
+    found = plan.find(tensors, scale, implementation, corrects, rank)
     if found is None:
         return None
     if found.gpu >= 0 and found.gpu != torch._C._cuda_getDevice():
         # Triton launches kernels on the current device. It is x's in a backward pass, and there a
         # checkpoint's repeated call must save the same tensors.
         with torch.cuda.device(found.device):
-            return linear(tensors, scale, implementation, corrects)
+            return linear(tensors, scale, implementation, corrects, rank)
     present = found.present(tensors)
     try:
         for tensor in present:

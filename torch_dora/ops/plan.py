@@ -35,7 +35,11 @@ _MOST_PLANS = 4096
 
 
 def find(
-    tensors: tuple[Any, ...], scale: Any, implementation: str | None, corrects: bool = False
+    tensors: tuple[Any, ...],
+    scale: Any,
+    implementation: str | None,
+    corrects: bool = False,
+    rank: int | None = None,
 ) -> "Plan | None":
     """Returns the plan of a call, or None if it has to go the long way.
 
@@ -45,6 +49,7 @@ def find(
         scale: alpha/r or alpha/sqrt(r).
         implementation: the named one, or None.
         corrects: whether adapter_x is the input of the magnitude's correction, too.
+        rank: that of the layer, by which its scale was computed; lora_a may have another one.
     """
     if not _PLAIN_OR_NONE.issuperset(map(type, tensors)):
         return None
@@ -59,6 +64,7 @@ def find(
     # One flat tuple is made in the least time.
     key = (
         corrects,
+        rank,
         device,
         x.is_cpu,
         autocast,
@@ -91,7 +97,8 @@ def find(
     plan = None
     if x.is_floating_point() and weight.dtype in _HALVES:
         dtype = autocast or torch.promote_types(x.dtype, weight.dtype)
-        if _takes(tensors, scale, dtype, implementation):
+        is_taken = _takes(tensors, scale, dtype, implementation)
+        if is_taken and rank in (None, lora_a.shape[0]):
             plan = Plan(tensors, scale, dtype, corrects)
     _PLANS[key] = plan
     return plan

@@ -168,3 +168,14 @@ def test_arrays_of_another_rank_are_refused(make, name):
         with pytest.raises(RuntimeError, match=rf"size mismatch for .*{name}"):
             of_4.load_state_dict(of_8.state_dict(), assign=assign)
     assert getattr(layer, name) is kept
+
+
+@pytest.mark.parametrize("make", [*(make for make, _ in LAYERS.values()), Experts])
+def test_data_of_another_rank_is_refused_in_a_call(make):
+    rules = [DoRARule(".*", rank, 6.0) for rank in (4, 8)]
+    of_4, of_8 = (apply_dora(nn.Sequential(make()), rule) for rule in rules)
+    layer, other = (dict(dora_layers(model)).popitem()[1] for model in (of_4, of_8))
+    layer.lora_a.data, layer.lora_b.data = other.lora_a.data, other.lora_b.data
+    for call in (lambda: layer.g(torch.float32), lambda: merge_dora(of_4)):
+        with pytest.raises(ValueError, match=r"lora_a is set .*rank 4, .*load_adapter"):
+            call()

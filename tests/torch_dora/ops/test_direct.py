@@ -368,6 +368,17 @@ def test_a_call_makes_the_gpu_of_its_tensors_current(monkeypatch, current):
         layer("cpu")(torch.randn(3, 24, dtype=torch.bfloat16))
 
 
+def test_data_of_another_rank_is_refused(device, calls):
+    """A layer of that rank has made a plan of the same shapes."""
+    made, other = layer(device), layer(device, rank=8, alpha=16)
+    x = torch.randn(3, 24, device=device, dtype=torch.bfloat16)
+    other(x)
+    made.lora_a.data, made.lora_b.data = other.lora_a.data, other.lora_b.data
+    with pytest.raises(ValueError, match=r"lora_a is set to the shape \(8, 24\); .*rank 4, .*"):
+        made(x)
+    assert calls == [True, False]
+
+
 def test_a_layer_may_have_a_parametrised_bias(device):
     made, x = layer(device), torch.randn(3, 24, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
