@@ -124,10 +124,10 @@ def read_layers(
         if is_skipped(key):
             continue
         parsed = parse(key)
-        if parsed.role in ("lora_a", "lora_b", "magnitude"):
-            found.setdefault(parsed.module, {})[parsed.role] = key
-        else:
+        if parsed.role not in ("lora_a", "lora_b", "magnitude"):
             problems.append(f"{key}: expected only lora_A, lora_B and magnitudes of linear layers")
+        elif (other := found.setdefault(parsed.module, {}).setdefault(parsed.role, key)) != key:
+            problems.append(f"{key} and {other} are the same tensor; expected one of them")
     layers = {}
     for module, keys in sorted(found.items()):
         if missing := [role for role in ("lora_a", "lora_b", "magnitude") if role not in keys]:

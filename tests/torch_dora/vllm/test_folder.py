@@ -100,6 +100,7 @@ B, M = f"{PREFIX}{MODULES[0]}.lora_B.weight", f"{PREFIX}{MODULES[0]}.lora_magnit
         ({}, "it has no layer"),
         (tensors() | {M: torch.rand(5)}, r"lora_magnitude_vector is \[5\]; expected \[4\]"),
         (tensors() | {B: torch.rand(4, 3)}, r"lora_B.weight is \[4, 3\]; expected \[out, 2\]"),
+        (tensors() | {f"{M}.weight": torch.rand(4)}, "vector are the same tensor; expected one"),
         (tensors() | {f"{PREFIX}lm_head.weight": torch.ones(2, 2)}, "lm_head.weight"),
         (
             tensors() | {f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.ones(2, 9)},
