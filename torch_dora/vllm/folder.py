@@ -139,7 +139,7 @@ def read_layers(
             problems.append(f"{keys['lora_a']} is {_shape(lora_a)}; expected [{rank}, in]")
         elif lora_b.ndim != 2 or lora_b.shape[1] != rank:
             problems.append(f"{keys['lora_b']} is {_shape(lora_b)}; expected [out, {rank}]")
-        elif magnitude.squeeze().shape != lora_b.shape[:1]:
+        elif magnitude.squeeze().shape != lora_b[:, 0].squeeze().shape:
             problems.append(
                 f"{keys['magnitude']} is {_shape(magnitude)}; expected [{lora_b.shape[0]}], one "
                 "number for each row of lora_B"

@@ -45,6 +45,16 @@ def test_the_layers_are_found_by_the_key_of_lora_b(magnitude, prefix):
     torch.testing.assert_close(layer.magnitude.half(), given[f"{prefix}{MODULES[0]}.{magnitude}"])
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_layer_of_one_output_has_one_magnitude(shape):
+    """Such as the gate of a shared expert."""
+    given = tensors()
+    for module in MODULES:
+        given[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(1, 2)
+        given[f"{PREFIX}{module}.lora_magnitude_vector"] = torch.rand(shape)
+    assert {layer.magnitude.shape for layer in read(given=given).values()} == {(1,)}
+
+
 def test_patterns_and_rslora_give_rank_and_scale():
     patterns = {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"layers.0.mlp.down_proj": 5}}
     given = tensors()
