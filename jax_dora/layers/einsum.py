@@ -73,9 +73,9 @@ class DoRALinearGeneral(DoRAContraction, nnx.LinearGeneral):
     def contraction_of(cls, module: Any, rank: int = 1, ndim: int = 0) -> Contraction:
         batch, contracted = len(module.batch_axis), module.axis
         if not ndim:
-            ndim = max(
-                batch + len(contracted), *(axis + 1 if axis >= 0 else -axis for axis in module.axis)
-            )
+            # Axes that count from the start and axes that count from the end stay apart.
+            from_start = max(batch, *(axis + 1 for axis in contracted))
+            ndim = max(batch + len(contracted), from_start - min(0, *contracted))
         letters = iter(string.ascii_letters)
         x = [next(letters) for _ in range(ndim)]
         inputs = [x[axis] for axis in sorted(axis % ndim for axis in contracted)]

@@ -50,6 +50,18 @@ CASES = {
         ("nit->nti", "nihd->nihd", "nhd->nhd", "nthd->nthd"),
         (3, (6, 5), (5, 8), 8),
     ),
+    "axes from both ends": (
+        lambda dtype: general((5, 2), 8, dtype, axis=(1, -1)),
+        (4, 5, 3, 2),
+        ("bhtd->bthd", "hdo->hdo", "o->o", "bto->bto"),
+        (1, (12, 10), (10, 8), 8),
+    ),
+    "batch axis and one from the end": (
+        lambda dtype: general(5, (2, 4), dtype, axis=-2, batch_axis={0: 3}),
+        (3, 5, 6),
+        ("nit->nti", "nihd->nihd", "nhd->nhd", "nthd->nthd"),
+        (3, (6, 5), (5, 8), 8),
+    ),
     "einsum": (
         lambda dtype: einsum("...td,sndh->s...nth", (3, 2, 10, 3), (3, 1, 2, 1, 3), dtype),
         (4, 5, 10),
@@ -71,6 +83,8 @@ CASES = {
         itertools.product(CASES, [jnp.float32, jnp.bfloat16]),
         [
             ("join heads", jnp.float32),
+            ("axes from both ends", jnp.float32),
+            ("batch axis and one from the end", jnp.float32),
             ("einsum, experts", jnp.float32),
         ],
         [("split heads", jnp.float32), ("batch axis", jnp.bfloat16)],
