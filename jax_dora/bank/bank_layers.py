@@ -14,7 +14,7 @@ from jax import lax
 from dora_common.slots import check_rows
 from jax_dora.adapt.weight import AdaptableWeight
 from jax_dora.layers import DoRALinear
-from jax_dora.layers.base_layer import copy_attributes, new_instance
+from jax_dora.layers.base_layer import class_attribute, copy_attributes, new_instance
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.einsum import DoRAEinsum, DoRALinearGeneral
 from jax_dora.layers.quantised_kernel import compute_as_stored
@@ -203,9 +203,9 @@ class BankLinear(BankLayer, nnx.Linear):
     which may remain unsliced like the adapters; None if it is quantised or not stacked along
     leading axes."""
 
-    adapted_type = DoRALinear
+    adapted_type = class_attribute(DoRALinear)
     can_take_codes = True
-    apply_together = staticmethod(_apply_together)  # see `jax_dora.apply_layers`
+    apply_together = class_attribute(_apply_together)  # see `jax_dora.apply_layers`
 
     def __init__(self, base: Any, projection: AdaptableWeight, *others: Any) -> None:
         super().__init__(base, projection, *others)
@@ -259,7 +259,7 @@ def _apply_to_prompts(layers: Sequence[BankLinear], inputs: jax.Array) -> list[j
 class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
     """`nnx.LinearGeneral` with adapters of a bank."""
 
-    adapted_type = DoRALinearGeneral
+    adapted_type = class_attribute(DoRALinearGeneral)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         return self._call(inputs, out_sharding=out_sharding)
@@ -268,7 +268,7 @@ class BankLinearGeneral(BankLayer, nnx.LinearGeneral):
 class BankEinsum(BankLayer, nnx.Einsum):
     """`nnx.Einsum` with adapters of a bank."""
 
-    adapted_type = DoRAEinsum
+    adapted_type = class_attribute(DoRAEinsum)
 
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None

@@ -94,6 +94,20 @@ def check_has_values(
             )
 
 
+def class_attribute(value: Any) -> Any:
+    """Returns what makes `value`, which is callable, an attribute of a class that is read as
+    `value`. `nnx.capture` takes every other callable attribute for a method and wraps it."""
+    return _ClassAttribute(value)
+
+
+class _ClassAttribute:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self.value
+
+
 def on_devices_of(like: Any, value: Any) -> Any:
     """Returns `value`, sharded like `like` if that is committed to other devices."""
     arrays = (like, value)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_dora import ops
+from jax_dora.layers.base_layer import class_attribute
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.dora_projection import DoRAProjection
 from jax_dora.layers.rule import DoRARule
@@ -104,7 +105,8 @@ class DoRAConvolution(DoRAProjection):
 class DoRAConv(DoRAConvolution, nnx.Conv):
     """`nnx.Conv` with an adapter; see `DoRAConvolution`."""
 
-    base_type = nnx.Conv
+    base_type = class_attribute(nnx.Conv)
+    __call__ = DoRAProjection.__call__  # nnx.capture does not see inherited methods.
 
 
 class DoRAConvTranspose(DoRAConvolution, nnx.ConvTranspose):
@@ -114,7 +116,8 @@ class DoRAConvTranspose(DoRAConvolution, nnx.ConvTranspose):
       NotImplementedError: transpose_kernel is True, which swaps the kernel's input and output axes.
     """
 
-    base_type = nnx.ConvTranspose
+    base_type = class_attribute(nnx.ConvTranspose)
+    __call__ = DoRAProjection.__call__
 
     @classmethod
     def check(cls, base: Any, options: DoRARule) -> None:

@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from flax import nnx
 
-from jax_dora.layers.base_layer import check_base
+from jax_dora.layers.base_layer import check_base, class_attribute
 from jax_dora.layers.contraction import Contraction
 from jax_dora.layers.dora_projection import DoRAProjection
 from jax_dora.layers.rule import OPTIONS, layer_rule
@@ -23,7 +23,8 @@ class DoRALinear(DoRAProjection, nnx.Linear):
       magnitude: [out].
     """
 
-    base_type = nnx.Linear
+    base_type = class_attribute(nnx.Linear)
+    __call__ = DoRAProjection.__call__  # nnx.capture does not see inherited methods.
     joins_g = True
     takes = frozenset({"keep_inner"})
     can_take_codes = True

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_dora.layers.base_layer import class_attribute
 from jax_dora.layers.contraction import Contraction, why_no_projection
 from jax_dora.layers.dora_projection import DoRAProjection, projection_of
 from jax_dora.layers.rule import DoRARule
@@ -59,7 +60,8 @@ class DoRAContraction(DoRAProjection):
 class DoRALinearGeneral(DoRAContraction, nnx.LinearGeneral):
     """`nnx.LinearGeneral` with an adapter; see `DoRAContraction`."""
 
-    base_type = nnx.LinearGeneral
+    base_type = class_attribute(nnx.LinearGeneral)
+    __call__ = DoRAProjection.__call__  # nnx.capture does not see inherited methods.
 
     @classmethod
     def is_linear(cls, module: Any) -> bool:
@@ -95,7 +97,7 @@ class DoRAEinsum(DoRAContraction, nnx.Einsum):
         alone is summed.
     """
 
-    base_type = nnx.Einsum
+    base_type = class_attribute(nnx.Einsum)
 
     @classmethod
     def check(cls, base: Any, options: DoRARule) -> None:

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.typing import Initializer
 
 from jax_dora import ops
+from jax_dora.layers.base_layer import class_attribute
 from jax_dora.layers.dora_layer import DoRALayer
 from jax_dora.layers.magnitude import g_of_call
 from jax_dora.layers.out_sharding import with_out_sharding
@@ -34,7 +35,7 @@ class DoRAEmbed(DoRALayer, nnx.Embed):
       magnitude: [features].
     """
 
-    base_type = nnx.Embed
+    base_type = class_attribute(nnx.Embed)
     kernel_name = "embedding"
     takes = frozenset({"adapt_attend"})
     default_inits: ClassVar[Mapping[str, Initializer]] = {
