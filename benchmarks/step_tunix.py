@@ -38,7 +38,7 @@ ROWS = 2
 
 
 class Settings(NamedTuple):
-    """The settings of the level; `layers` and `rank` override those of the sizes."""
+    """The settings of the level; `layers`, `rank` and `tokens` override those of the sizes."""
 
     sizes: Protocol = QWEN3
     layers: int = 6
@@ -81,7 +81,7 @@ def measure(settings: Settings, device: str) -> Iterator[Row]:
         for kind, trainer in trainers.items():
             asked: list[float] = []
             trainer.train(_batches(batch, settings.steps + 1, asked))
-            # Until the third step is asked for, the trainer has waited for none.
+            # The trainer sends its first two steps to the device without waiting for any.
             times[kind] += [after - before for before, after in itertools.pairwise(asked[2:])]
     gc.unfreeze()
     lora = None
